@@ -28,9 +28,7 @@ def main(root: Path = ROOT) -> int:
         print(complaint)
     if complaints:
         return 1
-    print(
-        f"twins: {len(pairs(root))} Chinese pages match their English twins; all links of {len(pages(root))} pages hold."
-    )
+    print(f"twins: {len(pairs(root))} Chinese pages match their twins; all links of {len(pages(root))} pages hold.")
     return 0
 
 
@@ -152,7 +150,7 @@ def _path_of(link: Link) -> str:
 
 
 def _without_language(link: Link) -> str:
-    """A link's target as both twins would have it: without the heading it leads to, which has another name in Chinese."""
+    """A link's target as both twins would have it: without the heading, whose name differs."""
     if link.target.startswith(_OUTWARD):
         return link.target
     return _path_of(link).replace(".zh.", ".") or "a heading of its own"

@@ -127,7 +127,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_pages_in_order_pass(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert twins.main(root) == 0
-    assert capsys.readouterr().out == ("twins: 2 Chinese pages match their English twins; all links of 5 pages hold.\n")
+    assert capsys.readouterr().out == ("twins: 2 Chinese pages match their twins; all links of 5 pages hold.\n")
 
 
 def test_a_difference_is_printed_with_its_page_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
