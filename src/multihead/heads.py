@@ -1,0 +1,155 @@
+"""Split the columns of a tensor into heads, and merge the heads back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from multihead.errors import ArgumentError, ShapeError
+
+__all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
+
+# A sentence that lists more head counts than this is not read to its end.
+MOST_COUNTS_LISTED = 12
+
+
+def head_counts(embed_dim: int) -> tuple[int, ...]:
+    """List every number of heads that divides a width evenly, smallest first.
+
+    Args:
+        embed_dim: the width to share out, in columns, at least 1.
+
+    Raises:
+        ArgumentError: if ``embed_dim`` is below 1.
+
+    >>> head_counts(6)
+    (1, 2, 3, 6)
+    """
+    _check_at_least_one("embed_dim", embed_dim)
+    small = [count for count in range(1, int(embed_dim**0.5) + 1) if embed_dim % count == 0]
+    return tuple(sorted({*small, *(embed_dim // count for count in small)}))
+
+
+def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> int:
+    """Give the width of each head, or refuse a number of heads that does not divide.
+
+    Args:
+        embed_dim: the width to share out, in columns.
+        num_heads: how many heads share it.
+        name: what the width is called in the error.
+
+    Returns:
+        The columns of one head.
+
+    Raises:
+        ArgumentError: if either is below 1, or the heads do not divide the width; the
+            sentence lists the head counts that fit.
+
+    >>> head_dim_of(512, 8)
+    64
+    """
+    _check_at_least_one(name, embed_dim)
+    _check_at_least_one("num_heads", num_heads)
+    if embed_dim % num_heads != 0:
+        raise ArgumentError(
+            f"{name} is {embed_dim}, and {num_heads} heads do not divide it.",
+            f"Give {_listed(embed_dim, num_heads)}, or a width that is a multiple of {num_heads}.",
+        )
+    return embed_dim // num_heads
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Give each head its own neighbouring columns, as a view that copies nothing.
+
+    Head ``h`` takes the columns from ``h * head_dim`` up to ``(h + 1) * head_dim``. The columns
+    are cut first and the axes exchanged after; a bare ``reshape`` to the same shape would mix
+    positions (see ``docs/split-of-heads.md``).
+
+    Args:
+        x: (batch, length, heads * head_dim), any dtype.
+        num_heads: how many heads share the columns.
+
+    Returns:
+        (batch, heads, length, head_dim), a view of ``x``.
+
+    Raises:
+        ShapeError: if ``x`` has not three axes.
+        ArgumentError: if ``num_heads`` is below 1 or does not divide the last axis; the sentence
+            lists the head counts that fit.
+
+    Source: Vaswani et al. 2017, section 3.2.2, arXiv:1706.03762.
+
+    >>> import torch
+    >>> x = torch.arange(36).reshape(2, 3, 6)
+    >>> x_heads = split_heads(x, 3)
+    >>> x_heads.shape
+    torch.Size([2, 3, 3, 2])
+    >>> x_heads[0, 0].tolist()
+    [[0, 1], [6, 7], [12, 13]]
+    """
+    if x.dim() != 3:
+        raise ShapeError(
+            f"x has the shape {tuple(x.shape)}, and must be (batch, length, heads * head_dim).",
+            "Give a tensor with three axes.",
+        )
+    head_dim = head_dim_of(x.shape[2], num_heads, name="The last axis of x")
+    x_split = x.unflatten(2, (num_heads, head_dim))  # (batch, length, heads, head_dim)
+    return x_split.transpose(1, 2)  # (batch, heads, length, head_dim)
+
+
+def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat") -> Tensor:
+    """Put the heads back side by side, or average them.
+
+    Args:
+        x_heads: (batch, heads, length, head_dim), floating point if ``merge`` is ``"mean"``.
+        merge: ``"concat"`` joins the heads' columns and undoes ``split_heads``; ``"mean"``
+            averages the heads, so that the width stays ``head_dim``.
+
+    Returns:
+        (batch, length, heads * head_dim) for ``"concat"``, (batch, length, head_dim) for
+        ``"mean"``.
+
+    Raises:
+        ShapeError: if ``x_heads`` has not four axes.
+        ArgumentError: if ``merge`` is neither of the two words.
+
+    Source: concatenation, arXiv:1706.03762, section 3.2.2; mean, arXiv:1710.10903, equation 6.
+
+    >>> import torch
+    >>> x = torch.arange(36).reshape(2, 3, 6)
+    >>> torch.equal(merge_heads(split_heads(x, 3)), x)
+    True
+    """
+    if x_heads.dim() != 4:
+        raise ShapeError(
+            f"x_heads has the shape {tuple(x_heads.shape)}, and must be (batch, heads, length, head_dim).",
+            "Give a tensor with four axes, such as split_heads returns.",
+        )
+    if merge == "concat":
+        return x_heads.transpose(1, 2).flatten(2)  # (batch, length, heads * head_dim)
+    if merge == "mean":
+        return x_heads.mean(dim=1)  # (batch, length, head_dim)
+    raise ArgumentError(
+        f"merge is {merge!r}, and must be 'concat' or 'mean'.",
+        "Give 'concat' to join the heads' columns, or 'mean' to average the heads.",
+    )
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ArgumentError(
+            f"{name} is {value!r}, and must be a whole number of at least 1.",
+            "Give 1 or more.",
+        )
+
+
+def _listed(embed_dim: int, num_heads: int) -> str:
+    """Name the head counts that fit, the nearest to the one asked for if there are many."""
+    counts = head_counts(embed_dim)
+    nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
+    words = [str(count) for count in sorted(nearest)]
+    if len(words) == 1:
+        return f"{words[0]} head"
+    heads = f"{', '.join(words[:-1])} or {words[-1]} heads"
+    return heads if len(nearest) == len(counts) else f"{heads} (the nearest that fit)"
