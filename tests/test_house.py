@@ -1,0 +1,121 @@
+"""The house rules that no tool checks: every module has its test, every file its caption, every pin its package."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src" / "multihead"
+PYTHON = sorted(
+    path for room in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")
+)
+MODULES = [path for path in PYTHON if path.is_relative_to(SRC)]
+HABITS = ("demo", "test", "check", "docs", "bench")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if not path.stem.startswith("__")], ids=name)
+def test_every_module_has_its_test_file(path: Path) -> None:
+    mirror = ROOT / "tests" / path.relative_to(SRC).with_name(f"test_{path.name}")
+    assert mirror.exists(), f"{name(path)} has no test file. Write {name(mirror)}."
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_the_first_line_of_every_file_is_its_caption(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert re.match(r'r?"""\S.*[.:?!]("""|\n)', source), (
+        f"{name(path)} does not open with a sentence that says what it is."
+    )
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    lines = source.count("\n")
+    assert lines <= 400, f"{name(path)} has {lines} lines; 400 are the most. Split it."
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # The docstring explains and is not counted; only what has to be followed is.
+            body = node.body[1:] if ast.get_docstring(node, clean=False) else node.body
+            length = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert length <= 70, f"{name(path)}: {node.name} has {length} lines; 70 are the most. Split it."
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=name)
+def test_every_room_is_a_package(folder: Path) -> None:
+    assert (folder / "__init__.py").exists(), f"{name(folder)} has no __init__.py, so it would not be installed."
+
+
+@pytest.mark.parametrize("face", ["multihead", "multihead.masks"])
+class TestTheFace:
+    def test_its_export_list_is_sorted_and_free_of_doubles(self, face: str) -> None:
+        exported = list(importlib.import_module(face).__all__)
+        assert exported == sorted(set(exported))
+
+    def test_every_exported_name_exists(self, face: str) -> None:
+        module = importlib.import_module(face)
+        assert [each for each in module.__all__ if not hasattr(module, each)] == []
+
+    def test_every_public_name_is_exported(self, face: str) -> None:
+        module = importlib.import_module(face)
+        public = {
+            each
+            for each, value in vars(module).items()
+            if not each.startswith("_") and getattr(value, "__module__", "").startswith("multihead")
+        }
+        assert public - set(module.__all__) == set()
+
+    def test_every_exported_function_and_class_shows_an_example(self, face: str) -> None:
+        module = importlib.import_module(face)
+        without = [
+            each
+            for each in module.__all__
+            if callable(value := getattr(module, each))
+            and not (isinstance(value, type) and issubclass(value, Exception))
+            and ">>> " not in (value.__doc__ or "")
+        ]
+        assert without == []
+
+
+def requirements() -> list[Requirement]:
+    """Everything that pyproject.toml asks for: at run time, in the extras, for building and for developing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lists = [
+        project["build-system"]["requires"],
+        project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"].values(),
+        *project["dependency-groups"].values(),
+    ]
+    asked = [Requirement(line) for each in lists for line in each]
+    return [requirement for requirement in asked if requirement.name != "multihead"]
+
+
+def pins() -> dict[str, str]:
+    """The exact version of each package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {package.lower().replace("_", "-"): version for package, version in found.items()}
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_everything_asked_for_is_pinned_within_its_range(requirement: Requirement) -> None:
+    version = pins().get(requirement.name)
+    assert version is not None, f"{requirement.name} is not in constraints.txt. Add the version that was tested."
+    assert version in requirement.specifier, f"constraints.txt has {requirement.name} {version}, outside {requirement}."
+
+
+def test_make_alone_lists_every_habit_in_one_line_each() -> None:
+    listing = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = [line.split()[1] for line in listing.splitlines()]
+    assert sorted(listed) == sorted((*HABITS, "help"))
