@@ -1,0 +1,17 @@
+"""Multi-head attention for PyTorch that is fast on any mask and can be seen through, head by head."""
+
+from multihead import masks
+from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
+from multihead.heads import merge_heads, split_heads
+
+__all__ = [
+    "attention",
+    "attention_with_logsumexp",
+    "explain",
+    "masks",
+    "merge_heads",
+    "split_heads",
+    "statistics",
+    "weights",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,85 @@
+"""What one attention call asks for, and what it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from multihead.masks import Mask
+from multihead.shapes import AttentionShape
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRequest:
+    """Everything that decides an attention call's result, checked and resolved.
+
+    scores = softcap(scale * q . k) + bias where the mask shows the key; a sink takes part in the softmax.
+
+    Fields:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        v: (batch, kv_heads, keys, value_dim).
+        shape: their sizes.
+        mask: which keys each query may see.
+        scale: what q . k is multiplied by.
+        query_start: where the first query stands among the keys; a tensor has one a sample.
+        bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None.
+        softcap: c of c * tanh(scores / c), or None.
+        sinks: (heads,), a learned logit a head that takes weight and gives no value, or None.
+        dropout: share of the weights dropped.
+        wanted: names of the statistics that somebody listens for.
+        owner: the module that asked, or None.
+        packed_lengths: (samples,), where the one row of the batch holds packed samples; else None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    shape: AttentionShape
+    mask: Mask
+    scale: float
+    query_start: int | Tensor = 0
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    wanted: frozenset[str] = frozenset()
+    owner: nn.Module | None = None
+    packed_lengths: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What a kernel gives back.
+
+    Fields:
+        output: (batch, heads, queries, value_dim), in the dtype of q.
+        logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf where no key is seen.
+        statistics: those of the wanted ones that the kernel had at hand.
+    """
+
+    output: Tensor
+    logsumexp: Tensor
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call that has run: what was asked, and what came of it."""
+
+    request: AttentionRequest
+    attended: Attended
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel will do for a request.
+
+    Fields:
+        cells: scores it computes, over batch and heads.
+        memory: bytes it holds at its peak beside q, k and v, gradients not counted.
+    """
+
+    cells: int
+    memory: int

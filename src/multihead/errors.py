@@ -1,0 +1,62 @@
+"""The errors of multihead: each says what was given, what was expected and how to mend it.
+
+    MultiheadError
+    ├── ShapeError       tensors that do not fit each other
+    ├── DtypeError       a dtype or a device that does not fit
+    ├── MaskError        a mask that does not fit, or that is no mask
+    ├── ArgumentError    a size, a name or an option out of range
+    ├── ProbeError       a statistic that is unknown, or that cannot be had
+    ├── ModelError       a model that cannot be loaded or watched
+    └── InputError       a file, a text or a path of the user that cannot be used
+"""
+
+from __future__ import annotations
+
+
+class MultiheadError(Exception):
+    """The root of all errors that multihead raises on purpose.
+
+    Args:
+        finding: what was given and what was expected, a whole sentence.
+        mend: what to do about it, a whole sentence.
+
+    >>> print(ArgumentError("dropout is 1.5.", "Give a share from 0 to 1."))
+    dropout is 1.5. Give a share from 0 to 1.
+    """
+
+    def __init__(self, finding: str, mend: str) -> None:
+        super().__init__(f"{finding} {mend}")
+        self.finding = finding
+        self.mend = mend
+
+    def __reduce__(self) -> tuple[type[MultiheadError], tuple[str, str]]:
+        """Pickle the two sentences, so that an error survives a process boundary."""
+        return type(self), (self.finding, self.mend)
+
+
+class ShapeError(MultiheadError, ValueError):
+    """Tensors whose shapes do not fit each other."""
+
+
+class DtypeError(MultiheadError, TypeError):
+    """A dtype or a device that does not fit."""
+
+
+class MaskError(MultiheadError, ValueError):
+    """A mask that does not fit the call, or something that is no mask."""
+
+
+class ArgumentError(MultiheadError, ValueError):
+    """A size, a name or an option out of its range."""
+
+
+class ProbeError(MultiheadError, ValueError):
+    """A statistic that is unknown, or that this record or kernel cannot give."""
+
+
+class ModelError(MultiheadError, ValueError):
+    """A model that cannot be loaded or watched."""
+
+
+class InputError(MultiheadError, ValueError):
+    """A file, a text or a path of the user that cannot be used."""

@@ -1,0 +1,366 @@
+"""Attention as functions: check, plan, choose, run, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from multihead import listening
+from multihead.call import Attended, AttentionCall, AttentionRequest, Work
+from multihead.errors import ArgumentError, ShapeError
+from multihead.kernels.choose import KERNELS, choose
+from multihead.kernels.quarantine import poisoned, quarantined
+from multihead.kernels.tile import working_dtype
+from multihead.masks import Full, Mask
+from multihead.masks.dense import refuse_unless_fitting
+from multihead.masks.values import refuse_unless_mask
+from multihead.plan.bounds import KeyBounds, key_bounds
+from multihead.plan.tiles import seen_share
+from multihead.probes import statistics as probes
+from multihead.probes import weights as tiles
+from multihead.scores.bias import refuse_unless_bias_fits
+from multihead.scores.sinks import refuse_unless_sinks_fit
+from multihead.scores.softcap import refuse_unless_softcap
+from multihead.shapes import AttentionShape, resolved_query_start
+
+_FULL = Full()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = _FULL,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    query_start: int | Tensor | str | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Multi-head attention: output_i = sum_j softmax_j(scale * q_i . k_j) v_j over the keys that query i may see.
+
+    A query that sees no key gives 0. What a query may not see does not reach it, not even NaN.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
+        v: (batch, kv_heads, keys, value_dim).
+        mask: which keys each query may see.
+        bias: added to the scores, broadcasting to (batch, heads, queries, keys); -inf hides a key.
+        softcap: c of c * tanh(scores / c), before the bias.
+        sinks: (heads,), a learned logit a head that takes weight and gives no value.
+        scale: what q . k is multiplied by, 1 / sqrt(head_dim) if None.
+        dropout: share of the weights dropped, 0 to 1.
+        query_start: where the first query stands among the keys: an int, one a sample, or "end".
+        kernel: the name of a kernel to insist on; None chooses the fastest that does not refuse.
+
+    Returns: (batch, heads, queries, value_dim), in the dtype of q.
+
+    Raises:
+        ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
+
+    Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762, equation 1.
+
+    >>> from multihead import masks
+    >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()
+    >>> attention(q, k, v, mask=masks.Causal()).shape
+    torch.Size([2, 8, 5, 16])
+    """
+    request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    return attend(request, kernel=kernel).output
+
+
+def attention_with_logsumexp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = _FULL,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    query_start: int | Tensor | str | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logsumexp of each query's scores, both differentiable.
+
+    Takes what `attention` takes.
+
+    Returns: the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats,
+        float32 (float64 for float64), -inf where a query sees no key.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    >>> output, logsumexp = attention_with_logsumexp(q, k, v)
+    >>> scores = q @ k.mT / 8**0.5
+    >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
+    True
+    """
+    request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = attend(request, kernel=kernel)
+    return attended.output, attended.logsumexp
+
+
+def weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Mask = _FULL,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    query_start: int | Tensor | str | None = None,
+    logsumexp: Tensor | None = None,
+    heads: int | Sequence[int] | slice = slice(None),
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+) -> Tensor:
+    """Compute one tile of the attention map, exactly, in the memory of that tile.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        mask: as for `attention`; so are bias, softcap, sinks, scale and query_start.
+        bias: see `attention`.
+        softcap: see `attention`.
+        sinks: see `attention`.
+        scale: see `attention`.
+        query_start: see `attention`.
+        logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first.
+        heads: which heads.
+        queries: which queries.
+        keys: which keys.
+
+    Returns: (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
+
+    Source: p_ij = exp(s_ij - L_i), with L the logsumexp over all keys.
+
+    >>> q, k = torch.randn(2, 1, 8, 100, 16).unbind()
+    >>> tile = weights(q, k, heads=3, queries=slice(0, 10), keys=slice(50, 100))
+    >>> tile.shape
+    torch.Size([1, 1, 10, 50])
+    """
+    request = request_of(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
+    return tiles.tile(request, _logsumexp(request, logsumexp), heads=heads, queries=queries, keys=keys)
+
+
+def statistics(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Mask = _FULL,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    query_start: int | Tensor | str | None = None,
+    logsumexp: Tensor | None = None,
+    probes: Iterable[str] = probes.DEFAULT,
+    special_keys: Tensor | None = None,
+    map_size: int = probes.MAP_SIZE,
+) -> dict[str, Tensor]:
+    """Measure every head exactly, in memory that grows with the length and not with its square.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        mask: as for `attention`; so are bias, softcap, sinks, scale and query_start.
+        bias: see `attention`.
+        softcap: see `attention`.
+        sinks: see `attention`.
+        scale: see `attention`.
+        query_start: see `attention`.
+        logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first.
+        probes: names of the statistics, see `multihead.probes.statistics`.
+        special_keys: (batch, keys) bool, the keys that `special_mass` counts.
+        map_size: the most rows and columns of `pooled_map`.
+
+    Returns: a dict from name to tensor, (batch, heads, queries) each; `received` is (batch, heads, keys),
+        `pooled_map` (batch, heads, rows, columns). float32 (float64 for float64), `largest_key` int64.
+
+    Raises:
+        ProbeError: a name is unknown, or `special_mass` is asked for without `special_keys`.
+
+    >>> q, k = torch.zeros(2, 1, 2, 4, 8).unbind()
+    >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
+    tensor([4., 4., 4., 4.])
+    """
+    request = request_of(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
+    return _statistics(request, logsumexp, tuple(probes), special_keys, map_size)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call will run, and why; `str()` says it in lines.
+
+    Fields:
+        kernel: the kernel that would run.
+        refusals: the reason of each faster kernel that would not.
+        hidden_share: share of the score matrix that the mask's intervals hide, 0 to 1.
+        skipped_share: share of the score matrix that the kernel does not compute, 0 to 1.
+        dense_remainder: whether part of the mask is no interval and is read cell by cell.
+        work: cells computed and bytes held.
+    """
+
+    kernel: str
+    refusals: dict[str, str]
+    hidden_share: float
+    skipped_share: float
+    dense_remainder: bool
+    work: Work
+
+    def __str__(self) -> str:
+        lines = [f"kernel   {self.kernel}"]
+        lines += [f"refused  {name}: {reason}" for name, reason in self.refusals.items()]
+        lines.append(
+            f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
+            + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
+        )
+        lines.append(f"memory   about {_bytes(self.work.memory)} beside q, k and v")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = _FULL,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    query_start: int | Tensor | str | None = None,
+    kernel: str | None = None,
+) -> Explanation:
+    """Say which kernel a call would run, why others refuse it, what it skips and the memory it will take.
+
+    Takes what `attention` takes, and computes nothing.
+
+    >>> from multihead import masks
+    >>> q = k = v = torch.zeros(1, 8, 1000, 64)
+    >>> print(explain(q, k, v, mask=masks.Lengths((250,))))
+    kernel   sdpa
+    skipped  75.0% of the score matrix; its intervals hide 75.0%
+    memory   about 2.0 MiB beside q, k and v
+    """
+    request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    bounds = _bounds(request)
+    choice = choose(request, bounds, kernel=kernel)
+    work = KERNELS[choice.name].work(request, bounds)
+    cells = request.shape.cells
+    return Explanation(
+        kernel=choice.name,
+        refusals=choice.refusals,
+        hidden_share=1 - seen_share(bounds, keys=request.shape.key_length) if cells else 0.0,
+        skipped_share=1 - work.cells / cells if cells else 0.0,
+        dense_remainder=bounds.remainder is not None,
+        work=work,
+    )
+
+
+def request_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = _FULL,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    query_start: int | Tensor | str | None = None,
+) -> AttentionRequest:
+    """Check what a caller gave and resolve what they left out; see `attention` for the arguments and errors."""
+    shape = AttentionShape.of(q, k, v)
+    refuse_unless_mask(mask)
+    if not isinstance(dropout, (int, float)) or isinstance(dropout, bool) or not 0 <= dropout <= 1:
+        raise ArgumentError(f"dropout is {dropout!r}.", "Give a share from 0 to 1.")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise ArgumentError(f"scale is {scale!r}.", "Give a number, or None for 1 / sqrt(head_dim).")
+    if bias is not None:
+        refuse_unless_bias_fits(bias, shape)
+    if softcap is not None:
+        refuse_unless_softcap(softcap)
+    if sinks is not None:
+        refuse_unless_sinks_fit(sinks, shape)
+    queries, keys = shape.query_length, shape.key_length
+    if not isinstance(mask, Full):
+        refuse_unless_fitting(mask, batch=shape.batch, heads=shape.num_heads, queries=queries, keys=keys)
+    start = resolved_query_start(
+        query_start, speaks_of_positions=mask.speaks_of_positions, batch=shape.batch, queries=queries, keys=keys
+    )
+    return AttentionRequest(
+        q, k, v, shape, mask, shape.head_dim**-0.5 if scale is None else scale, start, bias, softcap, sinks, dropout
+    )
+
+
+def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
+    """Walk a checked request through plan, choice, kernel and publication."""
+    request = replace(request, wanted=listening.wanted())
+    bounds = _bounds(request)
+    cleaned, bad_rows = quarantined(request, bounds)
+    choice = choose(cleaned, bounds, kernel=kernel)
+    attended = KERNELS[choice.name].attend(cleaned, bounds)
+    if bad_rows is not None:
+        attended = poisoned(attended, bad_rows)
+    listening.publish(AttentionCall(request, attended))
+    return attended
+
+
+def _bounds(request: AttentionRequest) -> KeyBounds:
+    return key_bounds(
+        request.mask,
+        queries=request.shape.query_length,
+        keys=request.shape.key_length,
+        query_start=request.query_start,
+        device=request.shape.device,
+    )
+
+
+def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
+    """Return the logsumexp that was given, or compute it without telling any listener."""
+    shape = request.shape
+    if given is None:
+        with torch.no_grad():
+            bounds = _bounds(request)
+            cleaned, bad_rows = quarantined(request, bounds)
+            attended = KERNELS[choose(cleaned, bounds).name].attend(cleaned, bounds)
+            return attended.logsumexp if bad_rows is None else poisoned(attended, bad_rows).logsumexp
+    if tuple(given.shape) != (shape.batch, shape.num_heads, shape.query_length):
+        raise ShapeError(
+            f"logsumexp has shape {tuple(given.shape)}.",
+            f"Give (batch, heads, queries) = {(shape.batch, shape.num_heads, shape.query_length)}.",
+        )
+    return given.detach().to(working_dtype(shape.dtype))
+
+
+def _statistics(
+    request: AttentionRequest,
+    logsumexp: Tensor | None,
+    names: tuple[str, ...],
+    special_keys: Tensor | None,
+    map_size: int,
+) -> dict[str, Tensor]:
+    probes.refuse_unless_known(names, special_keys)
+    return probes.streamed(
+        request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size
+    )
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

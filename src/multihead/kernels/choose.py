@@ -1,0 +1,64 @@
+"""Choose the fastest kernel that does not refuse a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from multihead.call import Attended, AttentionRequest, Work
+from multihead.errors import ArgumentError
+from multihead.kernels import reference, sdpa
+from multihead.plan.bounds import KeyBounds
+
+
+class Kernel(Protocol):
+    """What a kernel's module has to offer."""
+
+    def refusal(self, request: AttentionRequest, bounds: KeyBounds) -> str | None:
+        """Say in one sentence why this kernel will not take a request, or None."""
+        ...
+
+    def attend(self, request: AttentionRequest, bounds: KeyBounds) -> Attended:
+        """Compute a request that was not refused."""
+        ...
+
+    def work(self, request: AttentionRequest, bounds: KeyBounds) -> Work:
+        """Estimate what a call computes and holds."""
+        ...
+
+
+# The fastest first.
+KERNELS: dict[str, Kernel] = {
+    "sdpa": cast(Kernel, sdpa),
+    "reference": cast(Kernel, reference),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that runs, and why others do not.
+
+    Fields:
+        name: the chosen kernel.
+        refusals: for each kernel that would have come before it, its reason in one sentence.
+    """
+
+    name: str
+    refusals: dict[str, str]
+
+
+def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> Choice:
+    """Choose the first kernel that does not refuse, or the one that the caller insists on.
+
+    Raises:
+        ArgumentError: the kernel asked for does not exist, or refuses.
+    """
+    if kernel is not None and kernel not in KERNELS:
+        raise ArgumentError(f"There is no kernel {kernel!r}.", f"Give one of {', '.join(KERNELS)}, or None.")
+    refusals: dict[str, str] = {}
+    for name in KERNELS if kernel is None else (kernel,):
+        reason = KERNELS[name].refusal(request, bounds)
+        if reason is None:
+            return Choice(name, refusals)
+        refusals[name] = reason
+    raise ArgumentError(f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.", "Leave kernel out to have one chosen.")

@@ -1,0 +1,196 @@
+"""PyTorch's fused CPU attention, called on the rectangles that a plan leaves to compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from multihead.call import Attended, AttentionRequest, Work
+from multihead.kernels.tile import seen, working_dtype
+from multihead.plan.bounds import KeyBounds
+from multihead.plan.rectangles import Rectangle, rectangles
+from multihead.scores.bias import bias_tile
+from multihead.scores.sinks import with_sinks
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
+    """Say in one sentence why this kernel will not take a request, or None."""
+    if request.shape.device.type != "cpu":
+        return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
+    if request.dropout:
+        return "PyTorch's fused CPU kernel has no dropout"
+    if request.softcap is not None:
+        return "PyTorch's fused kernels have no softcap"
+    if request.bias is not None and request.bias.requires_grad and torch.is_grad_enabled():
+        return "PyTorch's fused CPU kernel gives no gradient for a bias"
+    return None
+
+
+def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+    """Compute the rectangles of the plan by fused calls, and join them by their logsumexp."""
+    cover = _Cover(request, rectangles(bounds, biased=request.bias is not None))
+    q, k, v = request.q, request.k, request.v
+    # The fused kernel takes equal dims only. Zeros appended to q and k change no score, those to v are cut off.
+    missing = request.shape.head_dim - request.shape.value_dim
+    if missing > 0:
+        v = pad(v, (0, missing))
+    elif missing < 0:
+        q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
+    else:
+        output, logsumexp = _run(q, k, v, cover)
+    if missing > 0:
+        output = output[..., : request.shape.value_dim]
+    if request.sinks is not None:
+        output, logsumexp = with_sinks(output, logsumexp, request.sinks)
+    return Attended(output, logsumexp)
+
+
+def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
+    """Estimate what a call computes and holds: the rectangles; output, logsumexp and the largest mask."""
+    shape = request.shape
+    pieces = rectangles(bounds, biased=request.bias is not None)
+    heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
+    cells = sum(piece.cells * heads_samples[piece.sample is None] for piece in pieces)
+    masked = max((piece.cells for piece in pieces if piece.kind == "partial"), default=0)
+    if bounds.remainder is not None or request.bias is not None:
+        masked *= shape.batch * shape.num_heads
+    rows = shape.batch * shape.num_heads * shape.query_length
+    size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
+    return Work(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cover:
+    """The rectangles of one request, and how to cut tensors and masks to each."""
+
+    request: AttentionRequest
+    pieces: list[Rectangle]
+
+    def samples(self, piece: Rectangle) -> slice:
+        return slice(None) if piece.sample is None else slice(piece.sample, piece.sample + 1)
+
+    def cut(self, piece: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        samples, rows, columns = self.samples(piece), slice(*piece.rows), slice(*piece.columns)
+        return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
+
+    def mask(self, piece: Rectangle) -> Tensor | None:
+        """Make what is added to the scores of a rectangle, or None: -inf where hidden, else the bias or 0."""
+        request, rows, columns = self.request, slice(*piece.rows), slice(*piece.columns)
+        if piece.kind != "partial" and request.bias is None:
+            return None
+        dtype = working_dtype(request.q.dtype)
+        hidden = ~seen(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
+        if request.bias is None:
+            added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        else:
+            added = bias_tile(request.bias.detach(), rows, columns).to(dtype).masked_fill(hidden, -torch.inf)
+        added = added[self.samples(piece)] if added.shape[0] > 1 else added
+        batch = request.shape.batch if piece.sample is None else 1
+        return added.expand(batch, request.shape.num_heads, -1, -1)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
+    """Compute output (batch, heads, queries, dim) and logsumexp (batch, heads, queries) from all rectangles."""
+    request, shape = cover.request, cover.request.shape
+    size = (shape.batch, shape.query_length, shape.num_heads)
+    only = cover.pieces[0] if len(cover.pieces) == 1 else None
+    if only is not None and only.sample is None and only.rows == (0, shape.query_length):
+        return _one(q, k, v, cover, only)
+    output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # laid out for merging heads without a copy
+    logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype)).transpose(1, 2)
+    behind: tuple[int | None, int] = (None, 0)  # the sample and row up to which rows are written
+    for piece in cover.pieces:
+        part, part_logsumexp = _one(q, k, v, cover, piece)
+        place = (cover.samples(piece), slice(None), slice(*piece.rows))
+        if behind[0] == piece.sample and piece.rows[0] < behind[1]:
+            # Two rectangles over the same rows: P = exp(s - L) with the L of both.
+            joined = torch.logaddexp(logsumexp[place], part_logsumexp)
+            shares = (logsumexp[place] - joined).exp()[..., None], (part_logsumexp - joined).exp()[..., None]
+            part = (output[place] * shares[0] + part * shares[1]).to(q.dtype)  # the sum is in the shares' dtype
+            part_logsumexp = joined
+        output[place], logsumexp[place] = part, part_logsumexp
+        behind = (piece.sample, piece.rows[1])
+    return output, logsumexp
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, cover: _Cover, piece: Rectangle) -> tuple[Tensor, Tensor]:
+    """Compute one rectangle."""
+    mask = cover.mask(piece)
+    output, logsumexp = _forward(
+        *cover.cut(piece, q, k, v), 0.0, piece.kind == "causal", attn_mask=mask, scale=cover.request.scale
+    )
+    if mask is not None:
+        # The fused kernel's logsumexp of an empty row is 0.0.
+        logsumexp = logsumexp.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+    return output, logsumexp
+
+
+class _Fused(torch.autograd.Function):
+    """The rectangles, with the gradient of the output and of the logsumexp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
+        output, logsumexp = _run(q, k, v, cover)
+        ctx.save_for_backward(q, k, v, output, logsumexp)
+        ctx.cover = cover
+        ctx.set_materialize_grads(False)
+        return output, logsumexp
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        q, k, v, output, logsumexp = ctx.saved_tensors
+        # Half precision would lose what many rectangles add to one key.
+        dtype = working_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
+        # An empty row's P = exp(-inf - L) is 0 for any finite L, and NaN for its own L = -inf.
+        finite = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
+        if of_output is not None:
+            _accumulate((dq, dk, dv), of_output, (q, k, v, output), finite, ctx.cover)
+        if of_logsumexp is not None:
+            # dL_i / ds_ij = p_ij, so dq = scale * g_i (P K)_i, and dk = scale * P^T (g q): an attention whose
+            # values are the keys, and the gradient of its values.
+            weighted_keys, _ = _run(q, k, k, ctx.cover)
+            g = of_logsumexp.masked_fill(logsumexp == -torch.inf, 0)[..., None].to(q.dtype) * ctx.cover.request.scale
+            dq += g * weighted_keys
+            unused = torch.zeros_like(dq), torch.zeros_like(dk)
+            _accumulate((*unused, dk), g * q, (q, k, k, weighted_keys), finite, ctx.cover)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+
+def _accumulate(
+    grads: tuple[Tensor, Tensor, Tensor],
+    of_output: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    logsumexp: Tensor,
+    cover: _Cover,
+) -> None:
+    """Add each rectangle's gradients to those of q, k and v: with the whole row's L its P is that of the whole."""
+    q, k, v, output = tensors
+    for piece in cover.pieces:
+        samples, rows, columns = cover.samples(piece), slice(*piece.rows), slice(*piece.columns)
+        of_q, of_k, of_v = _backward(
+            of_output[samples, :, rows],
+            *cover.cut(piece, q, k, v),
+            output[samples, :, rows],
+            logsumexp[samples, :, rows],
+            0.0,
+            piece.kind == "causal",
+            attn_mask=cover.mask(piece),
+            scale=cover.request.scale,
+        )
+        grads[0][samples, :, rows] += of_q
+        grads[1][samples, :, columns] += of_k
+        grads[2][samples, :, columns] += of_v

@@ -1,0 +1,72 @@
+"""The scores of one tile of the map, and which of its cells may be seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.masks.dense import Place, visible
+from multihead.scores.bias import bias_tile
+from multihead.scores.softcap import softcapped
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what statistics and logsumexp are computed in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    """Compute softcap(scale * q . k) + bias on a tile, hidden cells included.
+
+    Returns: (batch, heads, queries, keys), in the working dtype.
+    """
+    dtype = working_dtype(request.q.dtype)
+    q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
+    grouped = q.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
+    # One matrix product a key/value head: its query heads stand below each other, so k is never repeated.
+    product = (grouped.flatten(2, 3) * request.scale) @ k.mT  # (batch, kv_heads, group * queries, keys)
+    cells = softcapped(product.unflatten(2, grouped.shape[2:4]).flatten(1, 2), request.softcap)
+    if request.bias is not None:
+        cells = cells + bias_tile(request.bias, queries, keys).to(dtype)
+    return cells
+
+
+def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    """Tell which cells of a tile may be seen: those the mask shows and no bias of -inf hides.
+
+    Returns: bool, broadcasting to (batch, heads, queries, keys).
+    """
+    shape = request.shape
+    place = Place.of(
+        shape.query_length,
+        shape.key_length,
+        query_start=request.query_start,
+        device=shape.device,
+        rows=queries,
+        columns=keys,
+    )
+    shown = visible(request.mask, place)
+    if request.bias is not None:
+        shown = shown & (bias_tile(request.bias, queries, keys) != -torch.inf)
+    return shown
+
+
+def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
+    """Keep some query heads of a request, each with a key/value head of its own.
+
+    The mask stays whole: index what `seen` returns where it has a head axis.
+    """
+    kv_heads = heads // request.shape.group
+    bias, sinks = request.bias, request.sinks
+    return replace(
+        request,
+        q=request.q[:, heads],
+        k=request.k[:, kv_heads],
+        v=request.v[:, kv_heads],
+        shape=replace(request.shape, num_heads=len(heads), num_kv_heads=len(heads)),
+        bias=bias[:, heads] if bias is not None and bias.shape[1] > 1 else bias,
+        sinks=None if sinks is None else sinks[heads],
+    )

@@ -1,0 +1,1 @@
+"""Plans: from what a mask means to what a kernel computes."""

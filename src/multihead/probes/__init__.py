@@ -1,0 +1,1 @@
+"""Probes: exact statistics and tiles of an attention map that is never held whole."""

@@ -1,0 +1,42 @@
+"""Sinks: a learned logit a head that takes part in the softmax and gives no value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multihead.errors import DtypeError, ShapeError
+from multihead.shapes import AttentionShape
+
+
+def refuse_unless_sinks_fit(sinks: object, shape: AttentionShape) -> None:
+    """Refuse sinks that are no floating point tensor with one logit a head."""
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.device != shape.device:
+        given = f"a {sinks.dtype} tensor on {sinks.device}" if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"
+        raise DtypeError(f"sinks is {given}.", f"Give a floating point tensor of logits on {shape.device}.")
+    if tuple(sinks.shape) != (shape.num_heads,):
+        raise ShapeError(
+            f"sinks has shape {tuple(sinks.shape)}, and there are {shape.num_heads} heads.",
+            f"Give one logit a head: shape ({shape.num_heads},).",
+        )
+
+
+def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let each head's sink take its share of an attention that was computed without it.
+
+    With L the logsumexp over the keys and s the sink, the weights of the keys shrink by exp(L) / (exp(L) + exp(s))
+    = sigmoid(L - s), and so does the output. A query that sees no key stays as it is: 0 and -inf.
+
+    Args:
+        output: (batch, heads, queries, value_dim).
+        logsumexp: (batch, heads, queries).
+        sinks: (heads,).
+
+    Source: GPT-OSS, arXiv:2508.10925; the identity is L' = log(exp(L) + exp(s)).
+    """
+    sink = sinks.to(logsumexp.dtype)[:, None]
+    empty = logsumexp == -torch.inf
+    finite = logsumexp.masked_fill(empty, 0)
+    share = (finite - sink).sigmoid()
+    joined = torch.logaddexp(finite, sink).masked_fill(empty, -torch.inf)
+    return output * share[..., None].to(output.dtype), joined
