@@ -38,7 +38,7 @@ def test_heads_laid_next_to_samples_run_fastest() -> None:
     sizes=st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 5), st.integers(1, 4)),
     turned=st.booleans(),
 )
-def test_merging_undoes_splitting(sizes: tuple[int, int, int, int], turned: bool) -> None:  # noqa: FBT001
+def test_merging_undoes_splitting(sizes: tuple[int, int, int, int], turned: bool) -> None:
     """Whatever the sizes, and also for a tensor that is not contiguous."""
     batch, length, num_heads, head_dim = sizes
     x = torch.randn(batch, length, num_heads * head_dim)
@@ -58,7 +58,7 @@ def test_merging_by_mean_averages_the_heads() -> None:
 
 def test_gradients_pass_through_both_ways() -> None:
     x = torch.randn(2, 3, 6, requires_grad=True)
-    merge_heads(split_heads(x, 3)).sum().backward()  # type: ignore[no-untyped-call]
+    merge_heads(split_heads(x, 3)).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(2, 3, 6))
 

@@ -94,7 +94,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
             "Give a tensor with three axes.",
         )
     head_dim = head_dim_of(x.shape[2], num_heads, name="The last axis of x")
-    x_split = x.unflatten(2, (num_heads, head_dim))  # (batch, length, heads, head_dim)
+    x_split = x.view(x.shape[0], x.shape[1], num_heads, head_dim)  # (batch, length, heads, head_dim)
     return x_split.transpose(1, 2)  # (batch, heads, length, head_dim)
 
 

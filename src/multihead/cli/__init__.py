@@ -1,0 +1,90 @@
+"""The command `multihead`: one verb a file, loaded only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from multihead.errors import MultiheadError
+
+__all__ = ["VERBS", "Verbs", "main"]
+
+# A new verb is a file of this folder with a click command of its own name, and one line here.
+VERBS = {
+    "walk": "The split of heads and a whole attention, step by step, every value printed.",
+}
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class Verbs(click.Group):
+    """A group whose verbs are imported when they run, and whose errors are one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name the verbs in the order of VERBS."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one verb, or give None for a word that is none."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = getattr(import_module(f"multihead.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def main(  # type: ignore[override]  # click overloads it on standalone_mode, and this one exits anyway
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run the command line; any refusal is one line on stderr and exit status 2."""
+        for stream in (sys.stdout, sys.stderr):
+            _never_fail_on_a_sign(stream)
+        extra["standalone_mode"] = False
+        try:
+            status = super().main(args, prog_name, complete_var, **extra)
+        except MultiheadError as error:
+            _refuse(str(error))
+        except click.Abort:
+            sys.exit(INTERRUPTED)
+        except click.UsageError as error:
+            asked = f"{error.ctx.command_path} --help" if error.ctx else "multihead --help"
+            _refuse(f"{error.format_message()} See `{asked}`.")
+        except click.ClickException as error:
+            _refuse(error.format_message())
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    click.echo(f"error: {' '.join(sentence.split())}", err=True)
+    sys.exit(BAD_INPUT)
+
+
+def _never_fail_on_a_sign(stream: TextIO) -> None:
+    """Print a question mark for a sign the terminal's encoding lacks, instead of failing."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="multihead", message="multihead %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Look into multi-head attention, head by head.
+
+    `multihead VERB --help` tells what a verb takes and shows examples.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

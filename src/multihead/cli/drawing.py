@@ -1,0 +1,366 @@
+"""Draw a tensor in the terminal: labelled blocks of numbers, the head of each shown twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.text import Text
+from torch import Tensor
+
+from multihead.lab.walk import Step
+
+__all__ = ["Drawing", "draw", "head_style", "numbers", "shape_lines", "wrap"]
+
+# torch prints a tensor in full up to this many values, and 3 entries at each end beyond.
+FULL_VALUES = 1000
+EDGE = 3
+MOST_DECIMALS = 3
+GAP = "…"
+BETWEEN_BLOCKS = 3
+HEAD_STYLES = ("cyan", "magenta", "green", "yellow", "blue")
+PIECES = re.compile(r"[（“]*[\u2e80-\uffef“][，。；：、）”？！]*|\s+|[^\s\u2e80-\uffef“]+[，。；：、）”？！]*")
+
+Notes = Mapping[tuple[int, int], tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The lines of a drawn tensor, and whether some of its values were left out."""
+
+    lines: list[Text]
+    elided: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A tensor seen as lines of blocks of rows of columns.
+
+    Attributes:
+        tensor: (lines, blocks, rows, columns).
+        axes: the name of each, or None where the tensor has no such axis.
+        head_place: which of the four carries the heads, or None.
+        folded: whether lines and blocks are one axis of the tensor.
+    """
+
+    tensor: Tensor
+    axes: tuple[str | None, str | None, str | None, str | None]
+    head_place: int | None
+    folded: bool
+
+
+def head_style(head: int) -> str:
+    """Give the colour of a head; colours repeat, labels do not."""
+    return HEAD_STYLES[head % len(HEAD_STYLES)]
+
+
+def numbers(tensor: Tensor) -> Callable[[float], str]:
+    """Make the function that writes a tensor's values with as many decimals as they need."""
+    if not tensor.is_floating_point():
+        return lambda value: str(int(value))
+    finite = tensor[tensor.isfinite()].double()
+    needed = MOST_DECIMALS
+    for decimals in range(1, MOST_DECIMALS):
+        if bool(((finite - finite.round(decimals=decimals)).abs() < 1e-9).all()):
+            needed = decimals
+            break
+    # Adding 0.0 turns -0.0 into 0.0.
+    return lambda value: f"{round(value, needed) + 0.0:.{needed}f}"
+
+
+def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
+    """Write a shape, and below each size the name of its axis."""
+    sizes = [str(size) for size in shape]
+    widths = [max(cell_len(size), cell_len(axis)) for size, axis in zip(sizes, axes, strict=True)]
+    lines = []
+    for row in (sizes, axes):
+        # One axis keeps its comma, as in Python: (6,).
+        cells = [f"{entry}," for entry in row[:-1]] + [row[-1] if len(row) > 1 else f"{row[0]},"]
+        padded = [_left(cell, width + 2) for cell, width in zip(cells, widths, strict=True)]
+        lines.append(f"({''.join(padded).rstrip()})")
+    return lines[0], lines[1]
+
+
+def wrap(sentence: str, width: int) -> list[str]:
+    """Break text between words or Chinese characters, and never before a closing mark."""
+    lines, line = [], ""
+    for piece in PIECES.findall(sentence):
+        if line and cell_len(line + piece.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = ""
+        line += piece if line or not piece.isspace() else ""
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+def draw(
+    step: Step,
+    *,
+    num_heads: int,
+    entries: Mapping[str, str],
+    width: int,
+    notes: Notes | None = None,
+    head_label: str | None = None,
+) -> Drawing:
+    """Draw one step's tensor.
+
+    Args:
+        step: the tensor, with its axes and heads.
+        num_heads: how many blocks of a folded batch belong to one sample.
+        entries: what one entry along an axis is called, such as ``{"heads": "head {}"}``.
+        width: columns of the terminal.
+        notes: for (block, row), a word beside the row and the head that colours it.
+        head_label: what a head's block or columns are called, if not ``entries["heads"]``.
+    """
+    names = {**entries, "heads": head_label or entries["heads"]}
+    return _Painter(step, _framed(step, num_heads), names, width, notes or {}).drawing()
+
+
+def _framed(step: Step, num_heads: int) -> Frame:
+    tensor, axes = step.tensor, step.axes
+    if axes[0] == "batch*heads":
+        tensor = tensor.reshape(-1, num_heads, *tensor.shape[1:])
+        rest: tuple[str | None, ...] = axes[1:]
+        if not rest:
+            tensor, rest = tensor[..., None, None], (None, None)
+        return Frame(tensor, ("batch", "heads", rest[0], rest[1]), 1, folded=True)
+    place = step.head_axis
+    if len(axes) == 1:
+        names = (None, axes[0], None, None)
+        return Frame(tensor[None, :, None, None], names, None if place is None else 1, folded=False)
+    missing = 4 - len(axes)
+    padded = (*[None] * missing, *axes)
+    return Frame(
+        tensor.reshape(*[1] * missing, *tensor.shape),
+        (padded[0], padded[1], padded[2], padded[3]),
+        None if place is None else place + missing,
+        folded=False,
+    )
+
+
+def _ends(size: int, edge: int) -> list[int | None]:
+    """The indices to show, None for a gap."""
+    if size <= 2 * edge + 1:
+        return list(range(size))
+    return [*range(edge), None, *range(size - edge, size)]
+
+
+class _Painter:
+    """Hold what the pieces of one drawing share."""
+
+    def __init__(self, step: Step, frame: Frame, names: Mapping[str, str], width: int, notes: Notes) -> None:
+        self.heads, self.frame, self.names, self.notes = step.heads, frame, names, notes
+        self.tensor, self.axes = frame.tensor, frame.axes
+        big = self.tensor.numel() > FULL_VALUES
+        sizes = self.tensor.shape
+        self.lines = _ends(sizes[0], 1 if big else sizes[0])
+        self.blocks = _ends(sizes[1], 1 if big else sizes[1])
+        self.rows = _ends(sizes[2], EDGE if big else sizes[2])
+        self.columns = _ends(sizes[3], EDGE if big else sizes[3])
+        self.gutter = self._gutter_width()
+        self.width = width
+        self._fit_columns()
+
+    def _entry(self, place: int, index: int) -> str:
+        axis = self.axes[place]
+        if axis == "heads*head_dim" and place == self.frame.head_place == 2:
+            axis, index = "heads", self.heads[index]
+        return self.names[axis].format(index, index + 1) if axis and axis in self.names else ""
+
+    def _gutter_width(self) -> int:
+        labels = [self._entry(0, index) for index in self.lines if index is not None]
+        labels += [f" {self._entry(2, index)}" for index in self.rows if index is not None]
+        return max(cell_len(label) for label in labels) + 2
+
+    def _fit_columns(self) -> None:
+        """Choose the width of a cell, and drop columns from the middle until a block fits."""
+        size = self.tensor.shape[3]
+        most = EDGE if None in self.columns else size
+        for edge in range(most, 0, -1):
+            self.columns = _ends(size, edge)
+            shown = self._shown()
+            self.write = numbers(shown)
+            self.cell = max(len(self.write(value)) for value in shown.flatten().tolist())
+            self.cell = max(self.cell, self._widest_label())
+            if self.gutter + self._block_width() <= self.width:
+                return
+
+    def _shown(self) -> Tensor:
+        shown = self.tensor
+        for place, indices in enumerate((self.lines, self.blocks, self.rows, self.columns)):
+            kept = [index for index in indices if index is not None]
+            shown = shown.index_select(place, shown.new_tensor(kept).long())
+        return shown
+
+    def _widest_label(self) -> int:
+        """The cell width that the labels above or below the columns ask for."""
+        if self.axes[3] == "keys":
+            return max(cell_len(self._entry(3, column)) for column in self.columns if column is not None)
+        if self.frame.head_place != 3:
+            return 0
+        widest = 0
+        for head, columns in self._column_groups():
+            label, count = cell_len(self.names["heads"].format(head, head + 1)), len(columns)
+            widest = max(widest, -(-(label - (count - 1)) // count))
+        return widest
+
+    def _column_groups(self) -> list[tuple[int, list[int]]]:
+        """The shown columns of each head, left to right."""
+        groups: list[tuple[int, list[int]]] = []
+        before: int | None = None
+        for column in self.columns:
+            if column is not None:
+                head = self.heads[column]
+                if before is None or not groups or groups[-1][0] != head:
+                    groups.append((head, []))
+                groups[-1][1].append(column)
+            before = column
+        return groups
+
+    def _between(self, left: int | None, right: int | None) -> str:
+        if self.frame.head_place == 3 and left is not None and right is not None:
+            return " │ " if self.heads[left] != self.heads[right] else " "
+        return " "
+
+    def _row_of(self, cells: Mapping[int, Text]) -> Text:
+        line = Text()
+        before: int | None = None
+        for number, column in enumerate(self.columns):
+            if number:
+                line.append(self._between(before, column), style="dim")
+            line.append_text(Text(GAP, style="dim") if column is None else cells[column])
+            before = column
+        return line
+
+    def _block_width(self) -> int:
+        blank = {column: Text(" " * self.cell) for column in self.columns if column is not None}
+        note = max((cell_len(word) + 1 for word, _ in self.notes.values()), default=0)
+        title = max(cell_len(self._title(line, block)) for line in self.lines for block in self.blocks)
+        return max(self._row_of(blank).cell_len + note, title)
+
+    def _title(self, line: int | None, block: int | None) -> str:
+        if block is None or line is None:
+            return GAP
+        title = self._entry(1, block)
+        return f"[{line * self.tensor.shape[1] + block}] {title}" if self.frame.folded else title
+
+    def _head(self, block: int, row: int, column: int) -> int | None:
+        if (block, row) in self.notes:
+            return self.notes[block, row][1]
+        if self.frame.head_place is None:
+            return None
+        return self.heads[(0, block, row, column)[self.frame.head_place]]
+
+    def _cell(self, place: tuple[int, int, int, int]) -> Text:
+        written = self.write(self.tensor[place].item())
+        head = self._head(*place[1:])
+        style = "dim" if written == "-inf" else head_style(head) if head is not None else ""
+        return Text(_right(written, self.cell), style=style)
+
+    def _painted_block(self, line: int, block: int) -> list[Text]:
+        """Title, names of the keys, rows, and the heads below their columns."""
+        place = self.frame.head_place
+        painted = []
+        if self._entry(1, block):
+            style = f"bold {head_style(self.heads[block])}" if place == 1 else "bold"
+            painted.append(Text(self._title(line, block), style=style))
+        if self.axes[3] == "keys":
+            painted.append(self._row_of({
+                column: Text(_right(self._entry(3, column), self.cell), style="dim")
+                for column in self.columns if column is not None
+            }))  # fmt: skip
+        for row in self.rows:
+            if row is None:
+                painted.append(Text(_right(GAP, self.cell), style="dim"))
+                continue
+            text = self._row_of({
+                column: self._cell((line, block, row, column)) for column in self.columns if column is not None
+            })  # fmt: skip
+            if (block, row) in self.notes:
+                word, head = self.notes[block, row]
+                text.append(f" {word}", style=head_style(head))
+            painted.append(text)
+        if place == 3:
+            painted.append(self._heads_below())
+        return painted
+
+    def _heads_below(self) -> Text:
+        below = Text()
+        before: int | None = None
+        groups = self._column_groups()
+        for head, columns in groups:
+            if before is not None:
+                below.append("   ")
+            wide = len(columns) * self.cell + len(columns) - 1
+            label = self.names["heads"].format(head, head + 1)
+            below.append(_centred(label, wide), style=f"bold {head_style(head)}")
+            before = columns[-1]
+        return below
+
+    def drawing(self) -> Drawing:
+        """Put the blocks of a line side by side, as many as the width takes."""
+        width = self._block_width()
+        across = max(1, (self.width - self.gutter + BETWEEN_BLOCKS) // (width + BETWEEN_BLOCKS))
+        painted: list[Text] = []
+        for line in self.lines:
+            if line is None:
+                painted.append(Text(GAP, style="dim"))
+                continue
+            chosen = self._blocks_of(line)
+            for start in range(0, len(chosen), across):
+                blocks = chosen[start : start + across]
+                if blocks == [None]:
+                    painted.append(Text(" " * self.gutter + GAP, style="dim"))
+                else:
+                    painted += self._painted_line(line, blocks, width)
+        shown = (self.lines, self.blocks, self.rows, self.columns)
+        return Drawing(painted, elided=any(None in indices for indices in shown))
+
+    def _blocks_of(self, line: int) -> list[int | None]:
+        """Of a large tensor the first line shows its first block, and the last line its last."""
+        last = self.tensor.shape[0] - 1
+        if last == 0 or None not in self.blocks or line not in (0, last):
+            return self.blocks
+        return self.blocks[:2] if line == 0 else self.blocks[-2:]
+
+    def _painted_line(self, line: int, blocks: list[int | None], width: int) -> list[Text]:
+        labels = self._painted_labels(line)
+        gap = [Text(GAP, style="dim")]
+        columns = [labels, *(gap if block is None else self._painted_block(line, block) for block in blocks)]
+        widths = [self.gutter, *(width + BETWEEN_BLOCKS for _ in blocks)]
+        joined = []
+        for level in range(max(len(column) for column in columns)):
+            text = Text()
+            for column, wide in zip(columns, widths, strict=True):
+                cell = column[level].copy() if level < len(column) else Text()
+                cell.pad_right(wide - cell.cell_len)
+                text.append_text(cell)
+            text.rstrip()
+            joined.append(text)
+        return joined
+
+    def _painted_labels(self, line: int) -> list[Text]:
+        """The left edge: the line's label beside the titles, then a label a row."""
+        titled = bool(self._entry(1, 0))
+        labels = [Text(self._entry(0, line), style="bold")] if titled else []
+        if self.axes[3] == "keys":
+            labels.append(Text())
+        for row in self.rows:
+            heads = self.heads if self.frame.head_place == 2 else ()
+            style = head_style(heads[row]) if heads and row is not None else "dim"
+            labels.append(Text(f" {GAP if row is None else self._entry(2, row)}", style=style))
+        return labels
+
+
+def _left(text: str, width: int) -> str:
+    return text + " " * (width - cell_len(text))
+
+
+def _right(text: str, width: int) -> str:
+    return " " * (width - cell_len(text)) + text
+
+
+def _centred(text: str, width: int) -> str:
+    before = max(width - cell_len(text), 0) // 2
+    return _left(" " * before + text, width)

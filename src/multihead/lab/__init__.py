@@ -1,0 +1,1 @@
+"""Experiments on heads, each computed step by step and returned as data."""

@@ -1,0 +1,342 @@
+"""Compute the split of heads and a whole attention, one named step at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.heads import head_dim_of, merge_heads, split_heads
+
+__all__ = ["MOST_VALUES", "Sizes", "Step", "Walk", "walk"]
+
+# About 30 tensors are kept, in float64: a gigabyte when each is as large as this.
+MOST_VALUES = 2**22
+
+Part = Literal["split", "attention"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a walk, already checked.
+
+    Attributes:
+        batch, length, model_dim, num_heads: as given; length and model_dim are in tokens and
+            columns.
+        head_dim: columns of one head, ``model_dim / num_heads``.
+        lengths: the tokens of each sample that are no padding, (batch,).
+        seed: what the projections are drawn with.
+    """
+
+    batch: int
+    length: int
+    model_dim: int
+    num_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.head_dim)
+
+    @property
+    def flat(self) -> int:
+        """The blocks once heads are folded into the batch."""
+        return self.batch * self.num_heads
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One tensor of the walk and how it came to be.
+
+    Attributes:
+        part: the part of the walk it belongs to.
+        name: what the code of later steps calls it.
+        code: the line that made it; ``seeded`` stands for the walk's random generator.
+        axes: one name an axis.
+        tensor: the values.
+        head_axis: the axis along which heads lie, or None where heads are mixed.
+        heads: the head of each entry along ``head_axis``.
+    """
+
+    part: Part
+    name: str
+    code: str
+    axes: tuple[str, ...]
+    tensor: Tensor
+    head_axis: int | None = None
+    heads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """All steps of a walk, in order.
+
+    Attributes:
+        sizes: the sizes it was made for.
+        steps: the steps, each found by its name with ``walk["scores"]``.
+        sdpa_difference: the largest difference between ``concat`` and PyTorch's
+            ``scaled_dot_product_attention`` on the same q, k and v.
+    """
+
+    sizes: Sizes
+    steps: tuple[Step, ...]
+    sdpa_difference: float
+
+    def __getitem__(self, name: str) -> Step:
+        for step in self.steps:
+            if step.name == name:
+                return step
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+
+def walk(
+    *,
+    batch: int = 2,
+    length: int = 3,
+    model_dim: int = 6,
+    num_heads: int = 3,
+    lengths: Sequence[int] | None = None,
+    bias: Literal["distance", "none"] = "distance",
+    seed: int = 1,
+) -> Walk:
+    """Split counted numbers into heads and back, then carry them through a whole attention.
+
+    The first part moves the whole numbers from 0 upwards, so that every number is its own
+    address. The second divides them by a power of ten and projects them with matrices drawn with
+    ``seed``, in float64: q, k, v, scores, scale, bias, lengths, softmax, each head's Z, their
+    concatenation and the output projection.
+
+    Args:
+        batch: samples, at least 1.
+        length: tokens of each sample, padding included, at least 1.
+        model_dim: columns of the input, at least 1.
+        num_heads: heads, at least 1; they must divide ``model_dim``.
+        lengths: the tokens of each sample that are no padding, from 0 to ``length``, (batch,);
+            by default each sample is one token shorter than the one before.
+        bias: what is added to the scaled scores: ``"distance"`` takes 1/2, 1/4, 1/8, ... off a
+            token of distance in head 0, 1, 2, ... (as in ALiBi, arXiv:2108.12409), ``"none"``
+            adds nothing.
+        seed: what the four projections are drawn with, at least 0.
+
+    Returns:
+        The steps, with their axes, values and code.
+
+    Raises:
+        ArgumentError: for a size, a length or an option out of its range.
+
+    Source: Vaswani et al. 2017, section 3.2, arXiv:1706.03762.
+
+    >>> steps = walk()
+    >>> steps["by_head"].axes
+    ('batch', 'heads', 'length', 'head_dim')
+    >>> steps["by_head"].tensor[1, 2].tolist()
+    [[22, 23], [28, 29], [34, 35]]
+    >>> steps["lengths_per_head"].tensor.tolist()
+    [3, 3, 3, 2, 2, 2]
+    """
+    sizes = _checked(batch, length, model_dim, num_heads, lengths, seed)
+    if bias not in ("distance", "none"):
+        raise ArgumentError(
+            f"bias is {bias!r}, and must be 'distance' or 'none'.",
+            "Give 'distance' for a bias that grows with distance, or 'none'.",
+        )
+    split = _split(sizes)
+    inputs = _projections(sizes, split[0].tensor)
+    attention = _attention(sizes, {step.name: step.tensor for step in inputs}, bias)
+    return Walk(sizes, (*split, *inputs, *attention), _sdpa_difference(sizes, inputs, attention))
+
+
+def _checked(
+    batch: int,
+    length: int,
+    model_dim: int,
+    num_heads: int,
+    lengths: Sequence[int] | None,
+    seed: int,
+) -> Sizes:
+    for name, size in (("batch", batch), ("length", length)):
+        if size < 1:
+            raise ArgumentError(f"{name} is {size}, and must be at least 1.", "Give 1 or more.")
+    head_dim = head_dim_of(model_dim, num_heads, name="model_dim")
+    largest = max(batch * length * model_dim, batch * num_heads * length * length, model_dim * model_dim)
+    if largest > MOST_VALUES:
+        raise ArgumentError(
+            f"These sizes make a tensor of {largest:,} values, and a walk holds at most {MOST_VALUES:,}.",
+            "Give a smaller batch, length, model_dim or number of heads.",
+        )
+    if not 0 <= seed < 2**63:
+        raise ArgumentError(f"seed is {seed}, and must be from 0 to 2**63 - 1.", "Give 0 or another such number.")
+    if lengths is None:
+        lengths = [length - sample % length for sample in range(batch)]
+    if len(lengths) != batch:
+        raise ArgumentError(
+            f"lengths has {len(lengths)} {'entry' if len(lengths) == 1 else 'entries'}, and the "
+            f"batch has {batch} {'sample' if batch == 1 else 'samples'}.",
+            f"Give {batch} {'length' if batch == 1 else 'lengths'}, one a sample.",
+        )
+    for sample, given in enumerate(lengths):
+        if not 0 <= given <= length:
+            raise ArgumentError(
+                f"The length of sample {sample} is {given}, and must be from 0 to {length}, "
+                "the length of the sequence.",
+                "Give a length in that range.",
+            )
+    return Sizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
+
+
+def _split(sizes: Sizes) -> list[Step]:
+    """Go from columns to heads in the batch and back, and show the reshape that mixes positions."""
+    b, n, m = sizes.batch, sizes.length, sizes.model_dim
+    h, d = sizes.num_heads, sizes.head_dim
+    per_column = tuple(column // d for column in range(m))
+    per_head = tuple(range(h))
+    per_block = per_head * b
+
+    x = torch.arange(b * n * m).reshape(b, n, m)
+    grouped = x.reshape(b, n, h, d)
+    by_head = split_heads(x, h)
+    flat = by_head.reshape(b * h, n, d)
+    unflat = flat.reshape(b, h, n, d)
+    ungrouped = unflat.transpose(1, 2)
+    merged = merge_heads(unflat)
+    wrong = x.reshape(b, h, n, d)
+    # In memory order a row of head_dim numbers comes from one position and one head.
+    rows = torch.arange(h * n).reshape(h, n)
+
+    columns = ("batch", "length", "model_dim")
+    cut = ("batch", "length", "heads", "head_dim")
+    turned = ("batch", "heads", "length", "head_dim")
+    return [
+        Step("split", "x", f"torch.arange({b * n * m}).reshape({b}, {n}, {m})", columns, x, 2,
+             per_column),
+        Step("split", "grouped", f"x.reshape({b}, {n}, {h}, {d})", cut, grouped, 2, per_head),
+        Step("split", "by_head", "grouped.transpose(1, 2)", turned, by_head, 1, per_head),
+        Step("split", "flat", f"by_head.reshape({b * h}, {n}, {d})",
+             ("batch*heads", "length", "head_dim"), flat, 0, per_block),
+        Step("split", "unflat", f"flat.reshape({b}, {h}, {n}, {d})", turned, unflat, 1, per_head),
+        Step("split", "ungrouped", "unflat.transpose(1, 2)", cut, ungrouped, 2, per_head),
+        Step("split", "merged", f"ungrouped.reshape({b}, {n}, {m})", columns, merged, 2,
+             per_column),
+        Step("split", "wrong", f"x.reshape({b}, {h}, {n}, {d})", turned, wrong),
+        Step("split", "wrong_position", f"torch.arange({h * n}).reshape({h}, {n}) // {h}",
+             ("heads", "length"), rows // h),
+        Step("split", "wrong_head", f"torch.arange({h * n}).reshape({h}, {n}) % {h}",
+             ("heads", "length"), rows % h),
+    ]  # fmt: skip
+
+
+def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
+    """Make small numbers of x, draw the four projections and make q, k and v of every head."""
+    m, h = sizes.model_dim, sizes.num_heads
+    per_column = tuple(column // sizes.head_dim for column in range(m))
+    columns = ("batch", "length", "model_dim")
+    # Powers of ten keep the decimals few, and the scores near 1, where softmax says the most.
+    smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
+    finer = 10 if m <= 16 else 100 if m <= 1600 else 1000
+    inputs = x.double() / smaller
+    steps = [Step("attention", "inputs", f"x.double() / {smaller}", columns, inputs)]
+
+    seeded = torch.Generator().manual_seed(sizes.seed)
+    draw = f"torch.randint(-4, 5, ({m}, {m}), generator=seeded).double() / {finer}"
+    weights: dict[str, Tensor] = {}
+    for letter in "qkvo":
+        drawn = torch.randint(-4, 5, (m, m), generator=seeded).double() / finer
+        weights[letter] = drawn
+        # A head owns its columns of w_q, w_k and w_v, and its rows of w_o.
+        axes = ("heads*head_dim", "output_dim") if letter == "o" else ("model_dim", "heads*head_dim")
+        head_axis = 0 if letter == "o" else 1
+        steps.append(Step("attention", f"w_{letter}", draw, axes, drawn, head_axis, per_column))
+    wide = ("batch", "length", "heads*head_dim")
+    projected = {letter: inputs @ weights[letter] for letter in "qkv"}
+    for letter, tensor in projected.items():
+        steps.append(Step("attention", letter, f"inputs @ w_{letter}", wide, tensor, 2, per_column))
+    per_block = tuple(range(h)) * sizes.batch
+    for letter, rows in (("q", "queries"), ("k", "keys"), ("v", "keys")):
+        heads = split_heads(projected[letter], h).flatten(0, 1)
+        code = f"split_heads({letter}, {h}).flatten(0, 1)"
+        folded = ("batch*heads", rows, "head_dim")
+        steps.append(Step("attention", f"{letter}_heads", code, folded, heads, 0, per_block))
+    return steps
+
+
+def _attention(sizes: Sizes, given: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[Step]:
+    """From scores to output, with heads folded into the batch."""
+    b, n, m = sizes.batch, sizes.length, sizes.model_dim
+    h, d = sizes.num_heads, sizes.head_dim
+    per_head = tuple(range(h))
+    steps: list[Step] = []
+
+    def keep(name: str, code: str, axes: tuple[str, ...], tensor: Tensor, head_axis: int) -> Tensor:
+        along = axes[head_axis]
+        heads = per_head * b if along == "batch*heads" else per_head
+        if along == "heads*head_dim":
+            heads = tuple(column // d for column in range(m))
+        steps.append(Step("attention", name, code, axes, tensor, head_axis, heads))
+        return tensor
+
+    maps = ("batch*heads", "queries", "keys")
+    scores = given["q_heads"] @ given["k_heads"].transpose(1, 2)
+    keep("scores", "q_heads @ k_heads.transpose(1, 2)", maps, scores, 0)
+    scaled = keep("scaled", f"scores / math.sqrt({d})", maps, scores / math.sqrt(d), 0)
+    to_mask, to_mask_name = scaled, "scaled"
+    if bias == "distance":
+        slopes = keep("slopes", f"0.5 ** torch.arange(1, {h + 1})", ("heads",),
+                      0.5 ** torch.arange(1, h + 1), 0)  # fmt: skip
+        distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
+        added = -distance * slopes[:, None, None]  # (heads, queries, keys)
+        keep("bias",
+             f"-(torch.arange({n})[:, None] - torch.arange({n})).abs() * slopes[:, None, None]",
+             ("heads", "queries", "keys"), added, 0)  # fmt: skip
+        to_mask_name = "biased"
+        to_mask = keep("biased", f"scaled + bias.repeat({b}, 1, 1)", maps,
+                       scaled + added.repeat(b, 1, 1), 0)  # fmt: skip
+
+    lengths = torch.tensor(sizes.lengths)
+    steps.append(Step("attention", "lengths", f"torch.tensor({list(sizes.lengths)})", ("batch",),
+                      lengths))  # fmt: skip
+    repeated = lengths.repeat_interleave(h)
+    keep("lengths_per_head", f"lengths.repeat_interleave({h})", ("batch*heads",), repeated, 0)
+    hidden = torch.arange(n) >= repeated[:, None, None]
+    masked = to_mask.masked_fill(hidden, -torch.inf)
+    keep("masked",
+         f"{to_mask_name}.masked_fill(torch.arange({n}) >= lengths_per_head[:, None, None], "
+         "-torch.inf)", maps, masked, 0)  # fmt: skip
+    weights, code = masked.softmax(-1), "masked.softmax(-1)"
+    if 0 in sizes.lengths:
+        # Softmax over no key at all is 0 / 0; the weights of such a query are 0 by contract.
+        weights = weights.masked_fill(repeated[:, None, None] == 0, 0)
+        code += ".masked_fill(lengths_per_head[:, None, None] == 0, 0)"
+    keep("weights", code, maps, weights, 0)
+
+    z = keep("z", "weights @ v_heads", ("batch*heads", "queries", "head_dim"),
+             weights @ given["v_heads"], 0)  # fmt: skip
+    by_head = z.reshape(b, h, n, d)
+    concat = keep("concat", f"merge_heads(z.reshape({b}, {h}, {n}, {d}))",
+                  ("batch", "length", "heads*head_dim"), merge_heads(by_head), 2)  # fmt: skip
+    steps.append(Step("attention", "output", "concat @ w_o", ("batch", "length", "output_dim"),
+                      concat @ given["w_o"]))  # fmt: skip
+    return steps
+
+
+def _sdpa_difference(sizes: Sizes, inputs: list[Step], attention: list[Step]) -> float:
+    """How far the heads' results lie from PyTorch's own attention on the same q, k and v."""
+    found = {step.name: step.tensor for step in (*inputs, *attention)}
+    q, k, v = (split_heads(found[letter], sizes.num_heads) for letter in "qkv")
+    seen = torch.arange(sizes.length) < found["lengths"][:, None, None, None]
+    added = torch.zeros(1, 1, 1, 1, dtype=q.dtype)
+    if "bias" in found:
+        added = found["bias"][None].double()
+    mask = torch.where(seen, added, -torch.inf)  # (batch, heads, queries, keys)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return float((merge_heads(theirs) - found["concat"]).abs().max())
