@@ -3,8 +3,10 @@
 from multihead import masks
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
+from multihead.layer import MultiHeadAttention
 
 __all__ = [
+    "MultiHeadAttention",
     "attention",
     "attention_with_logsumexp",
     "explain",

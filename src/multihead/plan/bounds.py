@@ -82,6 +82,8 @@ def _planned_once(mask: Mask, queries: int, keys: int, query_start: int, device:
 
 def _planned(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
     row = torch.arange(queries, device=device)[None]
+    if not keys:
+        return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
     readable = device.type == "cpu" and not torch.compiler.is_compiling()
     found = _bounds(mask, _Extent(row + start, keys, readable))

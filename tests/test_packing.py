@@ -1,0 +1,76 @@
+"""Padding is left out and put back: tokens keep their order, and gradients their places."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from multihead import masks
+from multihead.errors import ArgumentError, ShapeError
+from multihead.packing import Packing, Padding, can_stay_packed
+
+LENGTHS = (3, 0, 5)
+
+
+def test_packing_and_unpacking_keeps_the_tokens_and_puts_zeros_for_padding() -> None:
+    x = torch.randn(3, 5, 2)
+    packing = Packing.of(LENGTHS, batch=3, length=5)
+    packed = packing.pack(x)
+    assert torch.equal(packed[0], torch.cat([row[:length] for row, length in zip(x, LENGTHS, strict=True)]))
+    restored = packing.unpack(packed)
+    for row, back, length in zip(x, restored, LENGTHS, strict=True):
+        assert torch.equal(back[:length], row[:length])
+        assert (back[length:] == 0).all()
+
+
+def test_gradients_pass_through_packing_to_the_tokens_alone() -> None:
+    x = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
+    packing = Packing.of(torch.tensor(LENGTHS), batch=3, length=5)
+    assert torch.autograd.gradcheck(lambda t: packing.unpack(packing.pack(t).square()), (x,))
+
+
+@pytest.mark.parametrize(
+    ("mask", "stays"),
+    [
+        (masks.Full(), True),
+        (masks.Causal() & masks.Window(3, after=1), True),
+        (masks.Causal() | masks.Window(3, after=1), True),
+        (masks.Lengths((1, 2)), False),
+        (masks.Causal() | masks.Prefix(2), False),
+        (masks.Documents((2, 3)), False),
+        (masks.Keep(torch.ones(1, 2, dtype=torch.bool), "batch keys"), False),
+    ],
+)
+def test_only_masks_of_differences_of_positions_let_samples_share_a_row(mask: masks.Mask, *, stays: bool) -> None:
+    assert can_stay_packed(mask) is stays
+
+
+def test_padding_joins_the_mask_with_the_lengths_of_queries_and_keys() -> None:
+    x, memory = torch.zeros(2, 3, 1), torch.zeros(2, 4, 1)
+    both = Padding.of(x, memory, (2, 3), (4, 1), together=False)
+    assert masks.picture(both.hiding(masks.Full()), queries=3, keys=4) == (
+        "■ ■ ■ ■   ■ · · ·\n■ ■ ■ ■   ■ · · ·\n· · · ·   ■ · · ·"
+    )
+    together = Padding.of(x, x, (2, 3), None, together=True)
+    assert masks.picture(together.hiding(masks.Causal())) == ("■ · · · ·\n■ ■ · · ·\n· · ■ · ·\n· · ■ ■ ·\n· · ■ ■ ■")
+
+
+@pytest.mark.parametrize(
+    ("error", "lengths", "sentence"),
+    [
+        (ArgumentError, (1.5, 2), "lengths is (1.5, 2). Give integers, one a sample."),
+        (ArgumentError, (2, 9), "lengths holds 9, and the batch is padded to 5 tokens. Give lengths from 0 to 5."),
+        (
+            ShapeError,
+            (2, 3, 4),
+            "lengths has shape (3,), and the batch has 2 samples. Give one length a sample: shape (2,).",
+        ),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused_in_words(
+    error: type[Exception], lengths: tuple[float, ...], sentence: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
+        Packing.of(lengths, batch=2, length=5)  # type: ignore[arg-type]
