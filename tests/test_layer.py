@@ -339,7 +339,8 @@ def test_sizes_that_do_not_fit_are_refused_in_words(options: dict[str, object], 
             {"mask": torch.ones(7, 7, dtype=torch.bool)},
             (
                 "mask is a bare torch.bool tensor of shape (7, 7), and nothing says what its values mean. "
-                "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, bias=t if it is added to scores."
+                "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, "
+                "bias=t if it is added to scores."
             ),
         ),
     ],

@@ -1,0 +1,113 @@
+"""The cases: what runs, what it is compared with, and how much faster it is meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import multihead as mh
+from multihead import masks
+from multihead.masks.dense import Place, visible
+
+EMBED, HEADS = 512, 8
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two functions that compute the same.
+
+    Fields:
+        ours: computes (..., features) our way.
+        rival: computes the same another way.
+        compared: picks what of an output is defined in both, tokens that are no padding for example.
+        memory: bytes that our call says it will hold beside its inputs, or None for a whole layer.
+    """
+
+    ours: Callable[[], Tensor]
+    rival: Callable[[], Tensor]
+    compared: Callable[[Tensor], Tensor]
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Fields:
+        name: what is computed.
+        rival: what it is compared with.
+        least: how many times faster ours is meant to be.
+        make: sets it up.
+        pairs: how many times each is run.
+    """
+
+    name: str
+    rival: str
+    least: float
+    make: Callable[[], Contest]
+    pairs: int = 21
+
+
+def padded_layer(batch: int, length: int) -> Contest:
+    """A batch whose lengths are spread evenly over 10 to 90 % of the padded length, or that has no padding."""
+    theirs, ours = _layers()
+    x = torch.randn(batch, length, EMBED)
+    lengths = torch.linspace(0.1 * length, 0.9 * length, batch).long()
+    outside = torch.arange(length) >= lengths[:, None]
+    return Contest(
+        ours=lambda: ours(x, lengths=lengths),
+        rival=lambda: theirs(x, x, x, key_padding_mask=outside, need_weights=False)[0],
+        compared=lambda output: output[~outside],
+    )
+
+
+def whole_layer(batch: int, length: int) -> Contest:
+    """The same layer where nothing is padding."""
+    theirs, ours = _layers()
+    x = torch.randn(batch, length, EMBED)
+    return Contest(
+        ours=lambda: ours(x),
+        rival=lambda: theirs(x, x, x, need_weights=False)[0],
+        compared=lambda output: output,
+    )
+
+
+def masked(mask: masks.Mask, length: int) -> Contest:
+    """One mask, against the same mask as a dense boolean tensor."""
+    q, k, v = torch.randn(3, 1, HEADS, length, EMBED // HEADS).unbind()
+    dense = visible(mask, Place.of(length, length)).expand(1, 1, length, length).contiguous()
+    return Contest(
+        ours=lambda: mh.attention(q, k, v, mask=mask),
+        rival=lambda: scaled_dot_product_attention(q, k, v, attn_mask=dense),
+        compared=lambda output: output,
+        memory=mh.explain(q, k, v, mask=mask).work.memory,
+    )
+
+
+def _layers() -> tuple[nn.MultiheadAttention, mh.MultiHeadAttention]:
+    """PyTorch's layer and ours, with the same weights, ready for inference."""
+    theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
+    ours = mh.MultiHeadAttention(EMBED, HEADS).eval()
+    packed, out = theirs.in_proj_weight.detach().chunk(3), theirs.out_proj.weight.detach()
+    state = dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), packed, strict=True))
+    ours.load_state_dict({**ours.state_dict(), **state, "out_proj.weight": out})
+    return theirs, ours
+
+
+CASES = [
+    Case("layer, padded, 8 x 512", "nn.MultiheadAttention", 3.5, lambda: padded_layer(8, 512)),
+    Case("layer, padded, 4 x 2,048", "nn.MultiheadAttention", 6.0, lambda: padded_layer(4, 2048), pairs=11),
+    Case("layer, no padding, 4 x 512", "nn.MultiheadAttention", 1.2, lambda: whole_layer(4, 512)),
+    Case("Window(256), 8,192 keys", "SDPA, dense mask", 8.0, lambda: masked(masks.Window(256), 8192), pairs=11),
+    Case(
+        "Documents, 8 x 1,024",
+        "SDPA, dense mask",
+        6.0,
+        lambda: masked(masks.Documents((1024,) * 8), 8192),
+        pairs=11,
+    ),
+]

@@ -1,0 +1,59 @@
+"""Time two functions turn by turn in one process, and compare them pair by pair."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster ours was than the rival, over paired runs.
+
+    Fields:
+        median: of the paired ratios.
+        low: their lower quartile.
+        high: their upper quartile.
+        pairs: how many runs of each.
+    """
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} x ({self.low:.2f}-{self.high:.2f})"
+
+
+def paired(
+    ours: Callable[[], object], rival: Callable[[], object], *, pairs: int, beat: Callable[[], None] | None = None
+) -> Ratio:
+    """Run both once to warm up, then in turns; which of them goes first changes from pair to pair.
+
+    Args:
+        ours: what should be fast.
+        rival: what it is compared with.
+        pairs: how many times each is run.
+        beat: called after each pair, for a progress bar.
+    """
+    ours(), rival()
+    ratios = []
+    for turn in range(pairs):
+        if turn % 2:
+            of_rival, of_ours = _seconds(rival), _seconds(ours)
+        else:
+            of_ours, of_rival = _seconds(ours), _seconds(rival)
+        ratios.append(of_rival / of_ours)
+        if beat is not None:
+            beat()
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return Ratio(median, low, high, pairs)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
