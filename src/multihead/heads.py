@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, ShapeError
 
@@ -27,7 +28,7 @@ def head_counts(embed_dim: int) -> tuple[int, ...]:
     (1, 2, 3, 6)
     """
     _check_at_least_one("embed_dim", embed_dim)
-    small = [count for count in range(1, int(embed_dim**0.5) + 1) if embed_dim % count == 0]
+    small = [count for count in range(1, math.isqrt(embed_dim) + 1) if embed_dim % count == 0]
     return tuple(sorted({*small, *(embed_dim // count for count in small)}))
 
 
@@ -137,7 +138,7 @@ def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat")
 
 
 def _check_at_least_one(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int | SymInt) or value < 1:
         raise ArgumentError(
             f"{name} is {value!r}, and must be a whole number of at least 1.",
             "Give 1 or more.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from multihead.lab.walk import walk
 from multihead.lab.words import CHAPTERS
 from multihead.lab.words_en import ENGLISH
 from multihead.lab.words_zh import CHINESE
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def run(*args: str, columns: int = 80) -> Result:
@@ -77,6 +80,16 @@ def test_the_wrong_reshape_says_where_each_row_was_taken_from() -> None:
         in said(output)
     )
     assert "    position 1   2  3 <- p0 h1    8  9 <- p1 h1   14 15 <- p2 h1" in output
+
+
+@pytest.mark.parametrize(("page", "language", "fence"), [("", "en", "```text\n"), (".zh", "zh", "```text zh\n")])
+def test_the_pictures_of_the_docs_are_what_the_walk_prints(page: str, language: str, fence: str) -> None:
+    text = (DOCS / f"split-of-heads{page}.md").read_text(encoding="utf-8")
+    pictures = [rest.split("\n```")[0] for rest in text.split(fence)[1:]]
+    printed = "\n".join(line.removeprefix("   ") for line in run("walk", "--lang", language).output.splitlines())
+    assert len(pictures) == 5
+    for picture in pictures:
+        assert picture in printed
 
 
 def test_with_nothing_to_mix_the_walk_says_so() -> None:
@@ -170,7 +183,7 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
         (["walk", "--length", "-2"], "length is -2, and must be at least 1. Give 1 or more."),
         (
             ["walk", "--heads", "0"],
-            "num_heads is 0, and must be a whole number of at least 1. Give 1 or more.",
+            "num_heads is 0, and must be at least 1. Give 1 or more.",
         ),
         (
             ["walk", "--lengths", "-1,2"],

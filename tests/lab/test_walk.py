@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from multihead import attention, masks
 from multihead.errors import ArgumentError
 from multihead.heads import merge_heads, split_heads
 from multihead.lab.walk import Walk, walk
@@ -157,6 +158,16 @@ def test_the_output_and_the_weights_are_those_of_torch_multihead_attention(optio
     assert torch.allclose(weights.flatten(0, 1), steps["weights"].tensor, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", SIZES)
+def test_the_joined_heads_are_those_of_the_package(options: dict[str, Any]) -> None:
+    """The walk shows each step; `attention` hides them behind a kernel."""
+    steps = walk(**options)
+    q, k, v = (split_heads(steps[name].tensor, steps.sizes.num_heads) for name in "qkv")
+    bias = None if options.get("bias") == "none" else steps["bias"].tensor[None].double()
+    output = attention(q, k, v, mask=masks.Lengths(steps.sizes.lengths), bias=bias)
+    assert torch.allclose(merge_heads(output), steps["concat"].tensor, rtol=0, atol=1e-12)
+
+
 def test_a_sample_without_tokens_gets_weights_and_results_of_zero() -> None:
     steps = walk(lengths=(3, 0))
     assert torch.equal(steps["weights"].tensor[3:], torch.zeros(3, 3, 3, dtype=torch.float64))
@@ -194,8 +205,9 @@ def test_a_step_that_is_not_there_is_a_missing_key() -> None:
     [
         ({"batch": 0}, "batch is 0, and must be at least 1. Give 1 or more."),
         ({"length": -3}, "length is -3, and must be at least 1. Give 1 or more."),
-        ({"model_dim": 0}, "model_dim is 0, and must be a whole number of at least 1. Give 1 or more."),
-        ({"num_heads": -1}, "num_heads is -1, and must be a whole number of at least 1. Give 1 or more."),
+        ({"model_dim": 0}, "model_dim is 0, and must be at least 1. Give 1 or more."),
+        ({"model_dim": -9999}, "model_dim is -9999, and must be at least 1. Give 1 or more."),
+        ({"num_heads": -1}, "num_heads is -1, and must be at least 1. Give 1 or more."),
         (
             {"num_heads": 4},
             (

@@ -205,7 +205,7 @@ class _Teller:
             )
         shape, axes = shape_lines(tuple(step.tensor.shape), tuple(words.axes[axis] for axis in step.axes))
         self.console.print(" " * INDENT + shape, markup=False)
-        self.console.print(" " * INDENT + axes, style="dim", markup=False)
+        self.console.print(" " * INDENT + axes, markup=False)
         drawing = draw(
             step,
             num_heads=self.steps.sizes.num_heads,

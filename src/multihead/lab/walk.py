@@ -165,16 +165,17 @@ def _checked(
     lengths: Sequence[int] | None,
     seed: int,
 ) -> Sizes:
-    for name, size in (("batch", batch), ("length", length)):
+    given_sizes = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": num_heads}
+    for name, size in given_sizes.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}, and must be at least 1.", "Give 1 or more.")
-    head_dim = head_dim_of(model_dim, num_heads, name="model_dim")
     largest = max(batch * length * model_dim, batch * num_heads * length * length, model_dim * model_dim)
     if largest > MOST_VALUES:
         raise ArgumentError(
             f"These sizes make a tensor of {largest:,} values, and a walk holds at most {MOST_VALUES:,}.",
             "Give a smaller batch, length, model_dim or number of heads.",
         )
+    head_dim = head_dim_of(model_dim, num_heads, name="model_dim")
     if not 0 <= seed < 2**63:
         raise ArgumentError(f"seed is {seed}, and must be from 0 to 2**63 - 1.", "Give 0 or another such number.")
     if lengths is None:
