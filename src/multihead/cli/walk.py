@@ -172,7 +172,7 @@ class _Teller:
         for name in chapter.steps:
             self._show(self.steps[name])
         for line in self._by_hand(chapter.name):
-            self._say(f"{self.words.by_hand}{line}", indent=INDENT, style="italic")
+            self._say(f"{self.words.by_hand}{line}", indent=INDENT)
 
     def _asides(self, chapter: Chapter) -> list[str]:
         """What is worth saying only at these sizes."""

@@ -125,7 +125,7 @@ def walk(
         lengths: the tokens of each sample that are no padding, from 0 to ``length``, (batch,);
             by default each sample is one token shorter than the one before.
         bias: what is added to the scaled scores: ``"distance"`` takes 1/2, 1/4, 1/8, ... off a
-            token of distance in head 0, 1, 2, ... (as in ALiBi, arXiv:2108.12409), ``"none"``
+            token of distance in head 0, 1, 2, ... (in the manner of ALiBi, arXiv:2108.12409), ``"none"``
             adds nothing.
         seed: what the four projections are drawn with, at least 0.
 

@@ -87,7 +87,7 @@ ENGLISH = Words(
         "bias": Passage(
             "Bias",
             "Added to the scores before softmax; here it makes far keys less likely, and each head by its own "
-            "slope (as in ALiBi, arXiv:2108.12409). One map a head, the same for every sample. It is optional: "
+            "slope (in the manner of ALiBi, arXiv:2108.12409). One map a head, the same for every sample. It is optional: "
             "--bias none leaves it out.",
         ),
         "lengths": Passage(

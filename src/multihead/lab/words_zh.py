@@ -77,7 +77,7 @@ CHINESE = Words(
         "bias": Passage(
             "偏置",
             "在 softmax 之前加到分数上。这里的偏置让远处的键得到较小的权重，每个头有自己的斜率"
-            "（与 ALiBi 相同，arXiv:2108.12409）。每个头一张表，所有样本共用。这一步可有可无：--bias none 会略去它。",
+            "（仿照 ALiBi，arXiv:2108.12409）。每个头一张表，所有样本共用。这一步可有可无：--bias none 会略去它。",
         ),
         "lengths": Passage(
             "长度：每个头一份",
