@@ -87,8 +87,8 @@ ENGLISH = Words(
         "bias": Passage(
             "Bias",
             "Added to the scores before softmax; here it makes far keys less likely, and each head by its own "
-            "slope (in the manner of ALiBi, arXiv:2108.12409). One map a head, the same for every sample. It is optional: "
-            "--bias none leaves it out.",
+            "slope (in the manner of ALiBi, arXiv:2108.12409). One map a head, the same for every sample. It "
+            "is optional: --bias none leaves it out.",
         ),
         "lengths": Passage(
             "Lengths, one a head",
