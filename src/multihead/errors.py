@@ -1,13 +1,13 @@
 """The errors of multihead: each says what was given, what was expected and how to mend it.
 
-    MultiheadError
-    ├── ShapeError       tensors that do not fit each other
-    ├── DtypeError       a dtype or a device that does not fit
-    ├── MaskError        a mask that does not fit, or that is no mask
-    ├── ArgumentError    a size, a name or an option out of range
-    ├── ProbeError       a statistic that is unknown, or that cannot be had
-    ├── ModelError       a model that cannot be loaded or watched
-    └── InputError       a file, a text or a path of the user that cannot be used
+MultiheadError
+├── ShapeError       tensors that do not fit each other
+├── DtypeError       a dtype or a device that does not fit
+├── MaskError        a mask that does not fit, or that is no mask
+├── ArgumentError    a size, a name or an option out of range
+├── ProbeError       a statistic that is unknown, or that cannot be had
+├── ModelError       a model that cannot be loaded or watched
+└── InputError       a file, a text or a path of the user that cannot be used
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def resolved_query_start(
         if speaks_of_positions and queries != keys:
             raise ArgumentError(
                 f"There are {queries} queries and {keys} keys, and the mask speaks of positions.",
-                'Say where the first query stands: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).',
+                'Say where the first one is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).',
             )
         return 0
     if isinstance(query_start, str):
@@ -131,7 +131,7 @@ def resolved_query_start(
             )
         return query_start
     if not isinstance(query_start, int) or isinstance(query_start, bool) or query_start < 0:
-        raise ArgumentError(f"query_start is {query_start!r}.", "Give an int of 0 or more, one a sample, or \"end\".")
+        raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one a sample, or "end".')
     return query_start
 
 

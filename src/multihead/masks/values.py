@@ -39,7 +39,7 @@ class Mask:
         return _joined(Or, self, other)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()  # type: ignore[attr-defined]
+        return type(self) is type(other) and isinstance(other, Mask) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash((type(self), self._key()))
@@ -229,7 +229,7 @@ class _Given(Mask):
             said = "without axes" if axes is None else f"with axes {axes!r}"
             raise MaskError(
                 f"{name} was given a tensor of {tensor.dim()} dimensions {said}.",
-                f'Name each dimension, in the order of "batch heads queries keys", for example {name}(t, "batch keys").',
+                f'Name each one, in the order of "batch heads queries keys", for example {name}(t, "batch keys").',
             )
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "axes", " ".join(named))
@@ -364,9 +364,7 @@ def _counts(
             )
         # Reading a tensor on an accelerator would make the host wait, and a compiler cannot read one.
         if given.device.type == "cpu" and not torch.compiler.is_compiling() and bool((given < 0).any()):
-            raise MaskError(
-                f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens."
-            )
+            raise MaskError(f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens.")
         return given
     rows = _as_rows(given, name, form)
     depth = 2 if rows and isinstance(rows[0], tuple) else 1

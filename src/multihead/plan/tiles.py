@@ -44,8 +44,9 @@ def tiles(bounds: KeyBounds, *, keys: int, query_block: int = 64, key_block: int
     behind = (first + key_block).clamp(max=keys)
     # The last tile of queries is filled up with copies of the last row, which change neither any() nor all().
     missing = -bounds.start.shape[1] % query_block
-    start, stop = (_filled(edge, missing).unflatten(1, (-1, query_block))[..., None] for edge in
-                   (bounds.start, bounds.stop))  # (batch or 1, query tiles, query_block, 1)
+    start, stop = (
+        _filled(edge, missing).unflatten(1, (-1, query_block))[..., None] for edge in (bounds.start, bounds.stop)
+    )  # (batch or 1, query tiles, query_block, 1)
     touched = ((start < behind) & (stop > first) & (start < stop)).any(2)
     covered = ((start <= first) & (stop >= behind) & (start < stop)).all(2)
     if bounds.remainder is not None:

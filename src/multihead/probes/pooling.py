@@ -46,7 +46,9 @@ class PooledMap:
         target = slice(first, first + by_row_block.shape[1])
         self.sums[:, target].index_add_(2, block, by_row_block.double())
         if shown is None:
-            shown = torch.ones(1, rows.stop - rows.start, columns[1] - columns[0], dtype=torch.bool, device=block.device)
+            shown = torch.ones(
+                1, rows.stop - rows.start, columns[1] - columns[0], dtype=torch.bool, device=block.device
+            )
         counted = self.row_blocks(shown.to(by_row_block.dtype), rows).double()
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
 

@@ -12,7 +12,9 @@ from multihead.shapes import AttentionShape
 def refuse_unless_sinks_fit(sinks: object, shape: AttentionShape) -> None:
     """Refuse sinks that are no floating point tensor with one logit a head."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.device != shape.device:
-        given = f"a {sinks.dtype} tensor on {sinks.device}" if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"
+        given = (
+            f"a {sinks.dtype} tensor on {sinks.device}" if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"
+        )
         raise DtypeError(f"sinks is {given}.", f"Give a floating point tensor of logits on {shape.device}.")
     if tuple(sinks.shape) != (shape.num_heads,):
         raise ShapeError(
