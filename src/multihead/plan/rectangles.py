@@ -68,7 +68,7 @@ def rectangles(bounds: KeyBounds, *, biased: bool = False) -> list[Rectangle]:
 
     Args:
         bounds: what each query may see.
-        biased: whether a bias is added to each cell, which a "causal" call cannot do.
+        biased: whether a bias is added to each cell, so that no call goes without a mask.
 
     >>> from multihead import masks
     >>> from multihead.plan.bounds import key_bounds
@@ -81,8 +81,8 @@ def rectangles(bounds: KeyBounds, *, biased: bool = False) -> list[Rectangle]:
     for sample in range(bounds.start.shape[0]):
         owner = None if bounds.shared else sample
         for run in _merged(_runs(bounds.start[sample], bounds.stop[sample])):
-            # Under a remainder every cell is masked: blocks of rows keep the mask small.
-            if bounds.remainder is not None or (biased and run.rule == "growing"):
+            # Under a remainder or a bias every cell is masked: blocks of rows keep the mask small.
+            if bounds.remainder is not None or biased:
                 covered += _blocks(run, owner)
             else:
                 covered += _covering(run, owner)
@@ -129,15 +129,16 @@ def _merged(runs: list[_Run]) -> list[_Run]:
     """Merge neighbours where one masked call over both costs less than two calls."""
     kept: list[_Run] = []
     for run in runs:
-        while kept and kept[-1].rows[1] == run.rows[0]:
+        newest = run
+        while kept and kept[-1].rows[1] == newest.rows[0]:
             last = kept[-1]
-            columns = (min(last.columns[0], run.columns[0]), max(last.columns[1], run.columns[1]))
-            both = _Run((last.rows[0], run.rows[1]), columns, "any", last.first_stop)
-            if both.cost > last.cost + run.cost:
+            columns = (min(last.columns[0], newest.columns[0]), max(last.columns[1], newest.columns[1]))
+            both = _Run((last.rows[0], newest.rows[1]), columns, "any", last.first_stop)
+            if both.cost > last.cost + newest.cost:
                 break
             kept.pop()
-            run = both
-        kept.append(run)
+            newest = both
+        kept.append(newest)
     return kept
 
 
