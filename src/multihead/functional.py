@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from multihead.call import Attended, AttentionCall, AttentionRequest, Work
 from multihead.errors import ArgumentError, ShapeError
 from multihead.kernels.choose import KERNELS, choose
 from multihead.kernels.quarantine import poisoned, quarantined
-from multihead.kernels.tile import working_dtype
+from multihead.kernels.tile import without_autocast, working_dtype
 from multihead.masks import Full, Mask
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.masks.values import refuse_unless_mask
@@ -285,8 +286,8 @@ def request_of(
     refuse_unless_mask(mask)
     if not isinstance(dropout, (int, float)) or isinstance(dropout, bool) or not 0 <= dropout <= 1:
         raise ArgumentError(f"dropout is {dropout!r}.", "Give a share from 0 to 1.")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise ArgumentError(f"scale is {scale!r}.", "Give a number, or None for 1 / sqrt(head_dim).")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
+        raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
     if bias is not None:
         refuse_unless_bias_fits(bias, shape)
     if softcap is not None:
@@ -307,14 +308,18 @@ def request_of(
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
     request = replace(request, wanted=listening.wanted())
-    bounds = _bounds(request)
-    cleaned, bad_rows = quarantined(request, bounds)
-    choice = choose(cleaned, bounds, kernel=kernel)
-    attended = KERNELS[choice.name].attend(cleaned, bounds)
-    if bad_rows is not None:
-        attended = poisoned(attended, bad_rows)
+    attended = _run(request, kernel)
     listening.publish(AttentionCall(request, attended))
     return attended
+
+
+def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:
+    """Plan, choose and compute, without telling anybody."""
+    bounds = _bounds(request)
+    with without_autocast(request.shape.device):
+        cleaned, bad_rows = quarantined(request, bounds)
+        attended = KERNELS[choose(cleaned, bounds, kernel=kernel).name].attend(cleaned, bounds)
+        return attended if bad_rows is None else poisoned(attended, bad_rows)
 
 
 def _bounds(request: AttentionRequest) -> KeyBounds:
@@ -332,10 +337,7 @@ def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
     shape = request.shape
     if given is None:
         with torch.no_grad():
-            bounds = _bounds(request)
-            cleaned, bad_rows = quarantined(request, bounds)
-            attended = KERNELS[choose(cleaned, bounds).name].attend(cleaned, bounds)
-            return attended.logsumexp if bad_rows is None else poisoned(attended, bad_rows).logsumexp
+            return _run(request).logsumexp
     if tuple(given.shape) != (shape.batch, shape.num_heads, shape.query_length):
         raise ShapeError(
             f"logsumexp has shape {tuple(given.shape)}.",
@@ -352,9 +354,7 @@ def _statistics(
     map_size: int,
 ) -> dict[str, Tensor]:
     probes.refuse_unless_known(names, special_keys)
-    return probes.streamed(
-        request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size
-    )
+    return probes.streamed(request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size)
 
 
 def _bytes(count: int) -> str:

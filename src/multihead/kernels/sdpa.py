@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from multihead.plan.rectangles import Rectangle, rectangles
 from multihead.scores.bias import bias_tile
 from multihead.scores.sinks import with_sinks
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -36,6 +36,9 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute the rectangles of the plan by fused calls, and join them by their logsumexp."""
+    if request.scale <= 0:
+        # The fused kernel hides keys by -inf before it scales: -inf * 0 is NaN, and times -1 it shows them alone.
+        request = replace(request, q=request.q * request.scale, scale=1.0)
     cover = _Cover(request, rectangles(bounds, biased=request.bias is not None))
     q, k, v = request.q, request.k, request.v
     # The fused kernel takes equal dims only. Zeros appended to q and k change no score, those to v are cut off.
@@ -44,6 +47,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
+    # It reads features one after the other, whatever their stride says.
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
     else:
@@ -101,7 +106,7 @@ class _Cover:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
     """Compute output (batch, heads, queries, dim) and logsumexp (batch, heads, queries) from all rectangles."""
-    request, shape = cover.request, cover.request.shape
+    shape = cover.request.shape
     size = (shape.batch, shape.query_length, shape.num_heads)
     only = cover.pieces[0] if len(cover.pieces) == 1 else None
     if only is not None and only.sample is None and only.rows == (0, shape.query_length):
@@ -147,7 +152,7 @@ class _Fused(torch.autograd.Function):
         return output, logsumexp
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

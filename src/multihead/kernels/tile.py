@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,13 @@ from multihead.scores.softcap import softcapped
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return what statistics and logsumexp are computed in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Keep autocast out of a block: it would make scores and statistics in half precision out of float32 tensors."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:

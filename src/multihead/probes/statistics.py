@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.quarantine import quarantined
-from multihead.kernels.tile import working_dtype
+from multihead.kernels.tile import without_autocast, working_dtype
 from multihead.plan.bounds import key_bounds
 from multihead.probes.sums import Sums, of_sample
 
@@ -191,7 +191,7 @@ def streamed(
     Returns: a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`).
     """
     shape = request.shape
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(shape.device):
         bounds = key_bounds(
             request.mask,
             queries=shape.query_length,
@@ -217,9 +217,12 @@ def streamed(
             )
             for sample in range(shape.batch)
         ]
+        nothing = Sums.zero(  # what an empty batch takes its shapes from
+            shape.num_heads, shape.query_length, shape.key_length, map_size=map_size, device=shape.device
+        )
         found = {}
         for name in names:
-            value = torch.stack([PROBES[name].of(sums) for sums in samples])
+            value = torch.stack([PROBES[name].of(sums) for sums in samples or [nothing]])[: shape.batch]
             if value.is_floating_point():
                 value = value.to(working_dtype(shape.dtype))
             if value.shape == bad.shape and name != "received":

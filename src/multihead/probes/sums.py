@@ -113,9 +113,7 @@ def of_sample(
         map_size: most rows and columns of the pooled map.
     """
     shape = request.shape
-    sums = Sums.zero(
-        shape.num_heads, shape.query_length, shape.key_length, map_size=map_size, device=shape.device
-    )
+    sums = Sums.zero(shape.num_heads, shape.query_length, shape.key_length, map_size=map_size, device=shape.device)
     start = bounds.start[0 if bounds.shared else sample]
     stop = bounds.stop[0 if bounds.shared else sample]
     seeing = start < stop
@@ -168,8 +166,9 @@ def _tiles(request: AttentionRequest, bounds: KeyBounds, logsumexp: Tensor, samp
             weights = logs.exp()
             if shown is not None:
                 weights.masked_fill_(~shown, 0)
-            yield _Tile(rows, columns, torch.arange(rows.start, rows.stop, device=start.device) + origin, logs,
-                        weights, shown)
+            yield _Tile(
+                rows, columns, torch.arange(rows.start, rows.stop, device=start.device) + origin, logs, weights, shown
+            )
 
 
 def _sample(request: AttentionRequest, sample: int) -> AttentionRequest:
@@ -185,17 +184,17 @@ def _sample(request: AttentionRequest, sample: int) -> AttentionRequest:
 def _add_moments(sums: Sums, tile: _Tile, special_keys: Tensor | None) -> None:
     """Add sum p, sum p |d| and sum p d^2 from fixed value columns: the keys' places about the tile's middle.
 
-    About its middle a tile's places are small, so float32 keeps their squares; the shift to the query's own
-    position is made in float64.
+    In float64: a spread is the small difference of two large sums, and float32 would lose tokens of it.
     """
     first, behind = tile.columns
     middle = (first + behind) // 2
     keys = torch.arange(first, behind, device=tile.weights.device)
-    place = (keys - middle).to(tile.weights.dtype)
+    place = (keys - middle).double()
+    weights = tile.weights.double()
     columns = [torch.ones_like(place), place, place * place]
     if special_keys is not None:
-        columns.append(special_keys[first:behind].to(place.dtype))
-    mass, once, twice, *special = (tile.weights @ torch.stack(columns, -1)).double().unbind(-1)
+        columns.append(special_keys[first:behind].double())
+    mass, once, twice, *special = (weights @ torch.stack(columns, -1)).unbind(-1)
     offset = (tile.positions - middle).double()
     sums.mass[:, tile.rows] += mass
     sums.squared_distance[:, tile.rows] += offset * offset * mass - 2 * offset * once + twice
@@ -206,8 +205,8 @@ def _add_moments(sums: Sums, tile: _Tile, special_keys: Tensor | None) -> None:
         side = 1 if behind - 1 <= lowest else -1
         sums.distance[:, tile.rows] += side * (offset * mass - once)
     else:
-        distance = (tile.positions[:, None] - keys).abs().to(tile.weights.dtype)
-        sums.distance[:, tile.rows] += (tile.weights * distance).sum(-1)
+        distance = (tile.positions[:, None] - keys).abs()
+        sums.distance[:, tile.rows] += (weights * distance).sum(-1)
 
 
 def _add_neighbours(sums: Sums, tile: _Tile) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
-from multihead.kernels.tile import of_heads, scores, seen
+from multihead.kernels.tile import of_heads, scores, seen, without_autocast
 
 
 def tile(
@@ -40,7 +40,8 @@ def tile(
     shown = seen(request, queries, keys)
     shown = shown[:, chosen] if shown.shape[1] > 1 else shown
     row = logsumexp[:, chosen][:, :, queries, None]  # (batch, heads, queries, 1)
-    cells = scores(narrow, queries, keys).detach().to(logsumexp.dtype)
+    with without_autocast(request.q.device):
+        cells = scores(narrow, queries, keys).detach().to(logsumexp.dtype)
     # A hidden cell is 0 whatever its score is, NaN and inf included.
     return (cells - row).exp_().masked_fill_(~(shown & (row != -torch.inf)), 0)
 
