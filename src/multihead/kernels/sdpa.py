@@ -79,7 +79,7 @@ class _Cover:
     """The rectangles of one request, and how to cut tensors and masks to each."""
 
     request: AttentionRequest
-    pieces: list[Rectangle]
+    pieces: tuple[Rectangle, ...]
 
     def samples(self, piece: Rectangle) -> slice:
         return slice(None) if piece.sample is None else slice(piece.sample, piece.sample + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -63,7 +64,8 @@ class _Run:
         return CALL_CELLS + height * width * (MASKED_CELL if self.rule == "any" else 1)
 
 
-def rectangles(bounds: KeyBounds, *, biased: bool = False) -> list[Rectangle]:
+@lru_cache(maxsize=32)  # bounds are compared by identity: a mask without tensors is planned once for its shape
+def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
     """Cover the bounds by rectangles; several of them may share rows and are then merged by their logsumexp.
 
     Args:
@@ -86,7 +88,7 @@ def rectangles(bounds: KeyBounds, *, biased: bool = False) -> list[Rectangle]:
                 covered += _blocks(run, owner)
             else:
                 covered += _covering(run, owner)
-    return covered
+    return tuple(covered)
 
 
 def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
