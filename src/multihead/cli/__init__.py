@@ -15,6 +15,7 @@ __all__ = ["VERBS", "Verbs", "main"]
 
 # A new verb is a file of this folder with a click command of its own name, and one line here.
 VERBS = {
+    "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
 }
 

@@ -1,0 +1,50 @@
+"""The benchmarks compare what they say they compare, and time nothing that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+import pytest
+import torch
+
+from benchmarks import __main__ as program
+from benchmarks import cases, measure
+from multihead import masks
+
+
+@pytest.mark.parametrize(
+    "contest",
+    [cases.padded_layer(3, 20), cases.whole_layer(2, 8), cases.masked(masks.Window(4), 32)],
+    ids=["padded", "whole", "masked"],
+)
+def test_ours_and_the_rival_compute_the_same(contest: cases.Contest) -> None:
+    ours, rival = contest.compared(contest.ours()), contest.compared(contest.rival())
+    torch.testing.assert_close(ours, rival, rtol=0, atol=1e-5)
+
+
+def test_a_wrong_result_is_never_timed() -> None:
+    contest = cases.masked(masks.Window(4), 32)
+    wrong = dataclasses.replace(contest, ours=lambda: contest.rival() + 1)
+    case = cases.Case("a case", "a rival", 1.0, lambda: wrong)
+    with pytest.raises(click.ClickException, match=r"^a case: differs from a rival by 1\.0e\+00, more than 1e-05\.$"):
+        program.checked(case, wrong)
+
+
+def test_ratios_are_those_of_neighbouring_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    def lasting(seconds: float) -> None:
+        clock[0] += seconds
+
+    ratio = measure.paired(lambda: lasting(2.0), lambda: lasting(6.0), pairs=5)
+    assert ratio == measure.Ratio(median=3.0, low=3.0, high=3.0, pairs=5)
+    assert str(ratio) == "3.00 x (3.00-3.00)"
+
+
+def test_a_name_that_fits_no_case_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        click.UsageError, match=r"^No case's name holds 'nothing'\. There are: layer, padded, 8 x 512, "
+    ):
+        program.main.main(["--only", "nothing"], standalone_mode=False)
