@@ -4,6 +4,7 @@ from multihead import masks
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
 from multihead.layer import MultiHeadAttention
+from multihead.observation.observe import observe
 
 __all__ = [
     "MultiHeadAttention",
@@ -12,6 +13,7 @@ __all__ = [
     "explain",
     "masks",
     "merge_heads",
+    "observe",
     "split_heads",
     "statistics",
     "weights",

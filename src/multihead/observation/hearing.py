@@ -1,0 +1,277 @@
+"""Hear every attention call of a model, find whose it is and what it goes on from, and note it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from multihead.call import AttentionCall
+from multihead.errors import ModelError
+from multihead.hooks import huggingface
+from multihead.hooks.inputs import Inputs
+from multihead.observation.choice import Choice
+from multihead.observation.record import KeyRows, LayerRecord, Piece, Record, SampleRecord
+from multihead.observation.trimming import Span, cut, spans
+from multihead.probes.statistics import of_call
+from multihead.probes.weights import tile
+
+Keep = Literal["cpu", "device", "statistics"]
+
+
+@dataclass(eq=False)
+class _Last:
+    """What is left of the last call of a layer, to tell whether the next one goes on from it.
+
+    Fields:
+        batch: number of samples.
+        query_stop: place behind its last query, in the sequence.
+        keys: number of its keys.
+        edge: (2, batch, kv_heads, head_dim), its first key, and its last query's (in cross-attention its last).
+        special: (batch, tokens so far) bool, or None where the ids are not known.
+        samples: where its samples were noted.
+        leads: a sample: place of its first key in the sequence.
+    """
+
+    batch: int
+    query_stop: int
+    keys: int
+    edge: Tensor
+    special: Tensor | None
+    samples: list[SampleRecord] = field(default_factory=list)
+    leads: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Ear:
+    """Hears every call, finds whose it is and what it goes on from, and notes it."""
+
+    record: Record
+    names: dict[int, str]
+    inputs: Inputs
+    choice: Choice
+    keep: Keep
+    probes: tuple[str, ...]
+    special_ids: tuple[int, ...]
+    map_size: int
+    _layers: dict[str, LayerRecord] = field(default_factory=dict)
+    _last: dict[str, _Last] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _pass: int = -1
+    _pass_goes_on: bool = False  # whether self-attention in this pass went on from a cache
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What a kernel may compute on the way: what needs no knowledge of tokens."""
+        return frozenset(self.probes) - {"special_mass", "pooled_map"}
+
+    def hear(self, call: AttentionCall) -> None:
+        """Take note of one call."""
+        owner = call.request.owner
+        if owner is None or id(owner) not in self.names or _runs_backward():
+            return
+        name = self.names[id(owner)]
+        with torch.no_grad(), torch.autocast(call.request.shape.device.type, enabled=False):
+            self._hear(call, name, self._numbered(name))
+
+    def _numbered(self, name: str) -> str:
+        """Number the calls of one layer within a forward pass of the model."""
+        if self.inputs.passes != self._pass or not self.inputs.running:
+            self._pass, self._pass_goes_on = self.inputs.passes, False
+            self._counts.clear()
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
+
+    def _hear(self, call: AttentionCall, name: str, full: str) -> None:
+        request, told = call.request, huggingface.origin()
+        offset = told.key_offset if told is not None else 0
+        crosses = huggingface.crosses(request.owner, name) if request.owner is not None else False
+        last = self._last.get(full)
+        goes_on = last is not None and self._goes_on(call, last, offset, crosses=crosses)
+        self._pass_goes_on |= goes_on and not crosses
+        layer = self._layers.setdefault(full, LayerRecord(full))
+        chosen = self.choice.takes(full, list(self._layers).index(full))
+        if goes_on and crosses and last is not None and not request.mask.speaks_of_positions:
+            call = AttentionCall(replace(request, query_start=last.query_stop), call.attended)
+        special = self._special_keys(call, name, last if goes_on else None, offset, crosses=crosses)
+        now = _noted(call, offset, special if not crosses else None, crosses=crosses)
+        if goes_on and last is not None:
+            now.samples, now.leads = last.samples, last.leads
+        self._last[full] = now
+        if chosen:
+            self._note(call, layer, now, special, offset, goes_on=goes_on, name=name)
+
+    def _goes_on(self, call: AttentionCall, last: _Last, offset: int, *, crosses: bool) -> bool:
+        """Tell whether a call goes on from the last one of its layer: the same keys, and more."""
+        request = call.request
+        if isinstance(request.query_start, Tensor) or request.packed_lengths is not None:
+            return False
+        if request.shape.batch != last.batch or request.k.shape[1::2] != last.edge.shape[2:]:
+            return False
+        first, keys = request.k[:, :, 0], request.shape.key_length
+        if crosses:
+            alike = keys == last.keys and (self._pass_goes_on or request.shape.query_length == 1)
+            return alike and torch.equal(torch.stack([first, request.k[:, :, -1]]), last.edge)
+        begin = offset + request.query_start
+        index = begin - 1 - offset
+        if begin != last.query_stop or not 0 <= index < keys:
+            return False
+        return torch.equal(request.k[:, :, index], last.edge[1])
+
+    def _special_keys(
+        self, call: AttentionCall, name: str, last: _Last | None, offset: int, *, crosses: bool
+    ) -> Tensor | None:
+        """Tell which tokens so far are special: (batch, tokens) bool, or None where the ids are not known."""
+        if not self.special_ids:
+            return None
+        given = self.inputs.memory_of(name) if crosses else self.inputs.queries_of(name)
+        if given.ids is None:
+            return None
+        ids, request = given.ids, call.request
+        flags = torch.isin(ids, torch.tensor(self.special_ids, device=ids.device)).to(request.shape.device)
+        if request.packed_lengths is not None:
+            return flags if ids.shape[0] == len(request.packed_lengths) else None
+        if crosses:
+            return flags if tuple(ids.shape) == (request.shape.batch, request.shape.key_length) else None
+        if isinstance(request.query_start, Tensor):
+            return None
+        if tuple(ids.shape) != (request.shape.batch, request.shape.query_length):
+            return None
+        if last is not None:
+            return None if last.special is None else torch.cat([last.special, flags], 1)
+        return flags if offset + request.query_start == 0 else None
+
+    def _note(
+        self,
+        call: AttentionCall,
+        layer: LayerRecord,
+        now: _Last,
+        special: Tensor | None,
+        offset: int,
+        *,
+        goes_on: bool,
+        name: str,
+    ) -> None:
+        """Cut a call into its samples, measure each, and add it to the record."""
+        told = huggingface.origin()
+        real = None if told is None else self._real_queries(call, name, offset)
+        padding = None if told is None else told.padding
+        if not goes_on:
+            now.samples, now.leads = [], []
+        for index, span in enumerate(spans(call.request, queries=real, keys=padding)):
+            if not goes_on:
+                now.leads.append(offset + span.keys[0])
+                keys = None if self.keep == "statistics" else KeyRows()
+                now.samples.append(SampleRecord(layer.name, [], keys, self.map_size))
+                layer.samples.append(now.samples[-1])
+            flags = _flags_of_keys(special, span, index, offset, call)
+            counted = None if real is None else real[span.sample, slice(*span.queries)]
+            start = offset + span.keys[0] - now.leads[index] if call.request.packed_lengths is None else 0
+            self._add(now.samples[index], cut(call, span), start, counted, flags, first=not goes_on)
+            self.record.add(layer, now.samples[index])
+
+    def _add(
+        self,
+        sample: SampleRecord,
+        call: AttentionCall,
+        key_start: int,
+        counted: Tensor | None,
+        special: Tensor | None,
+        *,
+        first: bool,
+    ) -> None:
+        request = call.request
+        names = [name for name in self.probes if name != "special_mass" or special is not None]
+        found = of_call(call, names, special_keys=special, map_size=self.map_size)
+        if not first and "first_mass" in found:
+            # Of a later call the first key that its queries see need not be the first of the sample.
+            found["first_mass"] = (
+                tile(request, call.attended.logsumexp, keys=slice(0, 1))[..., 0]
+                if key_start == 0
+                else torch.zeros_like(found["first_mass"])
+            )
+        device = request.shape.device if self.keep == "device" else torch.device("cpu")
+        kept = self.keep != "statistics"
+        bias = None if request.bias is None else request.bias.detach()
+        if bias is not None and not kept and not bool((bias == -torch.inf).any()):
+            bias = None  # it hides no key, and nothing else of it will be asked for
+        nothing = torch.empty(0)
+        request = replace(
+            request,
+            q=nothing,
+            k=nothing,
+            v=nothing,
+            owner=None,
+            shape=replace(request.shape, device=device),
+            bias=None if bias is None else bias.to(device),
+            sinks=None,  # their share is in the logsumexp
+            query_start=int(request.query_start),
+        )
+        if sample.keys is not None:
+            sample.keys.grow(call.request.k, start=key_start, device=device)
+        sample.pieces.append(
+            Piece(
+                request=request,
+                key_start=key_start,
+                counted=torch.ones(request.shape.query_length, dtype=torch.bool) if counted is None else counted.cpu(),
+                logsumexp=call.attended.logsumexp.detach().to(device, copy=True),
+                statistics={name: value[0].cpu() for name, value in found.items()},
+                q=call.request.q.detach().to(device, copy=True) if kept else None,
+            )
+        )
+
+    def _real_queries(self, call: AttentionCall, name: str, offset: int) -> Tensor | None:
+        """Tell which queries of a Hugging Face model's call are no padding: (batch, queries) bool, or None."""
+        tokens, shape = self.inputs.queries_of(name).tokens, call.request.shape
+        if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
+            return None
+        begin = offset + int(call.request.query_start)
+        if begin + shape.query_length > tokens.shape[1]:
+            begin = tokens.shape[1] - shape.query_length
+        return tokens[:, begin : begin + shape.query_length].to(shape.device)
+
+    def refuse_unless_heard(self, model: nn.Module) -> None:
+        """Refuse a record in which something that was asked for is missing.
+
+        Raises:
+            ModelError: no call was heard, or a layer that was asked for is none.
+        """
+        if not self._layers:
+            raise ModelError(
+                f"No attention of {type(model).__name__} was heard: it did not run inside the context, or its layers "
+                "compute their attention themselves.",
+                "Run the model inside it; watched are layers of multihead and Hugging Face models that use "
+                "AttentionInterface.",
+            )
+        missed = self.choice.missed(list(self._layers))
+        if missed:
+            raise ModelError(
+                f"No layer that ran is called {' or '.join(repr(each) for each in missed)}.",
+                f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
+            )
+
+
+def _noted(call: AttentionCall, offset: int, special: Tensor | None, *, crosses: bool) -> _Last:
+    request = call.request
+    start = 0 if isinstance(request.query_start, Tensor) else request.query_start
+    stop = offset + start + request.shape.query_length
+    keys = request.shape.key_length
+    edge = torch.stack([request.k[:, :, 0], request.k[:, :, -1 if crosses else min(stop - offset, keys) - 1]])
+    return _Last(request.shape.batch, stop, keys, edge.detach().clone(), special)
+
+
+def _flags_of_keys(special: Tensor | None, span: Span, index: int, offset: int, call: AttentionCall) -> Tensor | None:
+    """Cut the flags of one sample's keys out of those of the sequence: (1, keys)."""
+    if special is None:
+        return None
+    if call.request.packed_lengths is not None:
+        return special[index : index + 1, : span.keys[1] - span.keys[0]]
+    flags = special[span.sample : span.sample + 1, offset + span.keys[0] : offset + span.keys[1]]
+    return torch.nn.functional.pad(flags, (0, span.keys[1] - span.keys[0] - flags.shape[1]))
+
+
+def _runs_backward() -> bool:
+    """Whether a backward pass runs: gradient checkpointing computes forward passes anew in it."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public word for it

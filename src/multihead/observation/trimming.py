@@ -1,0 +1,176 @@
+"""Cut one sample out of an attention call, without its padding and without the samples packed beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_, or_
+
+import torch
+from torch import Tensor
+
+from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.masks import Documents, Drop, Full, Keep, Lengths, Mask, Prefix
+from multihead.masks.dense import as_tensor
+from multihead.masks.values import And, Or
+from multihead.plan.bounds import KeyBounds, key_bounds
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows and columns of one sample in a call.
+
+    Fields:
+        sample: which row of the batch.
+        queries: first query and the one behind the last.
+        keys: first key and the one behind the last.
+    """
+
+    sample: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+
+def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Span]:
+    """Say where each sample of a call stands.
+
+    Args:
+        request: the call.
+        queries: (batch, queries) bool, True = no padding; None where nothing says: then queries at the end that
+            see no key are taken for padding.
+        keys: (batch, keys) bool, True = no padding; None where nothing says. Keys at the end that no query may
+            see are left out in any case.
+    """
+    shape = request.shape
+    if request.packed_lengths is not None:
+        ends = as_tensor(request.packed_lengths, "cpu").cumsum(0).tolist()
+        places = list(zip([0, *ends[:-1]], ends, strict=True))
+        return [Span(0, place, place) for place in places]
+    bounds = key_bounds(
+        request.mask,
+        queries=shape.query_length,
+        keys=shape.key_length,
+        query_start=request.query_start,
+        device=shape.device,
+    )
+    return [_span(bounds, sample, shape.key_length, queries, keys) for sample in range(shape.batch)]
+
+
+def _span(bounds: KeyBounds, sample: int, keys: int, real: Tensor | None, real_keys: Tensor | None) -> Span:
+    row = 0 if bounds.shared else sample
+    start, stop = bounds.start[row], bounds.stop[row]
+    seeing = start < stop  # (queries,)
+    if real is not None:
+        first, behind = hull(real[sample])
+    else:
+        first, behind = 0, hull(seeing)[1] if bool(seeing.any()) else seeing.numel()
+    counted = stop[first:behind][seeing[first:behind]]
+    last = int(counted.max()) if counted.numel() else keys
+    if real_keys is None:
+        return Span(sample, (first, behind), (0, last))
+    first_key, behind_key = hull(real_keys[sample])
+    return Span(sample, (first, behind), (first_key, max(first_key, min(behind_key, last))))
+
+
+def hull(flags: Tensor) -> tuple[int, int]:
+    """Find the first True and the place behind the last: (n,) bool; (0, 0) where there is none.
+
+    >>> hull(torch.tensor([False, True, False, True, False]))
+    (1, 4)
+    """
+    found = flags.nonzero().flatten()
+    return (int(found[0]), int(found[-1]) + 1) if found.numel() else (0, 0)
+
+
+def cut(call: AttentionCall, span: Span) -> AttentionCall:
+    """Cut one sample out of a call: a call with a batch of one, that means the same on what is left.
+
+    Statistics that the kernel gave are kept where the whole sample is.
+    """
+    request, attended = call.request, call.attended
+    sample = slice(span.sample, span.sample + 1)
+    rows, columns = slice(*span.queries), slice(*span.keys)
+    shape = replace(
+        request.shape,
+        batch=1,
+        query_length=rows.stop - rows.start,
+        key_length=columns.stop - columns.start,
+    )
+    start = request.query_start
+    origin = int(start[span.sample]) if isinstance(start, Tensor) else start
+    position = origin + rows.start - columns.start
+    packed = request.packed_lengths is not None
+    mask = mask_of_part(without_documents(request.mask) if packed else request.mask, span)
+    if not mask.speaks_of_positions:
+        position = max(position, 0)  # a place before the first key means nothing to a mask of cross-attention
+    small = replace(
+        request,
+        q=request.q[sample, :, rows],
+        k=request.k[sample, :, columns],
+        v=request.v[sample, :, columns],
+        shape=shape,
+        mask=mask,
+        query_start=position,
+        bias=None if request.bias is None else _tile(request.bias, span),
+        packed_lengths=None,
+    )
+    whole = (rows.stop - rows.start, columns.stop - columns.start) == (
+        request.shape.query_length,
+        request.shape.key_length,
+    )
+    kept = {name: value[sample] for name, value in attended.statistics.items()} if whole else {}
+    return AttentionCall(
+        small, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept)
+    )
+
+
+def without_documents(mask: Mask) -> Mask:
+    """Take the documents out of the mask of a packed row: what each sample's own mask was.
+
+    >>> from multihead.masks import Causal
+    >>> without_documents(Causal() & Documents((3, 2)))
+    Causal()
+    """
+    if isinstance(mask, Documents):
+        return Full()
+    if isinstance(mask, And):
+        parts = [part for part in mask.parts if not isinstance(part, Documents)]
+        return And(tuple(parts)) if len(parts) > 1 else parts[0] if parts else Full()
+    return mask
+
+
+def mask_of_part(mask: Mask, span: Span) -> Mask:
+    """Say what a mask means on the rows and columns of one sample, counted from their own beginning."""
+    first_key = span.keys[0]
+    if isinstance(mask, (And, Or)):
+        parts = [mask_of_part(part, span) for part in mask.parts]
+        return reduce(and_ if isinstance(mask, And) else or_, parts)
+    if isinstance(mask, (Keep, Drop)):
+        tile = _tile(mask.four_dimensional(), span)
+        hides = bool((~tile if isinstance(mask, Keep) else tile).any())
+        return type(mask)(tile) if hides else Full()
+    if isinstance(mask, Lengths):
+        lengths = as_tensor(mask.lengths, "cpu")
+        lengths = lengths[span.sample if lengths.shape[0] > 1 else 0]
+        lengths = lengths[slice(*span.queries)][None] if lengths.dim() == 1 else lengths[None]
+        return Lengths((lengths - first_key).clamp(0, span.keys[1] - first_key))
+    if isinstance(mask, Prefix):
+        length = as_tensor(mask.length, "cpu").flatten()
+        return Prefix(max(int(length[span.sample if length.numel() > 1 else 0]) - first_key, 0))
+    if isinstance(mask, Documents):
+        lengths = as_tensor(mask.lengths, "cpu")
+        lengths = lengths[span.sample if lengths.shape[0] > 1 else 0] if lengths.dim() == 2 else lengths
+        ends = (lengths.cumsum(-1) - first_key).clamp(min=0)
+        return Documents(ends.diff(prepend=torch.zeros_like(ends[:1])))
+    return mask  # what speaks of positions only means the same everywhere
+
+
+def _tile(tensor: Tensor, span: Span) -> Tensor:
+    """Cut a tensor that broadcasts to (batch, heads, queries, keys): (1, heads or 1, rows or 1, columns or 1)."""
+    if tensor.shape[0] > 1:
+        tensor = tensor[span.sample : span.sample + 1]
+    if tensor.shape[2] > 1:
+        tensor = tensor[:, :, slice(*span.queries)]
+    if tensor.shape[3] > 1:
+        tensor = tensor[..., slice(*span.keys)]
+    return tensor
