@@ -1,0 +1,160 @@
+"""Put the maps of heads into bytes that a page can hold: codes on a square-root scale, deflated, in base64."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from multihead.observation.seeing import TILE_CELLS, query_blocks
+
+if TYPE_CHECKING:
+    from multihead.observation.record import SampleRecord
+
+HIDDEN = 0
+"""The code of a cell that the query may not see; weights start at code 1, which is zero."""
+
+
+@dataclass
+class Rounding:
+    """The largest difference between a weight and what its code says, measured while coding."""
+
+    largest: float = 0.0
+
+    def note(self, weights: Tensor, decoded: Tensor) -> None:
+        """Take in one tile; cells that are hidden or not a number do not count."""
+        difference = (weights - decoded).abs()
+        known = difference[~difference.isnan()]
+        self.largest = max(self.largest, float(known.max()) if known.numel() else 0.0)
+
+
+def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
+    """Code weights on a square-root scale, so that small ones keep their digits.
+
+    A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `HIDDEN`.
+
+    Returns: int32, the shape of `weights`.
+
+    >>> encode(torch.tensor([0.0, 0.25, 1.0, float("nan")]), bits=12, rounding=Rounding()).tolist()
+    [1, 2048, 4095, 0]
+    """
+    steps = (1 << bits) - 2
+    wide = weights.double()
+    code = wide.clamp(0, 1).sqrt().mul(steps).round()
+    rounding.note(wide, (code / steps) ** 2)
+    return torch.where(wide.isnan(), float(HIDDEN), code + 1).int()
+
+
+def whole(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> str:
+    """Every weight of a head as base64: planes of bytes, high ones first, deflated.
+
+    Planes compress better than pairs of bytes: the high bytes of a map repeat, the low ones are noise.
+
+    Args:
+        sample: one text in one layer.
+        head: its index.
+        bits: 16, or 12 (a plane of bytes, then a plane of half bytes).
+        rounding: takes in what the coding loses.
+    """
+    codes = torch.empty(sample.num_queries, sample.num_keys, dtype=torch.int32)
+    for block in query_blocks(sample.num_queries, sample.num_keys):
+        codes[block] = encode(_hidden_as_nan(sample, head, block), bits=bits, rounding=rounding)
+    flat = codes.flatten()
+    if bits == 16:
+        return pack(flat >> 8, flat & 255)
+    low = torch.nn.functional.pad(flat & 15, (0, flat.numel() % 2))
+    return pack(flat >> 4, (low[0::2] << 4) | low[1::2])
+
+
+def largest(sample: SampleRecord, head: int, *, number: int, rounding: Rounding) -> str:
+    """Each query's largest weights as base64: two planes of codes, then planes of steps from key to key.
+
+    The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the places left over.
+    """
+    number = min(number, sample.num_keys)
+    codes, steps = [], []
+    for block in query_blocks(sample.num_queries, sample.num_keys):
+        tile = _hidden_as_nan(sample, head, block)
+        found, key = tile.nan_to_num(nan=-1.0).topk(number, dim=-1)
+        key = torch.where(found < 0, sample.num_keys, key)
+        key, order = key.sort(dim=-1)
+        found = found.gather(-1, order)
+        weight = torch.where(found < 0, torch.nan, found)
+        codes.append(encode(weight, bits=16, rounding=rounding).flatten())
+        steps.append(key.diff(dim=-1, prepend=torch.zeros_like(key[:, :1])).int().flatten())
+    code, step = torch.cat(codes), torch.cat(steps)
+    return pack(code >> 8, code & 255, *(step >> shift & 255 for shift in _shifts(sample.num_keys)))
+
+
+def pooled(sample: SampleRecord, size: int) -> Tensor:
+    """The mean weight of each block of cells, over those that may be seen; NaN where none may.
+
+    Blocks are ceil(length / size) wide, so there are at most `size` a side.
+
+    Returns: (heads, rows, columns) float32.
+    """
+    row_block, column_block = -(-sample.num_queries // size), -(-sample.num_keys // size)
+    rows, columns = -(-sample.num_queries // row_block), -(-sample.num_keys // column_block)
+    maps = torch.empty(sample.num_heads, rows, columns)
+    # Tiles end where a block of rows ends, so that each block is summed once.
+    step = row_block * max(1, TILE_CELLS // (row_block * sample.num_keys))
+    for head in range(sample.num_heads):
+        for start in range(0, sample.num_queries, step):
+            tile = _hidden_as_nan(sample, head, slice(start, min(start + step, sample.num_queries)))
+            fill = (0, -tile.shape[1] % column_block, 0, -tile.shape[0] % row_block)
+            whole = torch.nn.functional.pad(tile, fill, value=torch.nan)
+            blocks = whole.unflatten(1, (-1, column_block)).unflatten(0, (-1, row_block))
+            first = start // row_block
+            maps[head, first : first + blocks.shape[0]] = blocks.nanmean((1, 3))
+    return maps
+
+
+def pack_maps(maps: Tensor, rounding: Rounding) -> str:
+    """Small maps (heads, rows, columns) as base64: two planes of 16-bit codes, deflated."""
+    codes = encode(maps, bits=16, rounding=rounding).flatten()
+    return pack(codes >> 8, codes & 255)
+
+
+def strip_codes(values: Tensor, top: float) -> Tensor:
+    """Margin strips (heads, bins) of numbers from 0 to `top` as linear 16-bit codes, (heads * bins,) int32."""
+    return (values.double().nan_to_num(nan=0.0) / (top or 1.0)).clamp(0, 1).mul(65535).round().int().flatten()
+
+
+def bins(values: Tensor, number: int) -> Tensor:
+    """Means of at most `number` runs of equal length along the last axis.
+
+    >>> bins(torch.tensor([[1.0, 3.0, 5.0]]), 2)
+    tensor([[2., 5.]])
+    """
+    length = values.shape[-1]
+    run = max(1, -(-length // number))
+    rest = -length % run
+    padded = torch.nn.functional.pad(values, (0, rest), value=torch.nan)
+    means: Tensor = padded.unflatten(-1, (-1, run)).nanmean(-1)
+    return means
+
+
+def pack(*planes: Tensor) -> str:
+    """Planes of numbers below 256, one after the other, as raw deflate in base64."""
+    squeeze = zlib.compressobj(6, zlib.DEFLATED, -15)
+    parts = []
+    for plane in planes:
+        flat = plane.to(torch.uint8).contiguous()
+        parts.append(squeeze.compress(ctypes.string_at(flat.data_ptr(), flat.numel()) if flat.numel() else b""))
+    return base64.b64encode(b"".join((*parts, squeeze.flush()))).decode("ascii")
+
+
+def _hidden_as_nan(sample: SampleRecord, head: int, block: slice) -> Tensor:
+    """One head's weights for some queries, (queries, keys), with NaN where a key may not be seen."""
+    tile = sample.weights(head, queries=block)
+    seen = sample.visible(queries=block)
+    return torch.where(seen if seen.dim() == 2 else seen[head], tile, torch.nan)
+
+
+def _shifts(keys: int) -> tuple[int, ...]:
+    return (16, 8, 0) if keys > 0xFFFF else (8, 0)

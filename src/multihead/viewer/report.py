@@ -1,0 +1,241 @@
+"""Write what was observed as one page that opens offline: every head, its numbers, its map."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from markupsafe import Markup
+
+from multihead.errors import ArgumentError, InputError, ShapeError
+from multihead.observation.findings import findings, read_layers
+from multihead.viewer import content
+from multihead.viewer.store import Progress, Store, fill
+from multihead.viewer.texts import reading
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record
+
+SCRIPTS = ("words.js", "colour.js", "maps.js", "text.js", "grid.js", "table.js", "bigmap.js", "head.js", "page.js")
+"""The page's script, in the order in which its files build on each other."""
+
+_HOLDS = {"whole": "every weight", "largest": "largest weights", "pooled": "pooled maps", "none": "statistics"}
+
+
+@dataclass(frozen=True)
+class ReportSummary:
+    """What was written.
+
+    Attributes:
+        path: the page.
+        num_bytes: its size.
+        holds: "every weight", "largest weights", "pooled maps" or "statistics".
+        bits: bits of a weight where every weight is there, else 0.
+        largest_per_query: weights kept of each query where the largest are, else 0.
+        rounding: the largest difference between a weight and what the page says, as a share.
+        left_out: what the page does not hold and why, a sentence; empty if nothing is left out.
+    """
+
+    path: Path
+    num_bytes: int
+    holds: str
+    bits: int
+    largest_per_query: int
+    rounding: float
+    left_out: str
+
+    def __str__(self) -> str:
+        """One line: the path, the size, what it holds or leaves out."""
+        size = content.size(self.num_bytes, content.all_words()["en"])
+        return f"{self.path} ({size}, {self.holds}){' ' + self.left_out if self.left_out else ''}"
+
+
+def write_report(
+    record: Record,
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    tokens: Sequence[str],
+    special: Sequence[bool] | None = None,
+    text: str | None = None,
+    offsets: Sequence[tuple[int, int]] | None = None,
+    unknown: Sequence[bool] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    facts: Mapping[str, str] | None = None,
+    sample: int = 0,
+    max_bytes: int = 20_000_000,
+    lang: str = "en",
+    progress: Progress | None = None,
+) -> ReportSummary:
+    """Write a record as one self-contained page.
+
+    The page holds every weight while it stays under `max_bytes`; beyond that pooled maps and each query's
+    largest weights, as far as they fit, and it says what it leaves out. Maps are read layer by layer and head
+    by head. The page is written beside `path` and renamed, so that a failure leaves nothing half-written.
+
+    Args:
+        record: what `observe` saw.
+        path: where the page goes; an older one is replaced.
+        title: the page's heading, such as the model's name.
+        tokens: the tokens of the text, decoded, one a position.
+        special: one flag a token, True for the model's own marks such as [CLS].
+        text: the text as it was given; with `offsets` the page keeps its spelling and spaces.
+        offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a mark.
+        unknown: one flag a token, True where the vocabulary does not have it.
+        key_tokens: the tokens of the other text, where some layers attend to one (cross-attention).
+        facts: label -> value, added to the row of facts (head size, precision).
+        sample: which text of the record.
+        max_bytes: the largest page, in bytes.
+        lang: "en" or "zh".
+        progress: called with (heads done, heads in all) while maps are stored.
+
+    Raises: ArgumentError, ShapeError or InputError, before anything is written.
+    """
+    path = Path(path)
+    _check(record, path, tokens, sample, max_bytes, lang)
+    words = content.all_words()[lang]
+    read = read_layers(record, sample=sample, special=special)
+    texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
+    if key_tokens is not None:
+        texts["keys"] = reading(key_tokens)
+    data = content.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, words=words)
+    found = findings(record, sample=sample, tokens=tokens, special=special, lang=lang, readings=read)
+    data |= {"findings": [asdict(one) for one in found], "title": title, "lang": lang, "words": words}
+    shell = {
+        "title": title,
+        "lang": lang,
+        "words": words,
+        "lead": content.lead(read, len(tokens), words),
+        "facts": [*content.facts(record, read, texts, sample=sample, words=words), *(facts or {}).items()],
+        "ends": "previous" in data["metrics"] and "next" in data["metrics"],
+    }
+    # The maps take what the rest of the page leaves; some is kept for what is said about them.
+    bare = len(_render(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
+    if bare > max_bytes:
+        raise ArgumentError(
+            f"max_bytes is {max_bytes:,}, and this page takes {bare:,} without any map.",
+            "Give max_bytes more, or a shorter text.",
+        )
+    store = fill(record, sample=sample, room=max_bytes - bare, progress=progress)
+    page = _render(data, shell, store, max_bytes)
+    _replace(path, page)
+    english = content.foot(store, max_bytes=max_bytes, version="", words=content.all_words()["en"])
+    return ReportSummary(
+        path=path,
+        num_bytes=len(page),
+        holds=_HOLDS[store.mode],
+        bits=store.bits if store.mode == "whole" else 0,
+        largest_per_query=store.number,
+        rounding=store.rounding,
+        left_out="" if store.mode == "whole" else english.split(". ", 2)[-1],
+    )
+
+
+def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_bytes: int, lang: str) -> None:
+    """Refuse what cannot become a page, before anything is read or written."""
+    if lang not in content.all_words():
+        raise ArgumentError(f'lang is "{lang}", and the page speaks "en" or "zh".', 'Give "en" or "zh".')
+    if max_bytes <= 0:
+        raise ArgumentError(f"max_bytes is {max_bytes}, and a page needs room.", "Give a positive number of bytes.")
+    if not path.parent.is_dir():
+        raise InputError(f'The folder "{path.parent}" does not exist.', "Make it first, or write elsewhere.")
+    if path.is_dir():
+        raise InputError(f'"{path}" is a folder.', "Give the name of a file in it.")
+    if not record.layers:
+        raise InputError("The record holds no layer.", "Run the model inside observe() first.")
+    samples = record.layers[0].num_samples
+    if not 0 <= sample < samples:
+        raise ArgumentError(f"sample is {sample}, and the record has {samples}.", f"Give 0 to {samples - 1}.")
+    ones = [layer.sample(sample) for layer in record.layers]
+    lengths = sorted({length for one in ones for length in (one.num_queries, one.num_keys)})
+    if len(tokens) not in lengths:
+        raise ShapeError(
+            f"There are {len(tokens)} tokens, and the layers saw {' and '.join(map(str, lengths))} positions.",
+            "Give one token a position: marks such as [CLS] with, padding without.",
+        )
+
+
+def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
+    """The whole page as bytes. Data stands in JSON that cannot end its script tag; nothing of it is HTML."""
+    words = shell["words"]
+    layers = [
+        layer | kept for layer, kept in zip(data["layers"], _layer_stores(store, len(data["layers"])), strict=True)
+    ]
+    reason = {"room": "no room", "statistics": "no maps", "": ""}[store.reason]
+    store_data = {"mode": store.mode, "bits": store.bits, "number": store.number, "reason": reason}
+    script = _script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    html = _template().render(
+        **shell,
+        style=Markup(_static("report.css")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        data=Markup(_json(data | {"layers": layers, "store": store_data})),
+        packs=[(name, Markup(packed)) for name, packed in store.packs],
+        foot=content.foot(store, max_bytes=max_bytes, version=_version(), words=words),
+    )
+    return html.encode("utf-8", "replace")  # a lone surrogate in a title has no place in UTF-8
+
+
+def _layer_stores(store: Store, layers: int) -> list[dict[str, Any]]:
+    names = {"row_block": "rowBlock", "col_block": "colBlock"}
+    kept = [{names.get(key, key): value for key, value in asdict(one).items()} for one in store.layers]
+    return kept or [{}] * layers
+
+
+def _json(data: dict[str, Any]) -> str:
+    r"""JSON that is safe inside a script tag: no `<`, `>` or `&`, nothing beyond ASCII.
+
+    >>> _json({"token": "</script>"})
+    '{"token":"\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _static(name: str) -> str:
+    return (resources.files(__package__) / "static" / name).read_text("utf-8")
+
+
+@cache
+def _script() -> str:
+    return "\n".join(_static(name) for name in SCRIPTS)
+
+
+@cache
+def _template() -> jinja2.Template:
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_static("report.html"))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("multihead")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"
+
+
+def _replace(path: Path, page: bytes) -> None:
+    """Write beside the path, then rename: a reader sees the old page or the new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    beside = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(page)
+        mask = os.umask(0)
+        os.umask(mask)
+        beside.chmod(0o666 & ~mask)  # mkstemp makes files for one's own eyes only
+        beside.replace(path)
+    except BaseException:
+        beside.unlink()
+        raise

@@ -1,0 +1,256 @@
+"""Choose how much of the maps fits into a page, and put that much into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ProbeError
+from multihead.viewer import maps
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record, SampleRecord
+
+MAP_SIZE = 64
+"""Blocks a side of a pooled map, where there is room."""
+
+DIRECT_SIZE = 96
+"""Up to so many queries and keys the grid draws every weight; above, pooled maps."""
+
+STRIP_BINS = 256
+"""Most bars of a margin strip."""
+
+MOST_WEIGHTS_A_QUERY = 512
+"""So many of a query's largest weights at most, where not all fit."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class LayerStore:
+    """How one layer lies in the page: the size of its small maps, their blocks, and its strips."""
+
+    direct: bool = False
+    rows: int = 0
+    cols: int = 0
+    row_block: int = 1
+    col_block: int = 1
+    strips: list[dict[str, float | str]] = field(default_factory=list)
+
+
+@dataclass
+class Store:
+    """What of the maps a page holds.
+
+    Attributes:
+        mode: "whole" (every weight), "largest" (pooled maps and each query's largest weights), "pooled"
+            (pooled maps alone) or "none".
+        reason: why something is left out: "room", "statistics" (q and k were not kept), or "".
+        bits: of a weight, in mode "whole".
+        number: largest weights a query, in mode "largest".
+        rounding: the largest difference between a weight and what the page says, as a share.
+        packs: (id of the script tag, base64) in the order of the page.
+        layers: one a layer.
+    """
+
+    mode: str = "none"
+    reason: str = ""
+    bits: int = 16
+    number: int = 0
+    rounding: float = 0.0
+    packs: list[tuple[str, str]] = field(default_factory=list)
+    layers: list[LayerStore] = field(default_factory=list)
+
+    @property
+    def map_size(self) -> tuple[int, int]:
+        """Rows and columns of the largest pooled map."""
+        return max((one.rows for one in self.layers), default=0), max((one.cols for one in self.layers), default=0)
+
+
+class _FullError(Exception):
+    """There is no more room in the page."""
+
+
+class _Room:
+    """The bytes that are left of a page."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def take(self, packs: list[tuple[str, str]], name: str, content: str) -> None:
+        """Put a pack in, or raise `_FullError`; the tag around it takes about 60 bytes."""
+        self.left -= len(content) + 60
+        if self.left < 0:
+            raise _FullError
+        packs.append((name, content))
+
+
+def keeps_weights(record: Record, sample: int) -> bool:
+    """Whether the record kept q and k, so that single weights can be had."""
+    try:
+        record.layers[0].sample(sample).weights(0, queries=slice(0, 1), keys=slice(0, 1))
+    except ProbeError:
+        return False
+    return True
+
+
+def fill(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> Store:
+    """Put as much of the maps of a record into `room` bytes as fits, layer by layer and head by head.
+
+    First choice: every weight in 16 bits, then in 12. Where neither fits: pooled maps of 64 x 64 (or 32, 16,
+    8), and in the room that is left each query's largest weights.
+    """
+    has_weights = keeps_weights(record, sample)
+    tell = progress or (lambda done, all_: None)
+    if has_weights:
+        cells = sum(one.num_heads * one.num_queries * one.num_keys for one in _samples(record, sample))
+        # A tenth of a byte a weight: below that no map of a model comes out, so larger ones are not tried.
+        for bits in (16, 12) if cells <= room * 10 else ():
+            try:
+                return _whole(record, sample, bits, room, tell)
+            except _FullError:
+                continue
+    size = MAP_SIZE
+    while size >= 8:
+        try:
+            return _pooled(record, sample, size, room, tell, has_weights=has_weights)
+        except _FullError:
+            size //= 2
+    return Store(reason="room", layers=[LayerStore() for _ in record.layers])
+
+
+def _whole(record: Record, sample: int, bits: int, size: int, tell: Progress) -> Store:
+    room, rounding = _Room(size), maps.Rounding()
+    store = Store(mode="whole", bits=bits)
+    total, done = sum(layer.num_heads for layer in record.layers), 0
+    for index, one in enumerate(_samples(record, sample)):
+        kept = LayerStore(direct=max(one.num_queries, one.num_keys) <= DIRECT_SIZE)
+        if not kept.direct:
+            _put_maps(store, room, kept, index, _small_maps(one, MAP_SIZE), one, maps.Rounding())
+        _put_strips(store, room, kept, index, one)
+        for head in range(one.num_heads):
+            room.take(store.packs, f"w{index}.{head}", maps.whole(one, head, bits=bits, rounding=rounding))
+            done += 1
+            tell(done, total)
+        store.layers.append(kept)
+    store.rounding = rounding.largest
+    return store
+
+
+def _pooled(record: Record, sample: int, map_size: int, size: int, tell: Progress, *, has_weights: bool) -> Store:
+    room, rounding = _Room(size), maps.Rounding()
+    store = Store(mode="pooled", reason="room" if has_weights else "statistics")
+    any_map = False
+    for index, one in enumerate(_samples(record, sample)):
+        kept = LayerStore()
+        small = _small_maps(one, map_size)
+        if small is not None:
+            any_map = True
+            _put_maps(store, room, kept, index, small, one, rounding)
+        store.layers.append(kept)
+    if not any_map:
+        return Store(reason="statistics", layers=store.layers)
+    for index, one in enumerate(_samples(record, sample)):
+        try:
+            _put_strips(store, room, store.layers[index], index, one)
+        except _FullError:
+            return store
+    if has_weights:
+        _put_largest(record, sample, store, room, rounding, tell)
+    store.rounding = rounding.largest
+    return store
+
+
+def _put_largest(
+    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, tell: Progress
+) -> None:
+    """Each query's largest weights, as many a query as the room allows; none if not even one fits."""
+    queries = sum(one.num_heads * one.num_queries for one in _samples(record, sample))
+    total = sum(layer.num_heads for layer in record.layers)
+    number = 16
+    for _ in range(2):  # the more are kept of a query, the fewer bytes each takes: try at 16, then at what that gave
+        number = int(0.97 * room.left / (queries * _bytes_an_entry(record, sample, max(1, number))))
+        number = min(number, MOST_WEIGHTS_A_QUERY)
+    while number >= 1:
+        packs: list[tuple[str, str]] = []
+        trial, done = _Room(room.left), 0
+        try:
+            for index, one in enumerate(_samples(record, sample)):
+                for head in range(one.num_heads):
+                    content = maps.largest(one, head, number=number, rounding=rounding)
+                    trial.take(packs, f"k{index}.{head}", content)
+                    done += 1
+                    tell(done, total)
+        except _FullError:
+            number = int(number * 0.85)  # the heads that were tried compress better than the rest
+            continue
+        store.mode, store.number = "largest", number
+        store.packs += packs
+        return
+
+
+def _bytes_an_entry(record: Record, sample: int, number: int) -> float:
+    """Bytes of one stored weight and its key, tried on a head at either end of the record and one between."""
+    places = [(index, head) for index, layer in enumerate(record.layers) for head in range(layer.num_heads)]
+    size, entries = 0, 0
+    for index, head in {places[0], places[len(places) // 2], places[-1]}:
+        one = record.layers[index].sample(sample)
+        number = min(number, one.num_keys)
+        size += len(maps.largest(one, head, number=number, rounding=maps.Rounding())) + 60
+        entries += one.num_queries * number
+    return size / max(1, entries)
+
+
+def _small_maps(one: SampleRecord, size: int) -> Tensor | None:
+    """The pooled maps of a layer, from its statistics where they are as asked, else pooled from the weights."""
+    found = one.statistics.get("pooled_map")
+    # A record pools a padded batch in blocks of the longest sample; those of a shorter one are then too wide.
+    wanted = tuple(-(-length // -(-length // size)) for length in (one.num_queries, one.num_keys))
+    if found is not None and tuple(found.shape[-2:]) == wanted:
+        return found
+    try:
+        return maps.pooled(one, size)
+    except ProbeError:
+        return found if size == MAP_SIZE else None
+
+
+def _put_maps(
+    store: Store,
+    room: _Room,
+    kept: LayerStore,
+    index: int,
+    small: Tensor | None,
+    one: SampleRecord,
+    rounding: maps.Rounding,
+) -> None:
+    if small is None:
+        return
+    kept.rows, kept.cols = small.shape[-2:]
+    kept.row_block, kept.col_block = -(-one.num_queries // kept.rows), -(-one.num_keys // kept.cols)
+    room.take(store.packs, f"m{index}", maps.pack_maps(small, rounding))
+
+
+def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: SampleRecord) -> None:
+    """What each key receives and each query's entropy, beside the map."""
+    found: list[tuple[str, Tensor, float]] = []
+    if "received" in one.statistics:
+        share = maps.bins(one.statistics["received"].double() / max(1, one.num_queries), STRIP_BINS)
+        found.append(("received", share, float(share.nan_to_num(nan=0.0).max())))
+    if "entropy" in one.statistics:
+        entropy = maps.bins(one.statistics["entropy"].double(), STRIP_BINS)
+        found.append(("entropy", entropy, math.log(max(2, one.num_keys))))
+    if not found:
+        return
+    codes = torch.cat([maps.strip_codes(values, most) for _, values, most in found])
+    room.take(store.packs, f"s{index}", maps.pack(codes >> 8, codes & 255))
+    kept.strips = [{"id": name, "bins": values.shape[-1], "top": most} for name, values, most in found]
+
+
+def _samples(record: Record, sample: int) -> Iterator[SampleRecord]:
+    for layer in record.layers:
+        yield layer.sample(sample)

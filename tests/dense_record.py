@@ -1,0 +1,115 @@
+"""A small record in memory, computed from dense weights: what the page and the findings are tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ProbeError
+
+
+@dataclass
+class DenseSample:
+    """One text in one layer, from weights (heads, queries, keys) and what may be seen (queries, keys)."""
+
+    name: str
+    dense: Tensor
+    seen: Tensor
+    query_start: int = 0
+    special: Sequence[bool] | None = None
+    keep: str = "cpu"
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    tiles: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        w = self.dense.double()
+        position = torch.arange(self.num_queries) + self.query_start
+        distance = (torch.arange(self.num_keys)[None] - position[:, None]).abs().double()
+        offset = torch.arange(self.num_keys)[None] - position[:, None]
+        entropy = -torch.xlogy(w, w).sum(-1)
+        mean = (w * distance).sum(-1)
+        self.statistics = {
+            "entropy": entropy,
+            "effective_keys": entropy.exp() * (w.sum(-1) > 0),
+            "mean_distance": mean,
+            "distance_spread": ((w * distance**2).sum(-1) - mean**2).clamp(min=0).sqrt(),
+            "self_mass": (w * (offset == 0)).sum(-1),
+            "previous_mass": (w * (offset == -1)).sum(-1),
+            "next_mass": (w * (offset == 1)).sum(-1),
+            "first_mass": w[..., 0],
+            "largest_weight": w.max(-1).values,
+            "received": w.sum(-2),
+        }
+        if self.special is not None and len(self.special) == self.num_keys:
+            self.statistics["special_mass"] = (w * torch.tensor(self.special)).sum(-1)
+
+    num_heads = property(lambda self: self.dense.shape[0])
+    num_queries = property(lambda self: self.dense.shape[1])
+    num_keys = property(lambda self: self.dense.shape[2])
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        position = torch.arange(self.num_queries) + self.query_start
+        sees = self.seen.any(-1)
+        having = {"previous_mass": sees & (position >= 1), "next_mass": sees & (position < self.num_keys - 1)}
+        return {
+            name: value[:, having.get(name, sees)].mean(-1)
+            for name, value in self.statistics.items()
+            if name != "received"
+        }
+
+    def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        if self.keep == "statistics":
+            raise ProbeError("q and k were not kept.", 'Observe with keep="cpu".')
+        tile = self.dense[slice(None) if head is None else head][..., queries, keys]
+        self.tiles.append(tile.numel())
+        return tile
+
+    def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        return self.seen[queries, keys]
+
+
+@dataclass
+class DenseLayer:
+    name: str
+    samples: list[DenseSample]
+
+    num_heads = property(lambda self: self.samples[0].num_heads)
+    num_samples = property(lambda self: len(self.samples))
+
+    def sample(self, index: int = 0) -> DenseSample:
+        return self.samples[index]
+
+
+@dataclass
+class DenseRecord:
+    layers: list[DenseLayer]
+
+
+def record_of(
+    *layers: Tensor,
+    seen: Tensor | None = None,
+    special: Sequence[bool] | None = None,
+    keep: str = "cpu",
+    query_start: int = 0,
+) -> DenseRecord:
+    """A record of one text from weights (heads, queries, keys), one a layer."""
+    made = []
+    for index, dense in enumerate(layers):
+        shown = torch.ones(dense.shape[1:], dtype=torch.bool) if seen is None else seen
+        name = f"encoder.layer.{index}.attention.self"
+        made.append(DenseLayer(name, [DenseSample(name, dense, shown, query_start, special, keep)]))
+    return DenseRecord(made)
+
+
+def random_weights(
+    heads: int, queries: int, keys: int, *, seen: Tensor | None = None, sharpness: float = 2.0
+) -> Tensor:
+    """Softmax of random scores, (heads, queries, keys), 0 where a key may not be seen."""
+    scores = torch.randn(heads, queries, keys) * sharpness
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1).nan_to_num(nan=0.0)

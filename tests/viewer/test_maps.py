@@ -1,0 +1,67 @@
+"""What is coded can be decoded, within the rounding that was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from multihead.viewer import maps
+from tests.dense_record import random_weights, record_of
+from tests.viewer.page import decoded
+
+
+def sample_of(**given: Any) -> Any:
+    seen = torch.ones(37, 37, dtype=torch.bool).tril()
+    seen[5] = False
+    return record_of(random_weights(2, 37, 37, seen=seen), seen=seen, **given).layers[0].sample()
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(12, 2.5e-4), (16, 1.6e-5)])
+def test_a_coded_weight_is_within_the_rounding_that_was_measured(bits: int, bound: float) -> None:
+    weights = torch.rand(2000, dtype=torch.float64) ** 4
+    rounding = maps.Rounding()
+    back = decoded(maps.encode(weights, bits=bits, rounding=rounding), bits)
+    assert (back - weights).abs().max() == rounding.largest
+    assert rounding.largest <= bound
+
+
+def test_nothing_and_everything_are_coded_exactly() -> None:
+    rounding = maps.Rounding()
+    for bits in (12, 16):
+        assert decoded(maps.encode(torch.tensor([0.0, 1.0]), bits=bits, rounding=rounding), bits).tolist() == [0, 1]
+    assert rounding.largest == 0
+
+
+def test_a_hidden_cell_is_not_a_zero() -> None:
+    code = maps.encode(torch.tensor([float("nan"), 0.0]), bits=16, rounding=maps.Rounding())
+    assert code.tolist() == [maps.HIDDEN, 1]
+
+
+@pytest.mark.parametrize("size", [37, 16, 5, 1])
+def test_a_pooled_cell_is_the_mean_of_the_cells_that_may_be_seen(size: int) -> None:
+    sample = sample_of()
+    found = maps.pooled(sample, size)
+    block = -(-37 // size)
+    for row in range(found.shape[1]):
+        for column in range(found.shape[2]):
+            where = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
+            cells = sample.dense[:, *where][:, sample.seen[where]]
+            torch.testing.assert_close(found[:, row, column], cells.mean(-1), equal_nan=True)
+
+
+def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
+    sample = sample_of()
+    text = maps.largest(sample, 1, number=4, rounding=maps.Rounding())
+    assert text == maps.largest(sample, 1, number=4, rounding=maps.Rounding())
+
+
+def test_runs_that_do_not_fill_the_last_bin_do_not_thin_it() -> None:
+    assert maps.bins(torch.arange(7.0)[None], 3).tolist() == [[1.0, 4.0, 6.0]]
+    assert maps.bins(torch.arange(3.0)[None], 10).tolist() == [[0.0, 1.0, 2.0]]
+
+
+def test_strips_are_coded_from_zero_to_their_top() -> None:
+    assert maps.strip_codes(torch.tensor([[0.0, 2.0, 4.0, float("nan")]]), 4.0).tolist() == [0, 32768, 65535, 0]
+    assert maps.strip_codes(torch.zeros(1, 2), 0.0).tolist() == [0, 0]

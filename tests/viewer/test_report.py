@@ -1,0 +1,314 @@
+"""A record becomes one page: whole, safe, within its size, and nothing half-written."""
+
+from __future__ import annotations
+
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
+from multihead.viewer import write_report
+from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
+from tests.viewer.page import Page
+
+TOKENS = ["[CLS]", *[f"w{i}" for i in range(18)], "[SEP]"]
+SPECIAL = [True, *[False] * 18, True]
+ATTACK = "</script><script>alert(1)</script>"
+
+
+def a_record(length: int = 20, **given: Any) -> Any:
+    return record_of(random_weights(3, length, length), random_weights(2, length, length), **given)
+
+
+def write(record: Any, path: Path, **given: Any) -> Any:
+    return write_report(record, path, **{"title": "a model", "tokens": TOKENS, "special": SPECIAL} | given)
+
+
+def test_the_page_holds_every_weight_of_a_short_text(tmp_path: Path) -> None:
+    record = a_record(special=SPECIAL)
+    summary = write(record, tmp_path / "report.html")
+    page = Page(summary.path)
+    for layer, heads in enumerate((3, 2)):
+        for head in range(heads):
+            difference = page.weights(layer, head) - record.layers[layer].sample().weights(head)
+            assert difference.abs().max() <= summary.rounding + 1e-12
+    assert (summary.holds, summary.bits, summary.left_out) == ("every weight", 16, "")
+    assert summary.num_bytes == summary.path.stat().st_size
+    assert str(summary) == f"{summary.path} ({summary.num_bytes / 1000:.0f} kB, every weight)"
+
+
+def test_a_cell_that_may_not_be_seen_is_no_zero_on_the_page(tmp_path: Path) -> None:
+    seen = torch.ones(20, 20, dtype=torch.bool).tril()
+    seen[4] = False
+    record = record_of(random_weights(2, 20, 20, seen=seen), seen=seen)
+    page = Page(write(record, tmp_path / "report.html").path)
+    assert torch.equal(~page.weights(0, 1).isnan(), seen)
+    assert page.data["sight"] == {"hides": True, "later": True, "blind": 1}
+
+
+def test_the_numbers_on_the_page_are_those_of_the_record(tmp_path: Path) -> None:
+    record = a_record(special=SPECIAL)
+    data = Page(write(record, tmp_path / "report.html").path).data
+    means = [layer.sample().means for layer in record.layers]
+    for column, name in {"entropy": "entropy", "largest": "largest_weight", "previous": "previous_mass"}.items():
+        expected = torch.cat([one[name] for one in means])
+        torch.testing.assert_close(
+            torch.tensor(data["metrics"][column], dtype=torch.float64), expected, rtol=1e-5, atol=0
+        )
+    separator = torch.cat([one["special_mass"] - one["first_mass"] for one in means])
+    torch.testing.assert_close(
+        torch.tensor(data["metrics"]["separator"], dtype=torch.float64), separator, rtol=1e-5, atol=1e-9
+    )
+    assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in record.layers]
+
+
+class Tags(HTMLParser):
+    """Every start tag of a page, as a browser would meet it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_no_token_title_or_fact_can_become_markup(tmp_path: Path) -> None:
+    tokens = [ATTACK, "<!--", "<img src=x onerror=alert(1)>", *TOKENS[3:]]
+    text = " ".join(tokens)
+    given = {"title": ATTACK, "tokens": tokens, "text": text, "facts": {ATTACK: ATTACK}, "special": None}
+    record = record_of(random_weights(2, 20, 20))
+    record.layers[0].name = ATTACK
+    page = Page(write(record, tmp_path / "report.html", **given).path)
+    clean = Page(write(record, tmp_path / "clean.html", facts={"a": "b"}, special=None).path)
+    assert [tag for tag, _ in Tags(page.html).found] == [tag for tag, _ in Tags(clean.html).found]
+    assert ATTACK not in page.html
+    assert page.data["texts"]["main"]["shown"][0] == ATTACK
+    assert page.data["layers"][0]["name"] == ATTACK
+
+
+def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
+    html = write(a_record(), tmp_path / "report.html").path.read_text()
+    assert not re.search(r'(?:src|href)="(?!#)', html)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|https?://(?!www\.w3\.org/2000/svg)", html)
+    policy = next(attrs["content"] for tag, attrs in Tags(html).found if attrs.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none';")
+    assert "script-src 'sha256-" in policy
+
+
+def test_no_script_of_the_page_sets_markup() -> None:
+    static = Path(__file__).parents[2] / "src" / "multihead" / "viewer" / "static"
+    scripts = sorted(static.glob("*.js"))
+    assert len(scripts) == 9
+    for script in scripts:
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script.read_text()), (
+            script.name
+        )
+
+
+@pytest.mark.parametrize("text", ["注意力是一种选择", "👩‍💻🎉", "\ud800", "مرحبا"])
+def test_every_text_can_stand_on_the_page(tmp_path: Path, text: str) -> None:
+    tokens = [text] * 20
+    page = Page(write(record_of(random_weights(1, 20, 20)), tmp_path / "report.html", tokens=tokens, title=text).path)
+    assert page.data["texts"]["main"]["shown"] == tokens
+
+
+def test_a_page_speaks_chinese(tmp_path: Path) -> None:
+    page = Page(write(a_record(), tmp_path / "report.html", lang="zh").path)
+    assert '<html lang="zh">' in page.html
+    assert "5 个注意力头，读一段 20 个词元的文本。" in page.html
+    assert page.data["findings"][0]["sentence"][0] > "\u4e00"
+
+
+def test_layers_may_differ_in_heads_and_in_keys(tmp_path: Path) -> None:
+    record = DenseRecord([*a_record().layers, *record_of(random_weights(4, 20, 33)).layers])
+    page = Page(write(record, tmp_path / "report.html", key_tokens=[f"k{i}" for i in range(33)]).path)
+    assert [layer["heads"] for layer in page.data["layers"]] == [3, 2, 4]
+    assert page.data["layers"][2]["keyTokens"] == {"text": "keys", "from": 0}
+    assert page.weights(2, 3).shape == (20, 33)
+
+
+def test_a_record_of_statistics_gives_a_page_without_maps(tmp_path: Path) -> None:
+    summary = write(a_record(keep="statistics"), tmp_path / "report.html")
+    page = Page(summary.path)
+    assert page.packs == {}
+    assert page.data["store"]["reason"] == "no maps"
+    assert len(page.data["metrics"]["entropy"]) == 5
+    assert summary.holds == "statistics"
+    assert summary.left_out == "q and k were not kept, so there is no map."
+
+
+class LazySample(DenseSample):
+    """A sample whose weights are cut from one line of random numbers: a long text that is never held whole."""
+
+    largest_tile = 0
+
+    def __init__(self, name: str, heads: int, line: torch.Tensor, length: int) -> None:
+        self.name, self.query_start, self.heads, self.length, self.line = name, 0, heads, length, line
+        even = torch.rand(heads, length)
+        masses = ("self_mass", "previous_mass", "next_mass", "first_mass")
+        self.statistics = dict.fromkeys(masses, even / 9) | {
+            "entropy": even + 3,
+            "effective_keys": (even + 3).exp(),
+            "mean_distance": even * 100,
+            "distance_spread": even * 50,
+            "largest_weight": even / 4,
+            "received": even,
+        }
+
+    num_heads = property(lambda self: self.heads)
+    num_queries = num_keys = property(lambda self: self.length)
+    means = property(
+        lambda self: {name: value.mean(-1) for name, value in self.statistics.items() if name != "received"}
+    )
+
+    def weights(
+        self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)
+    ) -> torch.Tensor:
+        rows, columns = range(self.length)[queries], range(self.length)[keys]
+        first = (0 if head is None else head * 1009) + rows.start * self.length + columns.start
+        tile = self.line.as_strided((len(rows), len(columns)), (self.length, 1), first)
+        LazySample.largest_tile = max(LazySample.largest_tile, tile.numel() * (1 if head is not None else self.heads))
+        return tile if head is not None else tile.expand(self.heads, -1, -1)
+
+    def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> torch.Tensor:
+        return torch.ones(len(range(self.length)[queries]), len(range(self.length)[keys]), dtype=torch.bool)
+
+
+def test_a_long_text_stays_under_twenty_megabytes_and_is_never_held_whole(tmp_path: Path) -> None:
+    layers, heads, length = 12, 12, 2000
+    line = torch.rand(length * length + heads * 1009) ** 8
+    line /= line.mean() * length
+    record = DenseRecord(
+        [DenseLayer(f"layer.{i}", [LazySample(f"layer.{i}", heads, line, length)]) for i in range(layers)]
+    )
+    LazySample.largest_tile = 0
+    summary = write(record, tmp_path / "report.html", tokens=[f"t{i}" for i in range(length)], special=None)
+    assert 10_000_000 < summary.num_bytes <= 20_000_000
+    assert summary.holds == "largest weights"
+    assert summary.largest_per_query >= 8
+    assert LazySample.largest_tile <= 1 << 22  # a tile; all weights would be 576 million
+    page = Page(summary.path)
+    shares, keys = page.largest(7, 3)
+    true = record.layers[7].sample().weights(3)
+    torch.testing.assert_close(true.gather(1, keys.long()).double(), shares, atol=2e-5, rtol=0)
+    least = true.topk(summary.largest_per_query).values[:, -1]
+    assert (shares.min(-1).values >= least - 2e-5).all()
+    assert summary.left_out == (
+        f"This page holds pooled maps (63 × 63) and each query’s {summary.largest_per_query} largest weights, within "
+        f"±{page_rounding(page)} percentage points; the other weights are left out to stay under 20 MB."
+    )
+
+
+def page_rounding(page: Page) -> str:
+    found = re.search(r"within ±([\d.]+) percentage points", page.html)
+    assert found is not None
+    return found[1]
+
+
+def test_a_page_that_holds_less_says_so_and_keeps_to_its_size(tmp_path: Path) -> None:
+    length = 200
+    record = record_of(random_weights(6, length, length))
+    seen = set()
+    for most in (80_000, 90_000, 150_000, 300_000, 450_000, 700_000):
+        summary = write(record, tmp_path / "report.html", tokens=["t"] * length, special=None, max_bytes=most)
+        assert summary.num_bytes <= most
+        assert (summary.left_out == "") == (summary.holds == "every weight")
+        seen.add(summary.holds)
+    assert {"every weight", "largest weights"} <= seen
+
+
+REFUSALS = [
+    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and the page speaks "en" or "zh". Give "en" or "zh".'),
+    ({"max_bytes": 0}, ArgumentError, "max_bytes is 0, and a page needs room. Give a positive number of bytes."),
+    ({"sample": 1}, ArgumentError, "sample is 1, and the record has 1. Give 0 to 0."),
+    ({"sample": -1}, ArgumentError, "sample is -1, and the record has 1. Give 0 to 0."),
+    (
+        {"tokens": ["a"] * 3, "special": None},
+        ShapeError,
+        (
+            "There are 3 tokens, and the layers saw 20 positions. "
+            "Give one token a position: marks such as [CLS] with, padding without."
+        ),
+    ),
+    (
+        {"special": [True]},
+        ShapeError,
+        "special has 1 entries, and there are 20 tokens. Give special one entry a token.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "sentence"), REFUSALS, ids=lambda value: None)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(
+    tmp_path: Path, given: dict[str, Any], kind: type[MultiheadError], sentence: str
+) -> None:
+    with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
+        write(a_record(), tmp_path / "report.html", **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_that_the_bare_page_exceeds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        write(a_record(), tmp_path / "report.html", max_bytes=10_000)
+    pattern = (
+        r"max_bytes is 10,000, and this page takes \d\d,\d{3} without any map\. "
+        r"Give max_bytes more, or a shorter text\."
+    )
+    assert re.fullmatch(pattern, str(refusal.value))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    sentence = f'The folder "{folder}" does not exist. Make it first, or write elsewhere.'
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        write(a_record(), folder / "report.html")
+
+
+def test_a_folder_in_the_place_of_the_page_is_refused(tmp_path: Path) -> None:
+    sentence = f'"{tmp_path}" is a folder. Give the name of a file in it.'
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        write(a_record(), tmp_path)
+
+
+def test_an_empty_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^The record holds no layer\. Run the model inside observe\(\) first\.$"):
+        write(DenseRecord([]), tmp_path / "report.html")
+
+
+def test_a_failure_leaves_the_old_page_and_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("the old page")
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("multihead.viewer.report.Path.replace", full)
+    with pytest.raises(OSError, match=r"^No space left on device$"):
+        write(a_record(), path)
+    assert path.read_text() == "the old page"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_page_is_replaced_and_readable_by_others_as_any_new_file(tmp_path: Path) -> None:
+    path, other = tmp_path / "report.html", tmp_path / "other"
+    path.write_text("the old page")
+    other.write_text("")
+    write(a_record(), path)
+    assert path.read_text().startswith("<!doctype html>")
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_page_of_a_small_model_is_written_in_a_second(tmp_path: Path) -> None:
+    record = record_of(*(random_weights(12, 67, 67) for _ in range(6)))
+    start = time.perf_counter()
+    write(record, tmp_path / "report.html", tokens=["t"] * 67, special=None)
+    assert time.perf_counter() - start < 5
