@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from multihead.call import Attended, AttentionRequest, Work
+from multihead.errors import ArgumentError
 from multihead.kernels.tile import seen, working_dtype
 from multihead.plan.bounds import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
@@ -152,10 +152,14 @@ class _Fused(torch.autograd.Function):
         return output, logsumexp
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled():
+            # create_graph=True: what is computed here has no graph, and a gradient penalty would silently be a constant.
+            raise ArgumentError(
+                "Kernel 'sdpa' has no second derivative, and create_graph=True asks for it.", "Give kernel='reference'."
+            )
         q, k, v, output, logsumexp = ctx.saved_tensors
         # Half precision would lose what many rectangles add to one key.
         dtype = working_dtype(q.dtype)
