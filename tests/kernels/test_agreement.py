@@ -1,0 +1,165 @@
+"""Every kernel against an independent float64 oracle: outputs, logsumexp and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multihead import functional, masks
+from multihead.functional import attention, attention_with_logsumexp
+from multihead.kernels.choose import KERNELS
+from tests import oracle
+from tests.drawing import Drawn, Sizes, calls
+
+Results = dict[str, Tensor]
+
+
+def leaves(case: Drawn, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    """Copies of the case's tensors that collect gradients, their layout kept where the dtype is."""
+    found = []
+    for tensor in (case.q, case.k, case.v):
+        same = tensor.dtype == dtype
+        found.append((tensor.detach() if same else tensor.to(dtype).contiguous()).requires_grad_())
+    options = dict(case.options)
+    for name in ("bias", "sinks"):
+        if name in options:
+            options[name] = options[name].detach().to(dtype).clone().requires_grad_(name == "sinks")
+    return found, options
+
+
+def loss(output: Tensor, logsumexp: Tensor) -> Tensor:
+    """A number whose gradient gives every output and every finite logsumexp a cotangent of its own."""
+    weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    finite = torch.where(logsumexp == -torch.inf, 0, logsumexp)
+    of_logsumexp = torch.linspace(1, -2, logsumexp.numel(), dtype=logsumexp.dtype).view_as(logsumexp)
+    return (output * weight).sum() + (finite * of_logsumexp).sum().to(output.dtype)
+
+
+def with_gradients(case: Drawn, dtype: torch.dtype, kernel: str | None) -> Results:
+    """Run a case by a kernel, or by the oracle if None."""
+    (q, k, v), options = leaves(case, dtype)
+    if kernel is None:
+        seen = oracle.shown(case.mask, case.size.cells, case.query_start)
+        dense = oracle.attend(q, k, v, seen, **options)
+        output, logsumexp = dense.output, dense.logsumexp
+    else:
+        output, logsumexp = attention_with_logsumexp(
+            q, k, v, mask=case.mask, query_start=case.query_start, kernel=kernel, **options
+        )
+    wanted = {"q": q, "k": k, "v": v} | ({"sinks": options["sinks"]} if "sinks" in options else {})
+    grads = torch.autograd.grad(loss(output, logsumexp), list(wanted.values()), allow_unused=True)
+    found = {"output": output.detach(), "logsumexp": logsumexp.detach()}
+    for (name, tensor), grad in zip(wanted.items(), grads, strict=True):
+        found[f"gradient of {name}"] = torch.zeros_like(tensor) if grad is None else grad
+    return found
+
+
+def assert_within_budget(case: Drawn, kernel: str) -> None:
+    dtype = case.q.dtype
+    exact, plain = with_gradients(case, torch.float64, None), with_gradients(case, dtype, None)
+    given_ = with_gradients(case, dtype, kernel)
+    for name, value in given_.items():
+        allowed = oracle.budget(exact[name], plain[name].to(dtype))
+        error = oracle.difference(value, exact[name])
+        assert error <= allowed, f"{kernel}, {dtype}: {name} is {error:.3g} off, and {allowed:.3g} is allowed: {case}"
+
+
+@settings(max_examples=80)
+@given(case=calls())
+def test_the_reference_kernel_agrees_with_the_oracle(case: Drawn) -> None:
+    assert_within_budget(case, "reference")
+
+
+@settings(max_examples=150)
+@given(case=calls(softcap=False))
+def test_the_fused_kernel_agrees_with_the_oracle(case: Drawn) -> None:
+    assert_within_budget(case, "sdpa")
+
+
+MASKS: dict[str, masks.Mask] = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "window": masks.Window(40),
+    "window both ways": masks.Window(5, after=30),
+    "lengths": masks.Lengths((300, 37)),
+    "causal lengths": masks.Causal() & masks.Lengths((300, 37)),
+    "lengths a query": masks.Lengths(torch.arange(600).view(2, 300) % 301),
+    "documents": masks.Documents(((150, 100, 50), (7, 1, 200))),
+    "causal documents": masks.Causal() & masks.Documents((150, 100, 20)),
+    "prefix": masks.Causal() | masks.Prefix((100, 3)),
+    "gaps": masks.Window(20) | masks.Prefix(5),
+    "dense": masks.Keep(torch.rand(2, 1, 300, 300, generator=torch.Generator().manual_seed(1)) < 0.4),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rectangles_of_long_rows_join_to_the_whole(name: str, dtype: torch.dtype) -> None:
+    """300 queries are more than a block of rows: blocks, runs and merged rectangles all take part."""
+    size = Sizes(2, 2, 1, 300, 300, 8, 8)
+    q, k, v = (torch.randn(2, n, 300, 8, dtype=torch.float64).to(dtype) for n in (2, 1, 1))
+    visible = oracle_shown(MASKS[name])
+    case = Drawn(q, k, v, size, masks.Keep(visible), 0)
+    exact, plain = with_kept(case, torch.float64, visible), with_kept(case, dtype, visible)
+    case.mask = MASKS[name]
+    for part, value in with_gradients(case, dtype, "sdpa").items():
+        allowed = oracle.budget(exact[part], plain[part].to(dtype))
+        assert oracle.difference(value, exact[part]) <= allowed, part
+
+
+def oracle_shown(mask: masks.Mask) -> Tensor:
+    """The dense meaning at 300 x 300, where loops over heads would take long: no mask here speaks of heads."""
+    return oracle.shown(mask, (2, 1, 300, 300), 0)
+
+
+def with_kept(case: Drawn, dtype: torch.dtype, visible: Tensor) -> Results:
+    (q, k, v), _ = leaves(case, dtype)
+    dense = oracle.attend(q, k, v, visible)
+    grads = torch.autograd.grad(loss(dense.output, dense.logsumexp), (q, k, v))
+    found = {"output": dense.output.detach(), "logsumexp": dense.logsumexp.detach()}
+    return found | {f"gradient of {name}": grad for name, grad in zip("qkv", grads, strict=True)}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+class TestOutsideImplementations:
+    def test_torch_scaled_dot_product_attention(self, kernel: str) -> None:
+        q, k, v = torch.randn(3, 2, 6, 33, 8).unbind()
+        k, v = k[:, :2], v[:, :2]
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        ours = attention(q, k, v, mask=masks.Causal(), kernel=kernel)
+        assert oracle.difference(ours, theirs.double()) < 1e-6
+
+    def test_torch_scaled_dot_product_attention_with_a_mask(self, kernel: str) -> None:
+        q, k, v = torch.randn(3, 2, 3, 9, 8).unbind()
+        seen = torch.rand(2, 1, 9, 9) < 0.6
+        seen[..., 0] = True
+        theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.7)
+        ours = attention(q, k, v, mask=masks.Keep(seen), scale=0.7, kernel=kernel)
+        assert oracle.difference(ours, theirs.double()) < 1e-6
+
+    def test_nn_multihead_attention(self, kernel: str) -> None:
+        theirs = nn.MultiheadAttention(12, 3, batch_first=True).double()
+        x = torch.randn(2, 7, 12, dtype=torch.float64)
+        padding = torch.arange(7) >= torch.tensor([[7], [4]])
+        expected, expected_weights = theirs(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+        q, k, v = (
+            part.unflatten(-1, (3, 4)).transpose(1, 2)
+            for part in F.linear(x, theirs.in_proj_weight, theirs.in_proj_bias).chunk(3, -1)
+        )
+        output = attention(q, k, v, mask=masks.Lengths((7, 4)), kernel=kernel)
+        assert torch.allclose(theirs.out_proj(output.transpose(1, 2).flatten(2)), expected, atol=1e-12)
+        assert torch.allclose(functional.weights(q, k, mask=masks.Lengths((7, 4))), expected_weights, atol=1e-12)
+
+    def test_the_formula_of_numpy_by_hand(self, kernel: str) -> None:
+        q = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64)
+        k = torch.tensor([[[[2.0, 0.0], [0.0, 5.0]]]], dtype=torch.float64)
+        v = torch.tensor([[[[1.0], [3.0]]]], dtype=torch.float64)
+        output, logsumexp = attention_with_logsumexp(q, k, v, scale=0.5, kernel=kernel)
+        e = torch.e
+        assert output.item() == pytest.approx((e * 1 + 1 * 3) / (e + 1), abs=1e-15)
+        assert logsumexp.item() == pytest.approx(float(torch.tensor(e + 1).log()), abs=1e-7)

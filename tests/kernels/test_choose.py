@@ -1,0 +1,41 @@
+"""Choosing a kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multihead.errors import ArgumentError
+from multihead.functional import request_of
+from multihead.kernels.choose import KERNELS, choose
+from multihead.plan.bounds import key_bounds
+
+Q = torch.zeros(1, 2, 4, 8)
+BOUNDS = key_bounds(request_of(Q, Q, Q).mask, queries=4, keys=4)
+
+
+def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
+    choice = choose(request_of(Q, Q, Q), BOUNDS)
+    assert (choice.name, choice.refusals) == ("sdpa", {})
+    choice = choose(request_of(Q, Q, Q, softcap=2.0), BOUNDS)
+    assert (choice.name, choice.refusals) == ("reference", {"sdpa": "PyTorch's fused kernels have no softcap"})
+
+
+def test_a_kernel_can_be_insisted_on() -> None:
+    for name in KERNELS:
+        choice = choose(request_of(Q, Q, Q), BOUNDS, kernel=name)
+        assert (choice.name, choice.refusals) == (name, {})
+
+
+def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        choose(request_of(Q, Q, Q, dropout=0.5), BOUNDS, kernel="sdpa")
+    assert str(refusal.value) == (
+        "Kernel 'sdpa' refuses: PyTorch's fused CPU kernel has no dropout. Leave kernel out to have one chosen."
+    )
+
+
+def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        choose(request_of(Q, Q, Q), BOUNDS, kernel="fast")
+    assert str(refusal.value) == "There is no kernel 'fast'. Give one of sdpa, reference, or None."

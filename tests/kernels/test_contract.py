@@ -1,0 +1,310 @@
+"""The contract, one test a row, for every kernel: what a query may not see does not reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead import masks
+from multihead.errors import ArgumentError, MaskError
+from multihead.functional import attention, attention_with_logsumexp, statistics, weights
+from multihead.kernels.choose import KERNELS
+from tests.oracle import shown
+
+pytestmark = pytest.mark.parametrize("kernel", KERNELS)
+BAD = (torch.nan, torch.inf, -torch.inf)
+# Rows of a few masks that plan differently: intervals a sample, triangles, blocks, a dense remainder.
+HIDING = {
+    "lengths": (masks.Lengths((4, 9)), (0, slice(4, None))),
+    "causal": (masks.Causal(), (slice(None), slice(7, None))),
+    "window": (masks.Window(3, after=1), (slice(None), slice(8, None))),
+    "documents": (masks.Documents((5, 4)), (slice(None), slice(5, None))),
+    "dense": (masks.Keep(torch.arange(9).remainder(3) != 1, "keys"), (slice(None), slice(1, None, 3))),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty gives with NaN: a kernel that reads what it did not write is found out."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Two samples, four heads over two key/value heads, 9 queries and keys."""
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+    """Output, logsumexp and the gradients of both, or of some rows: (batch, heads, queries) bool."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
+    output, logsumexp = attention_with_logsumexp(*leaves, **options)
+    counted = logsumexp != -torch.inf if rows is None else rows & (logsumexp != -torch.inf)
+    total = output[counted].square().sum() + logsumexp[counted].square().sum()
+    grads = torch.autograd.grad(total, leaves)
+    names = ("output", "logsumexp", "gradient of q", "gradient of k", "gradient of v")
+    return dict(zip(names, (output.detach(), logsumexp.detach(), *grads), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sinks", [None, torch.randn(4)], ids=["no sinks", "sinks"])
+def test_a_query_that_sees_no_key_returns_zero(kernel: str, dtype: torch.dtype, sinks: Tensor | None) -> None:
+    """Weights 0, logsumexp -inf, and gradients 0, for an empty sample and for single empty rows."""
+    q, k, v = inputs(dtype)
+    lengths = torch.tensor([[0] * 9, [3, 0, 9, 0, 1, 2, 3, 4, 0]])
+    mask, empty = masks.Lengths(lengths), lengths == 0
+    found = run(q, k, v, mask=mask, sinks=sinks, kernel=kernel)
+    rows = empty[:, None].expand(2, 4, 9)
+    assert bool((found["output"][rows] == 0).all())
+    assert bool((found["logsumexp"][rows] == -torch.inf).all())
+    assert bool((weights(q, k, mask=mask, sinks=sinks)[rows] == 0).all())
+    assert bool((found["gradient of q"][rows] == 0).all())
+    assert bool((found["gradient of k"][0] == 0).all() & (found["gradient of v"][0] == 0).all())
+    assert all(bool(value.isfinite().all()) for name, value in found.items() if name != "logsumexp")
+    assert bool(found["logsumexp"][~rows].isfinite().all())
+
+
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_what_is_not_finite_in_a_hidden_key_or_value_changes_no_bit(
+    kernel: str, name: str, bad: float, which: str
+) -> None:
+    """Rows that may not see it are as if it were 0, in output, logsumexp and gradients; the others are NaN."""
+    mask, (samples, keys) = HIDING[name]
+    q, k, v = inputs()
+    bad_ones, zeroed = (k.clone(), v.clone()), (k.clone(), v.clone())
+    place = 0 if which == "k" else 1
+    bad_ones[place][samples, :, keys] = bad
+    zeroed[place][samples, :, keys] = 0
+    hit = torch.zeros(2, 9, dtype=torch.bool)
+    hit[samples, keys] = True
+    sees_it = (shown(mask, (2, 1, 9, 9)) & hit[:, None, None]).any(-1)  # (batch, 1, queries)
+    blind = ~sees_it.expand(2, 4, 9)
+    given = run(q, *bad_ones, rows=blind, mask=mask, kernel=kernel)
+    expected = run(q, *zeroed, rows=blind, mask=mask, kernel=kernel)
+    assert torch.equal(given["output"][blind], expected["output"][blind])
+    assert torch.equal(given["logsumexp"][blind], expected["logsumexp"][blind])
+    assert bool(given["output"][~blind].isnan().all())
+    assert bool(given["logsumexp"][~blind].isnan().all())
+    for each in "qkv":
+        assert torch.allclose(given[f"gradient of {each}"], expected[f"gradient of {each}"], atol=1e-6), each
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_gradients_are_those_of_zeros_where_no_query_sees_what_is_not_finite(kernel: str, bad: float) -> None:
+    q, k, v = inputs()
+    poisoned_k, poisoned_v, zero_k, zero_v = k.clone(), v.clone(), k.clone(), v.clone()
+    for tensor, value in ((poisoned_k, bad), (poisoned_v, bad), (zero_k, 0.0), (zero_v, 0.0)):
+        tensor[0, :, 4:] = value
+    mask = masks.Lengths((4, 9))
+    given = run(q, poisoned_k, poisoned_v, mask=mask, kernel=kernel)
+    expected = run(q, zero_k, zero_v, mask=mask, kernel=kernel)
+    assert all(torch.equal(given[name], expected[name]) for name in given)
+    assert bool((given["gradient of k"][0, :, 4:] == 0).all() & (given["gradient of v"][0, :, 4:] == 0).all())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("shape", [(2, 4, 9, 9), (1, 1, 9, 9), (1, 1, 1, 9)])
+def test_what_is_not_finite_in_a_hidden_cell_of_a_bias_changes_no_bit(
+    kernel: str, bad: float, shape: tuple[int, ...]
+) -> None:
+    q, k, v = inputs()
+    bias = torch.randn(shape)
+    poisoned, zeroed = bias.clone(), bias.clone()
+    poisoned[..., 6:], zeroed[..., 6:] = bad, 0
+    mask = masks.Lengths((6, 6))
+    given = run(q, k, v, bias=poisoned, mask=mask, kernel=kernel)
+    expected = run(q, k, v, bias=zeroed, mask=mask, kernel=kernel)
+    assert all(torch.equal(given[name], expected[name]) for name in given)
+
+
+def test_the_gradient_of_a_bias_is_zero_in_its_hidden_nan_cells(kernel: str) -> None:
+    q, k, v = inputs()
+    bias = torch.randn(1, 1, 9, 9)
+    bias[..., 6:] = torch.nan
+    bias.requires_grad_()
+    if kernel == "sdpa":
+        with torch.no_grad():
+            output = attention(q, k, v, bias=bias, mask=masks.Lengths((6, 6)), kernel=kernel)
+        assert bool(output.isfinite().all())
+        return
+    attention(q, k, v, bias=bias, mask=masks.Lengths((6, 6)), kernel=kernel).sum().backward()
+    assert bias.grad is not None
+    assert bool(bias.grad.isfinite().all())
+    assert bool((bias.grad[..., 6:] == 0).all())
+
+
+def test_a_nan_in_a_seen_bias_makes_that_row_nan_alone(kernel: str) -> None:
+    q, k, v = inputs()
+    bias = torch.zeros(2, 4, 9, 9)
+    expected = run(q, k, v, bias=bias, kernel=kernel)
+    bias[1, 2, 3, 4] = torch.nan
+    given = run(q, k, v, bias=bias, kernel=kernel)
+    row = torch.zeros(2, 4, 9, dtype=torch.bool)
+    row[1, 2, 3] = True
+    assert bool(given["output"][row].isnan().all() & given["logsumexp"][row].isnan().all())
+    assert torch.equal(given["output"][~row], expected["output"][~row])
+
+
+@pytest.mark.parametrize("keys", [3, 9, 40])
+@pytest.mark.parametrize("bad", BAD)
+def test_a_nan_in_the_query_makes_that_row_nan_alone(kernel: str, bad: float, keys: int) -> None:
+    """With fewer than 8 keys PyTorch's fused kernel gives zeros for such a query."""
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, keys, 8), torch.randn(2, 4, keys, 8)
+    expected = run(q, k, v, kernel=kernel)
+    q[1, 2, 3, 0] = bad
+    given = run(q, k, v, kernel=kernel)
+    row = torch.zeros(2, 4, 5, dtype=torch.bool)
+    row[1, 2, 3] = True
+    assert bool(given["output"][row].isnan().all() & given["logsumexp"][row].isnan().all())
+    assert torch.equal(given["output"][~row], expected["output"][~row])
+    assert torch.equal(given["logsumexp"][~row], expected["logsumexp"][~row])
+
+
+def test_a_nan_query_that_sees_no_key_returns_zero(kernel: str) -> None:
+    q, k, v = inputs()
+    q[0] = torch.nan
+    found = run(q, k, v, mask=masks.Lengths((0, 9)), kernel=kernel)
+    assert bool((found["output"][0] == 0).all() & (found["logsumexp"][0] == -torch.inf).all())
+    assert all(bool(found[f"gradient of {name}"].isfinite().all()) for name in "qkv")
+
+
+def test_weights_and_statistics_of_a_nan_row_are_nan_and_those_of_others_are_not(kernel: str) -> None:
+    q, k, _ = inputs()
+    clean_weights, clean = weights(q, k, mask=masks.Causal()), statistics(q, k, mask=masks.Causal())
+    q[0, 1, 2] = torch.nan
+    tile, found = weights(q, k, mask=masks.Causal()), statistics(q, k, mask=masks.Causal())
+    assert bool(tile[0, 1, 2, :3].isnan().all())
+    assert tile[0, 1, 2, 3:].tolist() == [0] * 6  # what a query may not see stays 0
+    row = torch.zeros(2, 4, 9, dtype=torch.bool)
+    row[0, 1, 2] = True
+    assert torch.equal(tile[~row], clean_weights[~row])
+    for name, value in found.items():
+        if name == "received":
+            assert bool(value.isfinite().all())
+        elif name == "largest_key":
+            assert value[0, 1, 2] == -1
+            assert torch.equal(value[~row], clean[name][~row])
+        else:
+            assert bool(value[0, 1, 2].isnan()), name
+            assert torch.equal(value[~row], clean[name][~row]), name
+
+
+def test_the_logsumexp_is_float32_and_float64_for_float64(kernel: str) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        q, k, v = inputs(dtype)
+        for mask in (masks.Full(), masks.Causal(), masks.Lengths((3, 0)), masks.Window(2) | masks.Prefix(1)):
+            output, logsumexp = attention_with_logsumexp(q, k, v, mask=mask, sinks=torch.zeros(4), kernel=kernel)
+            assert output.dtype == dtype
+            assert logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.Full(), masks.Causal(), masks.Lengths((2, 0)), masks.Window(2) | masks.Prefix(1)], ids=repr
+)
+def test_output_and_logsumexp_have_the_gradients_of_finite_differences(kernel: str, mask: masks.Mask) -> None:
+    q = torch.randn(2, 2, 3, 2, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 1, 4, n, dtype=torch.float64, requires_grad=True) for n in (2, 3))
+
+    def outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        output, logsumexp = attention_with_logsumexp(q, k, v, mask=mask, query_start=1, kernel=kernel)
+        return output, torch.where(logsumexp == -torch.inf, 0, logsumexp)
+
+    assert torch.autograd.gradcheck(outputs, (q, k, v))
+
+
+def test_lengths_are_checked_when_made_and_against_the_keys(kernel: str) -> None:
+    q, k, v = inputs()
+    with pytest.raises(MaskError) as refusal:
+        masks.Lengths((3, -1))
+    assert str(refusal.value) == "Lengths holds a negative length, -1. Give lengths of 0 or more tokens."
+    for lengths in ((9, 10), torch.tensor([9, 10])):
+        mask = masks.Lengths(lengths)
+        with pytest.raises(MaskError) as refusal:
+            attention(q, k, v, mask=mask, kernel=kernel)
+        assert str(refusal.value) == (
+            f"{mask!r} speaks of a length of 10 tokens, and there are 9 keys. Give lengths of at most 9 tokens."
+        )
+
+
+def test_dropout_is_reproducible_for_a_seed_and_comes_after_the_weights(kernel: str) -> None:
+    q, k, v = inputs(torch.float64)
+    if kernel == "sdpa":
+        with pytest.raises(ArgumentError, match="PyTorch's fused CPU kernel has no dropout"):
+            attention(q, k, v, dropout=0.5, kernel=kernel)
+        return
+    options: dict[str, Any] = {"dropout": 0.5, "kernel": kernel}
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(attention_with_logsumexp(q, k, v, **options))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert not torch.equal(outputs[0][0], outputs[2][0])
+    plain = attention_with_logsumexp(q, k, v, kernel=kernel)
+    assert torch.equal(outputs[0][1], plain[1])  # the logsumexp, and so the weights, know no dropout
+    many = torch.stack([attention(q, k, v, **options) for _ in range(1500)]).mean(0)
+    assert float((many - plain[0]).abs().max()) < 0.15
+    assert bool((attention(q, k, v, dropout=1.0, kernel=kernel) == 0).all())
+
+
+def test_train_eval_and_no_grad_give_the_same_bits(kernel: str) -> None:
+    q, k, v = inputs()
+    mask = masks.Causal() & masks.Lengths((4, 9))
+    with torch.no_grad():
+        quiet = attention_with_logsumexp(q, k, v, mask=mask, kernel=kernel)
+    with torch.inference_mode():
+        inferred = attention_with_logsumexp(q, k, v, mask=mask, kernel=kernel)
+    loud = attention_with_logsumexp(q.clone().requires_grad_(), k, v, mask=mask, kernel=kernel)
+    for first, second, third in zip(quiet, inferred, loud, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third.detach())
+
+
+def test_a_plan_made_in_inference_mode_serves_training(kernel: str) -> None:
+    """Plans are cached: tensors made in inference mode must not stand in the way of a later backward."""
+    q, k, v = torch.randn(3, 1, 1, 7, 8).unbind()
+    with torch.inference_mode():
+        attention(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
+    run(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
+    k[:, :, 6] = torch.nan
+    run(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
+
+
+@pytest.mark.parametrize("size", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (2, 2, 0, 0), (0, 2, 0, 0)])
+def test_empty_batches_queries_and_keys_are_no_special_case(kernel: str, size: tuple[int, int, int, int]) -> None:
+    batch, heads, queries, keys = size
+    some = (
+        masks.Full(),
+        masks.Causal(),
+        masks.Lengths((0,) * batch),
+        masks.Keep(torch.ones(batch, keys, dtype=torch.bool), "batch keys"),
+        masks.Documents(()),
+    )
+    for mask in some:
+        q, k = torch.randn(batch, heads, queries, 8), torch.randn(batch, heads, keys, 8)
+        found = run(q, k, k, mask=mask, query_start=0, kernel=kernel)
+        assert found["output"].shape == (batch, heads, queries, 8)
+        if not keys:
+            assert bool((found["output"] == 0).all() & (found["logsumexp"] == -torch.inf).all())
+
+
+def test_autocast_leaves_the_tensors_as_they_are(kernel: str) -> None:
+    """Under autocast the reference kernel multiplied float32 tensors in bfloat16, and so did the statistics."""
+    q, k, v = inputs()
+    expected = attention_with_logsumexp(q, k, v, kernel=kernel)
+    measured, tile = statistics(q, k), weights(q, k)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = attention_with_logsumexp(q, k, v, kernel=kernel)
+        assert all(torch.equal(one, two) for one, two in zip(given, expected, strict=True))
+        assert torch.equal(weights(q, k), tile)
+        assert all(torch.equal(value, measured[name]) for name, value in statistics(q, k).items())

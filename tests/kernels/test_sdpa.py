@@ -1,0 +1,142 @@
+"""PyTorch's fused attention on the rectangles of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multihead import masks
+from multihead.errors import ArgumentError
+from multihead.functional import attention, attention_with_logsumexp, request_of
+from multihead.kernels import sdpa
+from multihead.plan.bounds import key_bounds
+from tests import oracle
+
+
+def refusal(**options: Any) -> str | None:
+    q = torch.zeros(1, 2, 4, 8)
+    request = request_of(q, q, q, **options)
+    return sdpa.refusal(request, key_bounds(request.mask, queries=4, keys=4))
+
+
+def test_it_says_why_it_refuses() -> None:
+    bias = torch.zeros(1, 1, 4, 4, requires_grad=True)
+    assert refusal() is None
+    assert refusal(dropout=0.1) == "PyTorch's fused CPU kernel has no dropout"
+    assert refusal(softcap=5.0) == "PyTorch's fused kernels have no softcap"
+    assert refusal(bias=bias) == "PyTorch's fused CPU kernel gives no gradient for a bias"
+    assert refusal(bias=bias.detach()) is None
+    with torch.no_grad():
+        assert refusal(bias=bias) is None
+
+
+def test_it_refuses_tensors_of_another_device() -> None:
+    q = torch.zeros(1, 2, 4, 8, device="meta")
+    request = request_of(q, q, q)
+    bounds = key_bounds(request.mask, queries=4, keys=4)
+    assert sdpa.refusal(request, bounds) == "it calls PyTorch's fused CPU kernel, and the tensors are on meta"
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_features_that_do_not_lie_side_by_side_are_read_right(which: int) -> None:
+    """The fused kernel reads features as if their stride were 1: a q laid out as (features, queries) gave garbage."""
+    tensors = [torch.randn(2, 2, 20, 8) for _ in range(3)]
+    expected = attention(*tensors, kernel="sdpa")
+    tensors[which] = tensors[which].mT.contiguous().mT
+    assert torch.equal(attention(*tensors, kernel="sdpa"), expected)
+    tensors[which] = torch.randn(2, 2, 20, 1).expand(-1, -1, -1, 8)
+    given = attention(*tensors, kernel="sdpa")
+    tensors[which] = tensors[which].contiguous()
+    assert torch.equal(given, attention(*tensors, kernel="sdpa"))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_is_not_positive_leaves_hidden_keys_hidden(scale: float) -> None:
+    """The fused kernel hides keys by -inf before it scales: -inf * 0 is NaN, and -inf * -0.5 showed them alone."""
+    q, k, v = torch.randn(3, 2, 2, 20, 8, dtype=torch.float64).unbind()
+    seen = oracle.shown(masks.Causal(), (2, 2, 20, 20))
+    exact = oracle.attend(q, k, v, seen, scale=scale)
+    output, logsumexp = attention_with_logsumexp(q, k, v, mask=masks.Causal(), scale=scale, kernel="sdpa")
+    assert oracle.difference(output, exact.output) < 1e-13
+    assert oracle.difference(logsumexp, exact.logsumexp) < 1e-13
+
+
+def test_merged_rectangles_lose_nothing_where_one_of_them_outweighs_the_other() -> None:
+    q, k, v = torch.randn(3, 1, 1, 8, 4, dtype=torch.float64).unbind()
+    k[..., :300, :] *= 200
+    seen = oracle.shown(masks.Causal(), (1, 1, 4, 8), 4)
+    exact = oracle.attend(q[:, :, :4], k, v, seen)
+    given = attention_with_logsumexp(q[:, :, :4], k, v, mask=masks.Causal(), query_start=4, kernel="sdpa")
+    assert oracle.difference(given[0], exact.output) < 1e-12
+    assert oracle.difference(given[1], exact.logsumexp) < 1e-11
+
+
+def test_a_second_derivative_is_refused_and_not_silently_a_constant() -> None:
+    """torch's once_differentiable lets it pass where the cotangent is a constant, as that of a sum is."""
+    q = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ArgumentError) as refusal:
+        torch.autograd.grad(attention(q, q, q, kernel="sdpa").sum(), q, create_graph=True)
+    assert str(refusal.value) == (
+        "Kernel 'sdpa' has no second derivative, and create_graph=True asks for it. Give kernel='reference'."
+    )
+
+
+def test_only_what_asks_for_a_gradient_gets_one() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    sinks = torch.randn(2, requires_grad=True)
+    attention(q, k, v, sinks=sinks, kernel="sdpa").sum().backward()
+    assert sinks.grad is not None
+    v = v.clone().requires_grad_()
+    attention(q, k, v, kernel="sdpa").sum().backward()
+    assert v.grad is not None
+    assert torch.allclose(v.grad.sum(), torch.tensor(2.0 * 5 * 4))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+LONG = 4096
+NARROW: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": masks.Causal()},
+    "window": {"mask": masks.Window(100)},
+    "documents": {"mask": masks.Documents((1000, 3000, 96))},
+    "dense remainder": {"mask": masks.Window(100) | masks.Prefix(5)},
+    "keys dropped": {"mask": masks.Drop(torch.arange(LONG).remainder(7) == 3, "keys")},
+    "a bias a key": {"bias": torch.zeros(1, 1, 1, LONG)},
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_it_never_holds_queries_by_keys(name: str) -> None:
+    """A bias of one number a key was once spread over all queries: 64 MiB at 4,096 keys."""
+    q, k, v = torch.randn(3, 1, 1, LONG, 16).unbind()
+    q.requires_grad_()
+    with LargestTensor() as largest:
+        attention(q, k, v, kernel="sdpa", **NARROW[name])
+    assert 0 < largest.elements <= LONG * LONG // 16
+
+
+def test_its_work_counts_the_cells_of_its_rectangles() -> None:
+    q = torch.zeros(2, 4, 100, 8)
+    request = request_of(q, q, q, mask=masks.Lengths((50, 20)))
+    work = sdpa.work(request, key_bounds(request.mask, queries=100, keys=100))
+    assert work.cells == 4 * 100 * (50 + 20)
+    request = request_of(q, q, q)
+    assert sdpa.work(request, key_bounds(request.mask, queries=100, keys=100)).cells == 2 * 4 * 100 * 100

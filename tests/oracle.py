@@ -1,0 +1,190 @@
+"""What everything means, written a second time: loops and plain float64, with no call of multihead's own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead import masks
+from multihead.masks.values import And, Or
+
+AXES = ("batch", "heads", "queries", "keys")
+
+
+def listed(counts: object) -> Any:
+    return counts.tolist() if isinstance(counts, Tensor) else counts
+
+
+def sees(mask: masks.Mask, cell: tuple[int, int, int, int], position: int) -> bool:
+    """Whether query i of a sample and head may see key j; the query stands at `position` among the keys."""
+    b, _, i, j = cell
+    if isinstance(mask, And):
+        return all(sees(part, cell, position) for part in mask.parts)
+    if isinstance(mask, Or):
+        return any(sees(part, cell, position) for part in mask.parts)
+    if isinstance(mask, masks.Causal):
+        return j <= position
+    if isinstance(mask, masks.Window):
+        return j in range(position - mask.size + 1, position + mask.after + 1)
+    if isinstance(mask, (masks.Lengths, masks.Prefix)):
+        counts = listed(mask.lengths if isinstance(mask, masks.Lengths) else mask.length)
+        while not isinstance(counts, int):
+            counts = counts[min(b, len(counts) - 1)]
+            if not isinstance(counts, int):
+                counts = counts[i]
+        return j < counts
+    if isinstance(mask, masks.Documents):
+        rows = listed(mask.lengths)
+        row = rows if not rows or isinstance(rows[0], int) else rows[min(b, len(rows) - 1)]
+        edges = [sum(row[:n]) for n in range(len(row) + 1)]
+        return any(low <= position < high and low <= j < high for low, high in pairwise(edges))
+    if isinstance(mask, (masks.Keep, masks.Drop)):
+        place = dict(zip(AXES, cell, strict=True))
+        named = zip(mask.axes.split(), mask.tensor.shape, strict=True)
+        value = bool(mask.tensor[tuple(place[axis] if size > 1 else 0 for axis, size in named)])
+        return value if isinstance(mask, masks.Keep) else not value
+    assert isinstance(mask, masks.Full)
+    return True
+
+
+def shown(mask: masks.Mask, sizes: tuple[int, int, int, int], query_start: int | Tensor | str | None = None) -> Tensor:
+    """(batch, heads, queries, keys) bool, cell by cell."""
+    batch, heads, queries, keys = sizes
+    start = positions_of_first(query_start, batch, queries, keys)
+    cells = [
+        [[[sees(mask, (b, h, i, j), start[b] + i) for j in range(keys)] for i in range(queries)] for h in range(heads)]
+        for b in range(batch)
+    ]
+    return torch.tensor(cells, dtype=torch.bool).reshape(sizes)
+
+
+def positions_of_first(query_start: int | Tensor | str | None, batch: int, queries: int, keys: int) -> list[int]:
+    if query_start == "end" and isinstance(query_start, str):
+        return [keys - queries] * batch
+    if isinstance(query_start, Tensor):
+        return [int(start) for start in query_start]
+    assert not isinstance(query_start, str)
+    return [query_start or 0] * batch
+
+
+@dataclass
+class Dense:
+    """A whole attention, every tensor written down."""
+
+    output: Tensor
+    logsumexp: Tensor
+    weights: Tensor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+) -> Dense:
+    """Attention by the book, in the dtype of q, k and v; rows that see no key are 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        seen = seen & (bias != -torch.inf)
+        scores = scores + torch.where(bias == -torch.inf, 0, bias)
+    columns = torch.where(seen, scores, -torch.inf)
+    some = seen.any(-1, keepdim=True)
+    columns = torch.where(some, columns, 0)  # an empty row is made up here and thrown away below
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(*columns.shape[:-1], 1)
+        columns = torch.cat([columns, sink], -1)
+    logsumexp = torch.where(some[..., 0], torch.logsumexp(columns, -1), -torch.inf)
+    weights = torch.softmax(columns, -1)[..., : k.shape[2]]
+    weights = torch.where(seen, weights, 0)
+    return Dense(weights @ v, logsumexp, weights)
+
+
+def statistics(
+    weights: Tensor,
+    seen: Tensor,
+    *,
+    start: list[int],
+    special_keys: Tensor | None = None,
+    map_size: int = 64,
+) -> dict[str, Tensor]:
+    """Every statistic from the dense weights (batch, heads, queries, keys), in float64."""
+    p = weights.double()
+    queries, keys = p.shape[-2:]
+    at = torch.tensor(start).view(-1, 1, 1, 1) + torch.arange(queries).view(1, 1, -1, 1)
+    offset = (torch.arange(keys) - at).expand_as(p)  # key - position
+    distance = offset.abs().double()
+    mass = p.sum(-1)
+    share = p / torch.where(mass == 0, 1, mass)[..., None]
+    mean = (share * distance).sum(-1)
+    some = seen.any(-1)
+    found = {
+        "entropy": -torch.xlogy(p, p).sum(-1),
+        "effective_keys": torch.where(some, (-torch.xlogy(p, p).sum(-1)).exp(), 0),
+        "mean_distance": mean,
+        "distance_spread": (share * (distance - mean[..., None]) ** 2).sum(-1).sqrt(),
+        "self_mass": torch.where(offset == 0, p, 0).sum(-1),
+        "previous_mass": torch.where(offset == -1, p, 0).sum(-1),
+        "next_mass": torch.where(offset == 1, p, 0).sum(-1),
+        "largest_weight": p.amax(-1),
+        "largest_key": torch.where(some, p.argmax(-1), -1),
+        "received": p.sum(-2),
+        "pooled_map": pooled(p, seen.expand_as(p), map_size),
+    }
+    ever = seen.any(1).any(1)  # (batch, keys): whether anybody sees the key
+    first = torch.stack([p[b, ..., int(row.int().argmax())] * bool(row.any()) for b, row in enumerate(ever)])
+    found["first_mass"] = first
+    if special_keys is not None:
+        found["special_mass"] = (p * special_keys[:, None, None]).sum(-1)
+    return found
+
+
+def pooled(p: Tensor, seen: Tensor, size: int) -> Tensor:
+    """Block means over the cells that may be seen, block by block."""
+    high, wide = max(1, ceil(p.shape[2] / size)), max(1, ceil(p.shape[3] / size))
+    rows = []
+    for top in range(0, p.shape[2], high):
+        row = []
+        for left in range(0, p.shape[3], wide):
+            block = (slice(None), slice(None), slice(top, top + high), slice(left, left + wide))
+            row.append(p[block].sum((-1, -2)) / seen[block].double().sum((-1, -2)))
+        rows.append(torch.stack(row, -1))
+    return torch.stack(rows, -2)
+
+
+def budget(exact: Tensor, plain: Tensor) -> float:
+    """How far a result may be from the exact one: 2 * (error of the plain computation + rounding band).
+
+    The band is one rounding at each of four steps (score, exponential, sum, product) of the largest value, or of 1:
+    what cancels to almost nothing was rounded while it was of the inputs' size, and the inputs are drawn around 1.
+    Float64 has nothing exacter to measure the plain computation by, so 64 roundings stand for its long sums.
+    """
+    finite = exact.isfinite() & plain.isfinite()
+    if not bool(finite.any()):
+        return 0.0
+    error = (plain.double() - exact)[finite].abs().max()
+    roundings = 64 if plain.dtype == torch.float64 else 4
+    band = roundings * torch.finfo(plain.dtype).eps * exact[finite].abs().max().clamp(min=1)
+    return 2 * float(error + band)
+
+
+def difference(given: Tensor, exact: Tensor) -> float:
+    """The largest difference; inf where one is finite and the other is not, or two infinities differ."""
+    same = (given == exact) | (given.isnan() & exact.isnan())
+    if not given.numel() or bool(same.all()):
+        return 0.0
+    apart = (given.double() - exact)[~same].abs()
+    return float(torch.where(apart.isnan(), torch.inf, apart).max())
