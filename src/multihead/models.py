@@ -92,6 +92,11 @@ class Encoded:
     unknown: list[bool]
     offsets: list[tuple[int, int]]
 
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids of the marks in this text: what `observe(special_ids=...)` takes."""
+        return sorted({id_ for id_, mark in zip(self.ids[0].tolist(), self.special, strict=True) if mark})
+
 
 def load(model: str, *, device: str = "cpu", dtype: str = "auto") -> LoadedModel:
     """Load a model and its tokenizer, without a word to the terminal.

@@ -71,7 +71,7 @@ class CarriedMask(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] - torch calls it with the class in front
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Run an operation on what the mask means; cutting keys off the end stays a meaning."""

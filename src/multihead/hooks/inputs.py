@@ -64,16 +64,25 @@ class Inputs:
         return Given()
 
     def memory_of(self, name: str) -> Given:
-        """Say what the encoder's sequence was, for a cross-attention layer of an encoder-decoder model."""
+        """Say what the encoder's sequence was, for a cross-attention layer of an encoder-decoder model.
+
+        While it decodes such a model is given what its encoder made, and no ids: then those that the encoder was
+        given last are meant.
+        """
         for each in sorted(self._models, key=len):
-            if _holds(each, name) and _pairs(self._models[each]):
-                return self._given.get(each, Given())
+            model: Any = self._models[each]
+            if _holds(each, name) and _pairs(model):
+                given = self._given.get(each, Given())
+                if given.ids is not None:
+                    return given
+                encoder = model.get_encoder()
+                inner = next((other for other, module in self._models.items() if module is encoder), None)
+                return given if inner is None else self._given.get(inner, given)
         return Given()
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
             self.passes += 1
-            self._given.clear()
         self._depth += 1
         if name in self._models:
             self._given[name] = _given(module, args, kwargs)

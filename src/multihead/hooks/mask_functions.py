@@ -115,15 +115,13 @@ def _and(held: dict[str, Any], extent: Extent) -> Mask | None:
     parts = _parts(held, extent)
     if parts is None:
         return None
-    both_ways = Window(held_size, after=extent.keys) if (held_size := _overlay_size(parts, extent)) else None
-    if both_ways in parts and Causal() in parts:  # written as people write it: the query and those before it
-        parts = [Window(each.size) if isinstance(each, Window) and each == both_ways else each for each in parts]
+    if Causal() in parts:
+        # `key > query - w` and `key <= query` are one window: the query and the w - 1 keys before it.
+        overlays = [each for each in parts if isinstance(each, Window) and each.after == extent.keys]
+        if overlays:
+            parts = [each for each in parts if each != Causal() and each not in overlays]
+            parts = [Window(min(each.size for each in overlays)), *parts]
     return reduce(lambda left, right: left & right, parts)
-
-
-def _overlay_size(parts: list[Mask], extent: Extent) -> int:
-    sizes = [each.size for each in parts if isinstance(each, Window) and each.after == extent.keys]
-    return sizes[0] if len(sizes) == 1 else 0
 
 
 def _or(held: dict[str, Any], extent: Extent) -> Mask | None:

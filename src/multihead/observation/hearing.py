@@ -93,8 +93,10 @@ class Ear:
         self._pass_goes_on |= goes_on and not crosses
         layer = self._layers.setdefault(full, LayerRecord(full))
         chosen = self.choice.takes(full, list(self._layers).index(full))
-        if goes_on and crosses and last is not None and not request.mask.speaks_of_positions:
-            call = AttentionCall(replace(request, query_start=last.query_stop), call.attended)
+        if crosses and not request.mask.speaks_of_positions:
+            # Queries have no place among the keys of another sequence: they are counted from its beginning.
+            start = last.query_stop if goes_on and last is not None else 0
+            call = AttentionCall(replace(request, query_start=start), call.attended)
         special = self._special_keys(call, name, last if goes_on else None, offset, crosses=crosses)
         now = _noted(call, offset, special if not crosses else None, crosses=crosses)
         if goes_on and last is not None:
