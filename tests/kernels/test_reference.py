@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import reference
 from multihead.plan.bounds import key_bounds
@@ -48,3 +49,24 @@ def test_its_gradients_are_those_of_finite_differences() -> None:
 
     assert torch.autograd.gradcheck(run, (q, k, v, bias, sinks))
     assert torch.autograd.gradgradcheck(run, (q, k, v, bias, sinks))
+
+
+def test_blocks_of_queries_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 2, 4, 11, 8, dtype=torch.float64).unbind()
+    mask = (masks.Causal() & masks.Window(3)) | masks.Lengths((2, 0))
+    options = {"mask": mask, "softcap": 5.0, "sinks": torch.randn(4, dtype=torch.float64), "kernel": "reference"}
+    whole = attention_with_logsumexp(q, k, v, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(reference, "ROWS", 2)
+    for block, expected in zip(attention_with_logsumexp(q, k, v, **options), whole, strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(block, expected, rtol=0, atol=1e-13)
+
+
+def test_without_gradients_hidden_blocks_are_neither_computed_nor_held() -> None:
+    q = torch.zeros(1, 1, 1024, 8)
+    windowed = request_of(q, q, q, masks.Window(64), softcap=5.0)
+    bounds = key_bounds(windowed.mask, queries=1024, keys=1024)
+    found = reference.work(windowed, bounds)
+    assert found.cells == 256 * 256 + 3 * 256 * (256 + 63)
+    assert found.memory < 3 * 1024 * 1024 * 4
+    followed = request_of(q.requires_grad_(), q, q, masks.Window(64), softcap=5.0)
+    assert reference.work(followed, bounds).cells == 1024 * 1024

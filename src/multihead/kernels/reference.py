@@ -10,6 +10,8 @@ from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels.tile import scores, seen, working_dtype
 from multihead.plan.bounds import KeyBounds
 
+ROWS = 256  # queries a block, where they need not all be there at once
+
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     """Say in one sentence why this kernel will not take a request: it takes all."""
@@ -17,16 +19,42 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Compute softmax(scores) v with every weight written down."""
+    """Compute softmax(scores) v with every weight written down; without gradients a block of queries at a time."""
+    whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)
+    if _at_once(request) or request.shape.query_length <= ROWS:
+        return _attend_rows(request, whole, every_key)
+    blocks = []
+    for first in range(0, request.shape.query_length, ROWS):
+        rows = slice(first, min(first + ROWS, request.shape.query_length))
+        blocks.append(_attend_rows(request, rows, _keys_seen(bounds, rows)))
+    outputs, logsumexps = zip(*((block.output, block.logsumexp) for block in blocks), strict=True)
+    return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+
+
+def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attended:
+    """Attend from some queries to some keys, beyond which they see none."""
     dtype = working_dtype(request.q.dtype)
-    visible = seen(request)
-    cells = scores(request).masked_fill(~visible, -torch.inf)  # (batch, heads, queries, keys)
-    weights, logsumexp = softmax(cells, request.sinks)
+    cells = scores(request, rows, keys).masked_fill(~seen(request, rows, keys), -torch.inf)
+    weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
     grouped = dropped.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, keys)
-    summed = grouped.flatten(2, 3) @ request.v.to(dtype)  # (batch, kv_heads, group * queries, value_dim)
+    summed = grouped.flatten(2, 3) @ request.v[:, :, keys].to(dtype)  # (batch, kv_heads, group * queries, value_dim)
     output = summed.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
     return Attended(output.to(request.q.dtype), logsumexp)
+
+
+def _at_once(request: AttentionRequest) -> bool:
+    """Whether all weights are written down together: a gradient would keep them all anyway, dropout draws them once."""
+    tensors = (request.q, request.k, request.v, request.bias, request.sinks)
+    follows = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return request.dropout > 0 or (follows and torch.is_grad_enabled())
+
+
+def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:
+    """Return the keys that some of the queries may see."""
+    start, stop = bounds.start[:, rows], bounds.stop[:, rows]
+    seeing = start < stop
+    return slice(int(start[seeing].min()), int(stop.max())) if bool(seeing.any()) else slice(0, 0)
 
 
 def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -57,6 +85,17 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
-    """Estimate what a call computes and holds: every cell, and at its peak three tensors of that size."""
-    cells = request.shape.cells
-    return Work(cells, 3 * cells * working_dtype(request.q.dtype).itemsize)
+    """Estimate what a call computes and holds: at its peak three tensors of the scores that are there at once."""
+    shape = request.shape
+    size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
+    if _at_once(request) or shape.query_length <= ROWS:
+        return Work(shape.cells, size * shape.query_length * shape.key_length)
+    blocks = [slice(first, first + ROWS) for first in range(0, shape.query_length, ROWS)]
+    spans = [_keys_seen(bounds, rows) for rows in blocks]
+    cells = sum(
+        (min(rows.stop, shape.query_length) - rows.start) * (keys.stop - keys.start)
+        for rows, keys in zip(blocks, spans, strict=True)
+    )
+    widest = max(keys.stop - keys.start for keys in spans)
+    outputs = shape.batch * shape.num_heads * shape.query_length * (shape.value_dim + 1) * shape.dtype.itemsize
+    return Work(shape.batch * shape.num_heads * cells, size * ROWS * widest + 2 * outputs)
