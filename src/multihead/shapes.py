@@ -88,7 +88,7 @@ class AttentionShape:
             fitting = [str(n) for n in range(1, q.shape[1] + 1) if q.shape[1] % n == 0]
             raise ShapeError(
                 f"k has {k.shape[1]} heads and q has {q.shape[1]}, and {q.shape[1]} is not a multiple of {k.shape[1]}.",
-                f"Give k and v {_either(fitting)} heads (grouped-query attention, arXiv:2305.13245).",
+                f"Give k and v {_either(fitting)} (grouped-query attention, arXiv:2305.13245).",
             )
         return AttentionShape(
             q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, q.device
@@ -157,4 +157,4 @@ def _refuse_unless_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return f"{words[0]} head" if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]} heads"

@@ -76,7 +76,7 @@ def test_merged_rectangles_lose_nothing_where_one_of_them_outweighs_the_other() 
 
 
 def test_a_second_derivative_is_refused_and_not_silently_a_constant() -> None:
-    """torch's once_differentiable lets it pass where the cotangent is a constant, as that of a sum is."""
+    """The usual guard, once_differentiable, lets it pass where the cotangent is a constant, as that of a sum is."""
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ArgumentError) as refusal:
         torch.autograd.grad(attention(q, q, q, kernel="sdpa").sum(), q, create_graph=True)

@@ -156,7 +156,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         if torch.is_grad_enabled():
-            # create_graph=True: what is computed here has no graph, and a gradient penalty would silently be a constant.
+            # What is computed here has no graph: a gradient penalty would silently be a constant.
             raise ArgumentError(
                 "Kernel 'sdpa' has no second derivative, and create_graph=True asks for it.", "Give kernel='reference'."
             )

@@ -202,7 +202,7 @@ class Prefix(Mask):
             _refuse_unless_int(length, "Prefix length", least=0)
             object.__setattr__(self, "length", length)
         else:
-            object.__setattr__(self, "length", _counts(length, "Prefix", "one int or (batch,)", dims=(1,)))
+            object.__setattr__(self, "length", _counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
 
     def __repr__(self) -> str:
         return f"Prefix({_shown(self.length)})"

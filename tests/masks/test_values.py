@@ -1,0 +1,232 @@
+"""Masks as values: equality, hashes, reprs, joining, and what is refused when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+
+from multihead import masks
+from multihead.errors import ArgumentError, MaskError, MultiheadError
+from multihead.functional import attention
+from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
+
+TENSOR = torch.tensor([True, False])
+
+
+@pytest.mark.parametrize(
+    ("mask", "written"),
+    [
+        (Full(), "Full()"),
+        (Causal(), "Causal()"),
+        (Window(3), "Window(3)"),
+        (Window(3, after=2), "Window(3, after=2)"),
+        (Lengths([5, 3]), "Lengths((5, 3))"),
+        (Lengths([[1, 2], [3, 4]]), "Lengths(((1, 2), (3, 4)))"),
+        (Lengths(torch.tensor([5, 3])), "Lengths(<int64 tensor (2,)>)"),
+        (Documents((2, 1)), "Documents((2, 1))"),
+        (Documents([[2, 1], [3]]), "Documents(((2, 1), (3, 0)))"),
+        (Prefix(2), "Prefix(2)"),
+        (Prefix([1, 2]), "Prefix((1, 2))"),
+        (Keep(TENSOR, "keys"), "Keep(<bool tensor (2,)>, 'keys')"),
+        (Drop(TENSOR[None], "batch keys"), "Drop(<bool tensor (1, 2)>, 'batch keys')"),
+        (
+            Keep(torch.ones(1, 1, 2, 2, dtype=torch.bool)),
+            "Keep(<bool tensor (1, 1, 2, 2)>, 'batch heads queries keys')",
+        ),
+        (Causal() & Window(2), "Causal() & Window(2)"),
+        (Causal() & (Prefix(2) | Window(1)), "Causal() & (Prefix(2) | Window(1))"),
+        (Causal() & Window(2) | Prefix(1), "(Causal() & Window(2)) | Prefix(1)"),
+        (Causal() & Window(2) & Prefix(1), "Causal() & Window(2) & Prefix(1)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mask_is_written_in_one_line_as_one_would_type_it(mask: Mask, written: str) -> None:
+    assert repr(mask) == written
+    if "tensor" not in written:
+        assert eval(written, vars(masks).copy()) == mask
+
+
+def test_masks_are_equal_where_they_are_written_alike() -> None:
+    assert Lengths([5, 3]) == Lengths((5, 3))
+    assert hash(Lengths([5, 3])) == hash(Lengths((5, 3)))
+    assert Window(2) == Window(2, after=0)
+    assert Window(2) != Window(2, after=1)
+    assert Full() != Causal()
+    assert Lengths((2,)) != Prefix((2,))
+    assert Causal() & Window(2) != Causal() | Window(2)
+    assert Causal() & Window(2) != Window(2) & Causal()  # written otherwise, though they mean the same
+    assert (Causal() & Window(2)) & Prefix(1) == Causal() & (Window(2) & Prefix(1))
+    assert len({Causal(), Causal(), Full(), Causal() & Window(1), Causal() & Window(1)}) == 3
+    assert Causal() != "Causal()"
+
+
+def test_tensors_in_masks_are_compared_by_identity() -> None:
+    assert Keep(TENSOR, "keys") == Keep(TENSOR, "keys")
+    assert Keep(TENSOR, "keys") != Keep(TENSOR.clone(), "keys")
+    assert Keep(TENSOR, "keys") != Drop(TENSOR, "keys")
+    assert Keep(TENSOR, "keys") != Keep(TENSOR, "queries")
+    lengths = torch.tensor([1, 2])
+    assert Lengths(lengths) == Lengths(lengths)
+    assert hash(Lengths(lengths)) == hash(Lengths(lengths))
+
+
+def test_a_mask_cannot_be_changed() -> None:
+    for mask, name in ((Window(2), "size"), (Lengths((1,)), "lengths"), (Keep(TENSOR, "keys"), "tensor")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(mask, name, 1)
+
+
+def test_what_shows_everything_changes_nothing() -> None:
+    assert Full() & Causal() == Causal() & Full() == Causal()
+    assert Full() | Causal() == Causal() | Full() == Full()
+
+
+def test_a_mask_tells_whether_it_speaks_of_positions_and_holds_tensors() -> None:
+    assert [mask.speaks_of_positions for mask in (Full(), Lengths((1,)), Prefix(1), Keep(TENSOR, "keys"))] == [
+        False
+    ] * 4
+    assert [mask.speaks_of_positions for mask in (Causal(), Window(1), Documents((1,)))] == [True] * 3
+    assert (Prefix(1) & Causal()).speaks_of_positions
+    assert not (Prefix(1) & Lengths((1,))).speaks_of_positions
+    assert not (Prefix(1) | Causal()).holds_tensors
+    assert (Prefix(torch.tensor([1])) | Causal()).holds_tensors
+
+
+NEGATIVE = "holds a negative length, -2. Give lengths of 0 or more tokens."
+REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
+    (lambda: Window(0), ArgumentError, "Window size is 0. Give an integer of at least 1."),
+    (lambda: Window(2.0), ArgumentError, "Window size is 2.0. Give an integer of at least 1."),  # type: ignore[arg-type]
+    (lambda: Window(True), ArgumentError, "Window size is True. Give an integer of at least 1."),
+    (lambda: Window(2, after=-1), ArgumentError, "Window after is -1. Give an integer of at least 0."),
+    (lambda: Lengths((3, -2)), MaskError, f"Lengths {NEGATIVE}"),
+    (lambda: Lengths(((3, 1), (-2, 0))), MaskError, f"Lengths {NEGATIVE}"),
+    (lambda: Lengths(torch.tensor([3, -2])), MaskError, f"Lengths {NEGATIVE}"),
+    (lambda: Documents((3, -2)), MaskError, f"Documents {NEGATIVE}"),
+    (lambda: Prefix((1, -2)), MaskError, f"Prefix {NEGATIVE}"),
+    (lambda: Prefix(-2), ArgumentError, "Prefix length is -2. Give an integer of at least 0."),
+    (
+        lambda: Lengths(torch.tensor([1.0])),
+        MaskError,
+        "Lengths was given a torch.float32 tensor of shape (1,). Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Lengths(torch.tensor(3)),
+        MaskError,
+        "Lengths was given a torch.int64 tensor of shape (). Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Lengths(5),  # type: ignore[arg-type]
+        MaskError,
+        "Lengths was given 5. Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Lengths("53"),  # type: ignore[arg-type]
+        MaskError,
+        "Lengths was given '53'. Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Lengths((1.5, 2)),  # type: ignore[arg-type]
+        MaskError,
+        "Lengths was given (1.5, 2). Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Lengths((True, 2)),
+        MaskError,
+        "Lengths was given (True, 2). Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Lengths(((1, 2), (3,))),
+        MaskError,
+        "Lengths was given ((1, 2), (3,)). Give integers of shape (batch,) or (batch, queries).",
+    ),
+    (
+        lambda: Documents((1, (2, 3))),  # type: ignore[arg-type]
+        MaskError,
+        "Documents was given (1, (2, 3)). Give integers of shape (documents,) or (batch, documents).",
+    ),
+    (
+        lambda: Prefix(((1, 2),)),  # type: ignore[arg-type]
+        MaskError,
+        "Prefix was given ((1, 2),). Give integers of shape (batch,), or one int.",
+    ),
+    (
+        lambda: Keep(torch.ones(2), "keys"),
+        MaskError,
+        (
+            "Keep takes a boolean tensor, and this is a torch.float32 tensor. Say which values hide, for example "
+            "masks.Keep(t != 0); an additive mask is a bias: attention(bias=t)."
+        ),
+    ),
+    (
+        lambda: Drop([True], "keys"),  # type: ignore[arg-type]
+        MaskError,
+        (
+            "Drop takes a boolean tensor, and this is a list. Say which values hide, for example "
+            "masks.Keep(t != 0); an additive mask is a bias: attention(bias=t)."
+        ),
+    ),
+    (
+        lambda: Keep(TENSOR),
+        MaskError,
+        (
+            "Keep was given a tensor of 1 dimensions without axes. "
+            'Name each one, in the order of "batch heads queries keys", for example Keep(t, "batch keys").'
+        ),
+    ),
+    (
+        lambda: Drop(TENSOR[None], "keys batch"),
+        MaskError,
+        (
+            "Drop was given a tensor of 2 dimensions with axes 'keys batch'. "
+            'Name each one, in the order of "batch heads queries keys", for example Drop(t, "batch keys").'
+        ),
+    ),
+    (
+        lambda: Keep(TENSOR, "rows"),
+        MaskError,
+        (
+            "Keep was given a tensor of 1 dimensions with axes 'rows'. "
+            'Name each one, in the order of "batch heads queries keys", for example Keep(t, "batch keys").'
+        ),
+    ),
+    (
+        lambda: Causal() & torch.ones(2, 2, dtype=torch.bool),  # type: ignore[operator]
+        MaskError,
+        (
+            "mask is a bare torch.bool tensor of shape (2, 2), and nothing says what its values mean. "
+            "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, bias=t if it is added to scores."
+        ),
+    ),
+    (
+        lambda: Causal() | None,  # type: ignore[operator]
+        MaskError,
+        "mask is a NoneType, and no mask of multihead.masks. Give for example masks.Causal() & masks.Lengths((5, 3)).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "sentence"), REFUSED, ids=[sentence[:40] for *_, sentence in REFUSED])
+def test_a_mask_that_cannot_be_is_refused_when_it_is_made(
+    make: Callable[[], Any], kind: type[MultiheadError], sentence: str
+) -> None:
+    with pytest.raises(kind) as refusal:
+        make()
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 2), None, "causal"])
+def test_a_call_takes_no_mask_that_is_none(mask: Any) -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(MaskError) as refusal:
+        attention(q, q, q, mask=mask)
+    if isinstance(mask, torch.Tensor):
+        assert str(refusal.value).startswith("mask is a bare torch.float32 tensor of shape (2, 2), and nothing says")
+    else:
+        assert str(refusal.value) == (
+            f"mask is a {type(mask).__name__}, and no mask of multihead.masks. "
+            "Give for example masks.Causal() & masks.Lengths((5, 3))."
+        )

@@ -1,0 +1,126 @@
+"""Bounds and remainder together mean what the mask means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multihead import masks
+from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
+from multihead.plan.bounds import KeyBounds, key_bounds
+from tests import oracle
+from tests.drawing import Sizes, interval_leaves, sizes, starts, trees
+
+
+def planned(mask: Mask, size: Sizes, start: int | str | Tensor) -> KeyBounds:
+    number = size.keys - size.queries if isinstance(start, str) else start
+    return key_bounds(mask, queries=size.queries, keys=size.keys, query_start=number)
+
+
+def within(bounds: KeyBounds, keys: int) -> Tensor:
+    """(batch or 1, 1, queries, keys) bool: the cells between start and stop."""
+    key = torch.arange(keys)
+    return ((key >= bounds.start[..., None]) & (key < bounds.stop[..., None]))[:, None]
+
+
+@settings(max_examples=250)
+@given(data=st.data())
+def test_bounds_and_remainder_are_the_dense_meaning(data: st.DataObject) -> None:
+    size = data.draw(sizes(longest=9))
+    mask, start = data.draw(trees(size)), data.draw(starts(size))
+    bounds, expected = planned(mask, size, start), oracle.shown(mask, size.cells, start)
+    assert bounds.start.shape == bounds.stop.shape == (bounds.start.shape[0], size.queries)
+    assert bounds.start.shape[0] in (1, size.batch)
+    assert bool((bounds.start >= 0).all() & (bounds.stop <= size.keys).all() & (bounds.start <= bounds.stop).all())
+    shown = within(bounds, size.keys).expand_as(expected)
+    if bounds.remainder is not None:
+        assert not bool((expected & ~shown).any()), "the bounds cut off what may be seen"
+        shown = shown & oracle.shown(bounds.remainder, size.cells, start)
+    assert torch.equal(shown, expected)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_intervals_and_what_both_of_them_allow_need_no_remainder(data: st.DataObject) -> None:
+    size = data.draw(sizes(longest=9))
+    mask = data.draw(interval_leaves(size))
+    for _ in range(data.draw(st.integers(0, 2))):
+        mask = mask & data.draw(interval_leaves(size))
+    assert planned(mask, size, data.draw(starts(size))).remainder is None
+
+
+@settings(max_examples=60)
+@given(length=st.integers(0, 9), start=st.integers(0, 9), documents=st.booleans())
+def test_a_prefix_read_both_ways_is_an_interval(length: int, start: int, documents: bool) -> None:
+    mask: Any = Causal() | Prefix(length)
+    mask = mask & Lengths((5, 9)) if documents else mask
+    assert key_bounds(mask, queries=9, keys=9, query_start=start).remainder is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "gaps"),
+    [
+        (Keep(torch.tensor([[True, True, False, False]]), "batch keys"), False),
+        (Drop(torch.tensor([[True, False, False, True]]), "batch keys"), False),
+        (Keep(torch.tensor([[True, False, True, False]]), "batch keys"), True),
+        (Keep(torch.ones(4, 4, dtype=torch.bool).tril(), "queries keys"), False),
+        (Keep(torch.tensor([True, False]), "heads"), True),  # one interval each, and not the same one
+        (Keep(torch.tensor([True, True]), "heads"), False),
+        (Window(1) | Prefix(1), True),
+        (Window(2) | Window(1, after=1), False),
+        (Window(1) | Prefix(1) | Causal(), True),  # no gap in the end, but one on the way: kept to be safe
+        (Full() & Causal(), False),
+        (Documents((2, 2)) | Prefix(2), False),
+        (Documents((1, 1, 2)) | Prefix(1), True),
+    ],
+    ids=repr,
+)
+def test_a_remainder_is_kept_where_rows_have_gaps(mask: Mask, gaps: bool) -> None:
+    assert (key_bounds(mask, queries=4, keys=4).remainder is not None) == gaps
+
+
+def test_samples_that_see_alike_share_their_bounds() -> None:
+    assert key_bounds(Lengths((3, 3)), queries=2, keys=5).shared
+    assert not key_bounds(Lengths((3, 4)), queries=2, keys=5).shared
+    assert key_bounds(Causal(), queries=2, keys=5, query_start=torch.tensor([1, 1])).shared
+    assert not key_bounds(Causal(), queries=2, keys=5, query_start=torch.tensor([1, 2])).shared
+
+
+def test_queries_that_see_nothing_have_an_empty_interval() -> None:
+    bounds = key_bounds(Window(1) & Lengths((2,)), queries=4, keys=4)
+    assert bounds.sees_nothing.tolist() == [[False, False, True, True]]
+    assert bounds.start[0, 2:].tolist() == bounds.stop[0, 2:].tolist() == [0, 0]
+
+
+def test_a_plan_is_made_once_for_equal_masks_and_again_for_tensors() -> None:
+    assert key_bounds(Causal() & Window(3), queries=5, keys=5) is key_bounds(Causal() & Window(3), queries=5, keys=5)
+    lengths = torch.tensor([2])
+    before = key_bounds(Lengths(lengths), queries=2, keys=5)
+    lengths += 1
+    assert before.stop.tolist() == [[2, 2]]
+    assert key_bounds(Lengths(lengths), queries=2, keys=5).stop.tolist() == [[3, 3]]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Full(),
+        Causal() & Window(50),
+        Documents((2**17, 2**17)),
+        Causal() | Prefix(9),
+        Lengths((2**18,)),
+        Window(1, after=1),
+    ],
+    ids=repr,
+)
+def test_a_plan_takes_memory_for_each_query_and_not_for_each_cell(mask: masks.Mask) -> None:
+    """A quarter of a million queries and keys: their map would take 64 GiB."""
+    length = 2**18
+    bounds = key_bounds(mask, queries=length, keys=length)
+    assert bounds.remainder is None
+    assert bounds.start.shape == (1, length)

@@ -1,0 +1,73 @@
+"""Sinks: a logit a head that takes weight and gives no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from multihead.errors import DtypeError, ShapeError
+from multihead.functional import attention, attention_with_logsumexp, weights
+from multihead.kernels.choose import KERNELS
+from multihead.scores.sinks import with_sinks
+
+Q, K, V = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64).unbind()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sink_is_one_more_key_whose_value_is_zero(kernel: str) -> None:
+    sinks = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    scores = torch.cat([Q @ K.mT / 8**0.5, sinks.view(1, 2, 1, 1).expand(-1, -1, 5, -1)], -1)
+    output, logsumexp = attention_with_logsumexp(Q, K, V, sinks=sinks, kernel=kernel)
+    assert torch.allclose(output, scores.softmax(-1)[..., :5] @ V, atol=1e-14)
+    assert torch.allclose(logsumexp, scores.logsumexp(-1), atol=1e-14)
+    assert torch.allclose(weights(Q, K, sinks=sinks), scores.softmax(-1)[..., :5], atol=1e-14)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
+    sinks = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    output, logsumexp = attention_with_logsumexp(Q, K, V, sinks=sinks, kernel=kernel)
+    plain, plain_logsumexp = attention_with_logsumexp(Q, K, V, kernel=kernel)
+    assert torch.allclose(output, plain, atol=1e-15)
+    assert torch.allclose(logsumexp, plain_logsumexp, atol=1e-15)
+    (output.sum() + logsumexp.sum()).backward()
+    assert sinks.grad is not None
+    assert sinks.grad.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_huge_sink_takes_everything(kernel: str) -> None:
+    output, logsumexp = attention_with_logsumexp(Q, K, V, sinks=torch.full((2,), 1e4), kernel=kernel)
+    assert bool((output == 0).all())
+    assert bool((logsumexp == 1e4).all())
+
+
+def test_an_empty_row_stays_empty() -> None:
+    output, logsumexp = with_sinks(torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1), -torch.inf), torch.zeros(2))
+    assert bool((output == 0).all() & (logsumexp == -torch.inf).all())
+
+
+@pytest.mark.parametrize(
+    ("sinks", "kind", "sentence"),
+    [
+        (torch.zeros(3), ShapeError, "sinks has shape (3,), and there are 2 heads. Give one logit a head: shape (2,)."),
+        (
+            torch.zeros(2, dtype=torch.int32),
+            DtypeError,
+            "sinks is a torch.int32 tensor on cpu. Give a floating point tensor of logits on cpu.",
+        ),
+        (
+            torch.zeros(2, device="meta"),
+            DtypeError,
+            "sinks is a torch.float32 tensor on meta. Give a floating point tensor of logits on cpu.",
+        ),
+        ([0.0, 0.0], DtypeError, "sinks is a list. Give a floating point tensor of logits on cpu."),
+    ],
+    ids=["three", "integers", "another device", "a list"],
+)
+def test_sinks_that_do_not_fit_are_refused(sinks: Any, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind) as refusal:
+        attention(Q, K, V, sinks=sinks)
+    assert str(refusal.value) == sentence

@@ -1,0 +1,38 @@
+"""The errors: two sentences, one tree."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from multihead import errors
+from multihead.errors import ArgumentError, DtypeError, MultiheadError
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MultiheadError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_says_its_finding_and_then_its_mend(kind: type[MultiheadError]) -> None:
+    error = kind("q has 3 axes.", "Give four.")
+    assert str(error) == "q has 3 axes. Give four."
+    assert (error.finding, error.mend) == ("q has 3 axes.", "Give four.")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_survives_pickling(kind: type[MultiheadError]) -> None:
+    back = pickle.loads(pickle.dumps(kind("One.", "Two.")))
+    assert type(back) is kind
+    assert (back.finding, back.mend, str(back)) == ("One.", "Two.", "One. Two.")
+
+
+def test_errors_are_caught_as_what_python_would_raise() -> None:
+    others = set(KINDS) - {MultiheadError, DtypeError}
+    assert issubclass(DtypeError, TypeError)
+    assert all(issubclass(kind, ValueError) for kind in others)
+    assert issubclass(ArgumentError, MultiheadError)
+
+
+def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
+    assert errors.__doc__ is not None
+    assert [kind.__name__ for kind in KINDS if kind.__name__ not in errors.__doc__] == []
