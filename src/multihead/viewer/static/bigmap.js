@@ -9,7 +9,7 @@ function geometry(head, width) {
   const most = Math.max(12, Math.min(44, 480 / Math.max(rows, cols)));
   const x = Math.min(most, room / cols);
   // Few queries over many keys (or the other way round) may not become a thread.
-  const y = rows * x > 1100 ? Math.max(1100 / rows, .2) : rows * x < 90 ? Math.min(24, 90 / rows) : x;
+  const y = rows * x > 1100 ? Math.max(1100 / rows, .2) : rows * x < 90 && cols > 2 * rows ? Math.min(24, 90 / rows) : x;
   return { left, top, strip, x, y, wide, width: left + x * cols + strip, height: top + y * rows + strip, mapWidth: x * cols, mapHeight: y * rows };
 }
 

@@ -59,7 +59,8 @@ function legend(width, note) {
   ramp.style.width = width + 'px';
   ramp.style.height = '12px';
   for (let x = 0; x < width; x++) { pen.fillStyle = rgb(Math.round(x / (width - 1) * 255)); pen.fillRect(x, 0, 1, 12); }
-  const marks = el('div', { className: 'ticks' }, ...ticks.map(w => { const s = el('span', { textContent: tickText(w) }); s.style.left = at(w) * 100 + '%'; return s; }));
+  const apart = ticks.filter((w, n) => !n || (at(w) - at(ticks[n - 1])) * width > 30);
+  const marks = el('div', { className: 'ticks' }, ...apart.map(w => { const s = el('span', { textContent: tickText(w) }); s.style.left = at(w) * 100 + '%'; return s; }));
   const choice = el('div', { className: 'seg', role: 'group', 'aria-label': say('scale') }, ...Object.keys(SCALES).map(name => el('button', {
     textContent: say(name), 'aria-pressed': String(name === scale), title: name === 'root' ? say('root hint') : '',
     onclick: () => { scale = name; draw(); document.querySelector('main:not([hidden]) .seg [aria-pressed=true]').focus(); },

@@ -47,6 +47,7 @@ function grid() {
   box.classList.toggle('many', WIDEST > 16);
   // Many layers make a long page and few heads make large maps: a cell keeps to a size that the eye takes in.
   box.style.setProperty('--cell', D.layers.length > 12 ? '56px' : '110px');
+  box.closest('.work').classList.toggle('tight', D.layers.length > 12 ? WIDEST < 14 : WIDEST < 8);
   const step = WIDEST > 16 && short ? 4 : 1;
   const rows = [el('div', { className: 'gr', role: 'row' }, el('span', { role: 'columnheader' }),
     ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', role: 'columnheader', textContent: h % step ? '' : (short || WIDEST > 24 ? '' : 'H') + h })))];

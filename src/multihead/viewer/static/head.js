@@ -61,8 +61,9 @@ function place() {
   const q = hover ? hover.q : kept, row = rowOf(head, q);
   let c = hover?.c;
   if (c === undefined) {
-    let best = 0;
-    for (let k = 1; k < row.length; k++) if (row[k] > row[best] || row[best] !== row[best]) best = k;
+    let best = -1;
+    for (let k = 0; k < row.length; k++) if (row[k] >= 0 && (best < 0 || row[k] > row[best])) best = k;
+    if (best < 0) best = Math.min(q, row.length - 1);  // it sees no key
     c = head.whole || head.largest ? Math.floor(best / head.colBlock) : Math.min(Math.floor(q / head.rowBlock), head.map.cols - 1);
   }
   return { q, row, c, r: Math.floor(q / head.rowBlock) };
@@ -99,7 +100,8 @@ function readOut({ q, row, r, c }) {
     foot = only || w !== w ? '' : say('mean of block', { rows: head.rowBlock, columns: head.colBlock });
   }
   const side = ([word, rest]) => [el('b', { textContent: word }), small(rest)];
-  $('read').replaceChildren(el('div', { className: 'q' }, ...side(sides[0]), el('br'), '→ ', ...side(sides[1])),
+  const target = number === say('sees none') ? [] : [el('br'), '→ ', ...side(sides[1])];
+  $('read').replaceChildren(el('div', { className: 'q' }, ...side(sides[0]), ...target),
     el('div', { className: 'w' + (/\d/.test(number) && number.length < 9 ? '' : ' words') }, number, small(foot)));
 }
 

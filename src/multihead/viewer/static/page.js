@@ -49,8 +49,9 @@ function neighbour(i, key) {
 addEventListener('keydown', event => {
   if (/INPUT|TEXTAREA/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
   if (event.key === 'Escape' && shownHead >= 0) { location.hash = ''; return; }
-  const inGrid = $('grid').contains(event.target), inText = event.target.classList?.contains('reading');
-  const next = shownHead >= 0 && !inText ? neighbour(shownHead, event.key) : inGrid ? neighbour(lit, event.key) : undefined;
+  const inGrid = $('grid').contains(event.target), box = event.target.closest?.('.reading');
+  const scrolls = box && box.scrollHeight > box.clientHeight && /Up|Down/.test(event.key);
+  const next = shownHead >= 0 && !scrolls ? neighbour(shownHead, event.key) : inGrid ? neighbour(lit, event.key) : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;
