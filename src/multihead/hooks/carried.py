@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from multihead.masks import Documents, Keep, Mask
-from multihead.masks.dense import Place, as_tensor, visible
+from multihead.masks import Documents, Drop, Keep, Lengths, Mask, Prefix
+from multihead.masks.dense import Place, visible
+from multihead.masks.values import And, Or
 
 _KEYS_AXIS = 3
 
@@ -60,10 +61,11 @@ class CarriedMask(Tensor):
 
     def first_keys(self, keys: int) -> CarriedMask:
         """Cut keys off the end."""
-        batch, heads, queries, _ = self.shape
+        batch, heads, queries, before = self.shape
+        mask = self.mask if keys == before else _with_fewer_keys(self.mask, keys)
         return CarriedMask(
             (batch, heads, queries, keys),
-            _with_fewer_keys(self.mask, keys),
+            Keep(self.dense()[..., :keys]) if mask is None else mask,
             query_start=self.query_start,
             key_offset=self.key_offset,
             padding=None if self.padding is None else self.padding[:, :keys],
@@ -91,22 +93,13 @@ class CarriedMask(Tensor):
         return function(*args, **kwargs)
 
 
-def _with_fewer_keys(mask: Mask, keys: int) -> Mask:
-    """Fit the tensors inside a mask to fewer keys; the other masks fit any number."""
-    parts = getattr(mask, "parts", None)
-    if parts is not None:
-        return type(mask)(tuple(_with_fewer_keys(part, keys) for part in parts))  # type: ignore[call-arg]
-    if isinstance(mask, Keep) and mask.axes.endswith("keys"):
-        return Keep(mask.tensor[..., :keys], mask.axes)
-    if isinstance(mask, Documents):
-        return Documents(shortened(as_tensor(mask.lengths, "cpu"), keys))
-    return mask
-
-
-def shortened(lengths: Tensor, keys: int) -> Tensor:
-    """Cut documents, (documents,) or (batch, documents) tokens each, off behind a number of keys.
-
-    >>> shortened(torch.tensor([3, 3, 3]), 5)
-    tensor([3, 2, 0])
-    """
-    return lengths.cumsum(-1).clamp(max=keys).diff(dim=-1, prepend=torch.zeros_like(lengths[..., :1]))
+def _with_fewer_keys(mask: Mask, keys: int) -> Mask | None:
+    """Fit the tensors inside a mask to fewer keys; None where a mask counts on all of them."""
+    if isinstance(mask, (And, Or)):
+        parts = [_with_fewer_keys(part, keys) for part in mask.parts]
+        known = tuple(part for part in parts if part is not None)
+        return type(mask)(known) if len(known) == len(parts) else None
+    if isinstance(mask, (Keep, Drop)):
+        return type(mask)(mask.tensor[..., :keys], mask.axes) if mask.axes.endswith("keys") else mask
+    # Documents that end behind the last key would lose the queries that stand there.
+    return None if isinstance(mask, (Documents, Lengths, Prefix)) else mask

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.hooks.carried import shortened
 from multihead.masks import Causal, Documents, Full, Keep, Mask, Window
 from multihead.masks.dense import Place, visible
 
@@ -175,6 +174,15 @@ def padding_of_keys(attention_mask: Tensor, extent: Extent) -> Tensor:
     kept = attention_mask.to(device=extent.device, dtype=torch.bool)
     kept = kept[:, extent.key_offset : extent.key_offset + extent.keys]
     return torch.nn.functional.pad(kept, (0, extent.keys - kept.shape[1]))
+
+
+def shortened(lengths: Tensor, keys: int) -> Tensor:
+    """Cut documents, (documents,) or (batch, documents) tokens each, off behind a number of keys.
+
+    >>> shortened(torch.tensor([3, 3, 3]), 5)
+    tensor([3, 2, 0])
+    """
+    return lengths.cumsum(-1).clamp(max=keys).diff(dim=-1, prepend=torch.zeros_like(lengths[..., :1]))
 
 
 def _name(function: object) -> str:
