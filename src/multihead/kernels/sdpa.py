@@ -65,13 +65,30 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     shape = request.shape
     pieces = rectangles(bounds, biased=request.bias is not None)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
-    cells = sum(piece.cells * heads_samples[piece.sample is None] for piece in pieces)
+    cells = sum(_computed(piece) * heads_samples[piece.sample is None] for piece in pieces)
     masked = max((piece.cells for piece in pieces if piece.kind == "partial"), default=0)
     if bounds.remainder is not None or request.bias is not None:
         masked *= shape.batch * shape.num_heads
     rows = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
     return Work(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
+
+
+def _computed(piece: Rectangle) -> int:
+    """Count the cells that the fused kernel computes of a rectangle: under is_causal it leaves out whole blocks.
+
+    It takes 32, 64 or 256 queries at a time and 512 keys, up to the block of keys that the last query ends in
+    (PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+    """
+    if piece.kind != "causal":
+        return piece.cells
+    height, width = piece.rows[1] - piece.rows[0], piece.columns[1] - piece.columns[0]
+    block = 256 if height >= 768 else 64 if height >= 192 else 32
+    behind = (min(first + block, height) for first in range(0, height, block))
+    return sum(
+        min(block, height - first) * min(-(-min(last, width) // 512) * 512, width)
+        for first, last in zip(range(0, height, block), behind, strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)
