@@ -27,7 +27,8 @@ check: $(READY)  ## rules, format, types, floors, and the Chinese pages against 
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.twins
 
-docs: $(READY)  ## run the examples of README and docs, and check links and twins
+docs: $(READY)  ## draw the README's picture, run the pages' examples, check links and twins
+	$(BIN)/python -m tools.picture
 	$(BIN)/python -m pytest README.md README.zh.md docs
 	$(BIN)/python -m tools.twins
 
