@@ -94,9 +94,9 @@ class Inputs:
 @contextmanager
 def noticed(model: nn.Module) -> Iterator[Inputs]:
     """Notice the inputs of a model and of all Hugging Face models in it while the context lasts."""
-    inputs = Inputs(_models=pretrained_models(model))
+    inputs = Inputs(_models={"": model, **pretrained_models(model)})
     with ExitStack() as stack:
-        for name, module in {"": model, **inputs._models}.items():  # noqa: SLF001 - made here
+        for name, module in inputs._models.items():  # noqa: SLF001 - made here
             before, after = _hooks(inputs, name)
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             stack.callback(module.register_forward_hook(after, always_call=True).remove)

@@ -70,7 +70,7 @@ def observe(
         inputs = stack.enter_context(noticed(root))
         ear = Ear(
             record=record,
-            names={id(module): name for name, module in root.named_modules()},
+            names={id(module): name or type(module).__name__ for name, module in root.named_modules()},
             inputs=inputs,
             choice=Choice.of(layers),
             keep=keep,

@@ -1,0 +1,327 @@
+"""Watching changes nothing, hears what is asked for, and says in words why there is nothing to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multihead as mh
+from multihead import listening, masks
+from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.observation.hearing import Ear
+from multihead.probes.statistics import PROBES
+from tests.families import batch_of, family
+
+
+class Tower(nn.Module):
+    """Two layers of self-attention and one of cross-attention."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mh.MultiHeadAttention(dim, heads, num_kv_heads=2) for _ in range(2))
+        self.reader = mh.MultiHeadAttention(dim, heads, key_dim=8)
+
+    def forward(self, x: Tensor, memory: Tensor, **lengths: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask=masks.Causal(), **lengths)
+        return self.reader(x, memory, **lengths)
+
+
+@pytest.fixture
+def tower() -> Tower:
+    return Tower().eval()
+
+
+def inputs(batch: int = 2, length: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, length, 16), torch.randn(batch, 9, 8)
+
+
+@pytest.mark.parametrize("lengths", [{}, {"lengths": (6, 4)}])
+def test_watching_our_own_layers_changes_no_bit(tower: Tower, lengths: dict[str, Any]) -> None:
+    given = inputs()
+    expected = tower(*given, **lengths)
+    with mh.observe(tower):
+        assert torch.equal(tower(*given, **lengths), expected)
+    with mh.observe(tower, keep="statistics"):
+        assert torch.equal(tower(*given, **lengths), expected)
+
+
+def test_layers_are_named_by_their_place_in_the_model(tower: Tower) -> None:
+    with mh.observe(tower) as seen:
+        tower(*inputs())
+    assert [layer.name for layer in seen.layers] == ["layers.0", "layers.1", "reader"]
+    assert [(layer.num_heads, layer.num_samples) for layer in seen.layers] == [(4, 2)] * 3
+    reader = seen["reader"].sample()
+    assert (reader.num_queries, reader.num_keys, reader.query_start) == (6, 9, 0)
+
+
+def test_a_layer_alone_is_named_by_its_class() -> None:
+    layer = mh.MultiHeadAttention(16, 4)
+    with mh.observe(layer) as seen:
+        layer(torch.randn(1, 3, 16))
+    assert [one.name for one in seen.layers] == ["MultiHeadAttention"]
+
+
+@pytest.mark.parametrize("own_mask", [masks.Full(), masks.Causal(), masks.Causal() & masks.Window(3)])
+def test_a_padded_batch_gives_each_sample_as_if_it_ran_alone(own_mask: masks.Mask) -> None:
+    layer = mh.MultiHeadAttention(16, 4, num_kv_heads=2)
+    x, lengths = torch.randn(3, 7, 16), (7, 3, 5)
+    with mh.observe(layer) as seen:
+        layer(x, mask=own_mask, lengths=lengths)
+    assert seen.layers[0].num_samples == 3
+    for index, length in enumerate(lengths):
+        with mh.observe(layer) as alone:
+            layer(x[index : index + 1, :length], mask=own_mask)
+        found, expected = seen.layers[0].sample(index), alone.layers[0].sample()
+        assert (found.num_queries, found.num_keys) == (length, length)
+        torch.testing.assert_close(found.weights(), expected.weights(), atol=1e-6, rtol=0)
+        assert torch.equal(found.visible(), expected.visible())
+        torch.testing.assert_close(found.statistics, expected.statistics, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_a_padded_memory_gives_each_sample_as_if_it_ran_alone() -> None:
+    layer = mh.MultiHeadAttention(16, 4, key_dim=8)
+    (x, memory), lengths, memory_lengths = inputs(), (6, 2), (4, 9)
+    with mh.observe(layer) as seen:
+        layer(x, memory, lengths=lengths, memory_lengths=memory_lengths)
+    for index in range(2):
+        with mh.observe(layer) as alone:
+            layer(x[index : index + 1, : lengths[index]], memory[index : index + 1, : memory_lengths[index]])
+        found, expected = seen.layers[0].sample(index), alone.layers[0].sample()
+        assert (found.num_queries, found.num_keys) == (lengths[index], memory_lengths[index])
+        torch.testing.assert_close(found.weights(), expected.weights(), atol=1e-6, rtol=0)
+
+
+def test_several_batches_add_up_and_means_are_over_all_of_them() -> None:
+    layer = mh.MultiHeadAttention(16, 4)
+    texts = [torch.randn(2, 5, 16), torch.randn(1, 8, 16)]
+    with mh.observe(layer) as seen:
+        for x in texts:
+            layer(x)
+    record = seen.layers[0]
+    assert [record.sample(index).num_queries for index in range(3)] == [5, 5, 8]
+    rows = torch.cat([record.sample(index).statistics["entropy"] for index in range(3)], 1)
+    torch.testing.assert_close(record.means()["entropy"], rows.double().mean(1))
+
+
+def test_a_layer_that_runs_again_in_one_pass_is_numbered_and_in_the_next_pass_is_not() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = mh.MultiHeadAttention(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(self.shared(x))
+
+    model = Twice()
+    with mh.observe(model) as seen:
+        model(torch.randn(1, 3, 16))
+        model(torch.randn(1, 4, 16))
+    assert [(layer.name, layer.num_samples) for layer in seen.layers] == [("shared", 2), ("shared#2", 2)]
+
+
+def test_calls_are_gone_through_in_the_order_they_ran(tower: Tower) -> None:
+    with mh.observe(tower) as seen:
+        tower(*inputs(batch=1, length=4))
+        tower(*inputs(batch=1, length=5))
+    calls = [(call.name, call.num_queries, call.weights().shape[1], "entropy" in call.statistics) for call in seen]
+    names = ["layers.0", "layers.1", "reader"]
+    assert calls == [(name, length, length, True) for length in (4, 5) for name in names]
+
+
+class TestKeeping:
+    def test_statistics_alone_keep_no_q_and_k(self, tower: Tower) -> None:
+        with mh.observe(tower, keep="statistics") as seen:
+            tower(*inputs())
+        sample = seen["layers.1"].sample()
+        assert sample.keys is None
+        assert sample.pieces[0].q is None
+        assert torch.equal(sample.visible(), torch.ones(6, 6, dtype=torch.bool).tril())
+        with pytest.raises(ProbeError) as caught:
+            sample.weights(0)
+        assert str(caught.value) == (
+            'layers.1 was observed with keep="statistics", so its weights are not at hand. '
+            'Observe with keep="cpu" or keep="device".'
+        )
+
+    def test_what_is_kept_does_not_change_with_the_models_memory(self) -> None:
+        layer = mh.MultiHeadAttention(16, 4)
+        x = torch.randn(1, 5, 16)
+        with mh.observe(layer, keep="device") as seen:
+            layer(x)
+        before = seen.layers[0].weights().clone()
+        with torch.no_grad():
+            x.zero_()
+            layer.k_proj.weight.zero_()
+        assert torch.equal(seen.layers[0].weights(), before)
+
+    def test_nothing_kept_holds_a_gradient(self) -> None:
+        layer = mh.MultiHeadAttention(16, 4)
+        with mh.observe(layer) as seen:
+            layer(torch.randn(1, 5, 16, requires_grad=True)).sum().backward()
+        sample = seen.layers[0].sample()
+        kept = [sample.pieces[0].q, sample.weights(), *sample.statistics.values()]
+        assert not any(tensor.requires_grad for tensor in kept if tensor is not None)
+        assert layer.q_proj.weight.grad is not None
+
+
+class TestChoosing:
+    def test_layers_are_chosen_by_index_and_by_name(self, tower: Tower) -> None:
+        with mh.observe(tower, layers=[1, "reader"]) as seen:
+            tower(*inputs())
+        assert [layer.name for layer in seen.layers] == ["layers.1", "reader"]
+
+    def test_a_layer_that_is_none_is_named_at_the_end(self, tower: Tower) -> None:
+        with pytest.raises(ModelError) as caught, mh.observe(tower, layers=["layers.0", "head", 7]):
+            tower(*inputs())
+        assert str(caught.value) == (
+            "No layer that ran is called 'head' or 7. Choose among 0: layers.0, 1: layers.1, 2: reader."
+        )
+
+    def test_statistics_are_chosen_by_name(self, tower: Tower) -> None:
+        with mh.observe(tower, probes=["entropy", "received"]) as seen:
+            tower(*inputs())
+        assert list(seen.layers[0].sample().statistics) == ["entropy", "received"]
+
+    def test_all_statistics_are_had_if_none_is_named(self, tower: Tower) -> None:
+        with mh.observe(tower) as seen:
+            tower(*inputs())
+        assert set(seen.layers[0].sample().statistics) == set(PROBES) - {"special_mass"}
+
+    def test_the_size_of_the_pooled_map_is_the_callers(self, tower: Tower) -> None:
+        with mh.observe(tower, map_size=3) as seen:
+            tower(*inputs())
+        assert seen["reader"].sample().statistics["pooled_map"].shape == (4, 3, 3)
+
+
+class TestSpecialTokens:
+    def test_the_mass_on_special_tokens_counts_each_samples_own(self) -> None:
+        model, batch = family("bert"), batch_of("bert", padding="left")
+        batch["input_ids"][0, [0, 5]] = batch["input_ids"][1, [6, 11]] = 1
+        with torch.no_grad(), mh.observe(model, special_ids=[1]) as seen:
+            model(**batch)
+        for layer in seen.layers:
+            for index, places in enumerate(([0, 5], [1, 6])):  # five tokens of padding stand before the second text
+                sample = layer.sample(index)
+                marked = torch.zeros(sample.num_keys)
+                marked[places] = 1
+                torch.testing.assert_close(sample.statistics["special_mass"], sample.weights() @ marked)
+
+    def test_a_packed_batch_of_ones_own_layers_is_told_apart(self) -> None:
+        class Reader(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed, self.attend = nn.Embedding(10, 16), mh.MultiHeadAttention(16, 4)
+
+            def forward(self, input_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+                return self.attend(self.embed(input_ids), lengths=lengths)
+
+        model, ids = Reader(), torch.tensor([[3, 1, 4, 1], [1, 5, 0, 0]])
+        with mh.observe(model, special_ids=[1]) as seen:
+            model(ids, (4, 2))
+        for index, marked in enumerate((torch.tensor([0.0, 1, 0, 1]), torch.tensor([1.0, 0]))):
+            sample = seen.layers[0].sample(index)
+            torch.testing.assert_close(sample.statistics["special_mass"], sample.weights() @ marked)
+
+    def test_where_the_ids_are_not_known_it_is_left_out(self, tower: Tower) -> None:
+        with mh.observe(tower, special_ids=[1]) as seen:
+            tower(*inputs())
+        assert "special_mass" not in seen.layers[0].sample().statistics
+
+    def test_a_decoders_cross_attention_counts_the_encoders_special_tokens(self) -> None:
+        model, batch = family("t5"), batch_of("t5")
+        batch["input_ids"][:, 3] = 1
+        with torch.no_grad(), mh.observe(model, special_ids=[1], layers="EncDec") as seen:
+            model(**batch)
+        sample = seen.layers[0].sample(1)
+        torch.testing.assert_close(sample.statistics["special_mass"], sample.weights()[..., 3])
+
+
+def test_under_autocast_statistics_stay_exact() -> None:
+    layer = mh.MultiHeadAttention(16, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), mh.observe(layer) as seen:
+        layer(torch.randn(1, 40, 16))
+    sample = seen.layers[0].sample()
+    torch.testing.assert_close(
+        sample.statistics["received"], sample.weights().sum(1), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_forward_pass_made_anew_in_the_backward_pass_is_not_heard_twice() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = mh.MultiHeadAttention(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = Checkpointed()
+    with mh.observe(model) as seen:
+        model(torch.randn(1, 5, 16)).sum().backward()
+    assert seen.layers[0].num_samples == 1
+
+
+def test_a_compiled_model_is_watched_uncompiled() -> None:
+    model = torch.compile(mh.MultiHeadAttention(16, 4), backend="eager")
+    x = torch.randn(1, 5, 16)
+    with mh.observe(model) as seen:
+        model(x)
+    assert seen.layers[0].weights().shape == (4, 5, 5)
+
+
+def test_inference_mode_is_watched(tower: Tower) -> None:
+    with torch.inference_mode(), mh.observe(tower) as seen:
+        tower(*inputs())
+    assert seen.layers[0].weights().shape == (4, 6, 6)
+
+
+class TestRefusals:
+    def refusal(self, kind: type[Exception], model: Any = None, **options: Any) -> str:
+        with pytest.raises(kind) as caught, mh.observe(Tower() if model is None else model, **options):
+            pytest.fail("it was not refused")
+        return str(caught.value)
+
+    def test_what_is_no_module(self) -> None:
+        assert self.refusal(ModelError, model="bert") == "The model is a str, and no module. Give a torch.nn.Module."
+
+    def test_a_place_to_keep_that_does_not_exist(self) -> None:
+        assert self.refusal(ArgumentError, keep="disk") == (
+            "keep is 'disk'. Give \"cpu\", \"device\" or \"statistics\"."
+        )
+
+    def test_a_map_without_blocks(self) -> None:
+        assert self.refusal(ArgumentError, map_size=0) == "map_size is 0. Give an integer of at least 1."
+
+    def test_a_statistic_that_does_not_exist(self) -> None:
+        assert self.refusal(ProbeError, probes=["entropie"]) == (
+            f"There is no statistic 'entropie'. Give some of {', '.join(PROBES)}."
+        )
+
+    def test_special_mass_without_special_tokens(self) -> None:
+        assert self.refusal(ProbeError, probes=["special_mass"]) == (
+            "special_mass was asked for, and nothing says which tokens are special. Give special_ids."
+        )
+
+    def test_a_model_that_did_not_run(self) -> None:
+        with pytest.raises(ModelError) as caught, mh.observe(Tower()):
+            pass
+        assert str(caught.value) == (
+            "No attention of Tower was heard: it did not run inside the context, or its layers compute their "
+            "attention themselves. Run the model inside it; watched are layers of multihead and Hugging Face models "
+            "that use AttentionInterface."
+        )
+
+    def test_an_error_inside_the_context_is_not_hidden_by_one_at_its_end(self) -> None:
+        with pytest.raises(KeyError), mh.observe(Tower()):
+            raise KeyError
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens_afterwards() -> Iterator[None]:
+    yield
+    assert not any(isinstance(each, Ear) for each in listening.listeners())
