@@ -9,6 +9,7 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import reference
 from multihead.plan.bounds import key_bounds
+from tests import oracle
 
 
 def test_softmax_of_empty_rows_is_zero_with_no_nan_in_the_gradient() -> None:
@@ -70,3 +71,17 @@ def test_without_gradients_hidden_blocks_are_neither_computed_nor_held() -> None
     assert found.memory < 3 * 1024 * 1024 * 4
     followed = request_of(q.requires_grad_(), q, q, masks.Window(64), softcap=5.0)
     assert reference.work(followed, bounds).cells == 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.Full(), masks.Causal(), masks.Lengths((0, 7)), masks.Window(2) | masks.Prefix(3)], ids=repr
+)
+def test_blocks_of_queries_are_the_whole(mask: masks.Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients it goes by blocks of queries, each with the keys that some of them see."""
+    q, k, v = torch.randn(3, 2, 2, 11, 4, dtype=torch.float64).unbind()
+    sinks, bias = torch.randn(2, dtype=torch.float64), torch.randn(1, 2, 1, 11, dtype=torch.float64)
+    monkeypatch.setattr(reference, "ROWS", 4)
+    output, logsumexp = attention_with_logsumexp(q, k, v, mask=mask, sinks=sinks, bias=bias, kernel="reference")
+    exact = oracle.attend(q, k, v, oracle.shown(mask, (2, 2, 11, 11)), sinks=sinks, bias=bias)
+    assert oracle.difference(output, exact.output) < 1e-14
+    assert oracle.difference(logsumexp, exact.logsumexp) < 1e-14

@@ -106,7 +106,7 @@ def largest_weight(sums: Sums) -> Tensor:
     Returns: (heads, queries), a share 0..1; 0 where a query sees no key.
     Source: max_j p_ij; its mean is the "confidence" of a head in arXiv:1905.09418.
     """
-    return sums.largest
+    return sums.largest.exp()
 
 
 def largest_key(sums: Sums) -> Tensor:

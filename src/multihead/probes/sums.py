@@ -30,7 +30,7 @@ class Sums:
         at: for each of self, previous and next, the weight on the key at that offset.
         first: the weight on the first key of the sample.
         special: the weight on the special keys.
-        largest: the largest weight.
+        largest: the logarithm of the largest weight, which may be too small for a weight; -inf where no key is seen.
         largest_key: int64, its key, -1 where no key is seen.
         received: (heads, keys), sum_i p_ij.
         pooled: the map in blocks.
@@ -63,7 +63,7 @@ class Sums:
             at={name: zeros() for name in OFFSETS},
             first=zeros(),
             special=zeros(),
-            largest=zeros(),
+            largest=zeros().fill_(-torch.inf),
             largest_key=torch.full((heads, queries), -1, device=device),
             received=torch.zeros(heads, keys, dtype=torch.float64, device=device),
             pooled=PooledMap.zero(heads, queries, keys, size=map_size, device=device),
@@ -222,7 +222,8 @@ def _add_neighbours(sums: Sums, tile: _Tile) -> None:
 
 def _keep_largest(sums: Sums, tile: _Tile) -> None:
     """Keep the largest weight so far and its key; of equal ones the first."""
-    value, key = tile.weights.max(-1)
+    logs = tile.logs if tile.shown is None else tile.logs.masked_fill(~tile.shown, -torch.inf)
+    value, key = logs.max(-1)
     larger = value > sums.largest[:, tile.rows]
     sums.largest[:, tile.rows] = torch.where(larger, value.double(), sums.largest[:, tile.rows])
     sums.largest_key[:, tile.rows] = torch.where(larger, key + tile.columns[0], sums.largest_key[:, tile.rows])

@@ -1,0 +1,41 @@
+"""Pooling a map into blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from multihead.probes.pooling import PooledMap
+
+
+def test_at_most_size_by_size_blocks_are_laid_out() -> None:
+    for queries, keys, size, expected in (
+        (10, 7, 4, (4, 4)),
+        (3, 5, 64, (3, 5)),
+        (0, 5, 2, (0, 2)),
+        (65, 64, 64, (33, 64)),
+    ):
+        pooled = PooledMap.zero(2, queries, keys, size=size, device=torch.device("cpu"))
+        assert pooled.sums.shape == (2, *expected)
+
+
+def test_tiles_that_cut_through_blocks_add_up() -> None:
+    cells = torch.rand(2, 7, 9)
+    shown = torch.rand(1, 7, 9) < 0.7
+    cells = cells * shown
+    pooled = PooledMap.zero(2, 7, 9, size=3, device=torch.device("cpu"))
+    for top, bottom in ((0, 2), (2, 5), (5, 7)):
+        for left, right in ((0, 4), (4, 9)):
+            rows = slice(top, bottom)
+            tile = pooled.row_blocks(cells[:, rows, left:right], rows)
+            pooled.add(tile, shown[:, rows, left:right], rows, (left, right))
+    for row in range(3):
+        for column in range(3):
+            block = (slice(None), slice(3 * row, 3 * row + 3), slice(3 * column, 3 * column + 3))
+            expected = cells[block].sum((1, 2)) / shown[block].sum()
+            assert torch.allclose(pooled.means()[:, row, column].float(), expected, atol=1e-6)
+
+
+def test_where_nothing_is_hidden_every_cell_counts() -> None:
+    pooled = PooledMap.zero(1, 2, 3, size=1, device=torch.device("cpu"))
+    pooled.add(pooled.row_blocks(torch.ones(1, 2, 3), slice(0, 2)), None, slice(0, 2), (0, 3))
+    assert pooled.means().tolist() == [[[1.0]]]
