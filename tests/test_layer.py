@@ -361,3 +361,16 @@ def test_a_layer_for_other_keys_asks_for_its_memory() -> None:
     )
     with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):
         layer(torch.zeros(3, 7, EMBED))
+
+
+# Dynamo looks at .grad of what passes between its two graphs, and silences its own warning only where it may.
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", MASKS)
+def test_a_compiled_layer_gives_what_the_layer_gives(name: str) -> None:
+    layer = mh.MultiHeadAttention(EMBED, HEADS, num_kv_heads=2)
+    x = torch.randn(BATCH, QUERIES, EMBED)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, mask=MASKS[name]), layer(x, mask=MASKS[name]))
+    padded = compiled(x, mask=MASKS[name], lengths=torch.tensor(LENGTHS))
+    torch.testing.assert_close(padded, layer(x, mask=MASKS[name], lengths=LENGTHS))

@@ -307,10 +307,19 @@ def request_of(
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
+    attended: Attended = _opaque(request, kernel)
+    return attended
+
+
+def _walk(request: AttentionRequest, kernel: str | None) -> Attended:
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)
     listening.publish(AttentionCall(request, attended))
     return attended
+
+
+# The plan reads values, which a graph cannot: torch.compile takes the whole attention as one step between two graphs.
+_opaque = torch.compiler.disable(_walk, reason="the plan of an attention reads values")
 
 
 def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:
