@@ -206,3 +206,26 @@ def test_special_mass_is_refused_where_nobody_says_what_is_special() -> None:
     assert str(refusal.value) == (
         "special_mass was asked for, and nothing says which keys are special. Give special_keys."
     )
+
+
+@pytest.mark.parametrize(
+    ("special_keys", "said"),
+    [
+        (torch.ones(1, 3) > 0, "a torch.bool tensor of shape (1, 3)"),
+        (torch.ones(2) > 0, "a torch.bool tensor of shape (2,)"),
+        (torch.ones(1, 2), "a torch.float32 tensor of shape (1, 2)"),
+    ],
+)
+def test_special_keys_that_do_not_fit_are_refused(special_keys: Tensor, said: str) -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=("special_mass",), special_keys=special_keys)
+    assert str(refusal.value) == f"special_keys is {said}. Give booleans (batch, keys) = (1, 2)."
+
+
+@pytest.mark.parametrize("map_size", [0, -3, 2.0, True])
+def test_a_map_size_below_one_is_refused(map_size: Any) -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=("pooled_map",), map_size=map_size)
+    assert str(refusal.value) == f"map_size is {map_size!r}. Give an integer of at least 1."

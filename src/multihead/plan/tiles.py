@@ -29,7 +29,7 @@ class Tiles:
 
 
 def tiles(bounds: KeyBounds, *, keys: int, query_block: int = 64, key_block: int = 64) -> Tiles:
-    """Sort tiles by the bounds of their rows, in memory that grows with the number of tiles.
+    """Sort tiles by the bounds of their rows, in a byte for each query and tile of keys.
 
     A tile under a remainder is never FULL: what the remainder hides is read tile by tile.
 

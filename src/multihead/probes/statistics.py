@@ -188,9 +188,14 @@ def streamed(
         special_keys: (batch, keys) bool, or None.
         map_size: most rows and columns of the pooled map.
 
-    Returns: a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`).
+    Returns: a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`),
+        and counts as 0 in `received` and `pooled_map`.
+
+    Raises:
+        ProbeError: special_keys is not (batch, keys) booleans, or map_size is below 1.
     """
     shape = request.shape
+    _refuse_unless_sensible(special_keys, map_size, sizes=(shape.batch, shape.key_length))
     with torch.no_grad(), without_autocast(shape.device):
         bounds = key_bounds(
             request.mask,
@@ -242,6 +247,16 @@ def of_call(
         logsumexp = call.attended.logsumexp.detach()
         ready |= streamed(call.request, logsumexp, missing, special_keys=special_keys, map_size=map_size)
     return ready
+
+
+def _refuse_unless_sensible(special_keys: Tensor | None, map_size: object, *, sizes: tuple[int, int]) -> None:
+    if special_keys is not None and (special_keys.dtype != torch.bool or tuple(special_keys.shape) != sizes):
+        raise ProbeError(
+            f"special_keys is a {special_keys.dtype} tensor of shape {tuple(special_keys.shape)}.",
+            f"Give booleans (batch, keys) = {sizes}.",
+        )
+    if isinstance(map_size, bool) or not isinstance(map_size, int) or map_size < 1:
+        raise ProbeError(f"map_size is {map_size!r}.", "Give an integer of at least 1.")
 
 
 def _mass(sums: Sums) -> Tensor:
