@@ -200,7 +200,7 @@ def _device(device: str) -> torch.device:
 def _folder(model: str) -> Path | None:
     """Find the folder of a model on this machine: the one named, or the one inside an installed package."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model.strip() and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f'The folder "{model}" holds no config.json.', "Give the folder a model was saved to.")
         return path
@@ -225,14 +225,14 @@ def _describes_model(config: Path) -> bool:
 def _title(model: str, folder: Path | None) -> str:
     if folder is None:
         return model.rsplit("/", 1)[-1]
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
+    return Path(model).expanduser().resolve().name if Path(model).expanduser() == folder else model
 
 
 def _pretrained(transformers: Any, model: str, source: str, is_here: bool, dtype: str) -> Any:  # noqa: FBT001
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
     for head in _HEADS:
         try:
-            return getattr(transformers, head).from_pretrained(source, dtype=choice)
+            return getattr(transformers, head).from_pretrained(source, dtype=choice, trust_remote_code=False)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise _unreadable(model, error) from error
@@ -257,9 +257,11 @@ def _unreadable(model: str, error: Exception) -> ModelError:
 
 def _tokenizer(transformers: Any, source: str) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None  # a model of images has none; encode() says so where one is needed
+    # Where its files are missing the library makes one up that knows its marks alone, and no word.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def _tokens_by_place(
@@ -290,7 +292,7 @@ def _tokens_by_decoding(tokenizer: Any, ids: Sequence[int], special: Sequence[bo
             continue
         piece = str(tokenizer.decode(list(ids[first : index + 1])))
         shown.append(CONTINUED if index > first else piece)
-        if not piece.endswith(_INCOMPLETE):
+        if piece and not piece.endswith(_INCOMPLETE):  # of an unfinished character some tokenizers show nothing
             shown[first] = piece
             first = index + 1
     return shown

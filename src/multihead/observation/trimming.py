@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.kernels.tile import seen
 from multihead.masks import Documents, Drop, Full, Keep, Lengths, Mask, Prefix
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Or
@@ -101,6 +102,10 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     position = origin + rows.start - columns.start
     packed = request.packed_lengths is not None
     mask = mask_of_part(without_documents(request.mask) if packed else request.mask, span)
+    if position < 0 and _has_documents(mask):
+        # Documents begin at the first key; a query before it has lost its own, and only a tensor can tell what it sees.
+        shown = seen(replace(request, bias=None), rows, columns)
+        mask = Keep(shown.expand(request.shape.batch, -1, -1, -1)[sample])
     if not mask.speaks_of_positions:
         position = max(position, 0)  # a place before the first key means nothing to a mask of cross-attention
     small = replace(
@@ -163,6 +168,10 @@ def mask_of_part(mask: Mask, span: Span) -> Mask:
         ends = (lengths.cumsum(-1) - first_key).clamp(min=0)
         return Documents(ends.diff(prepend=torch.zeros_like(ends[:1])))
     return mask  # what speaks of positions only means the same everywhere
+
+
+def _has_documents(mask: Mask) -> bool:
+    return isinstance(mask, Documents) or any(_has_documents(part) for part in getattr(mask, "parts", ()))
 
 
 def _tile(tensor: Tensor, span: Span) -> Tensor:

