@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from multihead import functional, masks
 from multihead.functional import attention, attention_with_logsumexp
@@ -163,3 +164,22 @@ class TestOutsideImplementations:
         e = torch.e
         assert output.item() == pytest.approx((e * 1 + 1 * 3) / (e + 1), abs=1e-15)
         assert logsumexp.item() == pytest.approx(float(torch.tensor(e + 1).log()), abs=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_torch_flex_attention_with_a_softcap_a_window_and_grouped_heads() -> None:
+    q, k, v = torch.randn(1, 4, 32, 16), torch.randn(1, 2, 32, 16), torch.randn(1, 2, 32, 16)
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return 2.0 * torch.tanh(score / 2.0)
+
+    def window(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i - j < 5)
+
+    block_mask = create_block_mask(window, 1, 1, 32, 32, device="cpu")
+    theirs: Any = flex_attention(
+        q, k, v, score_mod=capped, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    output, logsumexp = attention_with_logsumexp(q, k, v, softcap=2.0, mask=masks.Window(5))
+    assert oracle.difference(output, theirs[0].double()) < 1e-6
+    assert oracle.difference(logsumexp, theirs[1].lse.double()) < 1e-6
