@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from typing import Any
 
 import pytest
@@ -53,8 +55,20 @@ def test_a_pooled_cell_is_the_mean_of_the_cells_that_may_be_seen(size: int) -> N
 
 def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
     sample = sample_of()
-    text = maps.largest(sample, 1, number=4, rounding=maps.Rounding())
-    assert text == maps.largest(sample, 1, number=4, rounding=maps.Rounding())
+    both = maps.largest(sample, number=4, rounding=maps.Rounding())
+    for head, text in enumerate(both):
+        assert maps.largest(sample, number=4, rounding=maps.Rounding(), head=head) == [text]
+        raw = zlib.decompress(base64.b64decode(text), -15)
+        planes = torch.frombuffer(bytearray(raw), dtype=torch.uint8).int().view(-1, 37, 4)
+        keys, shares = (planes[2] << 8 | planes[3]).cumsum(-1), decoded(planes[0] << 8 | planes[1], 16)
+        assert (keys.diff(dim=-1) >= 0).all()
+        kept = ~shares.isnan()
+        assert kept.sum(-1).tolist() == sample.seen.sum(-1).clamp(max=4).tolist()
+        true = sample.weights(head).double()
+        assert (true.gather(-1, keys.clamp(max=36).long()) - shares)[kept].abs().max() < 2e-5
+        torch.testing.assert_close(
+            shares.nan_to_num(nan=0).sum(-1), true.topk(4).values.sum(-1), atol=1e-4, rtol=0, check_dtype=False
+        )
 
 
 def test_runs_that_do_not_fill_the_last_bin_do_not_thin_it() -> None:

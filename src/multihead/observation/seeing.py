@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 LOCAL_REACH = 3
 """How many tokens before and after the query count as near by."""
 
-TILE_CELLS = 1 << 22
-"""Heads x queries x keys that are read at once: 32 MB in float64."""
+TILE_CELLS = 1 << 20
+"""Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Sight:
 def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
     """Yield slices of queries, each small enough that a tile of it stays a few megabytes.
 
-    >>> list(query_blocks(5, 1 << 21))
+    >>> list(query_blocks(5, 1 << 19))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     step = max(1, TILE_CELLS // max(1, cells_per_query))

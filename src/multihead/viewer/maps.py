@@ -71,24 +71,33 @@ def whole(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> 
     return pack(flat >> 4, (low[0::2] << 4) | low[1::2])
 
 
-def largest(sample: SampleRecord, head: int, *, number: int, rounding: Rounding) -> str:
+def largest(sample: SampleRecord, *, number: int, rounding: Rounding, head: int | None = None) -> list[str]:
     """Each query's largest weights as base64: two planes of codes, then planes of steps from key to key.
 
     The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the places left over.
+
+    Args:
+        sample: one text in one layer.
+        number: weights kept of a query.
+        rounding: takes in what the coding loses.
+        head: one head, or None for all, whose tiles are then read together.
+
+    Returns: one string a head.
     """
     number = min(number, sample.num_keys)
+    heads = sample.num_heads if head is None else 1
     codes, steps = [], []
-    for block in query_blocks(sample.num_queries, sample.num_keys):
-        tile = _hidden_as_nan(sample, head, block)
-        found, key = tile.nan_to_num(nan=-1.0).topk(number, dim=-1)
+    for block in query_blocks(sample.num_queries, heads * sample.num_keys):
+        tile = _hidden_as_nan(sample, head, block).nan_to_num_(nan=-1.0).view(heads, -1, sample.num_keys)
+        found, key = tile.topk(number, dim=-1, sorted=False)
         key = torch.where(found < 0, sample.num_keys, key)
         key, order = key.sort(dim=-1)
         found = found.gather(-1, order)
-        weight = torch.where(found < 0, torch.nan, found)
-        codes.append(encode(weight, bits=16, rounding=rounding).flatten())
-        steps.append(key.diff(dim=-1, prepend=torch.zeros_like(key[:, :1])).int().flatten())
-    code, step = torch.cat(codes), torch.cat(steps)
-    return pack(code >> 8, code & 255, *(step >> shift & 255 for shift in _shifts(sample.num_keys)))
+        codes.append(encode(torch.where(found < 0, torch.nan, found), bits=16, rounding=rounding))
+        steps.append(key.diff(dim=-1, prepend=torch.zeros_like(key[..., :1])).int())
+    code, step = torch.cat(codes, 1), torch.cat(steps, 1)  # (heads, queries, number)
+    shifts = _shifts(sample.num_keys)
+    return [pack(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)]
 
 
 def pooled(sample: SampleRecord, size: int) -> Tensor:
@@ -149,11 +158,11 @@ def pack(*planes: Tensor) -> str:
     return base64.b64encode(b"".join((*parts, squeeze.flush()))).decode("ascii")
 
 
-def _hidden_as_nan(sample: SampleRecord, head: int, block: slice) -> Tensor:
-    """One head's weights for some queries, (queries, keys), with NaN where a key may not be seen."""
+def _hidden_as_nan(sample: SampleRecord, head: int | None, block: slice) -> Tensor:
+    """Weights for some queries with NaN where a key may not be seen: (queries, keys), of all heads (heads, ...)."""
     tile = sample.weights(head, queries=block)
     seen = sample.visible(queries=block)
-    return torch.where(seen if seen.dim() == 2 else seen[head], tile, torch.nan)
+    return torch.where(seen if seen.dim() == 2 or head is None else seen[head], tile, torch.nan)
 
 
 def _shifts(keys: int) -> tuple[int, ...]:

@@ -172,20 +172,19 @@ def _put_largest(
     """Each query's largest weights, as many a query as the room allows; none if not even one fits."""
     queries = sum(one.num_heads * one.num_queries for one in _samples(record, sample))
     total = sum(layer.num_heads for layer in record.layers)
-    number = 16
-    for _ in range(2):  # the more are kept of a query, the fewer bytes each takes: try at 16, then at what that gave
-        number = int(0.97 * room.left / (queries * _bytes_an_entry(record, sample, max(1, number))))
-        number = min(number, MOST_WEIGHTS_A_QUERY)
+    number = int(room.left / (queries * 3))  # about three bytes each, fewer where many are kept of a query
+    for _ in range(2):
+        each = _bytes_an_entry(record, sample, max(1, min(number, MOST_WEIGHTS_A_QUERY)))
+        number = min(int(0.97 * room.left / (queries * each)), MOST_WEIGHTS_A_QUERY)
     while number >= 1:
         packs: list[tuple[str, str]] = []
         trial, done = _Room(room.left), 0
         try:
             for index, one in enumerate(_samples(record, sample)):
-                for head in range(one.num_heads):
-                    content = maps.largest(one, head, number=number, rounding=rounding)
+                for head, content in enumerate(maps.largest(one, number=number, rounding=rounding)):
                     trial.take(packs, f"k{index}.{head}", content)
-                    done += 1
-                    tell(done, total)
+                done += one.num_heads
+                tell(done, total)
         except _FullError:
             number = int(number * 0.85)  # the heads that were tried compress better than the rest
             continue
@@ -195,14 +194,14 @@ def _put_largest(
 
 
 def _bytes_an_entry(record: Record, sample: int, number: int) -> float:
-    """Bytes of one stored weight and its key, tried on a head at either end of the record and one between."""
+    """Bytes of one stored weight and its key, tried on at most eight heads spread over the record."""
     places = [(index, head) for index, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     size, entries = 0, 0
-    for index, head in {places[0], places[len(places) // 2], places[-1]}:
+    for index, head in places[len(places) // 16 :: max(1, len(places) // 8)]:
         one = record.layers[index].sample(sample)
-        number = min(number, one.num_keys)
-        size += len(maps.largest(one, head, number=number, rounding=maps.Rounding())) + 60
-        entries += one.num_queries * number
+        (content,) = maps.largest(one, number=number, rounding=maps.Rounding(), head=head)
+        size += len(content) + 60
+        entries += one.num_queries * min(number, one.num_keys)
     return size / max(1, entries)
 
 
