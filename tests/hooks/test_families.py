@@ -1,0 +1,167 @@
+"""Ten families: a watched model gives what it gave, and what is seen is what its eager attention computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multihead as mh
+from multihead.observation.record import SampleRecord
+from tests.families import CALLS, DECODERS, FAMILIES, LENGTH, PADDED, VOCABULARY, batch_of, family
+from tests.watched import brute_force, eager, eager_weights, watched, without_padding
+
+CASES = [(name, "none") for name in FAMILIES] + [(name, side) for name in PADDED for side in ("right", "left")]
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_the_weights_of_every_head_are_those_of_the_eager_attention(name: str, padding: str) -> None:
+    model, batch = family(name), batch_of(name, padding=padding)
+    expected = eager_weights(name, eager(model, batch))
+    _, seen = watched(model, batch)
+    assert len(seen.layers) == len(expected) == CALLS.get(name, 2)
+    for layer, weights in zip(seen.layers, expected, strict=True):
+        assert layer.num_samples == 2
+        for sample in range(2):
+            trimmed = without_padding(weights, name, layer.name, batch, sample)
+            torch.testing.assert_close(layer.weights(sample=sample), trimmed, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_the_statistics_equal_brute_force_over_the_eager_weights(name: str, padding: str) -> None:
+    model, batch = family(name), batch_of(name, padding=padding)
+    expected = eager_weights(name, eager(model, batch))
+    _, seen = watched(model, batch)
+    for layer, weights in zip(seen.layers, expected, strict=True):
+        for sample in range(2):
+            trimmed = without_padding(weights, name, layer.name, batch, sample)
+            told = layer.sample(sample)
+            by_hand = brute_force(trimmed.double(), told.query_start, told.visible())
+            found = {statistic: told.statistics[statistic].double() for statistic in by_hand}
+            torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_the_output_is_the_same_with_and_without_observation(name: str, padding: str) -> None:
+    model, batch = family(name), batch_of(name, padding=padding)
+    with torch.no_grad():
+        unobserved = model(**batch)[0]
+    observed = watched(model, batch)[0][0]
+    which = "decoder_attention_mask" if name == "t5" else "attention_mask"
+    mask = batch.get(which)
+    if mask is None:
+        rows = torch.ones(unobserved.shape[:2], dtype=torch.bool)
+    elif name in ("bert", "albert"):
+        rows = torch.ones_like(mask, dtype=torch.bool)  # padding too: it sees the keys that are none
+    elif padding == "right" and name in ("gpt2", "llama", "t5"):
+        rows = torch.ones_like(mask, dtype=torch.bool)
+    else:
+        rows = mask.bool()  # padding that sees no key is 0 here, and some mean of values there
+    torch.testing.assert_close(observed[rows], unobserved[rows], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gemma2"])
+def test_half_precision_loses_no_more_than_the_librarys_own_attention_does(name: str) -> None:
+    model, batch = family(name).bfloat16(), batch_of(name, padding="right")
+    rows = batch["attention_mask"].bool()
+    exact = eager(family(name), batch)[0][rows]
+    plain, observed = eager(model, batch)[0][rows], watched(model, batch)[0][0][rows]
+    assert observed.dtype == torch.bfloat16
+    budget = 2 * (plain - exact).abs().mean() + torch.finfo(torch.bfloat16).eps * exact.abs().mean()
+    assert (observed - exact).abs().mean() <= budget
+
+
+def test_double_precision_stays_double() -> None:
+    model, batch = family("bert").double(), batch_of("bert", padding="right")
+    expected = eager(model, batch)
+    output, seen = watched(model, batch)
+    torch.testing.assert_close(output[0], expected[0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(seen.layers[1].weights(), expected.attentions[1][0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt_oss"])
+def test_gradients_are_the_same_with_and_without_observation(name: str) -> None:
+    batch = batch_of(name, padding="right")
+    rows = batch["attention_mask"].bool()
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        model(**batch)[0][rows].square().mean().backward()
+        return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+    plain = family(name)
+    plain.set_attn_implementation("eager")
+    expected = gradients(plain)
+    model = family(name)
+    with mh.observe(model):
+        found = gradients(model)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=1e-4 * float(value.abs().max()) + 1e-6, rtol=1e-3)
+
+
+def decoded(model: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
+    with torch.no_grad():
+        return model.generate(
+            **batch, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, **options
+        )
+
+
+def assert_same(found: SampleRecord, expected: SampleRecord) -> None:
+    """Compare two records of one sample, one decoded token by token, one from a single pass."""
+    assert (found.num_queries, found.num_keys, found.query_start) == (
+        expected.num_queries,
+        expected.num_keys,
+        expected.query_start,
+    )
+    torch.testing.assert_close(found.weights(), expected.weights(), atol=1e-5, rtol=0)
+    assert torch.equal(found.visible(), expected.visible())
+    assert found.statistics.keys() == expected.statistics.keys()
+    for name, value in expected.statistics.items():
+        torch.testing.assert_close(found.statistics[name], value, atol=3e-5, rtol=3e-5, equal_nan=True)
+    for name, value in expected.means.items():
+        torch.testing.assert_close(found.means[name], value, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_decoding_is_one_record_equal_to_that_of_a_single_pass(name: str, padding: str, cache: str) -> None:
+    model, batch = family(name), batch_of(name, padding=padding)
+    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    special = range(VOCABULARY // 2)
+    with mh.observe(model, special_ids=special) as seen:
+        ids = decoded(model, batch, cache_implementation=cache)
+    assert torch.equal(ids, decoded(model, batch, cache_implementation=cache))
+    read = ids[:, :-1]  # the last token was written and not read
+    mask = nn.functional.pad(batch["attention_mask"], (0, read.shape[1] - LENGTH), value=1)
+    single = {"input_ids": read, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    _, whole = watched(model, single, special_ids=special)
+    assert [layer.name for layer in seen.layers] == [layer.name for layer in whole.layers]
+    for found, expected in zip(seen.layers, whole.layers, strict=True):
+        assert found.num_samples == expected.num_samples == 2
+        for sample in range(2):
+            assert_same(found.sample(sample), expected.sample(sample))
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_a_decoders_self_and_cross_attention_are_joined_over_its_steps(name: str) -> None:
+    model = family(name)
+    batch = batch_of(name, padding="right" if name == "t5" else "none")
+    batch.pop("decoder_attention_mask", None)
+    target = batch.pop("decoder_input_ids")
+    with torch.no_grad(), mh.observe(model, special_ids=range(50)) as seen:
+        keys = {"input_ids", "input_features", "attention_mask"} & batch.keys()
+        encoded = model.get_encoder()(**{key: batch[key] for key in keys})
+        rest = {key: value for key, value in batch.items() if key == "attention_mask"}
+        cache = None
+        for step in range(target.shape[1]):
+            token = target[:, step : step + 1]
+            output = model(**rest, encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache)
+            cache = output.past_key_values
+    _, whole = watched(model, {**batch, "decoder_input_ids": target}, special_ids=range(50))
+    for found, expected in zip(seen.layers, whole.layers, strict=True):
+        assert (found.name, found.num_samples) == (expected.name, 2)
+        for sample in range(2):
+            assert_same(found.sample(sample), expected.sample(sample))
