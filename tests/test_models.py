@@ -123,7 +123,7 @@ class TestRefusals:
     def test_a_device_that_this_machine_does_not_have(self, device: str) -> None:
         with pytest.raises(ArgumentError) as caught:
             load(MINILM, device=device)
-        assert str(caught.value) == f"device is {device!r}, and this machine has no such device. Give \"cpu\"."
+        assert str(caught.value) == f'device is {device!r}, and this machine has no such device. Give "cpu".'
 
     def test_without_transformers_it_says_what_to_install(self) -> None:
         code = (
@@ -134,7 +134,7 @@ class TestRefusals:
         )
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
         assert said.stdout == (
-            "Loading a model needs transformers, and it is not installed. Run pip install \"multihead[hf]\".\n"
+            'Loading a model needs transformers, and it is not installed. Run pip install "multihead[hf]".\n'
         )
 
     @pytest.mark.parametrize("text", ["", " ", "\n\t"])

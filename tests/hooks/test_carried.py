@@ -14,9 +14,7 @@ PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
 
 def carried(mask: masks.Mask | None = None) -> CarriedMask:
     meant = masks.Causal() & masks.Keep(PADDING, "batch keys") if mask is None else mask
-    return CarriedMask(
-        (2, 1, 4, 5), meant, query_start=1, key_offset=0, padding=PADDING, device=torch.device("cpu")
-    )
+    return CarriedMask((2, 1, 4, 5), meant, query_start=1, key_offset=0, padding=PADDING, device=torch.device("cpu"))
 
 
 def test_it_looks_like_the_boolean_mask_a_model_expects() -> None:

@@ -103,9 +103,7 @@ def test_gradients_are_the_same_with_and_without_observation(name: str) -> None:
 
 def decoded(model: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
     with torch.no_grad():
-        return model.generate(
-            **batch, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, **options
-        )
+        return model.generate(**batch, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, **options)
 
 
 def assert_same(found: SampleRecord, expected: SampleRecord) -> None:

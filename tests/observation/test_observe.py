@@ -246,9 +246,7 @@ def test_under_autocast_statistics_stay_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), mh.observe(layer) as seen:
         layer(torch.randn(1, 40, 16))
     sample = seen.layers[0].sample()
-    torch.testing.assert_close(
-        sample.statistics["received"], sample.weights().sum(1), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(sample.statistics["received"], sample.weights().sum(1), atol=1e-5, rtol=1e-5)
 
 
 def test_a_forward_pass_made_anew_in_the_backward_pass_is_not_heard_twice() -> None:
@@ -290,9 +288,7 @@ class TestRefusals:
         assert self.refusal(ModelError, model="bert") == "The model is a str, and no module. Give a torch.nn.Module."
 
     def test_a_place_to_keep_that_does_not_exist(self) -> None:
-        assert self.refusal(ArgumentError, keep="disk") == (
-            "keep is 'disk'. Give \"cpu\", \"device\" or \"statistics\"."
-        )
+        assert self.refusal(ArgumentError, keep="disk") == ('keep is \'disk\'. Give "cpu", "device" or "statistics".')
 
     def test_a_map_without_blocks(self) -> None:
         assert self.refusal(ArgumentError, map_size=0) == "map_size is 0. Give an integer of at least 1."

@@ -13,7 +13,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, ModelError
 from multihead.functional import attend, request_of
-from multihead.observation.record import KeyRows, Record, SampleRecord
+from multihead.observation.record import Record, SampleRecord
 
 HEADS, LENGTH = 4, 10
 Q, K = torch.randn(2, 1, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -175,20 +175,3 @@ def test_a_layer_that_is_none_is_refused_with_those_that_are() -> None:
     with pytest.raises(ModelError) as caught:
         _ = seen_in(lambda model: model(slice(0, LENGTH)))["encoder"]
     assert str(caught.value) == "There is no layer 'encoder' in the record. The layers seen are: Asking."
-
-
-class TestKeyRows:
-    def test_only_what_is_new_is_taken_of_a_growing_cache(self) -> None:
-        rows = KeyRows()
-        rows.grow(K[:, :, :4], start=0, device=torch.device("cpu"))
-        rows.grow(K[:, :, :6], start=0, device=torch.device("cpu"))
-        rows.grow(K[:, :, 3:9], start=3, device=torch.device("cpu"))
-        assert [chunk.shape[2] for chunk in rows._chunks] == [4, 2, 3]
-        assert torch.equal(rows.between(0, 9), K[:, :, :9])
-        assert rows.length == 9
-
-    def test_keys_that_were_dropped_before_anybody_saw_them_are_zero(self) -> None:
-        rows = KeyRows()
-        rows.grow(K[:, :, :2], start=3, device=torch.device("cpu"))
-        assert torch.equal(rows.between(0, 5)[:, :, :3], torch.zeros(1, HEADS, 3, 8))
-        assert torch.equal(rows.between(3, 5), K[:, :, :2])

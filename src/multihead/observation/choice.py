@@ -28,7 +28,7 @@ class Choice:
         items = (layers,) if isinstance(layers, (int, str)) else tuple(layers)
         for item in items:
             if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or item in range(-99, 0):
-                raise ArgumentError(f"layers holds {item!r}.", "Give indices from 0, or names such as \"layer.3\".")
+                raise ArgumentError(f"layers holds {item!r}.", 'Give indices from 0, or names such as "layer.3".')
         if not items:
             raise ArgumentError("layers is empty.", "Give indices or names, or None for all layers.")
         return Choice(items)

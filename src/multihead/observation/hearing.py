@@ -13,7 +13,8 @@ from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
 from multihead.observation.choice import Choice
-from multihead.observation.record import KeyRows, LayerRecord, Piece, Record, SampleRecord
+from multihead.observation.pieces import KeyRows, Piece
+from multihead.observation.record import LayerRecord, Record, SampleRecord
 from multihead.observation.trimming import Span, cut, spans
 from multihead.probes.statistics import of_call
 from multihead.probes.weights import tile

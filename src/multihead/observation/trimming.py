@@ -124,9 +124,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
         request.shape.key_length,
     )
     kept = {name: value[sample] for name, value in attended.statistics.items()} if whole else {}
-    return AttentionCall(
-        small, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept)
-    )
+    return AttentionCall(small, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
 
 def without_documents(mask: Mask) -> Mask:
