@@ -18,7 +18,7 @@ import jinja2
 from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError, ShapeError
-from multihead.observation.findings import findings, read_layers
+from multihead.observation.findings import LayerReading, findings, read_layers
 from multihead.viewer import content
 from multihead.viewer.store import Progress, Store, fill
 from multihead.viewer.texts import reading
@@ -75,6 +75,7 @@ def write_report(
     sample: int = 0,
     max_bytes: int = 20_000_000,
     lang: str = "en",
+    readings: Sequence[LayerReading] | None = None,
     progress: Progress | None = None,
 ) -> ReportSummary:
     """Write a record as one self-contained page.
@@ -97,6 +98,7 @@ def write_report(
         sample: which text of the record.
         max_bytes: the largest page, in bytes.
         lang: "en" or "zh".
+        readings: the result of `read_layers` for this sample, where it is at hand already.
         progress: called with (heads done, heads in all) while maps are stored.
 
     Raises: ArgumentError, ShapeError or InputError, before anything is written.
@@ -104,7 +106,7 @@ def write_report(
     path = Path(path)
     _check(record, path, tokens, sample, max_bytes, lang)
     words = content.all_words()[lang]
-    read = read_layers(record, sample=sample, special=special)
+    read = readings if readings is not None else read_layers(record, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
     if key_tokens is not None:
         texts["keys"] = reading(key_tokens)
