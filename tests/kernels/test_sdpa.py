@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.functional import attention, attention_with_logsumexp, request_of
+from multihead.functional import attention, attention_with_logsumexp, request_of, statistics
 from multihead.kernels import sdpa
+from multihead.plan import rectangles
 from multihead.plan.bounds import key_bounds
 from tests import oracle
 
@@ -94,6 +95,19 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
     attention(q, k, v, kernel="sdpa").sum().backward()
     assert v.grad is not None
     assert torch.allclose(v.grad.sum(), torch.tensor(2.0 * 5 * 4))
+
+
+def test_gradients_of_many_rectangles_are_summed_before_they_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key gets a small gradient from each of 128 blocks: added up in bfloat16, most of it would be lost."""
+    monkeypatch.setattr(rectangles, "BLOCK_ROWS", 4)
+    q, k, v = torch.randn(3, 1, 1, 512, 8).bfloat16().unbind()
+    v = v.clone().requires_grad_()
+    gaps = masks.Keep(torch.arange(512) % 5 != 1, "keys")
+    attention(q, k, v, mask=gaps, kernel="sdpa").sum().backward()
+    received = statistics(q, k, mask=gaps, probes=("received",))["received"]  # what a sum hands to each value
+    assert v.grad is not None
+    error = (v.grad[..., 0].float() - received).abs() / received.clamp(min=0.1)
+    assert float(error.max()) < torch.finfo(torch.bfloat16).eps
 
 
 class LargestTensor(TorchDispatchMode):

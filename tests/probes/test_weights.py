@@ -39,6 +39,13 @@ def test_heads_are_named_by_an_index_several_or_a_slice(heads: Any) -> None:
     assert torch.allclose(weights(q, q, heads=heads), (q @ q.mT / 8**0.5).softmax(-1)[:, chosen], atol=1e-6)
 
 
+def test_each_head_of_a_group_looks_at_the_keys_of_its_group() -> None:
+    q, k = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 5, 8)
+    whole = (q @ k.repeat_interleave(3, 1).mT / 8**0.5).softmax(-1)
+    for head in range(6):
+        assert torch.allclose(weights(q, k, heads=head)[0, 0], whole[0, head], atol=1e-6)
+
+
 def test_a_logsumexp_at_hand_is_used() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     _, logsumexp = attention_with_logsumexp(q, k, v)
