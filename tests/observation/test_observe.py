@@ -241,6 +241,23 @@ class TestSpecialTokens:
         torch.testing.assert_close(sample.statistics["special_mass"], sample.weights()[..., 3])
 
 
+def test_padding_between_tokens_counts_nowhere() -> None:
+    model, batch = family("bert"), batch_of("bert")
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, [0, 4, 5, 11]] = 0
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(**batch)
+    sample, real = seen.layers[0].sample(1), batch["attention_mask"][1, 1:11].bool()
+    assert (sample.num_queries, sample.num_keys) == (10, 10)
+    weights = sample.weights()
+    torch.testing.assert_close(weights.sum(-1), real.float().expand(4, -1))
+    torch.testing.assert_close(sample.statistics["received"], weights.sum(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        sample.means["largest_weight"], weights[:, real].amax(-1).mean(-1).double(), atol=1e-6, rtol=0
+    )
+    assert torch.equal(sample.visible(), real[:, None] & real)
+
+
 def test_under_autocast_statistics_stay_exact() -> None:
     layer = mh.MultiHeadAttention(16, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16), mh.observe(layer) as seen:

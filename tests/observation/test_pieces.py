@@ -30,5 +30,5 @@ def test_keys_that_were_dropped_before_anybody_saw_them_are_zero() -> None:
 
 def test_a_piece_knows_its_place_among_the_keys_of_its_sample() -> None:
     request = request_of(K[:, :, :2], K[:, :, :5], K[:, :, :5], query_start=3)
-    piece = Piece(request, 4, torch.ones(2, dtype=torch.bool), torch.zeros(1, HEADS, 2), {}, None)
+    piece = Piece(request, 4, torch.zeros(1, HEADS, 2), {}, None)
     assert (piece.num_queries, piece.query_start, piece.key_stop) == (2, 7, 9)

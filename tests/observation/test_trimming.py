@@ -14,7 +14,7 @@ from multihead import listening, masks
 from multihead.call import AttentionCall
 from multihead.functional import attend, request_of
 from multihead.kernels.tile import seen
-from multihead.observation.trimming import Span, cut, hull, mask_of_part, spans, without_documents
+from multihead.observation.trimming import Span, cut, hull, mask_of_part, spans, without_documents, without_queries
 from multihead.probes.weights import tile
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 6, 9
@@ -113,6 +113,15 @@ def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
     whole, part = cut(call, Span(1, (0, 6), (0, 9))), cut(call, Span(1, (0, 5), (0, 9)))
     assert torch.equal(whole.attended.statistics["entropy"], given_["entropy"][1:])
     assert part.attended.statistics == {}
+
+
+def test_padding_between_real_queries_sees_nothing() -> None:
+    call = cut(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
+    real = torch.tensor([True, True, False, True, False, True])
+    found = without_queries(call, real)
+    assert torch.equal(seen(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
+    assert torch.equal(tile(found.request, found.attended.logsumexp)[0, :, ~real], torch.zeros(HEADS, 2, KEYS))
+    assert without_queries(call, torch.ones(QUERIES, dtype=torch.bool)) is call
 
 
 def test_the_documents_of_a_packing_are_taken_out_and_nothing_else() -> None:

@@ -15,7 +15,7 @@ from multihead.hooks.inputs import Inputs
 from multihead.observation.choice import Choice
 from multihead.observation.pieces import KeyRows, Piece
 from multihead.observation.record import LayerRecord, Record, SampleRecord
-from multihead.observation.trimming import Span, cut, spans
+from multihead.observation.trimming import Span, cut, spans, without_queries
 from multihead.probes.statistics import of_call
 from multihead.probes.weights import tile
 
@@ -170,9 +170,11 @@ class Ear:
                 now.samples.append(SampleRecord(layer.name, [], keys, self.map_size))
                 layer.samples.append(now.samples[-1])
             flags = _flags_of_keys(special, span, index, offset, call)
-            counted = None if real is None else real[span.sample, slice(*span.queries)]
             start = offset + span.keys[0] - now.leads[index] if call.request.packed_lengths is None else 0
-            self._add(now.samples[index], cut(call, span), start, counted, flags, first=not goes_on)
+            alone = cut(call, span)
+            if real is not None:
+                alone = without_queries(alone, real[span.sample, slice(*span.queries)])
+            self._add(now.samples[index], alone, start, flags, first=not goes_on)
             self.record.add(layer, now.samples[index])
 
     def _add(
@@ -180,7 +182,6 @@ class Ear:
         sample: SampleRecord,
         call: AttentionCall,
         key_start: int,
-        counted: Tensor | None,
         special: Tensor | None,
         *,
         first: bool,
@@ -218,7 +219,6 @@ class Ear:
             Piece(
                 request=request,
                 key_start=key_start,
-                counted=torch.ones(request.shape.query_length, dtype=torch.bool) if counted is None else counted.cpu(),
                 logsumexp=call.attended.logsumexp.detach().to(device, copy=True),
                 statistics={name: value[0].cpu() for name, value in found.items()},
                 q=call.request.q.detach().to(device, copy=True) if kept else None,

@@ -17,7 +17,6 @@ class Piece:
     Fields:
         request: what was asked, with a batch of one; its q, k and v are empty.
         key_start: where its first key stands among the keys of the sample.
-        counted: (queries,) bool, the queries that are no padding.
         logsumexp: (1, heads, queries), nats.
         statistics: (heads, queries) each; `received` (heads, keys), `pooled_map` (heads, rows, columns).
         q: (1, heads, queries, head_dim), or None where only statistics were kept.
@@ -25,7 +24,6 @@ class Piece:
 
     request: AttentionRequest
     key_start: int
-    counted: Tensor
     logsumexp: Tensor
     statistics: dict[str, Tensor]
     q: Tensor | None

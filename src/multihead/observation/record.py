@@ -77,7 +77,7 @@ class SampleRecord:
 
     def sums(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Sums over the queries that see a key, and how many those are: (heads,) float64 each."""
-        sees = torch.cat([(each.logsumexp[0] != -torch.inf).cpu() & each.counted for each in self.pieces], 1)
+        sees = torch.cat([(each.logsumexp[0] != -torch.inf).cpu() for each in self.pieces], 1)
         position = torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.pieces])
         having = {"previous_mass": position >= 1, "next_mass": position + 1 < self.num_keys}
         found = {}

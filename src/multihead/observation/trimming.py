@@ -127,6 +127,20 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     return AttentionCall(small, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
 
+def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
+    """Let the queries that are padding between real ones see nothing, so that they count nowhere.
+
+    Args:
+        call: a call with a batch of one.
+        real: (queries,) bool, True = no padding.
+    """
+    if bool(real.all()):
+        return call
+    logsumexp = call.attended.logsumexp.masked_fill(~real, -torch.inf)
+    mask = call.request.mask & Keep(real, "queries")
+    return AttentionCall(replace(call.request, mask=mask), Attended(call.attended.output, logsumexp))
+
+
 def without_documents(mask: Mask) -> Mask:
     """Take the documents out of the mask of a packed row: what each sample's own mask was.
 
