@@ -133,6 +133,7 @@ def look(
             offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
             unknown=encoded.unknown,
             lang=lang,
+            readings=readings,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     rows = [{**row, "kind": readings[row["layer"]].kinds[row["head"]]} for row in table.rows]
