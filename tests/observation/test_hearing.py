@@ -140,3 +140,12 @@ def test_an_attention_that_belongs_to_no_layer_of_the_model_is_not_heard() -> No
         stranger(q, k)
         mh.attention(q, k, k)
     assert [(layer.name, layer.num_samples) for layer in seen.layers] == [("Attention", 1)]
+
+
+def test_what_is_kept_stays_as_it_was_when_a_cache_is_written_over() -> None:
+    q, k = text(5)
+    expected = direct(q, k)
+    record = watch(Attention(), (q, k))
+    q.zero_()
+    k.zero_()
+    torch.testing.assert_close(record["Attention"].sample().weights(), expected)
