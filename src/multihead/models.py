@@ -53,23 +53,17 @@ class LoadedModel:
         told = getattr(self.tokenizer, "model_max_length", None)
         return min(positions, told) if isinstance(told, int) else positions
 
+    @property
+    def reader(self) -> nn.Module:
+        """The part of the model that reads a text: the encoder of an encoder-decoder model, else the model."""
+        model: Any = self.model
+        encoder: nn.Module = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+        return encoder
+
     def arguments(self, encoded: Encoded) -> dict[str, Tensor]:
-        """Give what the model's forward takes for a text; an encoder-decoder model reads and writes the same text."""
+        """Give what the reader's forward takes for a text."""
         device = next(self.model.parameters()).device
-        ids, mask = encoded.ids.to(device), encoded.mask.to(device)
-        given = {"input_ids": ids, "attention_mask": mask}
-        config: Any = self.model.config
-        if getattr(config, "is_encoder_decoder", False):
-            start = next(
-                (
-                    value
-                    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-                    if (value := getattr(config, name, None)) is not None
-                ),
-                0,
-            )
-            given["decoder_input_ids"] = torch.cat([ids.new_full((1, 1), start), ids[:, :-1]], 1)
-        return given
+        return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,7 +145,8 @@ def look(
     if printed_data:
         return
     console = Console(highlight=False)
-    console.print(f"[bold]{loaded.title}[/] read {len(encoded.tokens)} tokens with {_counted(record)}.\n")
+    part = "" if loaded.reader is loaded.model else "The encoder of "
+    console.print(f"{part}[bold]{loaded.title}[/] read {len(encoded.tokens)} tokens with {_counted(record)}.\n")
     console.print(_drawn(rows, console.width))
     if found:
         console.print("\nWhat stands out:" if lang == "en" else "\n发现：")
@@ -171,13 +172,12 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
             def hear(self, call: Any) -> None:
                 progress.advance(task)
 
-        special_ids = loaded.tokenizer.all_special_ids
         with (
             torch.no_grad(),
-            observe(loaded.model, layers=layers, special_ids=special_ids) as record,
+            observe(loaded.reader, layers=layers, special_ids=encoded.special_ids) as record,
             listen(Counter()),
         ):
-            loaded.model(**loaded.arguments(encoded))
+            loaded.reader(**loaded.arguments(encoded))
     return record
 
 

@@ -24,7 +24,7 @@ def entropy(sums: Sums) -> Tensor:
     Returns: (heads, queries), nats; 0 = one key, ln(keys) = all of them evenly.
     Source: H_i = -sum_j p_ij ln p_ij, with ln p_ij = s_ij - L_i. A sink's weight is not counted in.
     """
-    return sums.surprisal
+    return sums.surprisal.clamp(min=0)  # one key alone can come out at -1e-7 by rounding
 
 
 def effective_keys(sums: Sums) -> Tensor:
