@@ -47,6 +47,7 @@ def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click p
     Console().print(table(rows))
     click.echo(machine())
     if save:
+        RESULTS.mkdir(exist_ok=True)
         target = RESULTS / f"{dt.date.today().isoformat()}-inference.md"
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
         click.echo(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
