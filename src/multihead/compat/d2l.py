@@ -1,0 +1,262 @@
+"""The multi-head attention of "Dive into Deep Learning": same names, same state_dict, computed by multihead.
+
+Change `from d2l import torch as d2l` and `d2l.MultiHeadAttention` into
+`from multihead.compat.d2l import MultiHeadAttention`; parameters, outputs and gradients stay what they were.
+Otherwise is one thing: a query that sees no key (a valid length of 0) gives weights of 0, where the book's
+class gives every key the same weight, padding included.
+"""
+
+# ruff: noqa: N803 - the book writes its tensors X
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from multihead.call import AttentionRequest
+from multihead.compat.weighing import Remembered
+from multihead.errors import ArgumentError, ShapeError
+from multihead.functional import attend, request_of
+from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.kernels.reference import softmax
+from multihead.kernels.tile import working_dtype
+from multihead.masks import Full, Lengths, Mask
+from multihead.masks.dense import Place, refuse_unless_fitting, visible
+from multihead.packing import Packing
+
+ValidLens: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | None"
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot product attention, the weights of the last call to be looked at afterwards.
+
+    Args:
+        dropout: share of the weights dropped in training, 0 to 1.
+
+    Source: Zhang et al., Dive into Deep Learning, section "Attention Scoring Functions".
+
+    >>> attention = DotProductAttention(dropout=0.5).eval()
+    >>> output = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), torch.ones(2, 10, 4), torch.tensor([2, 6]))
+    >>> attention.attention_weights[:, :, :3]
+    tensor([[[0.5000, 0.5000, 0.0000]],
+    <BLANKLINE>
+            [[0.1667, 0.1667, 0.1667]]])
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self._last = Remembered()
+
+    @property
+    def attention_weights(self) -> Tensor | None:
+        """(batch, queries, keys), of the last call and before dropout; None before the first.
+
+        Inside `MultiHeadAttention` the heads are folded into the batch: (batch * heads, queries, keys). They are
+        computed when they are asked for, from the queries and keys of that call, and are differentiable.
+        """
+        weights = self._last.weights()
+        return None if weights is None else weights.flatten(0, 1)
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
+        """Attend from queries to the keys before each valid length.
+
+        Args:
+            queries: (batch, queries, head_dim).
+            keys: (batch, keys, head_dim).
+            values: (batch, keys, value_dim).
+            valid_lens: keys that may be seen, (batch,) or (batch, queries); all if None. Longer than the keys is all.
+
+        Returns: (batch, queries, value_dim), 0 where the length is 0.
+        """
+        for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+            _refuse_unless_3d(name, tensor)
+        q, k, v = queries[:, None], keys[:, None], values[:, None]  # (batch, 1, length, features)
+        return self._attended(q, k, v, _mask(valid_lens, keys.shape[1]), owner=self)[:, 0]
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
+        """Attend with heads on their own axis: (batch, heads, queries, value_dim)."""
+        dropout = self.dropout.p if self.training else 0.0
+        request: AttentionRequest = replace(request_of(q, k, v, mask, dropout=dropout), owner=owner)
+        output = attend(request).output
+        self._last.call(request)
+        return output
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention with the book's arguments, submodules and parameter names.
+
+    `print(layer)` shows attention, W_q, W_k, W_v and W_o; the same seed draws the same parameters as the book's.
+
+    Args:
+        key_size: features of the keys.
+        query_size: features of the queries.
+        value_size: features of the values.
+        num_hiddens: width of each projection, shared by the heads, and of the output.
+        num_heads: number of heads, a divisor of num_hiddens.
+        dropout: share of the weights dropped in training, 0 to 1.
+        bias: whether the projections add a bias.
+        kwargs: none; the book's class hands them to `nn.Module`, which takes none either.
+
+    The book's newer edition leaves the three sizes out and reads them off the first batch; that is had by
+    keywords: `MultiHeadAttention(num_hiddens=100, num_heads=5, dropout=0.5)`.
+
+    Raises:
+        ArgumentError: the heads do not divide num_hiddens, an argument is missing, or one does not exist.
+
+    Source: Zhang et al., Dive into Deep Learning, section "Multi-Head Attention".
+
+    >>> layer = MultiHeadAttention(100, 100, 100, num_hiddens=100, num_heads=5, dropout=0.5).eval()
+    >>> layer(torch.ones(2, 4, 100), torch.ones(2, 6, 100), torch.ones(2, 6, 100), torch.tensor([3, 2])).shape
+    torch.Size([2, 4, 100])
+    >>> layer.attention.attention_weights[[0, 5], 0].detach()  # head 0 of each sample
+    tensor([[0.3333, 0.3333, 0.3333, 0.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000]])
+    """
+
+    def __init__(
+        self,
+        key_size: int | None = None,
+        query_size: int | None = None,
+        value_size: int | None = None,
+        num_hiddens: int | None = None,
+        num_heads: int | None = None,
+        dropout: float | None = None,
+        bias: bool = False,  # noqa: FBT001, FBT002 - the book's signature
+        **kwargs: Any,
+    ) -> None:
+        if num_hiddens is None or num_heads is None or dropout is None:
+            raise ArgumentError(
+                "num_hiddens, num_heads and dropout are not all given.",
+                "Give (key_size, query_size, value_size, num_hiddens, num_heads, dropout), or, as in the newer edition "
+                "of the book, the last three by keyword: num_hiddens=100, num_heads=5, dropout=0.5.",
+            )
+        if kwargs:
+            raise ArgumentError(
+                f"There is no argument {' or '.join(map(repr, kwargs))}.",
+                "Leave it out; for another dtype or device say layer.to(...).",
+            )
+        head_dim_of(num_hiddens, num_heads, name="num_hiddens")
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention = DotProductAttention(dropout)
+        # In the book's order, so that the same seed draws the same parameters.
+        self.W_q = _linear(query_size, num_hiddens, bias=bias)
+        self.W_k = _linear(key_size, num_hiddens, bias=bias)
+        self.W_v = _linear(value_size, num_hiddens, bias=bias)
+        self.W_o = nn.Linear(num_hiddens, num_hiddens, bias=bias)
+
+    @property
+    def attention_weights(self) -> Tensor | None:
+        """(batch * heads, queries, keys), of the last call and before dropout; None before the first."""
+        return self.attention.attention_weights
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
+        """Attend from queries to the keys before each valid length.
+
+        Keys behind a (batch,) length are padding: they are not projected, and what is NaN there reaches nothing.
+
+        Args:
+            queries: (batch, queries, query_size).
+            keys: (batch, keys, key_size).
+            values: (batch, keys, value_size).
+            valid_lens: keys that may be seen, (batch,) or (batch, queries); all if None. Longer than the keys is all.
+
+        Returns: (batch, queries, num_hiddens). Where the length is 0 no key is seen: W_o of 0.
+
+        Raises:
+            ShapeError, MaskError, DtypeError: what does not fit, in words.
+        """
+        for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+            _refuse_unless_3d(name, tensor)
+        mask = _mask(valid_lens, keys.shape[1])
+        padding = _padding(mask, keys, values)
+        if padding is None:
+            k, v = self.W_k(keys), self.W_v(values)  # (batch, keys, num_hiddens) each
+        else:
+            packed = padding.pack(keys)  # (1, tokens, key_size)
+            k = padding.unpack(self.W_k(packed))
+            v = padding.unpack(self.W_v(packed if values is keys else padding.pack(values)))
+        q, k, v = (split_heads(x, self.num_heads) for x in (self.W_q(queries), k, v))
+        output = self.attention._attended(q, k, v, mask, owner=self)  # noqa: SLF001 - (batch, heads, queries, head_dim)
+        return self.W_o(merge_heads(output))  # type: ignore[no-any-return]
+
+
+def transpose_qkv(X: Tensor, num_heads: int) -> Tensor:
+    """Split the heads and fold them into the batch: (batch, length, width) -> (batch * heads, length, width / heads).
+
+    >>> transpose_qkv(torch.zeros(2, 4, 100), 5).shape
+    torch.Size([10, 4, 20])
+    """
+    return split_heads(X, num_heads).flatten(0, 1)
+
+
+def transpose_output(X: Tensor, num_heads: int) -> Tensor:
+    """Undo `transpose_qkv`: (batch * heads, length, head_dim) -> (batch, length, heads * head_dim).
+
+    >>> X = torch.randn(2, 4, 100)
+    >>> torch.equal(transpose_output(transpose_qkv(X, 5), 5), X)
+    True
+    """
+    _refuse_unless_3d("X", X)
+    if num_heads < 1 or X.shape[0] % num_heads:
+        raise ShapeError(
+            f"X has {X.shape[0]} rows, and {num_heads} heads do not divide them.",
+            "Give (batch * heads, length, head_dim), such as transpose_qkv returns.",
+        )
+    return merge_heads(X.unflatten(0, (-1, num_heads)))
+
+
+def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
+    """Softmax over the last axis, of the scores before each valid length.
+
+    Args:
+        X: (batch, queries, keys), scores.
+        valid_lens: (batch,) or (batch, queries); all keys if None.
+
+    Returns: (batch, queries, keys), in the dtype of X; 0 behind the length, and 0 everywhere if it is 0.
+
+    >>> masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 0]))
+    tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],
+    <BLANKLINE>
+            [[0.0000, 0.0000, 0.0000, 0.0000]]])
+    """
+    _refuse_unless_3d("X", X)
+    batch, queries, keys = X.shape
+    mask = _mask(valid_lens, keys)
+    refuse_unless_fitting(mask, batch=batch, heads=1, queries=queries, keys=keys)
+    hidden = ~visible(mask, Place.of(queries, keys, device=X.device))
+    cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
+    return softmax(cells, None)[0][:, 0].to(X.dtype)
+
+
+def _mask(valid_lens: ValidLens, keys: int) -> Mask:
+    """Turn valid lengths into a mask; the book compares key indices with them, so that a longer one means all keys."""
+    if valid_lens is None:
+        return Full()
+    lengths = Lengths(valid_lens).lengths  # refused here if they are no lengths
+    return Lengths(torch.as_tensor(lengths).clamp(max=keys))
+
+
+def _padding(mask: Mask, keys: Tensor, values: Tensor) -> Packing | None:
+    """Find the keys that stand behind the lengths of whole samples, or None if there are none to leave out."""
+    if not isinstance(mask, Lengths) or not isinstance(mask.lengths, Tensor) or mask.lengths.dim() != 1:
+        return None
+    if values.shape[:2] != keys.shape[:2]:
+        raise ShapeError(
+            f"keys has shape {tuple(keys.shape)} and values has {tuple(values.shape)}.", "Give every key its one value."
+        )
+    return Packing.of(mask.lengths, batch=keys.shape[0], length=keys.shape[1], device=keys.device, name="valid_lens")
+
+
+def _linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
+    return nn.LazyLinear(width_out, bias=bias) if width_in is None else nn.Linear(width_in, width_out, bias=bias)
+
+
+def _refuse_unless_3d(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 3:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}.", "Give three axes: (batch, length, features).")
