@@ -1,0 +1,202 @@
+"""The two classes that most tutorials write: MultiHeadAttention(d_model, h), and the Annotated Transformer's.
+
+Parameters, outputs, weights and gradients are those of the originals. Otherwise is one thing: a query that sees
+no key gives weights of 0, where the originals' fill of -1e9 gives every key the same weight.
+"""
+
+# ruff: noqa: N803 - the tutorials write Q, K and V
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from multihead.call import AttentionRequest
+from multihead.compat.weighing import Remembered, attend_with_weights
+from multihead.errors import MaskError, ShapeError
+from multihead.functional import attend, request_of
+from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.masks import Full, Keep, Mask
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention of the tutorials: four projections with bias, returning the output and the weights.
+
+    Args:
+        d_model: width of the inputs and the output, features.
+        h: number of heads, a divisor of d_model.
+        dropout: share of the weights dropped in training, 0 to 1.
+
+    Raises:
+        ArgumentError: the heads do not divide the width; the sentence lists those that do.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2.
+
+    >>> import torch
+    >>> layer = MultiHeadAttention(d_model=512, h=8).eval()
+    >>> x = torch.randn(2, 10, 512)
+    >>> output, weights = layer(x, x, x, mask=torch.ones(10, 10).tril())
+    >>> output.shape, weights.shape
+    (torch.Size([2, 10, 512]), torch.Size([2, 8, 10, 10]))
+    """
+
+    def __init__(self, d_model: int, h: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.d_k = head_dim_of(d_model, h, name="d_model")
+        self.d_model, self.h = d_model, h
+        self.W_q = nn.Linear(d_model, d_model)
+        self.W_k = nn.Linear(d_model, d_model)
+        self.W_v = nn.Linear(d_model, d_model)
+        self.W_o = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Give each head its columns: (batch, length, d_model) -> (batch, h, length, d_k)."""
+        return split_heads(x, self.h)
+
+    def scaled_dot_product_attention(
+        self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with heads on their own axis.
+
+        Args:
+            Q: (batch, h, queries, d_k).
+            K: (batch, h, keys, d_k).
+            V: (batch, h, keys, d_k).
+            mask: as in `forward`.
+
+        Returns: the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), after dropout in
+            training: those that the output is made of.
+        """
+        dropout = self.dropout.p if self.training else 0.0
+        request: AttentionRequest = request_of(Q, K, V, _mask(mask), dropout=dropout)
+        return attend_with_weights(replace(request, owner=self))
+
+    def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attend from Q to K, and take what stands in V.
+
+        Args:
+            Q: (batch, queries, d_model).
+            K: (batch, keys, d_model).
+            V: (batch, keys, d_model).
+            mask: broadcasts to (batch, h, queries, keys), where 0 or False hides a key. A mask of 3 dimensions is
+                refused: (batch, queries, keys) would be read as (h, queries, keys). None hides nothing.
+
+        Returns: the output (batch, queries, d_model), and the weights (batch, h, queries, keys), after dropout in
+            training. A query that sees no key has weights of 0, and W_o of 0.
+
+        Raises:
+            MaskError: the mask has 3 dimensions or does not broadcast.
+            ShapeError, DtypeError: Q, K and V do not fit each other or the layer.
+        """
+        _refuse_unless_width(self.d_model, Q=Q, K=K, V=V)
+        q, k, v = (self.split_heads(x) for x in (self.W_q(Q), self.W_k(K), self.W_v(V)))
+        output, weights = self.scaled_dot_product_attention(q, k, v, mask)  # (batch, h, queries, d_k)
+        return self.W_o(merge_heads(output)), weights
+
+
+class MultiHeadedAttention(nn.Module):
+    """The class of Harvard's Annotated Transformer: heads first, four `linears`, the weights kept in `attn`.
+
+    As in the original the four projections begin as copies of one.
+
+    Args:
+        h: number of heads, a divisor of d_model.
+        d_model: width of the inputs and the output, features.
+        dropout: share of the weights dropped in training, 0 to 1.
+
+    Raises:
+        ArgumentError: the heads do not divide the width; the sentence lists those that do.
+
+    Source: Rush et al., The Annotated Transformer, section "Attention".
+
+    >>> import torch
+    >>> layer = MultiHeadedAttention(h=8, d_model=512).eval()
+    >>> x = torch.randn(2, 10, 512)
+    >>> layer(x, x, x, mask=torch.ones(1, 10, 10).tril()).shape
+    torch.Size([2, 10, 512])
+    >>> layer.attn.shape
+    torch.Size([2, 8, 10, 10])
+    """
+
+    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.d_k = head_dim_of(d_model, h, name="d_model")
+        self.h = h
+        first = nn.Linear(d_model, d_model)
+        self.linears = nn.ModuleList(copy.deepcopy(first) for _ in range(4))
+        self.dropout = nn.Dropout(p=dropout)
+        self._last = Remembered()
+
+    @property
+    def attn(self) -> Tensor | None:
+        """(batch, h, queries, keys), the weights of the last call, after dropout in training; None before the first.
+
+        Without dropout they are computed when they are asked for. They are differentiable.
+        """
+        return self._last.weights()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend from query to key, and take what stands in value.
+
+        Args:
+            query: (batch, queries, d_model).
+            key: (batch, keys, d_model).
+            value: (batch, keys, d_model).
+            mask: (batch or 1, queries or 1, keys), the same for all heads, where 0 or False hides a key; None hides
+                nothing.
+
+        Returns: (batch, queries, d_model). A query that sees no key gives the last linear of 0.
+
+        Raises:
+            MaskError: the mask has not 3 dimensions, or does not broadcast.
+            ShapeError, DtypeError: query, key and value do not fit each other or the layer.
+        """
+        _refuse_unless_width(self.h * self.d_k, query=query, key=key, value=value)
+        if mask is not None and mask.dim() != 3:
+            raise MaskError(
+                f"mask has shape {tuple(mask.shape)}, and this class puts the axis of heads in by itself.",
+                "Give (batch, queries, keys), with 1 for batch or queries where they share it.",
+            )
+        shown = Full() if mask is None else Keep(mask[:, None] != 0)
+        q, k, v = (
+            split_heads(linear(x), self.h)  # (batch, h, length, d_k)
+            for linear, x in zip(self.linears, (query, key, value), strict=False)
+        )
+        dropout = self.dropout.p if self.training else 0.0
+        request: AttentionRequest = replace(request_of(q, k, v, shown, dropout=dropout), owner=self)
+        if dropout:
+            output, weights = attend_with_weights(request)
+            self._last.given(weights)
+        else:
+            output = attend(request).output
+            self._last.call(request)
+        return self.linears[3](merge_heads(output))  # type: ignore[no-any-return]
+
+
+def _mask(mask: Tensor | None) -> Mask:
+    """Read a mask of 0 and 1 that broadcasts from the right, as tensors do."""
+    if mask is None:
+        return Full()
+    if mask.dim() == 3:
+        raise MaskError(
+            f"mask has shape {tuple(mask.shape)}: broadcasting to (batch, h, queries, keys), its first axis would be "
+            "read as the heads.",
+            "Give mask[:, None] if it is (batch, queries, keys), mask[None] if it is (h, queries, keys).",
+        )
+    if mask.dim() not in (1, 2, 4):
+        raise MaskError(
+            f"mask has shape {tuple(mask.shape)}, and must broadcast to (batch, h, queries, keys).",
+            "Give (queries, keys), or 4 axes with 1 where they share it.",
+        )
+    return Keep(mask != 0, {1: "keys", 2: "queries keys", 4: None}[mask.dim()])
+
+
+def _refuse_unless_width(width: int, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3 or tensor.shape[2] != width:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}.", f"Give (batch, length, d_model) with {width} features."
+            )
