@@ -1,0 +1,315 @@
+"""The textbook's picture: each head has matrices of its own, attends alone, and the results stand side by side."""
+
+# ruff: noqa: N803, N806 - the textbook's letters
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError, ShapeError
+from multihead.functional import attend, request_of
+from multihead.heads import head_dim_of, split_heads
+from multihead.layer import MultiHeadAttention
+from multihead.masks import Full, Mask
+
+_FULL = Full()
+_PARTS = ("Q", "K", "V")
+
+
+class PerHeadAttention(nn.Module):
+    """Attention with h independent sets of matrices: Z_i = softmax(X W_Q[i] (X W_K[i])^T / sqrt(head_dim)) X W_V[i].
+
+    All heads are computed in one call, as their matrices set side by side; that changes no number, because a head
+    reads no other head's columns. `stack()` makes the one layer of it, `split(layer)` goes back.
+
+    A query that sees no key gives 0.
+
+    Args:
+        embed_dim: width of the input, features.
+        num_heads: h, how many sets of matrices there are.
+        head_dim: columns of each W_Q[i], W_K[i] and W_V[i]; embed_dim / num_heads if None.
+        bias: whether each projection adds a bias, b_Q[i], b_K[i], b_V[i] and b_O.
+        output_projection: whether W_O follows; without it the heads side by side are the output.
+
+    The matrices stand in the lists `W_Q`, `W_K`, `W_V`, (features, head_dim) each, and `W_O`, (heads * head_dim,
+    output_dim): tokens are rows and are multiplied from the right, X @ W. `PerHeadAttention.of` takes given ones.
+
+    Raises:
+        ArgumentError: a size that does not fit.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2; Alammar, The Illustrated Transformer.
+
+    >>> sequence = torch.randn(100, 16)
+    >>> heads = PerHeadAttention(embed_dim=16, num_heads=8, head_dim=3, output_projection=False)
+    >>> heads(sequence).shape
+    torch.Size([100, 24])
+    >>> Z = heads.heads(sequence[:2])
+    >>> len(Z), Z[0].shape, concat(Z).shape
+    (8, torch.Size([2, 3]), torch.Size([2, 24]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        output_projection: bool = True,
+    ) -> None:
+        super().__init__()
+        head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else head_dim
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ArgumentError(f"{name} is {size!r}.", "Give an integer of at least 1.")
+
+        def drawn(rows: int, columns: int) -> Tensor:
+            return nn.init.xavier_uniform_(torch.empty(rows, columns))
+
+        matrices = [[drawn(embed_dim, head_dim) for _ in range(num_heads)] for _ in _PARTS]
+        W_O = drawn(num_heads * head_dim, embed_dim) if output_projection else None
+        biases: list[list[Tensor] | None] = [[torch.zeros(head_dim) for _ in range(num_heads)] for _ in _PARTS]
+        b_O = torch.zeros(embed_dim) if output_projection and bias else None
+        self._take(matrices, W_O, biases if bias else [None] * 3, b_O)
+
+    @classmethod
+    def of(
+        cls,
+        W_Q: Sequence[Tensor],
+        W_K: Sequence[Tensor],
+        W_V: Sequence[Tensor],
+        W_O: Tensor | None = None,
+        *,
+        b_Q: Sequence[Tensor] | None = None,
+        b_K: Sequence[Tensor] | None = None,
+        b_V: Sequence[Tensor] | None = None,
+        b_O: Tensor | None = None,
+    ) -> PerHeadAttention:
+        """Take lists of matrices, one a head; they are copied.
+
+        Args:
+            W_Q: (embed_dim, head_dim) each.
+            W_K: (memory features, head_dim) each.
+            W_V: (memory features, value_head_dim) each.
+            W_O: (heads * value_head_dim, output_dim); without it the heads side by side are the output.
+            b_Q: (head_dim,) each, or None; so are b_K, and b_V with (value_head_dim,).
+            b_K: see b_Q.
+            b_V: see b_Q.
+            b_O: (output_dim,), or None.
+
+        Raises:
+            ShapeError: the lists have different lengths, or matrices that do not fit each other.
+
+        >>> eye = torch.eye(2)
+        >>> PerHeadAttention.of([eye, eye], [eye, eye], [eye, 10 * eye])(torch.ones(3, 2))[0].tolist()
+        [1.0, 1.0, 10.0, 10.0]
+        """
+        matrices, biases = [list(W_Q), list(W_K), list(W_V)], [b_Q, b_K, b_V]
+        _refuse_unless_fitting(matrices, W_O, biases, b_O)
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
+        return made
+
+    def _take(
+        self,
+        matrices: Sequence[Sequence[Tensor]],
+        W_O: Tensor | None,
+        biases: Sequence[Sequence[Tensor] | None],
+        b_O: Tensor | None,
+    ) -> None:
+        self.W_Q, self.W_K, self.W_V = (_parameters(each) for each in matrices)
+        self.b_Q, self.b_K, self.b_V = (None if each is None else _parameters(each) for each in biases)
+        self.W_O = None if W_O is None else nn.Parameter(W_O.detach().clone())
+        self.b_O = None if b_O is None else nn.Parameter(b_O.detach().clone())
+
+    @property
+    def num_heads(self) -> int:
+        """How many sets of matrices there are."""
+        return len(self.W_Q)
+
+    def heads(
+        self, x: Tensor, memory: Tensor | None = None, *, mask: Mask = _FULL, query_start: int | str | None = None
+    ) -> list[Tensor]:
+        """Compute each head by itself.
+
+        Args:
+            x: (queries, features) or (batch, queries, features).
+            memory: what keys and values are made of, (keys, features) or (batch, keys, features); x if None.
+            mask: which keys each query may see.
+            query_start: where the first query stands among the keys, see `attention`.
+
+        Returns: Z_1 ... Z_h, (queries, value_head_dim) or (batch, queries, value_head_dim) each.
+
+        Raises:
+            ShapeError, DtypeError, MaskError, ArgumentError: what does not fit, in words.
+        """
+        memory = x if memory is None else memory
+        for name, tensor, width in (("x", x, len(self.W_Q[0])), ("memory", memory, len(self.W_K[0]))):
+            if tensor.dim() not in (2, 3) or tensor.shape[-1] != width or tensor.dim() != x.dim():
+                raise ShapeError(
+                    f"{name} has shape {tuple(tensor.shape)}.",
+                    f"Give (length, features) or (batch, length, features), with {width} features.",
+                )
+        rows, columns = (x[None], memory[None]) if x.dim() == 2 else (x, memory)
+        q = self._projected(rows, self.W_Q, self.b_Q)  # (batch, heads, queries, head_dim)
+        k = self._projected(columns, self.W_K, self.b_K)  # (batch, heads, keys, head_dim)
+        v = self._projected(columns, self.W_V, self.b_V)  # (batch, heads, keys, value_head_dim)
+        request: AttentionRequest = request_of(q, k, v, mask, query_start=query_start)
+        output = attend(replace(request, owner=self)).output
+        return [head[0] if x.dim() == 2 else head for head in output.unbind(1)]
+
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, *, mask: Mask = _FULL, query_start: int | str | None = None
+    ) -> Tensor:
+        """Join the heads, concat(Z_1 ... Z_h) W_O; the arguments are those of `heads`.
+
+        Returns: (queries, output_dim) or (batch, queries, output_dim); without W_O heads * value_head_dim wide.
+        """
+        joined = concat(self.heads(x, memory, mask=mask, query_start=query_start))
+        return joined if self.W_O is None else linear(joined, self.W_O.mT, self.b_O)
+
+    def stack(self) -> MultiHeadAttention:
+        """Make the one layer whose projections are these matrices side by side; the parameters are copied.
+
+        >>> x, heads = torch.randn(1, 5, 12), PerHeadAttention(embed_dim=12, num_heads=4)
+        >>> torch.allclose(heads.stack()(x), heads(x), atol=1e-6)
+        True
+        """
+        W_O, sample = self.W_O, self.W_Q[0]
+        biased = any(each is not None for each in (self.b_Q, self.b_K, self.b_V, self.b_O))
+        layer = MultiHeadAttention(
+            embed_dim=len(sample),
+            num_heads=self.num_heads,
+            head_dim=sample.shape[1],
+            value_head_dim=self.W_V[0].shape[1],
+            key_dim=len(self.W_K[0]),
+            output_dim=None if W_O is None else W_O.shape[1],
+            bias=biased,
+            output_projection=W_O is not None,
+            device=sample.device,
+            dtype=sample.dtype,
+        )
+        lists = ((layer.q_proj, self.W_Q, self.b_Q), (layer.k_proj, self.W_K, self.b_K))
+        with torch.no_grad():
+            for projection, matrices, biases in (*lists, (layer.v_proj, self.W_V, self.b_V)):
+                projection.weight.copy_(torch.cat(list(matrices), 1).mT)
+                if biases is not None:
+                    projection.bias.copy_(torch.cat(list(biases)))
+            if layer.out_proj is not None and W_O is not None:
+                layer.out_proj.weight.copy_(W_O.mT)
+                if self.b_O is not None:
+                    layer.out_proj.bias.copy_(self.b_O)
+        return layer
+
+    def extra_repr(self) -> str:
+        """Say the sizes that the lists share."""
+        return f"num_heads={self.num_heads}, head_dim={self.W_Q[0].shape[1]}"
+
+    def _projected(self, x: Tensor, matrices: nn.ParameterList, biases: nn.ParameterList | None) -> Tensor:
+        joined = linear(x, torch.cat(list(matrices), 1).mT, None if biases is None else torch.cat(list(biases)))
+        return split_heads(joined, self.num_heads)
+
+
+def concat(Z: Sequence[Tensor]) -> Tensor:
+    """Set the heads' results side by side: h times (..., length, head_dim) -> (..., length, h * head_dim).
+
+    >>> concat([torch.zeros(2, 3)] * 8).shape
+    torch.Size([2, 24])
+    """
+    if not Z or len({tuple(each.shape[:-1]) for each in Z}) > 1:
+        raise ShapeError(
+            f"Z holds the shapes {[tuple(each.shape) for each in Z]}.", "Give one result a head, of the same length."
+        )
+    return torch.cat(list(Z), -1)
+
+
+def split(layer: MultiHeadAttention) -> PerHeadAttention:
+    """Split a layer into the matrices of its heads, copied.
+
+    Query heads that share a key/value head each get a copy of it. Dropout is left out: the matrices know none.
+
+    Raises:
+        ArgumentError: the layer averages its heads, has its own scale, or makes values of something else than keys:
+            the textbook's picture has no such thing.
+
+    >>> layer = MultiHeadAttention(embed_dim=12, num_heads=4)
+    >>> heads = split(layer)
+    >>> len(heads.W_Q), heads.W_Q[0].shape, heads.W_O.shape
+    (4, torch.Size([12, 3]), torch.Size([12, 12]))
+    """
+    own_scale = layer.scale is not None and layer.scale != layer.head_dim**-0.5
+    apart = layer.value_dim != layer.key_dim
+    if layer.merge != "concat" or own_scale or apart:
+        raise ArgumentError(
+            f"The layer has merge={layer.merge!r}, scale={layer.scale}, key_dim={layer.key_dim} and "
+            f"value_dim={layer.value_dim}.",
+            'Give one with merge="concat", scale=None and key_dim equal to value_dim.',
+        )
+    group = layer.num_heads // layer.num_kv_heads
+    out = layer.out_proj
+    return PerHeadAttention.of(
+        _columns(layer.q_proj.weight, layer.num_heads, 1),
+        _columns(layer.k_proj.weight, layer.num_kv_heads, group),
+        _columns(layer.v_proj.weight, layer.num_kv_heads, group),
+        None if out is None else out.weight.mT,
+        b_Q=_pieces(layer.q_proj.bias, layer.num_heads, 1),
+        b_K=_pieces(layer.k_proj.bias, layer.num_kv_heads, group),
+        b_V=_pieces(layer.v_proj.bias, layer.num_kv_heads, group),
+        b_O=None if out is None else out.bias,
+    )
+
+
+def _columns(weight: Tensor, count: int, group: int) -> list[Tensor]:
+    """Cut the rows of a projection into heads, each `group` times: (features, head_dim) each."""
+    return [part.mT for part in weight.chunk(count) for _ in range(group)]
+
+
+def _pieces(bias: Tensor | None, count: int, group: int) -> list[Tensor] | None:
+    return None if bias is None else [part for part in bias.chunk(count) for _ in range(group)]
+
+
+def _parameters(tensors: Sequence[Tensor]) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(tensor.detach().clone()) for tensor in tensors])
+
+
+def _refuse_unless_fitting(
+    matrices: list[list[Tensor]],
+    W_O: Tensor | None,
+    biases: Sequence[Sequence[Tensor] | None],
+    b_O: Tensor | None,
+) -> None:
+    """Refuse lists of which one layer cannot be made."""
+    if len({len(each) for each in matrices}) > 1 or not matrices[0]:
+        counts = ", ".join(f"{len(each)} W_{part}" for part, each in zip(_PARTS, matrices, strict=True))
+        raise ShapeError(f"There are {counts}.", "Give each head its W_Q, W_K and W_V.")
+    for part, each, bias in zip(_PARTS, matrices, biases, strict=True):
+        shapes = [tuple(matrix.shape) for matrix in each]
+        if len(set(shapes)) > 1 or len(shapes[0]) != 2 or 0 in shapes[0]:
+            raise ShapeError(f"W_{part} holds the shapes {shapes}.", "Give every head (features, head_dim) alike.")
+        if bias is not None and [tuple(vector.shape) for vector in bias] != [shapes[0][1:]] * len(each):
+            raise ShapeError(
+                f"b_{part} holds the shapes {[tuple(vector.shape) for vector in bias]}.",
+                f"Give {len(each)} of shape {shapes[0][1:]}, as wide as the heads.",
+            )
+    q, k, v = (each[0] for each in matrices)
+    if q.shape[1] != k.shape[1] or len(k) != len(v):
+        raise ShapeError(
+            f"W_Q is {tuple(q.shape)}, W_K {tuple(k.shape)} and W_V {tuple(v.shape)} a head.",
+            "Give W_Q and W_K the same columns, W_K and W_V the same rows.",
+        )
+    merged = len(matrices[2]) * v.shape[1]
+    if W_O is not None and (W_O.dim() != 2 or len(W_O) != merged):
+        raise ShapeError(f"W_O has shape {tuple(W_O.shape)}.", f"Give ({merged}, output_dim): a row a column of Z.")
+    if b_O is not None and (W_O is None or tuple(b_O.shape) != (W_O.shape[1],)):
+        raise ShapeError(
+            f"b_O has shape {tuple(b_O.shape)}, and "
+            + ("there is no W_O." if W_O is None else f"W_O has {W_O.shape[1]} columns."),
+            "Give one number a column of W_O, or neither.",
+        )
