@@ -1,0 +1,124 @@
+"""Take the weights of keras.layers.MultiHeadAttention into our layer; Keras itself is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ShapeError
+from multihead.layer import MultiHeadAttention
+
+_PARTS = ("query", "key", "value", "attention_output")
+_AXES = {
+    "query": "(features, heads, key_dim)",
+    "key": "(features, kv_heads, key_dim)",
+    "value": "(features, kv_heads, value_dim)",
+    "attention_output": "(heads, value_dim, output_dim)",
+}
+
+
+def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0.0) -> MultiHeadAttention:
+    """Make the layer that computes what a Keras layer with these weights computes.
+
+    Keras calls `layer(query, value, key)`, ours `layer(query, key, value)`. Its attention_mask (batch, queries, keys),
+    True = may be seen, is `mask=masks.Keep(attention_mask, "batch queries keys")`; its use_causal_mask is
+    `mask=masks.Causal(), query_start=0`. A query that sees no key gives 0 before the output projection; Keras gives
+    it the mean of all values.
+
+    Args:
+        weights: `layer.get_weights()`, 8 arrays, or 4 without biases; or a dict of them by name, "query/kernel",
+            "query/bias", and so on for key, value and attention_output, whatever stands before. Those of
+            `GroupQueryAttention` are taken too.
+        dropout: share of the weights dropped in training; it is none of the weights.
+
+    Returns: a layer with copies of the weights, in their dtype.
+
+    Raises:
+        ArgumentError: a weight is missing, or is none of them.
+        ShapeError: an array has another shape than Keras gives it.
+
+    Source: keras.layers.MultiHeadAttention, whose kernels are (features, heads, key_dim) and
+        (heads, value_dim, output_dim).
+
+    >>> kernels = [np.zeros((16, 2, 4)), np.zeros((16, 2, 4)), np.zeros((16, 2, 5)), np.zeros((2, 5, 16))]
+    >>> from_keras(kernels).v_proj
+    Linear(in_features=16, out_features=10, bias=False)
+    """
+    named = _by_name(weights)
+    kernels = {part: _tensor(named, f"{part}/kernel") for part in _PARTS}
+    for part, kernel in kernels.items():
+        if kernel.dim() != 3:
+            raise ShapeError(f"{part}/kernel has shape {tuple(kernel.shape)}.", f"Give {_AXES[part]}.")
+    query, key, value, output = kernels.values()
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if query.shape[2] != key.shape[2] or value.shape[1] != kv_heads or output.shape[:2] != (heads, value.shape[2]):
+        shapes = ", ".join(f"{part}/kernel {tuple(kernel.shape)}" for part, kernel in kernels.items())
+        raise ShapeError(
+            f"The kernels do not fit each other: {shapes}.",
+            f"Give {', '.join(f'{part}/kernel {axes}' for part, axes in _AXES.items())}.",
+        )
+    biased = "query/bias" in named
+    layer = MultiHeadAttention(
+        embed_dim=query.shape[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=query.shape[2],
+        value_head_dim=value.shape[2],
+        key_dim=key.shape[0],
+        value_dim=value.shape[0],
+        output_dim=output.shape[2],
+        bias=biased,
+        dropout=dropout,
+        dtype=query.dtype,
+    )
+    assert layer.out_proj is not None
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    for part, projection in zip(_PARTS, projections, strict=True):
+        kernel = kernels[part]
+        columns = kernel.flatten(0, 1) if part == "attention_output" else kernel.flatten(1, 2)
+        _copy(projection, columns, _tensor(named, f"{part}/bias") if biased else None, part)
+    return layer
+
+
+def _by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Name each array by the last two parts of its path: "query/kernel"."""
+    if not isinstance(weights, Mapping):
+        arrays = list(weights)
+        kinds = {4: ("kernel",), 8: ("kernel", "bias")}.get(len(arrays))
+        if kinds is None:
+            raise ArgumentError(
+                f"There are {len(arrays)} arrays.", "Give layer.get_weights(): 8 arrays, or 4 without biases."
+            )
+        return dict(zip((f"{part}/{kind}" for part in _PARTS for kind in kinds), arrays, strict=True))
+    named = {"/".join(path.split(":")[0].split("/")[-2:]): array for path, array in weights.items()}
+    kernels = [f"{part}/kernel" for part in _PARTS]
+    biases = [f"{part}/bias" for part in _PARTS]
+    expected = kernels + biases if any(bias in named for bias in biases) else kernels
+    missing, unknown = [name for name in expected if name not in named], sorted(set(named) - {*kernels, *biases})
+    if missing or unknown:
+        finding = [
+            f"{', '.join(names)} {word}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names
+        ]
+        raise ArgumentError(f"Among the weights: {'; '.join(finding)}.", f"Give {', '.join(expected)}.")
+    return named
+
+
+def _tensor(named: Mapping[str, Any], name: str) -> Tensor:
+    array = named[name]
+    return array.detach().clone() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
+
+
+def _copy(projection: nn.Linear, columns: Tensor, bias: Tensor | None, part: str) -> None:
+    """Fill a projection with a kernel (features in, features out) and a bias whose axes may be heads and features."""
+    with torch.no_grad():
+        projection.weight.copy_(columns.mT)
+        if bias is not None:
+            if bias.numel() != projection.out_features:
+                raise ShapeError(
+                    f"{part}/bias has shape {tuple(bias.shape)}.", f"Give {projection.out_features} numbers."
+                )
+            projection.bias.copy_(bias.flatten())
