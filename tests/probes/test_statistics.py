@@ -49,8 +49,7 @@ def compare(
     for name, value in given_.items():
         assert value.dtype == (torch.int64 if name == "largest_key" else torch.float64), name
         assert value.shape == expected[name].shape, name
-        allowed = 1e-10 if name != "distance_spread" else 1e-6  # the root of a difference that is 0 at one key
-        assert oracle.difference(value, expected[name]) <= allowed, name
+        assert oracle.difference(value, expected[name]) <= 1e-10, name
 
 
 LONG = 150  # three widths of 64 keys
@@ -108,8 +107,7 @@ def test_statistics_of_any_call_are_those_of_its_dense_weights(case: Drawn) -> N
             assert torch.equal(value == -1, expected[name] == -1)
             assert oracle.difference(picked, expected["largest_weight"]) <= 1e-10
         else:
-            allowed = 1e-6 if name == "distance_spread" else 1e-10
-            assert oracle.difference(value, expected[name]) <= allowed, name
+            assert oracle.difference(value, expected[name]) <= 1e-10, name
 
 
 @pytest.mark.parametrize("heads", [1, 6])

@@ -49,10 +49,9 @@ def distance_spread(sums: Sums) -> Tensor:
     """Standard deviation of that distance, over a query's weights.
 
     Returns: (heads, queries), tokens; 0 = all weight at one distance.
-    Source: sqrt(E[d^2] - E[|d|]^2) under p_ij / sum_j p_ij.
+    Source: sqrt(E[(|d| - E|d|)^2]) under p_ij / sum_j p_ij.
     """
-    mass = _mass(sums)
-    return (sums.squared_distance / mass - (sums.distance / mass).square()).clamp(min=0).sqrt()
+    return (sums.squares / _mass(sums)).sqrt()
 
 
 def self_mass(sums: Sums) -> Tensor:

@@ -26,7 +26,7 @@ class Sums:
         mass: sum_j p_ij; 1, less where a sink takes part, 0 where no key is seen.
         surprisal: -sum_j p_ij ln p_ij, nats.
         distance: sum_j p_ij |d_ij|, tokens.
-        squared_distance: sum_j p_ij d_ij^2.
+        squares: sum_j p_ij (|d_ij| - mean_i)^2, with mean_i = distance / mass.
         at: for each of self, previous and next, the weight on the key at that offset.
         first: the weight on the first key of the sample.
         special: the weight on the special keys.
@@ -39,7 +39,7 @@ class Sums:
     mass: Tensor
     surprisal: Tensor
     distance: Tensor
-    squared_distance: Tensor
+    squares: Tensor
     at: dict[str, Tensor]
     first: Tensor
     special: Tensor
@@ -59,7 +59,7 @@ class Sums:
             mass=zeros(),
             surprisal=zeros(),
             distance=zeros(),
-            squared_distance=zeros(),
+            squares=zeros(),
             at={name: zeros() for name in OFFSETS},
             first=zeros(),
             special=zeros(),
@@ -182,31 +182,27 @@ def _sample(request: AttentionRequest, sample: int) -> AttentionRequest:
 
 
 def _add_moments(sums: Sums, tile: _Tile, special_keys: Tensor | None) -> None:
-    """Add sum p, sum p |d| and sum p d^2 from fixed value columns: the keys' places about the tile's middle.
+    """Add sum p and sum p |d|, and join the squares about the mean of what is there and of this tile.
 
-    In float64: a spread is the small difference of two large sums, and float32 would lose tokens of it.
+    A spread taken as the difference of sum p d^2 and (sum p |d|)^2 / sum p would lose its digits; squares about
+    a mean are joined without a difference (Chan, Golub and LeVeque 1979, equation 1.5).
     """
     first, behind = tile.columns
-    middle = (first + behind) // 2
     keys = torch.arange(first, behind, device=tile.weights.device)
-    place = (keys - middle).double()
-    weights = tile.weights.double()
-    columns = [torch.ones_like(place), place, place * place]
-    if special_keys is not None:
-        columns.append(special_keys[first:behind].double())
-    mass, once, twice, *special = (weights @ torch.stack(columns, -1)).unbind(-1)
-    offset = (tile.positions - middle).double()
+    distance = (tile.positions[:, None] - keys).abs().to(tile.weights.dtype)  # (rows, columns)
+    mass, once = tile.weights.sum(-1), (tile.weights * distance).sum(-1)  # (heads, rows)
+    mean = once / mass.masked_fill(mass == 0, 1)
+    squares = ((distance - mean[..., None]).square_() * tile.weights).sum(-1)
+    mass, mean, squares = mass.double(), mean.double(), squares.double()
+    before = sums.mass[:, tile.rows]
+    both = (before + mass).masked_fill(before + mass == 0, 1)
+    mean_before = sums.distance[:, tile.rows] / before.masked_fill(before == 0, 1)
+    sums.squares[:, tile.rows] += squares + (mean - mean_before).square() * (before * mass / both)
     sums.mass[:, tile.rows] += mass
-    sums.squared_distance[:, tile.rows] += offset * offset * mass - 2 * offset * once + twice
-    if special:
-        sums.special[:, tile.rows] += special[0]
-    lowest, highest = int(tile.positions.min()), int(tile.positions.max())
-    if behind - 1 <= lowest or first >= highest:  # all keys lie on one side of all queries
-        side = 1 if behind - 1 <= lowest else -1
-        sums.distance[:, tile.rows] += side * (offset * mass - once)
-    else:
-        distance = (tile.positions[:, None] - keys).abs()
-        sums.distance[:, tile.rows] += (weights * distance).sum(-1)
+    sums.distance[:, tile.rows] += mean * mass
+    if special_keys is not None:
+        special = special_keys[first:behind].to(tile.weights.dtype)
+        sums.special[:, tile.rows] += (tile.weights @ special).double()
 
 
 def _add_neighbours(sums: Sums, tile: _Tile) -> None:
