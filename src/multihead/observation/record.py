@@ -104,10 +104,10 @@ class SampleRecord:
         """
         heads = slice(None) if head is None else head
         found = [
-            tile(self._request_of(piece), piece.logsumexp, heads=heads, queries=rows)[0].cpu()
+            tile(self._request_of(piece), piece.logsumexp, heads=heads, queries=rows, keys=self._columns(piece, keys))
             for piece, rows in self._rows(queries)
         ]
-        cells = self._assembled(found, queries, keys, 1 if head is not None else self.num_heads)
+        cells = self._assembled([each[0].cpu() for each in found], queries, keys, self.num_heads if head is None else 1)
         return cells if head is None else cells[0]
 
     def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
@@ -115,7 +115,7 @@ class SampleRecord:
 
         Returns: (queries, keys) bool; (heads, queries, keys) where heads may see different keys.
         """
-        found = [seen(piece.request, rows)[0].cpu() for piece, rows in self._rows(queries)]
+        found = [seen(piece.request, rows, self._columns(piece, keys))[0].cpu() for piece, rows in self._rows(queries)]
         heads = max((each.shape[0] for each in found), default=1)
         cells = self._assembled([each.expand(heads, -1, -1) for each in found], queries, keys, heads)
         return cells if heads > 1 else cells[0]
@@ -130,18 +130,23 @@ class SampleRecord:
                 yield piece, slice(low, high)
             place += piece.num_queries
 
+    def _columns(self, piece: Piece, keys: slice) -> slice:
+        """Say which of a piece's keys a slice of the sample's keys touches, steps not yet taken."""
+        first, behind, _ = keys.indices(self.num_keys)
+        low = min(max(first, piece.key_start), piece.key_stop)
+        return slice(low - piece.key_start, max(low, min(behind, piece.key_stop)) - piece.key_start)
+
     def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
-        """Put tiles (heads, rows, keys of their piece) below each other, and take the steps of the slices."""
+        """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the slices."""
         first, behind, step = queries.indices(self.num_queries)
-        columns = slice(*keys.indices(self.num_keys))
-        if not tiles:
-            return torch.zeros(heads, 0, len(range(self.num_keys)[columns]))
-        whole = []
+        left, right, key_step = keys.indices(self.num_keys)
+        whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
         for (piece, _), each in zip(self._rows(slice(first, behind)), tiles, strict=True):
-            row = each.new_zeros(heads, each.shape[1], self.num_keys)
-            row[:, :, piece.key_start : piece.key_stop] = each
-            whole.append(row[:, :, columns])
-        return torch.cat(whole, 1)[:, ::step]
+            row = each.new_zeros(heads, each.shape[1], max(right - left, 0))
+            place = piece.key_start + self._columns(piece, keys).start - left
+            row[:, :, place : place + each.shape[2]] = each
+            whole.append(row)
+        return torch.cat(whole, 1)[:, ::step, ::key_step]
 
     def _request_of(self, piece: Piece) -> AttentionRequest:
         if piece.q is None or self.keys is None:
