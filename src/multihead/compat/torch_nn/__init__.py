@@ -1,0 +1,27 @@
+"""The attention of torch.nn: its drop-in class, the exchange of whole models, and conversions both ways."""
+
+from torch.nn import TransformerDecoder
+
+from multihead.compat.torch_nn.attention import MultiheadAttention
+from multihead.compat.torch_nn.conversion import from_torch, to_torch
+from multihead.compat.torch_nn.replacing import Replaced, replace
+from multihead.compat.torch_nn.transformer import (
+    Transformer,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+# TransformerDecoder is PyTorch's own: it is here so that an import of all five is changed in one place.
+__all__ = [
+    "MultiheadAttention",
+    "Replaced",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "from_torch",
+    "replace",
+    "to_torch",
+]

@@ -1,0 +1,259 @@
+"""The drop-in for nn.MultiheadAttention: its arguments and its state_dict, and the contract of multihead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
+from multihead.compat.torch_nn.weights import random_state, returned_weights
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.functional import attend, request_of
+from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.masks import Documents
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention, faster on any mask, and seen by `observe`.
+
+    The arguments, the parameters and their first values for a seed, the state_dict, the outputs, weights and gradients
+    are the original's. Where the original gives NaN, this layer keeps the contract of multihead:
+
+    - a query that sees no key gets weights of 0, and the output projection's bias as output;
+    - NaN in a token that `key_padding_mask` hides reaches nothing, no parameter's gradient either;
+    - asking for weights does not change a bit of the output; nor does saying `is_causal` of a causal mask, after which
+      the original hides added keys too.
+
+    It is an nn.MultiheadAttention to `isinstance`. `nn.TransformerEncoderLayer` calls its forward, where it would read
+    the original's weights and bypass it (in eval without gradients). Hooks on `out_proj` fire.
+
+    Args:
+        embed_dim: width of queries and output, features.
+        num_heads: number of heads, a divisor of embed_dim.
+        dropout: share of the weights dropped in training, 0 to 1.
+        bias: whether the projections add a bias.
+        add_bias_kv: whether a learned key and value are added that every query sees.
+        add_zero_attn: whether a key and value of 0 are added that every query sees.
+        kdim: width of the keys' inputs; embed_dim if None.
+        vdim: width of the values' inputs; embed_dim if None.
+        batch_first: whether batched inputs are (batch, length, features), and not (length, batch, features).
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Raises:
+        ArgumentError: a size or share that does not fit; the sentence lists what would.
+
+    >>> layer = MultiheadAttention(512, 8, batch_first=True)
+    >>> x = torch.randn(2, 10, 512)
+    >>> output, weights = layer(x, x, x)
+    >>> output.shape, weights.shape
+    (torch.Size([2, 10, 512]), torch.Size([2, 10, 10]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,  # noqa: FBT001, FBT002  (the original's positions)
+        add_bias_kv: bool = False,  # noqa: FBT001, FBT002
+        add_zero_attn: bool = False,  # noqa: FBT001, FBT002
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,  # noqa: FBT001, FBT002
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        head_dim_of(embed_dim, num_heads)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+            raise ArgumentError(f"dropout is {dropout!r}.", "Give a share from 0 to 1.")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        # PyTorch's fused encoder layer reads the weights of an attention that says True, and never calls its forward.
+        self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for key in (self.bias_k, self.bias_v):
+            if key is not None:
+                nn.init.xavier_normal_(key)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,  # noqa: FBT001, FBT002
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,  # noqa: FBT001, FBT002
+        is_causal: bool = False,  # noqa: FBT001, FBT002
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key and value.
+
+        Shapes are those of `batch_first=True`; without it batched inputs and outputs have length and batch
+        exchanged, and masks and weights stay as they are. Unbatched inputs, masks and outputs have no batch.
+
+        Args:
+            query: (batch, queries, embed_dim).
+            key: (batch, keys, kdim).
+            value: (batch, keys, vdim).
+            key_padding_mask: (batch, keys), bool, True = hidden; or floats added to the scores.
+            need_weights: whether the weights are returned.
+            attn_mask: (queries, keys) or (batch * heads, queries, keys), bool, True = hidden; or floats added to
+                the scores, whose gradient may be asked for.
+            average_attn_weights: whether the returned weights are averaged over the heads.
+            is_causal: that attn_mask is the causal mask. It is looked at where that costs no waiting for a device;
+                without attn_mask the causal mask itself is meant, which the original refuses.
+
+        Returns: the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
+            `average_attn_weights=False` (batch, heads, queries, keys), or None. In training they are those after
+            dropout, as the original's are. Added keys (bias, then zero) are their last columns.
+
+        Raises:
+            ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
+        """
+        if query.is_nested:
+            hidden = attn_mask is not None or key_padding_mask is not None or is_causal
+            return self._nested(query, key, value, plain=not (need_weights or hidden)), None
+        self._refuse_unless_fitting(query, key, value)
+        batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask[None]
+        query, key, value = self._without_bad_padding(query, key, value, key_padding_mask)
+        q, k, v = self._projected(query, key, value)
+        if not batched:
+            q, k, v = q[None], k[None], v[None]
+        elif length_axis == 0:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)  # (batch, length, embed_dim)
+        extra = (self.bias_k is not None) + bool(self.add_zero_attn)
+        sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
+        told = seeing(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
+        k, v = self._with_added_keys(k, v)
+        merged, weights = self._attended(q, k, v, told, need_weights=need_weights, average=average_attn_weights)
+        merged = merged if batched else merged[0]
+        output = self.out_proj(merged.transpose(0, 1) if batched and length_axis == 0 else merged)
+        if weights is not None:
+            # The added keys stand before the others, where they leave intervals of keys intervals; theirs is the end.
+            weights = weights.roll(-extra, -1) if extra else weights
+            weights = weights if batched else weights[0]
+        return output, weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Project what is the same tensor together: (..., embed_dim) each."""
+        width, packed, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        if packed is None:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            return tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        if query is key and key is value:
+            return linear(query, packed, bias).chunk(3, -1)
+        parts = [width, 2 * width] if key is value else [width, width, width]
+        biases = (None,) * len(parts) if bias is None else bias.split(parts)
+        inputs = (query, key) if key is value else (query, key, value)
+        projected = [linear(x, w, b) for x, w, b in zip(inputs, packed.split(parts), biases, strict=True)]
+        return (projected[0], *projected[1].chunk(2, -1)) if key is value else tuple(projected)
+
+    def _with_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the learned key and the key of 0, where the layer has them, before all others."""
+        if self.bias_k is not None and self.bias_v is not None:
+            size = (k.shape[0], 1, self.embed_dim)
+            k_added, v_added = [self.bias_k.to(k.dtype).expand(size)], [self.bias_v.to(v.dtype).expand(size)]
+        else:
+            k_added, v_added = [], []
+        if self.add_zero_attn:
+            k_added.append(torch.zeros_like(k[:, :1]))
+            v_added.append(torch.zeros_like(v[:, :1]))
+        return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, told: Seeing, *, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
+        q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        request = request_of(q, k, v, told.mask, told.bias, None, None, None, dropout, told.query_start)
+        request = replace(request, owner=self)
+        state = random_state(q.device) if need_weights and dropout else None
+        attended = attend(request)
+        weights = returned_weights(request, attended, average=average, random_state=state) if need_weights else None
+        return merge_heads(attended.output), weights
+
+    def _nested(self, query: Tensor, key: Tensor, value: Tensor, *, plain: bool) -> Tensor:
+        """Attend within samples of any lengths, as nn.TransformerEncoder gives them: one row of documents."""
+        if not (plain and query is key and key is value) or self.bias_k is not None or self.add_zero_attn:
+            raise ArgumentError(
+                "query is a nested tensor, and of those only self-attention without masks, weights and added keys "
+                "is computed.",
+                "Give query.to_padded_tensor(0.0) with a key_padding_mask.",
+            )
+        samples = query.unbind()
+        lengths = [sample.shape[0] for sample in samples]
+        tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
+        told = Seeing(Documents(lengths), None, 0)
+        q, k, v = self._projected(tokens, tokens, tokens)
+        merged, _ = self._attended(q, k, v, told, need_weights=False, average=False)
+        return torch.nested.as_nested_tensor(list(self.out_proj(merged)[0].split(lengths)), layout=query.layout)
+
+    def _without_bad_padding(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Put 0 for NaN and inf in hidden tokens: in the projection, 0 * NaN would reach a parameter's gradient."""
+        if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
+            return query, key, value
+        if bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+            return query, key, value
+        hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+        if key.dim() == 2:
+            hidden = hidden[0]
+        elif not self.batch_first:
+            hidden = hidden.T
+        if hidden.shape != key.shape[:-1]:
+            return query, key, value  # refused in words where masks are translated
+        clean = key.masked_fill(hidden[..., None], 0)
+        of_value = clean if value is key else value.masked_fill(hidden[..., None], 0)
+        return clean if query is key else query, clean, of_value
+
+    def _refuse_unless_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse inputs that do not fit the layer or each other."""
+        assert self.kdim is not None
+        assert self.vdim is not None
+        layout = "(batch, length, features)" if self.batch_first else "(length, batch, features)"
+        dtype = self.out_proj.weight.dtype
+        given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, tensor, width in given:
+            if tensor.dim() not in (2, 3) or tensor.shape[-1] != width:
+                raise ShapeError(
+                    f"{name} has shape {tuple(tensor.shape)}.",
+                    f"Give {layout}, or (length, features) unbatched, with {width} features.",
+                )
+            if tensor.dim() != query.dim():
+                raise ShapeError(
+                    f"query has {query.dim()} dimensions and {name} has {tensor.dim()}.",
+                    "Give all three a batch, or none.",
+                )
+            if tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
+                raise DtypeError(
+                    f"{name} has dtype {tensor.dtype}, and the layer has {dtype}.",
+                    f"Convert one of them, for example {name}.to({dtype}).",
+                )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ShapeError(
+                f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}.", "Give every key its one value."
+            )
+        batch_axis = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[batch_axis] != key.shape[batch_axis]:
+            raise ShapeError(
+                f"query has {query.shape[batch_axis]} samples and key has {key.shape[batch_axis]}: "
+                f"with batch_first={self.batch_first} inputs are {layout}.",
+                f"Give both the same batch, or make the layer with batch_first={not self.batch_first}.",
+            )

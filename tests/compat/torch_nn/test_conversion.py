@@ -1,0 +1,97 @@
+"""Our layer out of PyTorch's and back: equal outputs, and words for what cannot be said."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multihead import MultiHeadAttention
+from multihead.compat.torch_nn import MultiheadAttention, from_torch, to_torch
+from multihead.errors import ArgumentError
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7}, {"vdim": 7}, {"dropout": 0.5}])
+def test_there_and_back_every_output_and_every_parameter_is_equal(
+    kind: type[nn.MultiheadAttention], options: dict[str, Any]
+) -> None:
+    original = kind(12, 3, batch_first=True, dtype=torch.float64, **options).eval()
+    for parameter in original.parameters():
+        nn.init.normal_(parameter)
+    x, memory = torch.randn(2, 4, 12).double(), torch.randn(2, 6, original.kdim or 0).double()
+    values = torch.randn(2, 6, original.vdim or 0).double()
+    state = torch.get_rng_state()
+    layer = from_torch(original)
+    back = to_torch(layer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(back) is nn.MultiheadAttention
+    assert (layer.training, back.training, back.dropout) == (False, False, original.dropout)
+    expected = original(x, memory, values)[0]
+    torch.testing.assert_close(layer(x, memory, values), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(back(x, memory, values)[0], expected, rtol=0, atol=1e-10)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)
+
+
+def test_weights_are_copies_that_learn_where_the_originals_did() -> None:
+    original = nn.MultiheadAttention(12, 3)
+    original.in_proj_weight.requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        layer = from_torch(original)
+        layer.q_proj.weight.zero_()
+    assert original.in_proj_weight[:12].abs().sum() > 0
+    learning = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+    assert learning == {name: "proj.weight" not in name or "out" in name for name in learning}
+    assert not to_torch(layer).in_proj_weight.requires_grad
+    assert to_torch(layer).in_proj_bias.requires_grad
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_added_keys_are_refused(option: str) -> None:
+    sentence = (
+        f"The nn.MultiheadAttention was made with {option}=True, and multihead.MultiHeadAttention adds no keys. "
+        "Keep it as compat.torch_nn.MultiheadAttention, which does: compat.torch_nn.replace(model)."
+    )
+    with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
+        from_torch(nn.MultiheadAttention(12, 3, **{option: True}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"output_projection": False}, "has no output projection|output_projection=True"),
+        ({"merge": "mean"}, "merges its heads by 'mean'|merge=\"concat\""),
+        ({"num_kv_heads": 1}, "has 3 heads and 1 key/value heads|as many key/value heads as heads"),
+        (
+            {"value_head_dim": 2},
+            "has heads of 4 features and values of 2|heads and values of embed_dim / num_heads = 4",
+        ),
+        ({"head_dim": 5}, "has heads of 5 features and values of 5|heads and values of embed_dim / num_heads = 4"),
+        ({"output_dim": 7}, "has output_dim 7|output_dim=12"),
+        ({"scale": 1.0}, "has the scale 1.0|the scale 1 / sqrt(head_dim) = 0.5"),
+    ],
+)
+def test_what_pytorchs_layer_cannot_say_is_refused(options: dict[str, Any], sentence: str) -> None:
+    finding, mend = sentence.split("|")
+    whole = f"The layer {finding}, which nn.MultiheadAttention cannot say. Convert a layer with {mend}."
+    with pytest.raises(ArgumentError, match=f"^{re.escape(whole)}$"):
+        to_torch(MultiHeadAttention(12, 3, **options))
+
+
+def test_the_usual_scale_said_aloud_is_no_obstacle() -> None:
+    assert to_torch(MultiHeadAttention(12, 3, scale=0.5)).embed_dim == 12
+
+
+def test_a_projection_that_is_no_longer_a_linear_is_refused() -> None:
+    layer = MultiHeadAttention(12, 3)
+    layer.q_proj = nn.Sequential(layer.q_proj)  # type: ignore[assignment]
+    sentence = (
+        "The layer's q_proj is a Sequential, and no nn.Linear. "
+        "Merge what was put around it (an adapter, a quantisation) into an nn.Linear first."
+    )
+    with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
+        to_torch(layer)
