@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.compat.weighing import Remembered, attend_with_weights
-from multihead.functional import request_of
+from multihead.functional import attend, request_of
 
 SHOWN = torch.tensor([[True, True, False, False], [True, False, True, False], [False, False, False, False]])
 
@@ -47,7 +47,7 @@ def test_under_dropout_the_output_is_made_of_the_weights_that_are_left() -> None
 def test_gradients_flow_through_the_weights() -> None:
     asked = request(grad=True)
     remembered = Remembered()
-    remembered.call(asked)
+    remembered.call(asked, attend(asked))
     later = remembered.weights()
     assert later is not None
     cotangent = torch.randn_like(later)
@@ -55,6 +55,21 @@ def test_gradients_flow_through_the_weights() -> None:
     for weights in (attend_with_weights(asked)[1], later):
         actual = torch.autograd.grad((weights * cotangent).sum(), (asked.q, asked.k))
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_weights_asked_for_without_gradients_are_the_same() -> None:
+    asked = request(grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(attend_with_weights(asked)[1], expected_weights(asked), rtol=0, atol=1e-12)
+
+
+def test_a_call_without_a_mask_or_without_a_key_has_its_weights_too() -> None:
+    asked = request(grad=True, mask=masks.Full())
+    torch.testing.assert_close(attend_with_weights(asked)[1].sum(-1), torch.ones(2, 2, 3, dtype=torch.float64))
+    q = torch.randn(1, 1, 3, 4, requires_grad=True)
+    output, weights = attend_with_weights(request_of(q, q[:, :, :0], q[:, :, :0]))
+    assert weights.shape == (1, 1, 3, 0)
+    assert (output == 0).all()
 
 
 def test_a_hidden_nan_reaches_no_weight_and_no_gradient_and_a_seen_one_its_own_rows() -> None:
@@ -83,7 +98,9 @@ def test_half_precision_gets_its_weights_in_its_own_dtype() -> None:
 def test_what_is_remembered_is_neither_copied_nor_pickled() -> None:
     remembered = Remembered()
     assert remembered.weights() is None
-    remembered.call(request(grad=True))
+    asked = request(grad=True)
+    remembered.call(asked, attend(asked))
+    assert remembered.weights() is not None
     assert copy.deepcopy(remembered).weights() is None
     assert pickle.loads(pickle.dumps(remembered)).weights() is None
     given = torch.ones(1)

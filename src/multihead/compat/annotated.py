@@ -171,8 +171,9 @@ class MultiHeadedAttention(nn.Module):
             output, weights = attend_with_weights(request)
             self._last.given(weights)
         else:
-            output = attend(request).output
-            self._last.call(request)
+            attended = attend(request)
+            output = attended.output
+            self._last.call(request, attended)
         return self.linears[3](merge_heads(output))  # type: ignore[no-any-return]
 
 

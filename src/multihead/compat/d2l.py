@@ -82,9 +82,9 @@ class DotProductAttention(nn.Module):
         """Attend with heads on their own axis: (batch, heads, queries, value_dim)."""
         dropout = self.dropout.p if self.training else 0.0
         request: AttentionRequest = replace(request_of(q, k, v, mask, dropout=dropout), owner=owner)
-        output = attend(request).output
-        self._last.call(request)
-        return output
+        attended = attend(request)
+        self._last.call(request, attended)
+        return attended.output
 
 
 class MultiHeadAttention(nn.Module):
