@@ -175,3 +175,14 @@ def test_a_layer_that_is_none_is_refused_with_those_that_are() -> None:
     with pytest.raises(ModelError) as caught:
         _ = seen_in(lambda model: model(slice(0, LENGTH)))["encoder"]
     assert str(caught.value) == "There is no layer 'encoder' in the record. The layers seen are: Asking."
+
+
+@pytest.mark.parametrize("columns", [slice(1, 3), slice(None, None, 2), slice(-2, None), slice(3, 1), slice(4, 99)])
+def test_a_tile_of_joined_calls_is_that_part_of_the_whole(columns: slice) -> None:
+    record = seen_in(lambda model: model(slice(0, 4), 4), lambda model: step(model, 4))
+    sample = record.layers[0].sample()
+    assert sample.num_queries == 5
+    rows = slice(2, 5)
+    tile = sample.weights(queries=rows, keys=columns)
+    torch.testing.assert_close(tile, sample.weights()[:, rows, columns])
+    assert torch.equal(sample.visible(queries=rows, keys=columns), sample.visible()[rows, columns])
