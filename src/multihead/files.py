@@ -49,13 +49,13 @@ def refuse_unless_writable(targets: Sequence[str]) -> None:
             raise InputError(f"{target!r} cannot be written: {str(folder)!r} is read-only.", "Choose another folder.")
 
 
-def write_whole(target: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 file whole or not at all: a reader sees the old file or the new one, never a part."""
+def write_whole(target: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file, text as UTF-8, whole or not at all: a reader sees the old file or the new one, never a part."""
     place = Path(target).absolute()
     handle, beside = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
         mask = os.umask(0)
         os.umask(mask)
         Path(beside).chmod(0o666 & ~mask)  # mkstemp makes files for their owner's eyes only

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError, ShapeError
+from multihead.files import write_whole
 from multihead.observation.findings import LayerReading, findings, read_layers
 from multihead.viewer import content
+from multihead.viewer.page import json_in_script, static, template, version
 from multihead.viewer.store import Progress, Store, fill
 from multihead.viewer.texts import reading
 
@@ -130,7 +128,7 @@ def write_report(
         )
     store = fill(record, sample=sample, room=max_bytes - bare, progress=progress)
     page = _render(data, shell, store, max_bytes)
-    _replace(path, page)
+    write_whole(path, page)
     english = content.foot(store, max_bytes=max_bytes, version="", words=content.all_words()["en"])
     return ReportSummary(
         path=path,
@@ -177,14 +175,14 @@ def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes
     store_data = {"mode": store.mode, "bits": store.bits, "number": store.number, "reason": reason}
     script = _script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    html = _template().render(
+    html = template(__package__, "report.html").render(
         **shell,
-        style=Markup(_static("report.css")),
+        style=Markup(static(__package__, "report.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
-        data=Markup(_json(data | {"layers": layers, "store": store_data})),
+        data=Markup(json_in_script(data | {"layers": layers, "store": store_data})),
         packs=[(name, Markup(packed)) for name, packed in store.packs],
-        foot=content.foot(store, max_bytes=max_bytes, version=_version(), words=words),
+        foot=content.foot(store, max_bytes=max_bytes, version=version(), words=words),
     )
     return html.encode("utf-8", "replace")  # a lone surrogate in a title has no place in UTF-8
 
@@ -195,49 +193,6 @@ def _layer_stores(store: Store, layers: int) -> list[dict[str, Any]]:
     return kept or [{}] * layers
 
 
-def _json(data: dict[str, Any]) -> str:
-    r"""JSON that is safe inside a script tag: no `<`, `>` or `&`, nothing beyond ASCII.
-
-    >>> _json({"token": "</script>"})
-    '{"token":"\\u003c/script\\u003e"}'
-    """
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def _static(name: str) -> str:
-    return (resources.files(__package__) / "static" / name).read_text("utf-8")
-
-
 @cache
 def _script() -> str:
-    return "\n".join(_static(name) for name in SCRIPTS)
-
-
-@cache
-def _template() -> jinja2.Template:
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_static("report.html"))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("multihead")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "(not installed)"
-
-
-def _replace(path: Path, page: bytes) -> None:
-    """Write beside the path, then rename: a reader sees the old page or the new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    beside = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(page)
-        mask = os.umask(0)
-        os.umask(mask)
-        beside.chmod(0o666 & ~mask)  # mkstemp makes files for one's own eyes only
-        beside.replace(path)
-    except BaseException:
-        beside.unlink()
-        raise
+    return "\n".join(static(__package__, name) for name in SCRIPTS)

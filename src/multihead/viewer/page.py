@@ -1,0 +1,40 @@
+"""What every self-contained page shares: its files, its template, and data that cannot become markup."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import metadata, resources
+from typing import Any
+
+import jinja2
+
+
+def json_in_script(data: dict[str, Any]) -> str:
+    r"""Write JSON that is safe inside a script tag: no `<`, `>` or `&`, nothing beyond ASCII.
+
+    >>> json_in_script({"token": "</script>"})
+    '{"token":"\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def static(package: str, name: str) -> str:
+    """Read a file of a package's folder `static`."""
+    return (resources.files(package) / "static" / name).read_text("utf-8")
+
+
+@cache
+def template(package: str, name: str) -> jinja2.Template:
+    """Read a template of a package's folder `static`; what is put into it is escaped, and nothing may be missing."""
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(static(package, name))
+
+
+def version() -> str:
+    """Return the version that is installed, for the foot of a page."""
+    try:
+        return metadata.version("multihead")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"
