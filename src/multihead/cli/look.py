@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from multihead.models import Encoded, LoadedModel
+    from multihead.observation.findings import LayerReading
     from multihead.observation.record import Record
+    from multihead.viewer.report import ReportSummary
 
 EXAMPLES = """
 \b
@@ -76,7 +78,13 @@ SORTS = ["layer", *COLUMNS]
 @click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV too; - prints it and nothing else.")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the page.")
+@click.option(
+    "--lang",
+    type=click.Choice(["en", "zh"]),
+    default="en",
+    show_default=True,
+    help="Language of the page and of what stands out.",
+)
 def look(
     *,
     model: str,
@@ -108,51 +116,26 @@ def look(
     from rich.console import Console
 
     from multihead.models import encode, load
-    from multihead.observation.findings import findings, read_layers
-    from multihead.viewer.report import write_report
+    from multihead.observation.findings import read_layers
 
     notes = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())  # bars are for people to watch
-    printed_data = "-" in (json_file, csv_file)
     with notes.status(f"Loading {model} …"):
         loaded = load(model, device=device, dtype=dtype)
         encoded = encode(loaded, text or "")
     record = _watched(loaded, encoded, chosen, notes)
     with notes.status("Reading the heads …"):
         readings = read_layers(record, special=encoded.special)
-        found = findings(record, tokens=encoded.tokens, special=encoded.special, lang=lang, readings=readings)
+    page = _written_page(record, readings, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
     table = record.table(sort=sort, top=top)
-    with _bar(notes) as progress:
-        task = progress.add_task("Storing the maps", total=None)
-        summary = write_report(
-            record,
-            out,
-            title=loaded.title,
-            tokens=encoded.tokens,
-            special=encoded.special,
-            text=text,
-            offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
-            unknown=encoded.unknown,
-            lang=lang,
-            readings=readings,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
     rows = [{**row, "kind": readings[row["layer"]].kinds[row["head"]]} for row in table.rows]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
             click.echo(written(rows), nl=False)
         elif target is not None:
             write_whole(target, written(rows))
-    if printed_data:
-        return
-    console = Console(highlight=False)
-    part = "" if loaded.reader is loaded.model else "The encoder of "
-    console.print(f"{part}[bold]{loaded.title}[/] read {len(encoded.tokens)} tokens with {_counted(record)}.\n")
-    console.print(_drawn(rows, console.width))
-    if found:
-        console.print("\nWhat stands out:" if lang == "en" else "\n发现：")
-        for finding in found:
-            console.print(f"  {finding}", markup=False)
-    console.print(f"\nThe page: {summary}", markup=False, soft_wrap=True)
+    if "-" not in (json_file, csv_file):
+        _tell(record, readings, loaded, encoded, rows, lang=lang)
+        click.echo(f"\nThe page: {page}")
 
 
 def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console) -> Record:
@@ -179,6 +162,62 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
         ):
             loaded.reader(**loaded.arguments(encoded))
     return record
+
+
+def _written_page(
+    record: Record,
+    readings: Sequence[LayerReading],
+    loaded: LoadedModel,
+    encoded: Encoded,
+    *,
+    text: str | None,
+    out: str,
+    lang: str,
+    notes: Console,
+) -> ReportSummary:
+    """Write the page; a bar counts the heads whose maps are stored."""
+    from multihead.viewer.report import write_report
+
+    with _bar(notes) as progress:
+        task = progress.add_task("Storing the maps", total=None)
+        return write_report(
+            record,
+            out,
+            title=loaded.title,
+            tokens=encoded.tokens,
+            special=encoded.special,
+            text=text,
+            offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
+            unknown=encoded.unknown,
+            lang=lang,
+            readings=readings,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _tell(
+    record: Record,
+    readings: Sequence[LayerReading],
+    loaded: LoadedModel,
+    encoded: Encoded,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    lang: str,
+) -> None:
+    """Print what was read, the table, and what stands out."""
+    from rich.console import Console
+
+    from multihead.observation.findings import findings
+
+    console = Console(highlight=False)
+    part = "" if loaded.reader is loaded.model else "The encoder of "
+    console.print(f"{part}{loaded.title} read {len(encoded.tokens)} tokens with {_counted(record)}.\n", markup=False)
+    console.print(_drawn(rows, console.width))
+    found = findings(record, tokens=encoded.tokens, special=encoded.special, lang=lang, readings=readings)
+    if found:
+        click.echo("\nWhat stands out:" if lang == "en" else "\n发现：")
+    for finding in found:
+        console.print(f"  {finding}", markup=False)
 
 
 def _bar(notes: Console) -> Any:
