@@ -28,16 +28,13 @@ class Ratio:
         return f"{self.median:.2f} x ({self.low:.2f}-{self.high:.2f})"
 
 
-def paired(
-    ours: Callable[[], object], rival: Callable[[], object], *, pairs: int, beat: Callable[[], None] | None = None
-) -> Ratio:
+def paired(ours: Callable[[], object], rival: Callable[[], object], *, pairs: int) -> Ratio:
     """Run both once to warm up, then in turns; which of them goes first changes from pair to pair.
 
     Args:
         ours: what should be fast.
         rival: what it is compared with.
         pairs: how many times each is run.
-        beat: called after each pair, for a progress bar.
     """
     ours(), rival()
     ratios = []
@@ -47,8 +44,6 @@ def paired(
         else:
             of_ours, of_rival = _seconds(ours), _seconds(rival)
         ratios.append(of_rival / of_ours)
-        if beat is not None:
-            beat()
     low, median, high = statistics.quantiles(ratios, n=4)
     return Ratio(median, low, high, pairs)
 

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import cases, measure
+from benchmarks import cases, contest, measure
 from multihead import masks
 
 
 @pytest.mark.parametrize(
-    "contest",
+    "duel",
     [cases.padded_layer(3, 20), cases.whole_layer(2, 8), cases.masked(masks.Window(4), 32)],
     ids=["padded", "whole", "masked"],
 )
-def test_ours_and_the_rival_compute_the_same(contest: cases.Contest) -> None:
-    ours, rival = contest.compared(contest.ours()), contest.compared(contest.rival())
+def test_ours_and_the_rival_compute_the_same(duel: cases.Contest) -> None:
+    ours, rival = duel.compared(duel.ours()), duel.compared(duel.rival())
     torch.testing.assert_close(ours, rival, rtol=0, atol=1e-5)
 
 
 def test_a_wrong_result_is_never_timed() -> None:
-    contest = cases.masked(masks.Window(4), 32)
-    wrong = dataclasses.replace(contest, ours=lambda: contest.rival() + 1)
+    right = cases.masked(masks.Window(4), 32)
+    wrong = dataclasses.replace(right, ours=lambda: right.rival() + 1)
     case = cases.Case("a case", "a rival", 1.0, lambda: wrong)
     with pytest.raises(click.ClickException, match=r"^a case: differs from a rival by 1\.0e\+00, more than 1e-05\.$"):
-        program.checked(case, wrong)
+        contest.checked(case, wrong)
 
 
 def test_ratios_are_those_of_neighbouring_runs(monkeypatch: pytest.MonkeyPatch) -> None:

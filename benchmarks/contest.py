@@ -1,0 +1,42 @@
+"""Check one case, then time it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+import torch
+
+from benchmarks.cases import CASES, Case, Contest
+from benchmarks.measure import Ratio, paired
+
+TOLERANCE = 1e-5  # between two float32 computations of the same output, whose values are below 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a case: the largest difference between both outputs, the ratio, and bytes held or None."""
+
+    case: int
+    error: float
+    ratio: Ratio
+    memory: int | None
+
+
+def measured(index: int) -> Row:
+    """Check a case and time it."""
+    case = CASES[index]
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        contest = case.make()
+        error = checked(case, contest)
+        return Row(index, error, paired(contest.ours, contest.rival, pairs=case.pairs), contest.memory)
+
+
+def checked(case: Case, contest: Contest) -> float:
+    """Return the largest difference between ours and the rival, or stop where it is too large to be rounding."""
+    ours, rival = (contest.compared(run()) for run in (contest.ours, contest.rival))
+    error = float((ours - rival).abs().max())
+    if not error <= TOLERANCE:
+        raise click.ClickException(f"{case.name}: differs from {case.rival} by {error:.1e}, more than {TOLERANCE}.")
+    return error
