@@ -17,6 +17,7 @@ __all__ = ["VERBS", "Verbs", "main"]
 VERBS = {
     "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
+    "lab": "What the number of heads changes: counted, trained and measured.",
 }
 
 BAD_INPUT = 2

@@ -1,0 +1,187 @@
+"""The verb `lab`: count, train and measure what the number of heads changes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from multihead.errors import ArgumentError
+from multihead.files import refuse_unless_writable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from multihead.lab.answers import Answers, Part, Progress
+    from multihead.lab.phrases import Chapter, Phrases, Table
+
+EXAMPLES = """
+\b
+Examples:
+  multihead lab                          all of it, in a minute or two; writes lab.html
+  multihead lab --lang zh                the same in Chinese
+  multihead lab --only parameters        what can be counted, in seconds
+  multihead lab --quick --seeds 2        a first look at the training
+  multihead lab --seeds 20 --out 20.html
+  multihead lab --heads 1,2,16 --only tasks
+"""
+
+MOST_TABLE_WIDTH = 110
+
+
+@click.command(epilog=EXAMPLES)
+@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="The language to speak.")
+@click.option(
+    "--only",
+    type=click.Choice(["parameters", "tasks", "vectors"]),
+    help="Only what can be counted, what must be trained, or the matching of vectors.  [default: all]",
+)
+@click.option("--heads", metavar="N,N,...", default="1,2,4,8", show_default=True, help="Head counts to compare.")
+@click.option("--seeds", type=int, default=5, show_default=True, help="Models a head count.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The first seed.")
+@click.option("--quick", is_flag=True, help="Train half as long, and match fewer vectors.")
+@click.option("--workers", type=int, help="Processes that train side by side.  [default: one a core, at most 8]")
+@click.option("--out", default="lab.html", show_default=True, metavar="FILE", help="Where the page goes.")
+def lab(
+    *,
+    lang: str,
+    only: Part | None,
+    heads: str,
+    seeds: int,
+    seed: int,
+    quick: bool,
+    workers: int | None,
+    out: str,
+) -> None:
+    """Ask what the number of heads changes, and answer with numbers measured here.
+
+    Counts the parameters, follows the shapes, compares outputs and gradients of the same weights, trains small
+    models with 1, 2, 4 and 8 heads, shows what each head came to look at, and matches long vectors against short
+    ones. Prints the answers and writes one page that opens offline.
+    """
+    refuse_unless_writable([out])
+    counts = _parsed(heads)
+    if workers is not None and workers < 1:
+        raise ArgumentError(f"The number of workers is {workers}.", "Give at least 1.")
+
+    # Imported here, so that --help need not load torch.
+    from rich.console import Console
+
+    from multihead.lab.answers import PARTS, answer
+    from multihead.lab.page import write_page
+    from multihead.lab.phrases import language
+    from multihead.lab.told import tell
+
+    phrases = language(lang)
+    console = Console(highlight=False, soft_wrap=True)
+    answers: Answers
+    with _Bars(phrases) as told:
+        answers = answer(
+            parts=(only,) if only is not None else PARTS,
+            heads=counts,
+            seeds=seeds,
+            seed=seed,
+            quick=quick,
+            workers=min(os.cpu_count() or 1, 8) if workers is None else workers,
+            progress=told,
+        )
+    path = write_page(answers, out, lang=lang)
+    _say(console, phrases.words["page title"], style="bold")
+    _say(console, phrases.words["lead"])
+    if quick:
+        _say(console, phrases.words["quick"], style="yellow")
+    for number, chapter in enumerate(tell(answers, phrases), start=1):
+        _tell(console, number, chapter, phrases)
+    console.print()
+    _say(console, phrases.say("page at", path=path), style="green")
+
+
+def _parsed(heads: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(entry) for entry in heads.replace("，", ",").split(","))
+    except ValueError:
+        raise ArgumentError(
+            f"heads is {heads!r}, and must be whole numbers with commas between them.", "Give for example 1,2,4,8."
+        ) from None
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"heads is {heads!r}, and names a number twice.", "Give each number once.")
+    return found
+
+
+class _Bars:
+    """Progress on stderr, a bar a part; no bars where nobody looks."""
+
+    def __init__(self, phrases: Phrases) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.phrases = phrases
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        console = Console(stderr=True)
+        self.shown = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.ids: dict[str, int] = {}
+
+    def __enter__(self) -> Progress:
+        self.shown.start()
+        return self.tell
+
+    def __exit__(self, *_: object) -> None:
+        self.shown.stop()
+
+    def tell(self, name: str, done: int, of: int) -> None:
+        """Take note of how far a part is."""
+        from rich.progress import TaskID
+
+        if name not in self.ids:
+            self.ids[name] = self.shown.add_task(self.phrases.words[f"doing {name}"], total=of)
+        self.shown.update(TaskID(self.ids[name]), completed=done)
+
+
+def _say(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
+    from multihead.cli.drawing import wrap
+
+    for line in wrap(sentence, min(max(console.width, 40), 100) - indent):
+        console.print(" " * indent + line, style=style, markup=False)
+
+
+def _tell(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:
+    """Print one chapter: the question, the answer, the text, the tables."""
+    console.print()
+    _say(console, f"{number}. {chapter.title}", style="bold")
+    _say(console, chapter.answer, style="cyan", indent=3)
+    for paragraph in chapter.text:
+        _say(console, paragraph, indent=3)
+    for one in chapter.tables:
+        _draw(console, one)
+    if chapter.looks_tables:
+        console.print()
+        _say(console, phrases.words["looks heading"], style="bold", indent=3)
+        for sentence in chapter.looks:
+            _say(console, sentence, indent=3)
+        for one in chapter.looks_tables:
+            _draw(console, one)
+
+
+def _draw(console: Console, told: Table) -> None:
+    """Print one table, as wide as it needs and the terminal allows."""
+    from rich import box
+    from rich.padding import Padding
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False)
+    numeric = [all(_is_number(row[place]) for row in told.rows) for place in range(len(told.columns))]
+    for place, column in enumerate(told.columns):
+        drawn.add_column(
+            column, justify="right" if numeric[place] and place else "left", overflow="fold", vertical="bottom"
+        )
+    for row in told.rows:
+        drawn.add_row(*row)
+    console.print()
+    _say(console, told.caption, style="dim", indent=3)
+    width = min(console.width, MOST_TABLE_WIDTH)
+    console.print(Padding(drawn, (0, 0, 0, 3)), markup=False, soft_wrap=False, width=width)
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell[0] in "–-("

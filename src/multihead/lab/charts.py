@@ -1,0 +1,109 @@
+"""Draw the lab's curves as SVG that takes its colours from the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Curve", "chart"]
+
+WIDTH, HEIGHT = 420, 250
+LEFT, RIGHT, TOP, BOTTOM = 44, 70, 14, 38
+APART = 14  # between the names at the ends of curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: its name, its class of colour, its points, and the band around them (low and high)."""
+
+    name: str
+    tone: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def chart(
+    curves: Sequence[Curve],
+    *,
+    label: str,
+    x_label: str,
+    x_ticks: Sequence[float],
+    level: tuple[float, str] | None = None,
+    logarithmic: bool = False,
+) -> str:
+    """Draw curves of shares from 0 to 100 %; each is named at its end, so that colour is never alone.
+
+    Args:
+        curves: what to draw.
+        label: what the chart shows, for those who cannot see it.
+        x_label: what runs along the x axis.
+        x_ticks: where the x axis is marked.
+        level: a height and its name, drawn as a dashed line.
+        logarithmic: whether equal steps along x are equal ratios.
+
+    >>> svg = chart([Curve("2 heads", "c1", [0, 1], [0, 1], [0, 1], [0, 1])], label="", x_label="step", x_ticks=[0, 1])
+    >>> svg.count("<polyline")
+    1
+    """
+    scale = math.log if logarithmic else float
+    first, last = scale(min(x_ticks)), scale(max(x_ticks))
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        along = (scale(x) - first) / (last - first or 1)
+        return LEFT + along * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_plain(label)}">']
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        (x0, y), (x1, _) = at(min(x_ticks), share), at(max(x_ticks), share)
+        parts.append(f'<line class="rule" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+    for tick in x_ticks:
+        x, y = at(tick, 0)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{tick:g}</text>')
+    parts.append(
+        f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{_plain(x_label)}</text>"
+    )
+    if level is not None:
+        (x0, y), (x1, _) = at(min(x_ticks), level[0]), at(max(x_ticks), level[0])
+        parts.append(f'<line class="level" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{x1 - 2:.1f}" y="{y - 4:.1f}" text-anchor="end">{_plain(level[1])}</text>')
+    for curve in curves:
+        above = [at(x, y) for x, y in zip(curve.x, curve.high, strict=True)]
+        below = [at(x, y) for x, y in zip(curve.x, curve.low, strict=True)]
+        parts.append(f'<polygon class="band {curve.tone}" points="{_points([*above, *reversed(below)])}"/>')
+    for curve in curves:
+        line = [at(x, y) for x, y in zip(curve.x, curve.y, strict=True)]
+        parts.append(f'<polyline class="curve {curve.tone}" points="{_points(line)}"/>')
+    ends = [at(curve.x[-1], curve.y[-1]) for curve in curves]
+    for curve, (x, y), height in zip(curves, ends, _spaced([y for _, y in ends]), strict=True):
+        parts.append(
+            f'<line class="lead {curve.tone}" x1="{x + 2:.1f}" y1="{y:.1f}" x2="{x + 9:.1f}" y2="{height:.1f}"/>'
+        )
+        parts.append(f'<text class="name" x="{x + 12:.1f}" y="{height + 4:.1f}">{_plain(curve.name)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _spaced(heights: Sequence[float]) -> list[float]:
+    """Move names apart that would lie on each other, and keep them within the drawing."""
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    placed = list(heights)
+    lowest = -math.inf
+    for index in order:
+        placed[index] = lowest = max(heights[index], lowest + APART)
+    highest = float(HEIGHT - BOTTOM)
+    for index in reversed(order):
+        placed[index] = highest = min(placed[index], highest)
+        highest -= APART
+    return placed
+
+
+def _points(places: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _plain(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

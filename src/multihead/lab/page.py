@@ -1,0 +1,140 @@
+"""Write what the lab found out as one page that opens offline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from multihead.files import write_whole
+from multihead.lab.answers import Answers
+from multihead.lab.phrases import Phrases, language
+from multihead.lab.tasks import ROWS
+from multihead.lab.told import tell
+from multihead.lab.training import Experiment
+
+__all__ = ["page", "write_page"]
+
+_IN_SCRIPT = (
+    "head", "heads", "choose heads", "layer head", "only head", "step", "at the end", "point", "hidden", "scale",
+    "value lookup", "value induction",
+)  # fmt: skip
+
+
+def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
+    """Write the page whole or not at all.
+
+    Args:
+        answers: what the lab found out.
+        path: where it goes; an older one is replaced.
+        lang: "en" or "zh".
+
+    Returns: the path.
+
+    Raises:
+        ArgumentError: a language the lab does not speak.
+    """
+    write_whole(path, page(answers, lang=lang))
+    return Path(path)
+
+
+def page(answers: Answers, *, lang: str = "en") -> str:
+    """Make the page: one HTML file with its style, its script and its data, that asks nothing of the network."""
+    phrases = language(lang)
+    script = _static("lab.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _template().render(
+        lang=lang,
+        words=phrases.words,
+        quick=answers.quick,
+        facts=_facts(answers, phrases),
+        chapters=tell(answers, phrases),
+        foot=phrases.say("foot", version=_version(), seed=answers.seed),
+        style=Markup(_static("lab.css")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        data=Markup(_json(_data(answers, phrases))),
+    )
+
+
+def _facts(answers: Answers, phrases: Phrases) -> list[tuple[str, str]]:
+    experiments = [*answers.experiments, *([answers.copies] if answers.copies is not None else [])]
+    trained = sum(len(experiment.trainings) for experiment in experiments)
+    facts = [(phrases.say("fact models"), str(trained))] if trained else []
+    return [
+        *facts,
+        (phrases.say("fact seeds"), str(answers.seeds)),
+        (phrases.say("fact time"), phrases.say("seconds", n=f"{answers.seconds:.0f}")),
+        (phrases.say("fact torch"), answers.torch_version),
+    ]
+
+
+def _data(answers: Answers, phrases: Phrases) -> dict[str, Any]:
+    """Gather what the script draws: the heads of the first seed at some moments, and its words."""
+    words = {key: text for key, text in phrases.words.items() if key in _IN_SCRIPT or key.startswith("measure ")}
+    return {"words": words, "tasks": [_drawn(experiment, answers, phrases) for experiment in answers.experiments]}
+
+
+def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[str, Any]:
+    courses = []
+    for num_heads in experiment.heads:
+        watched = experiment.of(num_heads)[0]
+        moments = [
+            {
+                "step": moment.step,
+                "looks": [
+                    {
+                        "layer": look.layer,
+                        "head": look.head,
+                        "measures": {name: round(value, 4) for name, value in look.measures.items()},
+                        # A thousandth is finer than the eye.
+                        "picture": [[round(1000 * weight) for weight in row] for row in look.picture],
+                    }
+                    for look in moment.looks
+                ],
+            }
+            for moment in watched.moments
+            if moment.looks
+        ]
+        courses.append({"heads": num_heads, "moments": moments})
+    if experiment.task == "induction":
+        note = phrases.say("looks induction", seed=answers.seed)
+    else:
+        second = phrases.say("looks lookup second") if experiment.task == "two" else ""
+        note = phrases.say("looks lookup", rows=ROWS, second=second, seed=answers.seed)
+    return {"name": experiment.task, "note": note, "courses": courses}
+
+
+def _json(data: dict[str, Any]) -> str:
+    r"""JSON that is safe inside a script tag: no `<`, `>` or `&`, nothing beyond ASCII.
+
+    >>> _json({"word": "</script>"})
+    '{"word":"\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _static(name: str) -> str:
+    return (resources.files(__package__) / "static" / name).read_text("utf-8")
+
+
+@cache
+def _template() -> jinja2.Template:
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_static("lab.html"))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("multihead")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"

@@ -1,0 +1,288 @@
+"""Count and compare: what the number of heads changes in a layer, and what it leaves as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError
+from multihead.functional import weights
+from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.layer import MultiHeadAttention
+
+__all__ = ["HeadCount", "Pair", "Parameter", "Parameters", "Shape", "parameters"]
+
+PACKED = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of weights.
+
+    Attributes:
+        name: what it is called in the layout.
+        shape: its axes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many numbers it holds."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """A layer with one number of heads.
+
+    Attributes:
+        num_heads, head_dim: heads, and the columns of each.
+        packed: the parameters with the projections of q, k and v stacked, as `nn.MultiheadAttention` keeps them.
+        separate: the parameters as this library keeps them, a projection each.
+        torch: the parameters that `nn.MultiheadAttention` itself has.
+        features_read: a head: features of the input with a derivative other than 0.
+        cut_features_read: the same where each head were given its own part of the input instead.
+        cut_total: parameters such a layer would have left.
+        independent_difference: largest difference between the layer and as many independent heads, each made of
+            its rows of the packed projection.
+    """
+
+    num_heads: int
+    head_dim: int
+    packed: tuple[Parameter, ...]
+    separate: tuple[Parameter, ...]
+    torch: tuple[Parameter, ...]
+    features_read: tuple[int, ...]
+    cut_features_read: tuple[int, ...]
+    cut_total: int
+    independent_difference: float
+
+    @property
+    def total(self) -> int:
+        """How many numbers the layer learns."""
+        return sum(parameter.count for parameter in self.packed)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One tensor on the way: its name, the code that makes it, its axes and their sizes."""
+
+    name: str
+    code: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights, cut into two numbers of heads.
+
+    Attributes:
+        first, second: the numbers of heads.
+        output_difference: size of the difference of the outputs, as a share of the first's size.
+        gradient_difference: the same of the gradients of all weights, for one and the same loss.
+        score_difference: largest difference between the sums of the heads' q . k, which are the same sum.
+    """
+
+    first: int
+    second: int
+    output_difference: float
+    gradient_difference: float
+    score_difference: float
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What was counted and compared.
+
+    Attributes:
+        embed_dim, length: width and tokens of the input, (1, length, embed_dim).
+        counts: one a number of heads.
+        shapes_of: the number of heads whose shapes are listed.
+        shapes: every tensor from input to output.
+        pairs: every two numbers of heads, the smaller first.
+    """
+
+    embed_dim: int
+    length: int
+    counts: tuple[HeadCount, ...]
+    shapes_of: int
+    shapes: tuple[Shape, ...]
+    pairs: tuple[Pair, ...]
+
+
+def parameters(
+    *, embed_dim: int = 512, length: int = 12, heads: Sequence[int] = (1, 2, 4, 8), shapes_of: int = 2, seed: int = 0
+) -> Parameters:
+    """Make layers that differ in nothing but their number of heads, and compare them in float64.
+
+    Args:
+        embed_dim: width of the input, columns.
+        length: tokens of the input.
+        heads: the numbers of heads; each must divide `embed_dim`.
+        shapes_of: the number of heads whose shapes are listed.
+        seed: what input and weights are drawn with.
+
+    Raises:
+        ArgumentError: a number of heads that does not divide `embed_dim`, or no number at all.
+
+    Source: arXiv:1706.03762, section 3.2.2.
+
+    >>> found = parameters(embed_dim=8, length=3, heads=(1, 2))
+    >>> [count.total for count in found.counts]
+    [288, 288]
+    >>> [count.features_read for count in found.counts]
+    [(8,), (8, 8)]
+    """
+    if not heads:
+        raise ArgumentError("heads is empty.", "Give at least one number of heads, such as (1, 2).")
+    for num_heads in (*heads, shapes_of):
+        head_dim_of(embed_dim, num_heads)
+    # Layers draw weights as they are made; the caller's random numbers are left alone.
+    with torch.random.fork_rng(devices=[]):
+        return _compared(embed_dim, length, tuple(heads), shapes_of, seed)
+
+
+def _compared(embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: int, seed: int) -> Parameters:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, length, embed_dim, generator=generator, dtype=torch.float64)
+    layers = [_layer(embed_dim, num_heads, seed) for num_heads in heads]
+    measured = [_measured(layer, x, seed) for layer in layers]
+    pairs = [
+        Pair(layers[i].num_heads, layers[j].num_heads, *_differences(measured[i], measured[j]))
+        for i in range(len(layers))
+        for j in range(i + 1, len(layers))
+    ]
+    return Parameters(
+        embed_dim=embed_dim,
+        length=length,
+        counts=tuple(_counted(layer, x, seed) for layer in layers),
+        shapes_of=shapes_of,
+        shapes=_shapes(_layer(embed_dim, shapes_of, seed), x),
+        pairs=tuple(pairs),
+    )
+
+
+def _layer(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
+    """Make a layer in float64 whose weights depend on the seed and not on the number of heads."""
+    layer = MultiHeadAttention(embed_dim, num_heads, output_projection=output_projection, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj):
+        if projection is not None:
+            nn.init.xavier_uniform_(projection.weight, generator=generator)
+            nn.init.normal_(projection.bias, std=0.1, generator=generator)
+    return layer
+
+
+def _counted(layer: MultiHeadAttention, x: Tensor, seed: int) -> HeadCount:
+    heads, head_dim, embed_dim = layer.num_heads, layer.head_dim, layer.embed_dim
+    packed = {
+        "in_proj_weight": torch.cat([layer.get_parameter(f"{name}.weight") for name in PACKED]),
+        "in_proj_bias": torch.cat([layer.get_parameter(f"{name}.bias") for name in PACKED]),
+        "out_proj.weight": layer.get_parameter("out_proj.weight"),
+        "out_proj.bias": layer.get_parameter("out_proj.bias"),
+    }
+    bare = _layer(embed_dim, heads, seed, output_projection=False)
+    cut = _layer(embed_dim, heads, seed, output_projection=False)
+    own = torch.block_diag(*[torch.ones(head_dim, head_dim, dtype=x.dtype)] * heads)
+    with torch.no_grad():
+        for projection in (cut.q_proj, cut.k_proj, cut.v_proj):
+            projection.weight *= own
+    lost = 3 * int((own == 0).sum())
+    return HeadCount(
+        num_heads=heads,
+        head_dim=head_dim,
+        packed=_listed(packed),
+        separate=_listed(dict(layer.named_parameters())),
+        torch=_listed(dict(nn.MultiheadAttention(embed_dim, heads, device="meta").named_parameters())),
+        features_read=_features_read(bare, x, seed),
+        cut_features_read=_features_read(cut, x, seed),
+        cut_total=sum(tensor.numel() for tensor in packed.values()) - lost,
+        independent_difference=float((_independent(bare, packed, x) - bare(x)).abs().max().detach()),
+    )
+
+
+def _listed(tensors: dict[str, Tensor]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name, tuple(tensor.shape)) for name, tensor in tensors.items())
+
+
+def _features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int, ...]:
+    """Count, head by head, the features of the input that its result changes with."""
+    x = x.clone().requires_grad_()
+    z_heads = split_heads(layer(x), layer.num_heads)  # (batch, heads, length, head_dim)
+    # A random combination of the Jacobian's rows is 0 in a column only where the whole column is.
+    mix = torch.randn(z_heads.shape, generator=torch.Generator().manual_seed(seed + 2), dtype=x.dtype)
+    found = []
+    for head in range(layer.num_heads):
+        (slope,) = torch.autograd.grad((z_heads[:, head] * mix[:, head]).sum(), x, retain_graph=True)
+        found.append(int((slope != 0).flatten(0, 1).any(0).sum()))
+    return tuple(found)
+
+
+def _independent(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Give every head a layer of its own, made of its rows of the packed projection, and join the results."""
+    heads, head_dim = layer.num_heads, layer.head_dim
+    # (3 * embed_dim, embed_dim): the rows of q, then of k, then of v; in each the heads follow each other.
+    weight = packed["in_proj_weight"].view(3, heads, head_dim, layer.embed_dim)
+    bias = packed["in_proj_bias"].view(3, heads, head_dim)
+    joined = []
+    for head in range(heads):
+        alone = MultiHeadAttention(layer.embed_dim, 1, head_dim=head_dim, output_projection=False, dtype=x.dtype)
+        with torch.no_grad():
+            for row, projection in enumerate((alone.q_proj, alone.k_proj, alone.v_proj)):
+                projection.weight.copy_(weight[row, head])
+                projection.bias.copy_(bias[row, head])
+        joined.append(alone(x))  # (batch, length, head_dim)
+    return torch.cat(joined, -1)  # (batch, length, heads * head_dim)
+
+
+def _measured(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tensor]:
+    """Run a layer, and the gradient of a loss that is the same for every number of heads."""
+    output = layer(x)
+    goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 3), dtype=x.dtype)
+    gradients = torch.autograd.grad((output - goal).square().mean(), list(layer.parameters()))
+    q, k = (split_heads(projection(x), layer.num_heads) for projection in (layer.q_proj, layer.k_proj))
+    return {
+        "output": output.detach(),
+        "gradient": torch.cat([gradient.flatten() for gradient in gradients]),
+        "scores": (q @ k.transpose(2, 3)).sum(1).detach(),  # (batch, queries, keys): sum_h q_h . k_h
+    }
+
+
+def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
+    def share(name: str) -> float:
+        return float((second[name] - first[name]).norm() / first[name].norm())
+
+    return share("output"), share("gradient"), float((second["scores"] - first["scores"]).abs().max())
+
+
+@torch.no_grad()
+def _shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
+    """Walk the layer's own path by hand, and write down every shape."""
+    heads = layer.num_heads
+    wide, split = ("batch", "length", "heads*head_dim"), ("batch", "heads", "length", "head_dim")
+    maps = ("batch", "heads", "queries", "keys")
+    q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+    q_heads, k_heads, v_heads = (split_heads(each, heads) for each in (q, k, v))
+    scores = q_heads @ k_heads.transpose(2, 3)
+    shares = weights(q_heads, k_heads)
+    z_heads = shares @ v_heads
+    merged = merge_heads(z_heads)
+    output = layer(x)
+    listed: list[tuple[str, str, tuple[str, ...], Tensor]] = [("x", "", ("batch", "length", "embed_dim"), x)]
+    listed += [(name, f"{name}_proj(x)", wide, each) for name, each in (("q", q), ("k", k), ("v", v))]
+    for name, each in (("q_heads", q_heads), ("k_heads", k_heads), ("v_heads", v_heads)):
+        listed.append((name, f"split_heads({name[0]}, {heads})", split, each))
+    listed += [
+        ("scores", "q_heads @ k_heads.transpose(2, 3)", maps, scores),
+        ("weights", f"softmax(scores / sqrt({layer.head_dim}))", maps, shares),
+        ("z_heads", "weights @ v_heads", split, z_heads),
+        ("merged", "merge_heads(z_heads)", wide, merged),
+        ("output", "out_proj(merged)", ("batch", "length", "embed_dim"), output),
+    ]
+    return tuple(Shape(name, code, axes, tuple(each.shape)) for name, code, axes, each in listed)

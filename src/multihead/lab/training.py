@@ -1,0 +1,326 @@
+"""Train small models that differ in nothing but their number of heads, and compare them over seeds."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from multihead.errors import ArgumentError
+from multihead.lab.tasks import HeadLook, Task
+from multihead.lab.vectors import Spread
+from multihead.layer import MultiHeadAttention
+
+__all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "compare", "train"]
+
+Progress = Callable[[int, int], None]
+Start = Literal["drawn", "copied"]
+
+POINTS = 20  # of a learning curve, beside its start
+TESTED = 500  # questions a point
+WATCHED = 64  # questions that the heads are watched on
+REACHED = 0.9  # share of right answers that counts as learned
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One point of a training.
+
+    Attributes:
+        step: steps done.
+        loss: mean cross entropy on questions not trained on, nats.
+        right: share of them answered right.
+        looks: what every head looks at, at some moments; empty at others.
+    """
+
+    step: int
+    loss: float
+    right: float
+    looks: tuple[HeadLook, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model from start to end.
+
+    Attributes:
+        num_heads, seed: what it was made with.
+        parameters: how many numbers it learns.
+        apart_before, apart_after: the largest distance between the weights of two heads of a layer, as a share of
+            their size, before training and after; 0 with one head.
+        moments: its course, from step 0.
+    """
+
+    num_heads: int
+    seed: int
+    parameters: int
+    apart_before: float
+    apart_after: float
+    moments: tuple[Moment, ...]
+
+    @property
+    def right(self) -> float:
+        """Share of right answers at the end."""
+        return self.moments[-1].right
+
+    @property
+    def learned_at(self) -> int | None:
+        """The first step tested at which 9 of 10 answers were right, or None."""
+        return next((moment.step for moment in self.moments if moment.right >= REACHED), None)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All seeds of one number of heads.
+
+    Attributes:
+        num_heads: heads.
+        right: share of right answers at the end.
+        each: the same, a seed.
+        learned: how many seeds reached 9 right answers of 10.
+        learned_at: the step at which they did, over these seeds; None where there is none.
+    """
+
+    num_heads: int
+    right: Spread
+    each: tuple[float, ...]
+    learned: int
+    learned_at: Spread | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which number of heads was best, and from which it can be told apart.
+
+    Two are told apart where their means differ by more than both standard deviations together.
+
+    Attributes:
+        best: the number of heads with the highest mean.
+        behind: those it is told apart from.
+        level: those it is not.
+    """
+
+    best: int
+    behind: tuple[int, ...]
+    level: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A task, learned with several numbers of heads from several seeds.
+
+    Attributes:
+        task: its name.
+        start: "drawn" where every head started with weights of its own, "copied" where all started alike.
+        steps, batch_size, learning_rate: how it was trained.
+        chance: share of right answers of a blind guess.
+        trainings: every model, by number of heads and seed.
+    """
+
+    task: str
+    start: Start
+    steps: int
+    batch_size: int
+    learning_rate: float
+    chance: float
+    trainings: tuple[Training, ...]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The numbers of heads, in their order."""
+        return tuple(dict.fromkeys(training.num_heads for training in self.trainings))
+
+    def of(self, num_heads: int) -> tuple[Training, ...]:
+        """Give the trainings with one number of heads."""
+        return tuple(training for training in self.trainings if training.num_heads == num_heads)
+
+    def summaries(self) -> tuple[Summary, ...]:
+        """Sum up the seeds of each number of heads."""
+        found = []
+        for num_heads in self.heads:
+            each = self.of(num_heads)
+            steps = [float(training.learned_at) for training in each if training.learned_at is not None]
+            shares = [training.right for training in each]
+            found.append(
+                Summary(num_heads, Spread.of(shares), tuple(shares), len(steps), Spread.of(steps) if steps else None)
+            )
+        return tuple(found)
+
+    def verdict(self) -> Verdict:
+        """Say which number of heads was best at the end, and from which others it can be told apart."""
+        found = {summary.num_heads: summary.right for summary in self.summaries()}
+        best = max(found, key=lambda num_heads: found[num_heads].mean)
+        others = [num_heads for num_heads in found if num_heads != best]
+        behind = tuple(num_heads for num_heads in others if found[best].apart(found[num_heads]))
+        return Verdict(best, behind, tuple(num_heads for num_heads in others if num_heads not in behind))
+
+
+def compare(
+    task: Task,
+    *,
+    heads: Sequence[int] = (1, 2, 4, 8),
+    seeds: int = 5,
+    seed: int = 0,
+    steps: int | None = None,
+    start: Start = "drawn",
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Experiment:
+    """Train a task with each number of heads from each seed.
+
+    For one seed the first weights and all questions are the same for every number of heads. The result does not
+    depend on the number of workers: each model is trained on one thread.
+
+    Args:
+        task: one of `multihead.lab.tasks.TASKS`, or another of its kind.
+        heads: the numbers of heads.
+        seeds: models a number of heads, at least 1.
+        seed: the first seed; the others count up from it.
+        steps: steps of training; as many as the task says if None.
+        start: "drawn" gives every head weights of its own to start with, "copied" those of the first.
+        workers: processes that train side by side; 1 trains in this one.
+        progress: called with (models trained, models in all).
+
+    Raises:
+        ArgumentError: no heads, no seeds, or no steps.
+    """
+    steps = task.steps if steps is None else steps
+    for name, value in (("heads", len(heads)), ("seeds", seeds), ("steps", steps), ("workers", workers)):
+        if value < 1:
+            raise ArgumentError(f"The number of {name} is {value}.", "Give at least 1.")
+    wanted = [(num_heads, seed + index) for num_heads in heads for index in range(seeds)]
+    found: dict[tuple[int, int], Training] = {}
+
+    def options(each: int) -> dict[str, Any]:
+        return {"seed": each, "steps": steps, "start": start, "watched": each == seed}
+
+    if workers == 1:
+        for num_heads, each in wanted:
+            found[num_heads, each] = train(task, num_heads, **options(each))
+            if progress is not None:
+                progress(len(found), len(wanted))
+    else:
+        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half alive
+        with ProcessPoolExecutor(min(workers, len(wanted)), mp_context=context) as pool:
+            futures = {
+                pool.submit(train, task, num_heads, **options(each)): (num_heads, each)
+                # The slowest first, so that no worker is left with one at the end.
+                for num_heads, each in reversed(wanted)
+            }
+            for future in as_completed(futures):
+                found[futures[future]] = future.result()
+                if progress is not None:
+                    progress(len(found), len(wanted))
+    trainings = tuple(found[key] for key in wanted)
+    return Experiment(task.name, start, steps, task.batch_size, task.learning_rate, task.chance, trainings)
+
+
+def train(
+    task: Task,
+    num_heads: int,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    start: Start = "drawn",
+    watched: bool = True,
+) -> Training:
+    """Train one model with Adam (arXiv:1412.6980), and note how it comes along.
+
+    Args:
+        task: what it learns.
+        num_heads: its number of heads.
+        seed: what its first weights and its questions are drawn with.
+        steps: steps of training; as many as the task says if None.
+        start: "drawn", or "copied": then all heads of a layer start as copies of its first.
+        watched: whether pictures are kept at five moments; at the end every head is measured in any case.
+
+    >>> from multihead.lab.tasks import TASKS
+    >>> course = train(TASKS["one"], 2, steps=4)
+    >>> [moment.step for moment in course.moments]
+    [0, 1, 2, 3, 4]
+    """
+    steps = task.steps if steps is None else steps
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = task.build(num_heads)
+        if start == "copied":
+            _copy_first_head(model)
+        before = _heads_apart(model)
+        optimiser = torch.optim.Adam(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.99))
+        questions = torch.Generator().manual_seed(2**20 + seed)
+        stops = sorted({round(steps * point / POINTS) for point in range(POINTS + 1)})
+        pictured = {round(steps * share) for share in (0, 0.1, 0.25, 0.5, 1)} if watched else {steps}
+        moments = []
+        for step in range(steps + 1):
+            if step in stops:
+                moments.append(_moment(task, model, step, look=step in pictured))
+            if step < steps:
+                batch = task.draw(task.batch_size, questions)
+                loss = _loss(model(*batch.inputs), batch.answers)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+    size = sum(each.numel() for each in model.parameters())
+    return Training(num_heads, seed, size, before, _heads_apart(model), tuple(moments))
+
+
+def _own_weights(layer: MultiHeadAttention) -> list[torch.Tensor]:
+    """Give each projection's weights as views with the heads first: (heads, head_dim, ...)."""
+    ways_in = [layer.q_proj, layer.k_proj, layer.v_proj]
+    rows = [each.weight.unflatten(0, (layer.num_heads, -1)) for each in ways_in]
+    rows += [each.bias.unflatten(0, (layer.num_heads, -1)) for each in ways_in]
+    assert layer.out_proj is not None, "the lab's layers have an output projection"
+    # What a head adds to the output are its columns of the output projection.
+    return [*rows, layer.out_proj.weight.unflatten(1, (layer.num_heads, -1)).movedim(1, 0)]
+
+
+@torch.no_grad()
+def _copy_first_head(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, MultiHeadAttention):
+            for own in _own_weights(layer):
+                own.copy_(own[:1].clone().expand_as(own))
+
+
+@torch.no_grad()
+def _heads_apart(model: nn.Module) -> float:
+    """Find the largest distance between two heads of a layer, as a share of the size of their weights."""
+    largest = 0.0
+    for layer in model.modules():
+        if isinstance(layer, MultiHeadAttention):
+            heads = torch.cat([own.flatten(1) for own in _own_weights(layer)], 1).double()
+            size = float(heads.norm(dim=1).mean())
+            largest = max(largest, float(torch.cdist(heads, heads).max()) / size if layer.num_heads > 1 else 0.0)
+    return largest
+
+
+def _loss(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-1)
+
+
+@torch.no_grad()
+def _moment(task: Task, model: nn.Module, step: int, *, look: bool) -> Moment:
+    """Test a model on questions that are the same at every moment and for every model."""
+    fixed = torch.Generator().manual_seed(2**30)
+    batch = task.draw(TESTED, fixed)
+    logits = model(*batch.inputs)
+    looks = task.look(model, task.draw(WATCHED, fixed)) if look else ()
+    return Moment(step, float(_loss(logits, batch.answers)), task.right(logits, batch), looks)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over several threads are rounded otherwise than over one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
