@@ -150,8 +150,9 @@ def test_dropout_and_mode_come_along_and_the_weights_are_copies() -> None:
     assert layer.dropout == original.self.dropout.p == 0.1
     nn.init.zeros_(layer.q_proj.weight)
     assert (original.self.query.weight != 0).any()
-    assert from_gpt2(gpt2(attn_pdrop=0.2)).dropout == 0.2
-    assert from_llama(llama(attention_dropout=0.3)[0]).dropout == 0.3
+    for made, share in ((from_gpt2(gpt2(attn_pdrop=0.2)), 0.2), (from_llama(llama(attention_dropout=0.3)[0]), 0.3)):
+        assert made.dropout == share
+        assert not made.training
 
 
 def test_what_comes_out_can_be_watched() -> None:

@@ -106,3 +106,9 @@ def test_what_is_remembered_is_neither_copied_nor_pickled() -> None:
     given = torch.ones(1)
     remembered.given(given)
     assert remembered.weights() is given
+
+
+def test_a_compiled_layer_gives_the_same_output_and_weights() -> None:
+    asked = request(grad=True)
+    compiled = torch.compile(lambda q, k, v: attend_with_weights(request_of(q, k, v, asked.mask)), backend="eager")
+    torch.testing.assert_close(compiled(asked.q, asked.k, asked.v), attend_with_weights(asked))

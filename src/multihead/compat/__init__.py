@@ -1,5 +1,5 @@
 """The layers people already have, made ours by changing one import: same signature, same state_dict."""
 
-from multihead.compat import torch_nn
+from multihead.compat import annotated, d2l, huggingface, keras, per_head, torch_nn
 
-__all__ = ["torch_nn"]
+__all__ = ["annotated", "d2l", "huggingface", "keras", "per_head", "torch_nn"]

@@ -75,6 +75,11 @@ class Remembered:
 
 
 def _weights(request: AttentionRequest, attended: Attended) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _opaque(request, attended)
+    return found
+
+
+def _computed(request: AttentionRequest, attended: Attended) -> tuple[Tensor, Tensor]:
     """Compute the weights of a call that has run, in the working dtype; and its values, cleaned of hidden NaN."""
     shape = request.shape
     if not (torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)) and not request.dropout:
@@ -100,3 +105,7 @@ def _weights(request: AttentionRequest, attended: Attended) -> tuple[Tensor, Ten
             weights = poisoned(Attended(weights, attended.logsumexp), bad_rows).output
             weights = weights if hidden is None else weights.masked_fill(hidden, 0)
     return weights, cleaned.v
+
+
+# As in functional.py: what reads values is one step between two graphs of torch.compile.
+_opaque = torch.compiler.disable(_computed, reason="the plan of an attention reads values")
