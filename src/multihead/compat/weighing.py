@@ -35,7 +35,7 @@ def attend_with_weights(request: AttentionRequest) -> tuple[Tensor, Tensor]:
     (torch.Size([1, 2, 4, 4]), True)
     """
     attended = attend(replace(request, dropout=0.0))
-    weights, v = _weights(request, attended)
+    weights, v = _weights(request, attended.logsumexp.detach())
     if not request.dropout:
         return attended.output, weights.to(request.q.dtype)
     dropped = dropout(weights, request.dropout)
@@ -52,7 +52,7 @@ class Remembered:
     """
 
     def __init__(self) -> None:
-        self._call: tuple[AttentionRequest, Attended] | None = None
+        self._call: tuple[AttentionRequest, Tensor] | None = None
         self._weights: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
@@ -60,7 +60,7 @@ class Remembered:
 
     def call(self, request: AttentionRequest, attended: Attended) -> None:
         """Remember a call, in place of the last one; its owner is left out, so that no circle is made."""
-        self._call, self._weights = (replace(request, owner=None), attended), None
+        self._call, self._weights = (replace(request, owner=None), attended.logsumexp.detach()), None
 
     def given(self, weights: Tensor) -> None:
         """Remember weights that had to be computed already: (batch, heads, queries, keys)."""
@@ -70,20 +70,20 @@ class Remembered:
         """Return the weights before dropout, or those that were given; (batch, heads, queries, keys), or None."""
         if self._call is None:
             return self._weights
-        request, attended = self._call
-        return _weights(request, attended)[0].to(request.q.dtype)
+        request, logsumexp = self._call
+        return _weights(request, logsumexp)[0].to(request.q.dtype)
 
 
-def _weights(request: AttentionRequest, attended: Attended) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _opaque(request, attended)
+def _weights(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _opaque(request, logsumexp)
     return found
 
 
-def _computed(request: AttentionRequest, attended: Attended) -> tuple[Tensor, Tensor]:
+def _computed(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the weights of a call that has run, in the working dtype; and its values, cleaned of hidden NaN."""
     shape = request.shape
     if not (torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)) and not request.dropout:
-        return tile(request, attended.logsumexp), request.v
+        return tile(request, logsumexp), request.v
     bounds = key_bounds(
         request.mask,
         queries=shape.query_length,
@@ -96,13 +96,13 @@ def _computed(request: AttentionRequest, attended: Attended) -> tuple[Tensor, Te
         cells = scores(cleaned)
         hidden = None if isinstance(request.mask, Full) else ~seen(cleaned)
         cells = cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
-        empty = (attended.logsumexp.detach() == -torch.inf)[..., None]  # (batch, heads, queries, 1)
+        empty = (logsumexp == -torch.inf)[..., None]  # (batch, heads, queries, 1)
         if bool(empty.any()):  # the softmax of nothing is 0 / 0, in its gradient too
             weights = cells.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
         else:
             weights = cells.softmax(-1)
         if bad_rows is not None:
-            weights = poisoned(Attended(weights, attended.logsumexp), bad_rows).output
+            weights = poisoned(Attended(weights, logsumexp), bad_rows).output
             weights = weights if hidden is None else weights.masked_fill(hidden, 0)
     return weights, cleaned.v
 
