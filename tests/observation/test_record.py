@@ -186,3 +186,8 @@ def test_a_tile_of_joined_calls_is_that_part_of_the_whole(columns: slice) -> Non
     tile = sample.weights(queries=rows, keys=columns)
     torch.testing.assert_close(tile, sample.weights()[:, rows, columns])
     assert torch.equal(sample.visible(queries=rows, keys=columns), sample.visible()[rows, columns])
+
+
+def test_a_sample_knows_the_width_and_dtype_of_its_heads() -> None:
+    sample = seen_in(lambda model: model(slice(0, LENGTH)), keep="statistics").layers[0].sample()
+    assert (sample.head_dim, sample.dtype) == (Q.shape[3], Q.dtype)

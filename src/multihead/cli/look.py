@@ -50,6 +50,7 @@ COLUMNS = {
     "largest_weight": ("max\n%", SHORT),
 }
 NARROW = 90
+FACTS = {"en": ("Head size", "Precision"), "zh": ("头大小", "精度")}
 SORTS = ["layer", *COLUMNS]
 
 
@@ -178,6 +179,8 @@ def _written_page(
     """Write the page; a bar counts the heads whose maps are stored."""
     from multihead.viewer.report import write_report
 
+    one = record.layers[0].sample()
+    facts = (str(one.head_dim), str(one.dtype).removeprefix("torch."))
     with _bar(notes) as progress:
         task = progress.add_task("Storing the maps", total=None)
         return write_report(
@@ -189,6 +192,7 @@ def _written_page(
             text=text,
             offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
             unknown=encoded.unknown,
+            facts=dict(zip(FACTS[lang], facts, strict=True)),
             lang=lang,
             readings=readings,
             progress=lambda done, total: progress.update(task, completed=done, total=total),

@@ -42,6 +42,16 @@ class SampleRecord:
         return self.pieces[0].request.shape.num_heads
 
     @property
+    def head_dim(self) -> int:
+        """Width of a query and a key."""
+        return self.pieces[0].request.shape.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that attention was asked for in."""
+        return self.pieces[0].request.shape.dtype
+
+    @property
     def num_queries(self) -> int:
         """How many queries the sample has."""
         return sum(piece.num_queries for piece in self.pieces)
