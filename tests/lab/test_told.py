@@ -104,3 +104,26 @@ def test_length_is_called_better_only_where_it_was() -> None:
     assert chapters()["lengths"].answer.startswith("Longer is better")
     turned = replace(found, lengths=tuple(reversed(found.lengths)))
     assert chapters(replace(few_answers(), vectors=turned))["lengths"].answer.startswith("Longer is not better here")
+
+
+@pytest.mark.parametrize(
+    ("keys", "slope", "beginning"),
+    [
+        (1.5, 0.05, "What does harm is leaving out the division by √columns."),
+        (40.0, 0.09, "Whether scores are divided by √columns makes no such difference here"),
+        (2.0, 0.12, "Whether scores are divided by √columns makes no such difference here"),
+    ],
+)
+def test_leaving_out_the_division_is_called_harmful_only_where_it_was(
+    keys: float, slope: float, beginning: str
+) -> None:
+    found = few_answers().vectors
+    last = replace(
+        found.lengths[-1],
+        scaled_keys=Spread(40.0, 0.1),
+        plain_keys=Spread(keys, 0.1),
+        scaled_slope=Spread(0.09, 0.001),
+        plain_slope=Spread(slope, 0.001),
+    )
+    told = chapters(replace(few_answers(), vectors=replace(found, lengths=(*found.lengths[:-1], last))))
+    assert told["lengths"].text[0].startswith(beginning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -94,7 +94,7 @@ def lab(
     for number, chapter in enumerate(tell(answers, phrases), start=1):
         _tell(console, number, chapter, phrases)
     console.print()
-    _say(console, phrases.say("page at", path=path), style="green")
+    _say(console, phrases.say("page at" if answers.experiments else "page only", path=path), style="green")
 
 
 def _parsed(heads: str) -> tuple[int, ...]:
@@ -168,13 +168,13 @@ def _draw(console: Console, told: Table) -> None:
     from rich import box
     from rich.padding import Padding
     from rich.table import Table as Drawn
+    from rich.text import Text
 
-    drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False)
+    drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
     numeric = [all(_is_number(row[place]) for row in told.rows) for place in range(len(told.columns))]
     for place, column in enumerate(told.columns):
-        drawn.add_column(
-            column, justify="right" if numeric[place] and place else "left", overflow="fold", vertical="bottom"
-        )
+        justify: Literal["left", "right"] = "right" if numeric[place] and place else "left"
+        drawn.add_column(Text(column, justify=justify), justify=justify, overflow="fold")
     for row in told.rows:
         drawn.add_row(*row)
     console.print()
@@ -184,4 +184,4 @@ def _draw(console: Console, told: Table) -> None:
 
 
 def _is_number(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or cell[0] in "–-("
+    return not cell or cell[0].isdigit() or cell[0] in "–-"

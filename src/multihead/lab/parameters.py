@@ -269,7 +269,7 @@ def _shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
     maps = ("batch", "heads", "queries", "keys")
     q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     q_heads, k_heads, v_heads = (split_heads(each, heads) for each in (q, k, v))
-    scores = q_heads @ k_heads.transpose(2, 3)
+    scores = q_heads @ k_heads.mT
     shares = weights(q_heads, k_heads)
     z_heads = shares @ v_heads
     merged = merge_heads(z_heads)
@@ -279,8 +279,8 @@ def _shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
     for name, each in (("q_heads", q_heads), ("k_heads", k_heads), ("v_heads", v_heads)):
         listed.append((name, f"split_heads({name[0]}, {heads})", split, each))
     listed += [
-        ("scores", "q_heads @ k_heads.transpose(2, 3)", maps, scores),
-        ("weights", f"softmax(scores / sqrt({layer.head_dim}))", maps, shares),
+        ("scores", "q_heads @ k_heads.mT", maps, scores),
+        ("weights", f"softmax(scores / √{layer.head_dim})", maps, shares),
         ("z_heads", "weights @ v_heads", split, z_heads),
         ("merged", "merge_heads(z_heads)", wide, merged),
         ("output", "out_proj(merged)", ("batch", "length", "embed_dim"), output),

@@ -61,7 +61,7 @@ def _shapes(found: Parameters, phrases: Phrases) -> Chapter:
     heads = phrases.heads(found.shapes_of)
     sizes = {each.name: each.shape for each in found.shapes}
     rows = tuple(
-        (each.name, each.code or say("the input"), shape(each.shape), ", ".join(each.axes)) for each in found.shapes
+        (each.name, each.code or say("the input"), shape(each.shape), " ".join(each.axes)) for each in found.shapes
     )
     columns = (say("tensor"), say("made by"), say("shape"), say("axes"))
     return Chapter(
@@ -202,8 +202,11 @@ def _lengths(found: Vectors, phrases: Phrases) -> Chapter:
         low=phrases.spread(first.found),
         high=phrases.spread(last.found),
     )
+    harmful = (last.plain_keys, last.scaled_keys), (last.plain_slope, last.scaled_slope)
     text = say(
-        "lengths text",
+        "lengths text"
+        if all(plain.mean < scaled.mean and plain.apart(scaled) for plain, scaled in harmful)
+        else "lengths text level",
         last=last.columns,
         candidates=found.candidates,
         plain=f"{last.plain_keys.mean:.1f}",

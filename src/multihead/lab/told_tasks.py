@@ -68,7 +68,7 @@ def told_copies(copies: Experiment, experiments: Sequence[Experiment], phrases: 
         "copies",
         say("copies title"),
         say(key, apart=f"{apart:.2g}", copied=shares["copied"], drawn=shares.get("drawn", "–")),
-        (say("copies text"),),
+        (say("copies text"), *([say("copies equal")] if apart == 0 else [])),
         (Table(say("copies caption"), columns, tuple(rows)),),
     )
 
