@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
 from multihead.compat.torch_nn.weights import random_state, returned_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
@@ -130,18 +131,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         query, key, value = self._without_bad_padding(query, key, value, key_padding_mask)
-        q, k, v = self._projected(query, key, value)
+        if length_axis == 0:
+            query, key, value = _batch_first(query, key, value)
+        q, k, v = self._projected(query, key, value)  # (batch, length, embed_dim) each
         if not batched:
             q, k, v = q[None], k[None], v[None]
-        elif length_axis == 0:
-            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)  # (batch, length, embed_dim)
         extra = (self.bias_k is not None) + bool(self.add_zero_attn)
         sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
         told = seeing(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._with_added_keys(k, v)
         merged, weights = self._attended(q, k, v, told, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
-        output = self.out_proj(merged.transpose(0, 1) if batched and length_axis == 0 else merged)
+        output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
             # The added keys stand before the others, where they leave intervals of keys intervals; theirs is the end.
             weights = weights.roll(-extra, -1) if extra else weights
@@ -183,6 +184,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         request = request_of(q, k, v, told.mask, told.bias, None, None, None, dropout, told.query_start)
         request = replace(request, owner=self)
+        if suits(request):
+            output, weights = attended_by_head(request, need_weights=need_weights, average=average)
+            return merge_heads(output), weights
         state = random_state(q.device) if need_weights and dropout else None
         attended = attend(request)
         weights = returned_weights(request, attended, average=average, random_state=state) if need_weights else None
@@ -257,3 +261,14 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"with batch_first={self.batch_first} inputs are {layout}.",
                 f"Give both the same batch, or make the layer with batch_first={not self.batch_first}.",
             )
+
+
+def _batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange length and batch, and keep the same tensors the same.
+
+    They are laid out anew: the tokens of a sample would stand too far apart for every matrix product behind.
+    """
+    q = query.transpose(0, 1).contiguous()
+    k = q if key is query else key.transpose(0, 1).contiguous()
+    v = q if value is query else k if value is key else value.transpose(0, 1).contiguous()
+    return q, k, v
