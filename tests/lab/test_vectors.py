@@ -75,3 +75,15 @@ def test_parts_that_do_not_fit_and_empty_measurements_are_refused() -> None:
     assert str(empty.value) == (
         "There are 64 candidates, 0 trials and 5 seeds. Give at least 2 candidates, 1 trial and 1 seed."
     )
+
+
+def test_what_only_some_rows_carry_is_found_by_these_and_not_by_all() -> None:
+    found = {match.content: match for match in vectors(trials=200, seeds=2, noises=(0.0,), lengths=(8,)).matches}
+    assert found["part"].long.mean < 0.3 < 0.5 < found["part"].own.mean
+    assert found["even"].long.mean == 1
+
+
+def test_two_partners_are_each_found_by_their_own_half() -> None:
+    two = vectors(trials=200, seeds=2, noises=(0.0,), lengths=(8,)).matches[-1]
+    assert two.content == "two"
+    assert two.own.mean > 0.9
