@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import multihead as mh
 from multihead import masks
+from multihead.compat.torch_nn import replace
 from multihead.masks.dense import Place, visible
 
 EMBED, HEADS = 512, 8
@@ -76,6 +77,38 @@ def whole_layer(batch: int, length: int) -> Contest:
     )
 
 
+def drop_in(batch: int, length: int, *, need_weights: bool) -> Contest:
+    """The drop-in for PyTorch's layer, called as that is, with or without its weights."""
+    theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
+    ours = replace(theirs).model
+    x = torch.randn(batch, length, EMBED)
+
+    def run(layer: nn.MultiheadAttention) -> Tensor:
+        output, weights = layer(x, x, x, need_weights=need_weights)
+        return output if weights is None else torch.cat([output, weights], -1)
+
+    return Contest(ours=lambda: run(ours), rival=lambda: run(theirs), compared=lambda output: output)
+
+
+@torch.inference_mode(mode=False)
+def drop_in_training(batch: int, length: int, *, need_weights: bool, dropout: float = 0.0) -> Contest:
+    """A step of training through the drop-in, forward and backward; what is compared is the input's gradient."""
+    theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dropout=dropout)
+    ours = replace(theirs).model
+    x = torch.randn(batch, length, EMBED, requires_grad=True)
+    of_output = torch.randn(batch, length, EMBED)
+
+    @torch.inference_mode(mode=False)
+    def run(layer: nn.MultiheadAttention) -> Tensor:
+        torch.manual_seed(0)  # dropout falls on the same weights in both
+        with torch.enable_grad():
+            output, _ = layer(x, x, x, need_weights=need_weights)
+        leaves = [x, *theirs.parameters()]
+        return torch.autograd.grad(output, leaves, of_output)[0]
+
+    return Contest(ours=lambda: run(ours), rival=lambda: run(theirs), compared=lambda gradient: gradient)
+
+
 def masked(mask: masks.Mask, length: int) -> Contest:
     """One mask, against the same mask as a dense boolean tensor."""
     q, k, v = torch.randn(3, 1, HEADS, length, EMBED // HEADS).unbind()
@@ -102,6 +135,26 @@ CASES = [
     Case("layer, padded, 8 x 512", "nn.MultiheadAttention", 3.5, lambda: padded_layer(8, 512)),
     Case("layer, padded, 4 x 2,048", "nn.MultiheadAttention", 6.0, lambda: padded_layer(4, 2048), pairs=11),
     Case("layer, no padding, 4 x 512", "nn.MultiheadAttention", 1.2, lambda: whole_layer(4, 512)),
+    Case("drop-in, 4 x 512", "nn.MultiheadAttention", 1.2, lambda: drop_in(4, 512, need_weights=False)),
+    Case("drop-in with weights, 4 x 512", "nn.MultiheadAttention", 1.2, lambda: drop_in(4, 512, need_weights=True)),
+    Case(
+        "drop-in, training, 4 x 512",
+        "nn.MultiheadAttention",
+        1.0,
+        lambda: drop_in_training(4, 512, need_weights=False),
+    ),
+    Case(
+        "drop-in with weights, training, 4 x 512",
+        "nn.MultiheadAttention",
+        1.0,
+        lambda: drop_in_training(4, 512, need_weights=True),
+    ),
+    Case(
+        "drop-in, training, dropout, 4 x 512",
+        "nn.MultiheadAttention",
+        1.0,
+        lambda: drop_in_training(4, 512, need_weights=False, dropout=0.1),
+    ),
     Case("Window(256), 8,192 keys", "SDPA, dense mask", 8.0, lambda: masked(masks.Window(256), 8192), pairs=11),
     Case(
         "Documents, 8 x 1,024",

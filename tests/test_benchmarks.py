@@ -15,8 +15,14 @@ from multihead import masks
 
 @pytest.mark.parametrize(
     "duel",
-    [cases.padded_layer(3, 20), cases.whole_layer(2, 8), cases.masked(masks.Window(4), 32)],
-    ids=["padded", "whole", "masked"],
+    [
+        cases.padded_layer(3, 20),
+        cases.whole_layer(2, 8),
+        cases.masked(masks.Window(4), 32),
+        cases.drop_in(2, 8, need_weights=True),
+        cases.drop_in_training(2, 8, need_weights=False, dropout=0.1),
+    ],
+    ids=["padded", "whole", "masked", "drop-in", "drop-in, training"],
 )
 def test_ours_and_the_rival_compute_the_same(duel: cases.Contest) -> None:
     ours, rival = duel.compared(duel.ours()), duel.compared(duel.rival())
