@@ -9,7 +9,7 @@ import torch
 
 from multihead.errors import ArgumentError
 from multihead.lab.tasks import TASKS
-from multihead.lab.training import Experiment, Moment, Training, Verdict, compare, train
+from multihead.lab.training import Experiment, Moment, Training, Verdict, compare, train, workers
 
 
 def training(num_heads: int, seed: int, right: float) -> Training:
@@ -67,7 +67,8 @@ def test_heads_are_looked_at_at_five_moments_where_they_are_watched_and_at_the_e
 def test_two_workers_find_what_one_finds_and_tell_how_far_they_are() -> None:
     options = {"heads": (1, 2), "seeds": 1, "steps": 3}
     told: list[tuple[int, int]] = []
-    together = compare(TASKS["one"], **options, workers=2, progress=lambda done, of: told.append((done, of)))
+    with workers(2) as pool:
+        together = compare(TASKS["one"], **options, pool=pool, progress=lambda done, of: told.append((done, of)))
     assert together == compare(TASKS["one"], **options)
     assert told == [(1, 2), (2, 2)]
 
@@ -93,9 +94,17 @@ def test_the_verdict_may_go_to_a_single_head_and_may_tell_nothing_apart() -> Non
     assert experiment({1: (0.5, 0.9), 4: (0.5, 0.8)}).verdict() == Verdict(1, (), (4,))
 
 
-@pytest.mark.parametrize("name", ["heads", "seeds", "steps", "workers"])
+@pytest.mark.parametrize("name", ["heads", "seeds", "steps"])
 def test_nothing_to_do_is_refused(name: str) -> None:
-    options = {"heads": (1,), "seeds": 1, "steps": 1, "workers": 1} | {name: () if name == "heads" else 0}
+    options = {"heads": (1,), "seeds": 1, "steps": 1} | {name: () if name == "heads" else 0}
     with pytest.raises(ArgumentError) as refused:
         compare(TASKS["one"], **options)
     assert str(refused.value) == f"The number of {name} is 0. Give at least 1."
+
+
+def test_a_single_worker_is_this_process_and_none_is_refused() -> None:
+    with workers(1) as pool:
+        assert pool is None
+    with pytest.raises(ArgumentError) as refused, workers(0):
+        pass
+    assert str(refused.value) == "The number of workers is 0. Give at least 1."

@@ -11,6 +11,7 @@ import torch
 
 from multihead.errors import ArgumentError
 from multihead.heads import head_dim_of
+from multihead.lab import training
 from multihead.lab.parameters import Parameters, parameters
 from multihead.lab.tasks import task_named
 from multihead.lab.training import Experiment, compare
@@ -95,16 +96,19 @@ def answer(
         counted = parameters(heads=heads, seed=seed)
         tell("parameters", 1, 1)
     if "tasks" in parts:
-        for name in TAUGHT:
-            task = task_named(name)
-            steps = task.steps // 2 if quick else task.steps
-            experiments.append(
-                compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, workers=workers,
-                        progress=_under(name, tell))
-            )  # fmt: skip
-        two = task_named("two")
-        copies = compare(two, heads=(2,), seeds=seeds, seed=seed, start="copied", workers=workers,
-                         steps=two.steps // 2 if quick else two.steps, progress=_under("copies", tell))  # fmt: skip
+        with training.workers(workers) as pool:
+            for name in TAUGHT:
+                task = task_named(name)
+                steps = task.steps // 2 if quick else task.steps
+                told = _under(name, tell)
+                experiments.append(
+                    compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=told)
+                )
+            two, told = task_named("two"), _under("copies", tell)
+            steps = two.steps // 2 if quick else two.steps
+            copies = compare(
+                two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=told
+            )
     if "vectors" in parts:
         tell("vectors", 0, 1)
         matched = vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)

@@ -40,15 +40,11 @@ def _count(found: Parameters, phrases: Phrases) -> Chapter:
         answer = say("count differ", totals=totals)
     alike = all(set(count.torch) == set(count.packed) for count in counts)
     names = [parameter.name for parameter in first.packed]
-    rows = [
-        (name, *(_shape_of(count.packed, name) for count in counts)) for name in names
-    ]  # fmt: skip
+    rows = [(name, *(_shape_of(count.packed, name) for count in counts)) for name in names]
     rows.append((say("all together"), *(f"{count.total:,}" for count in counts)))
     columns = (say("parameter"), *(phrases.heads(count.num_heads) for count in counts))
     text = say("count text", embed_dim=found.embed_dim), say("count torch same" if alike else "count torch differ")
-    return Chapter(
-        "count", say("count title"), answer, text, (Table(say("count caption"), columns, tuple(rows)),)
-    )  # fmt: skip
+    return Chapter("count", say("count title"), answer, text, (Table(say("count caption"), columns, tuple(rows)),))
 
 
 def _shape_of(parameters: tuple[Parameter, ...], name: str) -> str:
@@ -97,9 +93,7 @@ def _outputs(found: Parameters, phrases: Phrases) -> Chapter:
     )
     columns = (say("pair"), say("output differs"), say("gradient differs"), say("scores differ"))
     text = say("outputs text", scores=small(max(pair.score_difference for pair in found.pairs)))
-    return Chapter(
-        "outputs", say("outputs title"), answer, (text,), (Table(say("outputs caption"), columns, rows),)
-    )  # fmt: skip
+    return Chapter("outputs", say("outputs title"), answer, (text,), (Table(say("outputs caption"), columns, rows),))
 
 
 def _reads(found: Parameters, phrases: Phrases) -> Chapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from multihead.lab.tasks import HeadLook, Task
 from multihead.lab.vectors import Spread
 from multihead.layer import MultiHeadAttention
 
-__all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "compare", "train"]
+__all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "compare", "train", "workers"]
 
 Progress = Callable[[int, int], None]
 Start = Literal["drawn", "copied"]
@@ -170,13 +170,13 @@ def compare(
     seed: int = 0,
     steps: int | None = None,
     start: Start = "drawn",
-    workers: int = 1,
+    pool: Executor | None = None,
     progress: Progress | None = None,
 ) -> Experiment:
     """Train a task with each number of heads from each seed.
 
     For one seed the first weights and all questions are the same for every number of heads. The result does not
-    depend on the number of workers: each model is trained on one thread.
+    depend on the pool: each model is trained on one thread.
 
     Args:
         task: one of `multihead.lab.tasks.TASKS`, or another of its kind.
@@ -185,14 +185,14 @@ def compare(
         seed: the first seed; the others count up from it.
         steps: steps of training; as many as the task says if None.
         start: "drawn" gives every head weights of its own to start with, "copied" those of the first.
-        workers: processes that train side by side; 1 trains in this one.
+        pool: processes that train side by side, see `workers`; None trains in this one.
         progress: called with (models trained, models in all).
 
     Raises:
         ArgumentError: no heads, no seeds, or no steps.
     """
     steps = task.steps if steps is None else steps
-    for name, value in (("heads", len(heads)), ("seeds", seeds), ("steps", steps), ("workers", workers)):
+    for name, value in (("heads", len(heads)), ("seeds", seeds), ("steps", steps)):
         if value < 1:
             raise ArgumentError(f"The number of {name} is {value}.", "Give at least 1.")
     wanted = [(num_heads, seed + index) for num_heads in heads for index in range(seeds)]
@@ -201,25 +201,46 @@ def compare(
     def options(each: int) -> dict[str, Any]:
         return {"seed": each, "steps": steps, "start": start, "watched": each == seed}
 
-    if workers == 1:
+    if pool is None:
         for num_heads, each in wanted:
             found[num_heads, each] = train(task, num_heads, **options(each))
             if progress is not None:
                 progress(len(found), len(wanted))
     else:
-        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half alive
-        with ProcessPoolExecutor(min(workers, len(wanted)), mp_context=context) as pool:
-            futures = {
-                pool.submit(train, task, num_heads, **options(each)): (num_heads, each)
-                # The slowest first, so that no worker is left with one at the end.
-                for num_heads, each in reversed(wanted)
-            }
-            for future in as_completed(futures):
-                found[futures[future]] = future.result()
-                if progress is not None:
-                    progress(len(found), len(wanted))
+        futures = {
+            pool.submit(train, task, num_heads, **options(each)): (num_heads, each)
+            # The slowest first, so that no worker is left with one at the end.
+            for num_heads, each in reversed(wanted)
+        }
+        for future in as_completed(futures):
+            found[futures[future]] = future.result()
+            if progress is not None:
+                progress(len(found), len(wanted))
     trainings = tuple(found[key] for key in wanted)
     return Experiment(task.name, start, steps, task.batch_size, task.learning_rate, task.chance, trainings)
+
+
+@contextmanager
+def workers(number: int) -> Iterator[Executor | None]:
+    """Hold processes that train side by side; they start once, which takes seconds, and serve every task.
+
+    Args:
+        number: how many; with 1 there are none, and models are trained in this process.
+
+    Raises:
+        ArgumentError: a number below 1.
+    """
+    if number < 1:
+        raise ArgumentError(f"The number of workers is {number}.", "Give at least 1.")
+    if number == 1:
+        yield None
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half alive
+    pool = ProcessPoolExecutor(number, mp_context=context)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def train(
