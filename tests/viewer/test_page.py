@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 import multihead as mh
-from multihead.viewer.page import json_in_script, static, template, version
+from multihead.viewer.page import allowed, json_in_script, static, template, version
 
 PACKAGE = "multihead.viewer"
 
@@ -32,3 +32,7 @@ def test_static_files_are_read_once() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert version() == mh.__version__
+
+
+def test_a_script_is_named_by_its_sha_256() -> None:
+    assert allowed("alert(1)") == "sha256-bhHHL3z2vDgxUt0W3dWQOrprscmda2Y5pLsLg4GF+pI="

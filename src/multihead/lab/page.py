@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import os
-from functools import cache
-from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from multihead.files import write_whole
@@ -20,6 +14,7 @@ from multihead.lab.phrases import Phrases, language
 from multihead.lab.tasks import ROWS
 from multihead.lab.told import tell
 from multihead.lab.training import Experiment
+from multihead.viewer.page import allowed, json_in_script, static, template, version
 
 __all__ = ["page", "write_page"]
 
@@ -49,19 +44,18 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 def page(answers: Answers, *, lang: str = "en") -> str:
     """Make the page: one HTML file with its style, its script and its data, that asks nothing of the network."""
     phrases = language(lang)
-    script = _static("lab.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _template().render(
+    script = static(__package__, "lab.js")
+    return template(__package__, "lab.html").render(
         lang=lang,
         words=phrases.words,
         quick=answers.quick,
         facts=_facts(answers, phrases),
         chapters=tell(answers, phrases),
-        foot=phrases.say("foot", version=_version(), seed=answers.seed),
-        style=Markup(_static("lab.css")),
+        foot=phrases.say("foot", version=version(), seed=answers.seed),
+        style=Markup(static(__package__, "lab.css")),
         script=Markup(script),
-        script_hash=f"sha256-{digest}",
-        data=Markup(_json(_data(answers, phrases))),
+        script_hash=allowed(script),
+        data=Markup(json_in_script(_data(answers, phrases))),
     )
 
 
@@ -111,30 +105,3 @@ def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[s
         second = phrases.say("looks lookup second") if experiment.task == "two" else ""
         note = phrases.say("looks lookup", rows=ROWS, second=second, seed=answers.seed)
     return {"name": experiment.task, "note": note, "courses": courses}
-
-
-def _json(data: dict[str, Any]) -> str:
-    r"""JSON that is safe inside a script tag: no `<`, `>` or `&`, nothing beyond ASCII.
-
-    >>> _json({"word": "</script>"})
-    '{"word":"\\u003c/script\\u003e"}'
-    """
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def _static(name: str) -> str:
-    return (resources.files(__package__) / "static" / name).read_text("utf-8")
-
-
-@cache
-def _template() -> jinja2.Template:
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_static("lab.html"))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("multihead")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "(not installed)"
