@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 @click.option("--save/--no-save", default=True, help="Keep the table in benchmarks/results/.")
 @click.option("--strict", is_flag=True, help="Exit with an error where a case is slower than it is meant to be.")
 def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    r"""Time multihead against its rivals: interleaved, checked first, fp32, in eval without gradients.
+    r"""Time multihead against its rivals: interleaved, checked first, fp32, in eval without gradients where a case does not say training.
 
     \b
     python -m benchmarks
@@ -50,7 +50,7 @@ def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click p
     click.echo(machine())
     if save:
         RESULTS.mkdir(exist_ok=True)
-        target = RESULTS / f"{dt.date.today().isoformat()}-inference.md"
+        target = RESULTS / f"{dt.date.today().isoformat()}-fp32.md"
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
         click.echo(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
     if strict and any(row.ratio.median < CASES[row.case].least for row in rows):
@@ -74,7 +74,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def report(rows: list[Row]) -> list[str]:
     """Write the results as a Markdown page, dated and with the machine."""
-    lines = [f"# Inference, fp32, {dt.date.today().isoformat()}", "", machine(), ""]
+    lines = [f"# Times faster, fp32, {dt.date.today().isoformat()}", "", machine(), ""]
     lines += ["| case | against | times faster (quartiles) | meant | largest difference | memory beside q, k, v |"]
     lines += ["|---|---|---|---|---|---|"]
     return lines + [f"| {' | '.join(cells(row))} |" for row in rows]
