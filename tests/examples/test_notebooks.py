@@ -67,7 +67,7 @@ class TestTwins:
 @pytest.mark.parametrize("path", ALL, ids=name)
 class TestWhatIsStored:
     def test_it_is_short(self, path: Path) -> None:
-        assert 6 <= len(read(path).cells) <= 15
+        assert 6 <= len(read(path).cells) <= 12
 
     def test_it_holds_nothing_of_one_machine_and_no_binary_picture(self, path: Path) -> None:
         assert OF_ONE_MACHINE.findall(path.read_text(encoding="utf-8")) == []
