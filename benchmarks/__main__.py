@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 @click.option("--save/--no-save", default=True, help="Keep the table in benchmarks/results/.")
 @click.option("--strict", is_flag=True, help="Exit with an error where a case is slower than it is meant to be.")
 def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    r"""Time multihead against its rivals: interleaved, checked first, fp32, in eval without gradients where a case does not say training.
+    r"""Time multihead against its rivals, in turns and checked first: fp32, in eval unless a case says training.
 
     \b
     python -m benchmarks

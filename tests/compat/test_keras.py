@@ -113,7 +113,6 @@ def test_a_query_that_sees_no_key_gives_zero_where_keras_gives_the_mean_of_all_v
     torch.testing.assert_close(actual[0, ::2], expected[0, ::2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
 def test_outputs_are_those_of_keras_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     with warnings.catch_warnings():
