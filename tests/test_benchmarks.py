@@ -54,3 +54,12 @@ def test_a_name_that_fits_no_case_is_refused_with_those_there_are() -> None:
         click.UsageError, match=r"^No case's name holds 'nothing'\. There are: layer, padded, 8 x 512, "
     ):
         program.main.main(["--only", "nothing"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_readme_shows_the_newest_results(readme: str) -> None:
+    newest = max(program.RESULTS.glob("*.md")).read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" | ")[:3] for line in newest if line.startswith("| ") and not line.startswith("| case")]
+    assert len(rows) == len(cases.CASES)
+    page = (program.RESULTS.parents[1] / readme).read_text(encoding="utf-8")
+    assert [row for row in rows if " | ".join(row) + " |" not in page] == []
