@@ -19,11 +19,15 @@ from benchmarks.cases import CASES
 from benchmarks.contest import Row, measured
 
 RESULTS = Path(__file__).parent / "results"
+READMES = [RESULTS.parents[1] / name for name in ("README.md", "README.zh.md")]
+BEGIN, END = "|---|---|---|\n", "\n<!-- made by make bench -->"
 
 
 @click.command()
 @click.option("--only", default="", help="Run the cases whose name holds this text.")
-@click.option("--save/--no-save", default=True, help="Keep the table in benchmarks/results/.")
+@click.option(
+    "--save/--no-save", default=True, help="Keep a whole run's table in benchmarks/results/ and in the READMEs."
+)
 @click.option("--strict", is_flag=True, help="Exit with an error where a case is slower than it is meant to be.")
 def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
     r"""Time multihead against its rivals, in turns and checked first: fp32, in eval unless a case says training.
@@ -48,10 +52,12 @@ def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click p
     lines = report(rows)
     Console().print(table(rows))
     click.echo(machine())
-    if save:
+    if save and chosen == CASES:
         RESULTS.mkdir(exist_ok=True)
         target = RESULTS / f"{dt.date.today().isoformat()}-fp32.md"
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for readme in READMES:
+            readme.write_text(retold(readme.read_text(encoding="utf-8"), rows), encoding="utf-8")
         click.echo(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
     if strict and any(row.ratio.median < CASES[row.case].least for row in rows):
         raise click.ClickException("A case is slower than it is meant to be.")
@@ -78,6 +84,13 @@ def report(rows: list[Row]) -> list[str]:
     lines += ["| case | against | times faster (quartiles) | meant | largest difference | memory beside q, k, v |"]
     lines += ["|---|---|---|---|---|---|"]
     return lines + [f"| {' | '.join(cells(row))} |" for row in rows]
+
+
+def retold(page: str, rows: list[Row]) -> str:
+    """Put the results into a page, between the head of its table and the mark behind it."""
+    behind = page.index(END)
+    begin = page.rindex(BEGIN, 0, behind) + len(BEGIN)
+    return page[:begin] + "\n".join(f"| {' | '.join(cells(row)[:3])} |" for row in rows) + page[behind:]
 
 
 def machine() -> str:

@@ -63,3 +63,11 @@ def test_the_readme_shows_the_newest_results(readme: str) -> None:
     assert len(rows) == len(cases.CASES)
     page = (program.RESULTS.parents[1] / readme).read_text(encoding="utf-8")
     assert [row for row in rows if " | ".join(row) + " |" not in page] == []
+
+
+def test_results_are_put_between_the_head_of_a_table_and_its_mark() -> None:
+    row = contest.Row(0, 0.0, measure.Ratio(2.0, 1.5, 2.5, 5), None)
+    page = f"|---|---|---|\n| another | table | here |\n\n|---|---|---|\n| old | b | c |{program.END}\nrest"
+    assert program.retold(page, [row]) == page.replace(
+        "| old | b | c |", "| layer, padded, 8 x 512 | nn.MultiheadAttention | 2.00 x (1.50-2.50) |"
+    )
