@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_with_logsumexp, weights
+from multihead.probes.weights import head_indices
 from tests import oracle
 from tests.drawing import Drawn, calls
 
@@ -67,3 +68,9 @@ def test_a_head_that_does_not_exist_is_refused(head: int) -> None:
     with pytest.raises(ArgumentError) as refusal:
         weights(q, q, heads=[0, head])
     assert str(refusal.value) == f"There is no head {head}. Give heads from 0 to 3."
+
+
+@pytest.mark.parametrize("heads", [[], slice(2, 2)])
+def test_no_head_at_all_is_refused(heads: list[int] | slice) -> None:
+    with pytest.raises(ArgumentError, match=r"^No head was chosen\. Give heads from 0 to 2\.$"):
+        head_indices(heads, 3)
