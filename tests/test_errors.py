@@ -7,7 +7,13 @@ import pickle
 import pytest
 
 from multihead import errors
-from multihead.errors import ArgumentError, DtypeError, MultiheadError
+from multihead.errors import (
+    ArgumentError,
+    DtypeError,
+    MultiheadError,
+    refuse_unless_integer,
+    refuse_unless_share,
+)
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MultiheadError)]
 
@@ -36,3 +42,17 @@ def test_errors_are_caught_as_what_python_would_raise() -> None:
 def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
     assert errors.__doc__ is not None
     assert [kind.__name__ for kind in KINDS if kind.__name__ not in errors.__doc__] == []
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), True, "0.1", None])
+def test_what_is_no_share_is_refused(value: object) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        refuse_unless_share("dropout", value)
+    assert str(refusal.value) == f"dropout is {value!r}. Give a share from 0 to 1."
+
+
+@pytest.mark.parametrize(("value", "least"), [(0, 1), (-1, 0), (1.0, 1), (True, 1), ("2", 1), (None, 0)])
+def test_what_is_no_integer_of_that_size_is_refused(value: object, least: int) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        refuse_unless_integer("size", value, least=least)
+    assert str(refusal.value) == f"size is {value!r}. Give an integer of at least {least}."

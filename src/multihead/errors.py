@@ -60,3 +60,21 @@ class ModelError(MultiheadError, ValueError):
 
 class InputError(MultiheadError, ValueError):
     """A file, a text or a path of the user that cannot be used."""
+
+
+def refuse_unless_share(name: str, value: object) -> None:
+    """Refuse what is no number from 0 to 1.
+
+    >>> refuse_unless_share("dropout", 0.1)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ArgumentError(f"{name} is {value!r}.", "Give a share from 0 to 1.")
+
+
+def refuse_unless_integer(name: str, value: object, *, least: int = 1) -> None:
+    """Refuse what is no integer, or a smaller one than the least.
+
+    >>> refuse_unless_integer("num_heads", 8)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} is {value!r}.", f"Give an integer of at least {least}.")

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from multihead import listening
 from multihead.call import Attended, AttentionCall, AttentionRequest, Work
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, ShapeError, refuse_unless_share
 from multihead.kernels.choose import KERNELS, choose
 from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.tile import without_autocast, working_dtype
 from multihead.masks import Full, Mask
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.masks.values import refuse_unless_mask
-from multihead.plan.bounds import KeyBounds, key_bounds
+from multihead.plan.bounds import bounds_of
 from multihead.plan.tiles import seen_share
 from multihead.probes import statistics as probes
 from multihead.probes import weights as tiles
@@ -255,7 +255,7 @@ def explain(
     memory   about 2.0 MiB beside q, k and v
     """
     request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
-    bounds = _bounds(request)
+    bounds = bounds_of(request)
     choice = choose(request, bounds, kernel=kernel)
     work = KERNELS[choice.name].work(request, bounds)
     cells = request.shape.cells
@@ -284,8 +284,7 @@ def request_of(
     """Check what a caller gave and resolve what they left out; see `attention` for the arguments and errors."""
     shape = AttentionShape.of(q, k, v)
     refuse_unless_mask(mask)
-    if not isinstance(dropout, (int, float)) or isinstance(dropout, bool) or not 0 <= dropout <= 1:
-        raise ArgumentError(f"dropout is {dropout!r}.", "Give a share from 0 to 1.")
+    refuse_unless_share("dropout", dropout)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
         raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
     if bias is not None:
@@ -324,21 +323,11 @@ _opaque = torch.compiler.disable(_walk, reason="the plan of an attention reads v
 
 def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:
     """Plan, choose and compute, without telling anybody."""
-    bounds = _bounds(request)
+    bounds = bounds_of(request)
     with without_autocast(request.shape.device):
         cleaned, bad_rows = quarantined(request, bounds)
         attended = KERNELS[choose(cleaned, bounds, kernel=kernel).name].attend(cleaned, bounds)
         return attended if bad_rows is None else poisoned(attended, bad_rows)
-
-
-def _bounds(request: AttentionRequest) -> KeyBounds:
-    return key_bounds(
-        request.mask,
-        queries=request.shape.query_length,
-        keys=request.shape.key_length,
-        query_start=request.query_start,
-        device=request.shape.device,
-    )
 
 
 def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer, refuse_unless_share
 from multihead.functional import attend, request_of
 from multihead.heads import head_counts, head_dim_of, merge_heads, split_heads
 from multihead.masks import Full, Mask
@@ -78,8 +78,7 @@ class MultiHeadAttention(nn.Module):
         self.value_head_dim = _size("value_head_dim", self.head_dim if value_head_dim is None else value_head_dim)
         self.key_dim = _size("key_dim", embed_dim if key_dim is None else key_dim)
         self.value_dim = _size("value_dim", self.key_dim if value_dim is None else value_dim)
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
-            raise ArgumentError(f"dropout is {dropout!r}.", "Give a share from 0 to 1.")
+        refuse_unless_share("dropout", dropout)
         if merge not in ("concat", "mean"):
             raise ArgumentError(f"merge is {merge!r}.", 'Give "concat" or "mean".')
         self.dropout, self.scale = float(dropout), scale
@@ -207,8 +206,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def _size(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} is {value!r}.", "Give an integer of at least 1.")
+    refuse_unless_integer(name, value)
     return value
 
 

@@ -274,8 +274,8 @@ def test_a_plan_made_in_inference_mode_serves_training(kernel: str) -> None:
     """Plans are cached: tensors made in inference mode must not stand in the way of a later backward."""
     q, k, v = torch.randn(3, 1, 1, 7, 8).unbind()
     with torch.inference_mode():
-        attention(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
-    run(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
+        inferred = attention(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
+    assert torch.equal(run(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)["output"].detach(), inferred)
     k[:, :, 6] = torch.nan
     run(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, ShapeError, refuse_unless_integer
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, split_heads
 from multihead.layer import MultiHeadAttention
@@ -66,8 +66,7 @@ class PerHeadAttention(nn.Module):
         super().__init__()
         head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else head_dim
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ArgumentError(f"{name} is {size!r}.", "Give an integer of at least 1.")
+            refuse_unless_integer(name, size)
 
         def drawn(rows: int, columns: int) -> Tensor:
             return nn.init.xavier_uniform_(torch.empty(rows, columns))

@@ -13,7 +13,7 @@ from multihead.functional import attend
 from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.tile import scores, seen, without_autocast
 from multihead.masks import Full
-from multihead.plan.bounds import key_bounds
+from multihead.plan.bounds import bounds_of
 from multihead.probes.weights import tile
 
 
@@ -84,13 +84,7 @@ def _computed(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Ten
     shape = request.shape
     if not (torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)) and not request.dropout:
         return tile(request, logsumexp), request.v
-    bounds = key_bounds(
-        request.mask,
-        queries=shape.query_length,
-        keys=shape.key_length,
-        query_start=request.query_start,
-        device=shape.device,
-    )
+    bounds = bounds_of(request)
     with without_autocast(shape.device):
         cleaned, bad_rows = quarantined(request, bounds)
         cells = scores(cleaned)

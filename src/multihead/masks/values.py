@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError, MaskError
+from multihead.errors import MaskError, refuse_unless_integer
 
 AXES = ("batch", "heads", "queries", "keys")
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
@@ -110,8 +110,8 @@ class Window(Mask):
     speaks_of_positions: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _refuse_unless_int(self.size, "Window size", least=1)
-        _refuse_unless_int(self.after, "Window after", least=0)
+        refuse_unless_integer("Window size", self.size, least=1)
+        refuse_unless_integer("Window after", self.after, least=0)
 
     def __repr__(self) -> str:
         return f"Window({self.size}, after={self.after})" if self.after else f"Window({self.size})"
@@ -199,7 +199,7 @@ class Prefix(Mask):
 
     def __init__(self, length: int | Sequence[int] | Tensor) -> None:
         if isinstance(length, int):
-            _refuse_unless_int(length, "Prefix length", least=0)
+            refuse_unless_integer("Prefix length", length, least=0)
             object.__setattr__(self, "length", length)
         else:
             object.__setattr__(self, "length", _counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
@@ -345,11 +345,6 @@ def _joined(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
         return left
     parts = [part for side in (left, right) for part in (side.parts if isinstance(side, kind) else (side,))]
     return kind(tuple(parts))
-
-
-def _refuse_unless_int(value: object, name: str, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{name} is {value!r}.", f"Give an integer of at least {least}.")
 
 
 def _counts(

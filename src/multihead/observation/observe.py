@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from multihead import listening
-from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.errors import ArgumentError, ModelError, ProbeError, refuse_unless_integer
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import noticed
 from multihead.observation.choice import Choice
@@ -95,8 +95,7 @@ def _refuse_unless_sensible(
         raise ModelError(f"The model is a {type(model).__name__}, and no module.", "Give a torch.nn.Module.")
     if keep not in ("cpu", "device", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device" or "statistics".')
-    if isinstance(map_size, bool) or not isinstance(map_size, int) or map_size < 1:
-        raise ArgumentError(f"map_size is {map_size!r}.", "Give an integer of at least 1.")
+    refuse_unless_integer("map_size", map_size)
     if probes is not None:
         refuse_unless_known(tuple(probes), torch.empty(0))
         if "special_mass" in probes and not special_ids:

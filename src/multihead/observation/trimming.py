@@ -14,7 +14,7 @@ from multihead.kernels.tile import seen
 from multihead.masks import Documents, Drop, Full, Keep, Lengths, Mask, Prefix
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Or
-from multihead.plan.bounds import KeyBounds, key_bounds
+from multihead.plan.bounds import KeyBounds, bounds_of
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,7 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         ends = as_tensor(request.packed_lengths, "cpu").cumsum(0).tolist()
         places = list(zip([0, *ends[:-1]], ends, strict=True))
         return [Span(0, place, place) for place in places]
-    bounds = key_bounds(
-        request.mask,
-        queries=shape.query_length,
-        keys=shape.key_length,
-        query_start=request.query_start,
-        device=shape.device,
-    )
+    bounds = bounds_of(request)
     return [_span(bounds, sample, shape.key_length, queries, keys) for sample in range(shape.batch)]
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache, reduce
 import torch
 from torch import Tensor
 
+from multihead.call import AttentionRequest
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
 
@@ -73,6 +74,18 @@ def key_bounds(
     if mask.holds_tensors or isinstance(query_start, Tensor) or torch.compiler.is_compiling():
         return _planned(mask, queries, keys, query_start, device)
     return _planned_once(mask, queries, keys, query_start, device)
+
+
+def bounds_of(request: AttentionRequest) -> KeyBounds:
+    """Plan the mask of a request."""
+    shape = request.shape
+    return key_bounds(
+        request.mask,
+        queries=shape.query_length,
+        keys=shape.key_length,
+        query_start=request.query_start,
+        device=shape.device,
+    )
 
 
 @lru_cache(maxsize=128)

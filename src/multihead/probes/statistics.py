@@ -12,7 +12,7 @@ from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.quarantine import quarantined
 from multihead.kernels.tile import without_autocast, working_dtype
-from multihead.plan.bounds import key_bounds
+from multihead.plan.bounds import bounds_of
 from multihead.probes.sums import Sums, of_sample
 
 MAP_SIZE = 64
@@ -196,13 +196,7 @@ def streamed(
     shape = request.shape
     _refuse_unless_sensible(special_keys, map_size, sizes=(shape.batch, shape.key_length))
     with torch.no_grad(), without_autocast(shape.device):
-        bounds = key_bounds(
-            request.mask,
-            queries=shape.query_length,
-            keys=shape.key_length,
-            query_start=request.query_start,
-            device=shape.device,
-        )
+        bounds = bounds_of(request)
         cleaned, _ = quarantined(request, bounds)
         bad = logsumexp.isnan()
         left_out = bad | (logsumexp == -torch.inf)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
 from multihead.compat.torch_nn.weights import random_state, returned_weights
-from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_share
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
@@ -69,8 +69,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         head_dim_of(embed_dim, num_heads)
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
-            raise ArgumentError(f"dropout is {dropout!r}.", "Give a share from 0 to 1.")
+        refuse_unless_share("dropout", dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
