@@ -1,0 +1,27 @@
+// The one kernel source: included by a file for each instruction set, which says how wide its vectors are.
+//
+// LANES          floats of a vector
+// TILE_ROWS      rows of a register tile: with two vectors a row they must leave registers for B's two and one of A's
+// BF16_DOT       1 where pairs of bfloat16 are multiplied as they are
+// MULTIHEAD_SET  the name of the table that this file offers
+//
+// Nothing here has external linkage but that table, and nothing comes from templates of the C++ library: the linker
+// keeps one copy of a shared inline function, and a copy with wide instructions would crash a CPU without them.
+#pragma once
+#include "call.h"
+
+#include "forward.h"
+
+namespace {
+
+int64_t no_workspace(const Call &) { return 0; }
+void nothing(const Call &, char *) {}
+
+}  // namespace
+
+extern const Kernels MULTIHEAD_SET;
+const Kernels MULTIHEAD_SET = {
+    {attend_workspace, attend_run},
+    {no_workspace, nothing},
+    {no_workspace, nothing},
+};

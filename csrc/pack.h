@@ -1,0 +1,224 @@
+// Matrices laid out anew for the register tiles: what a tile reads next lies next.
+#pragma once
+#include "lanes.h"
+#include "product.h"
+
+namespace {
+
+// ---------------------------------------------------------------- transposes of LANES x LANES words
+
+#if LANES == 8 && defined(__AVX2__)
+constexpr bool TRANSPOSES = true;
+INLINE void transpose(Floats (&rows)[LANES]) {
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    rows[i] = (Floats)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    rows[i + 4] = (Floats)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+  }
+}
+#elif LANES == 16 && defined(__AVX512F__)
+constexpr bool TRANSPOSES = true;
+INLINE void transpose(Floats (&rows)[LANES]) {
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows, then quads: each 128-bit part holds one column of four rows
+    a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {  // b[i + 4 q] has columns i, i + 4, i + 8, i + 12 of rows 4 q .. 4 q + 3
+    const __m512 low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+    const __m512 odd_low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd), odd_high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+    rows[i] = (Floats)_mm512_shuffle_f32x4(low, high, 0x88);
+    rows[i + 8] = (Floats)_mm512_shuffle_f32x4(low, high, 0xdd);
+    rows[i + 4] = (Floats)_mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+    rows[i + 12] = (Floats)_mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+  }
+}
+#else
+constexpr bool TRANSPOSES = false;
+INLINE void transpose(Floats (&)[LANES]) {}
+#endif
+
+// ---------------------------------------------------------------- to float
+
+// Rows 0 .. padded - 1 (a multiple of COLUMNS) of a matrix (rows, dim), transposed into panels (dim, COLUMNS) of COLUMNS
+// rows each; rows that are not there are 0.
+template <class Element>
+void pack_transposed(const Element *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, float *to) {
+  for (int64_t first = 0; first < padded; first += COLUMNS) {
+    float *panel = to + first * dim;
+    int64_t done = 0;
+    if (TRANSPOSES && first + COLUMNS <= rows)
+      for (; done + LANES <= dim; done += LANES)
+        for (int64_t half = 0; half < COLUMNS; half += LANES) {
+          Floats block[LANES];
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < LANES; i++) block[i] = load(from + (first + half + i) * stride + done);
+          transpose(block);
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < LANES; i++) store(panel + (done + i) * COLUMNS + half, block[i]);
+        }
+    for (int64_t i = 0; i < COLUMNS; i++)
+      for (int64_t x = done; x < dim; x++)
+        panel[x * COLUMNS + i] = first + i < rows ? one(from + (first + i) * stride + x) : 0.f;
+  }
+}
+
+// Rows 0 .. padded - 1 of a matrix (rows, dim) as panels of COLUMNS columns, `panel_stride` floats apart, each
+// (padded, COLUMNS); rows and columns that are not there are 0.
+template <class Element>
+void pack_panels(const Element *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, float *to, int64_t panel_stride) {
+  for (int64_t column = 0; column < dim; column += COLUMNS) {
+    float *panel = to + column / COLUMNS * panel_stride;
+    const int64_t width = least(COLUMNS, dim - column);
+    for (int64_t row = 0; row < padded; row++, panel += COLUMNS) {
+      const Element *source = from + row * stride + column;
+      if (row < rows && width == COLUMNS) {
+        store(panel, load(source));
+        store(panel + LANES, load(source + LANES));
+      } else {
+        for (int64_t x = 0; x < COLUMNS; x++) panel[x] = row < rows && x < width ? one(source + x) : 0.f;
+      }
+    }
+  }
+}
+
+// A row of `dim` elements as floats times a factor, behind it zeros up to `padded`; NaN throughout if it is not finite.
+template <class Element>
+INLINE void pack_row(const Element *from, int64_t dim, int64_t padded, float factor, float *to) {
+  Floats zeros = (Floats){};
+  float zero = 0;
+  int64_t x = 0;
+  for (; x + LANES <= dim; x += LANES) {
+    const Floats value = load(from + x);
+    zeros += value * broadcast(0.f);
+    store(to + x, value * broadcast(factor));
+  }
+  for (; x < dim; x++) {
+    const float value = one(from + x);
+    zero += value * 0.f;
+    to[x] = value * factor;
+  }
+  for (; x < padded; x++) to[x] = 0;
+  if (!(sum(zeros) + zero == 0))
+    for (x = 0; x < dim; x++) to[x] = NOT_A_NUMBER;
+}
+
+// ---------------------------------------------------------------- what is not finite
+
+// Whether `count` floats (a multiple of LANES) are all finite.
+INLINE bool all_finite(const float *from, int64_t count) {
+  Floats zeros = (Floats){};
+  for (int64_t i = 0; i < count; i += LANES) zeros += load(from + i) * broadcast(0.f);
+  return sum(zeros) == 0;
+}
+// Whether a row of `count` elements is all finite.
+INLINE bool row_finite(const float *from, int64_t count) {
+  for (int64_t x = 0; x < count; x++)
+    if (!finite(from[x])) return false;
+  return true;
+}
+INLINE bool row_finite(const Bfloat16 *from, int64_t count) {
+  for (int64_t x = 0; x < count; x++)
+    if ((from[x].bits & 0x7f80) == 0x7f80) return false;
+  return true;
+}
+// Put 0 for what is not finite among `count` floats (a multiple of LANES).
+INLINE void zero_what_is_not_finite(float *values, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    const Floats value = load(values + i);
+    store(values + i, select(value - value == (Floats){}, value, (Floats){}));
+  }
+}
+
+#if BF16_DOT
+// ---------------------------------------------------------------- pairs of bfloat16, for add_pairs
+
+INLINE uint32_t pair(Bfloat16 low, Bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
+
+// As above; a panel is (dim / 2, COLUMNS, 2), an odd dim is filled up with 0.
+INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, Bfloat16 *to) {
+  const int64_t even = up(dim, 2);
+  for (int64_t first = 0; first < padded; first += COLUMNS) {
+    Bfloat16 *panel = to + first * even;
+    int64_t done = 0;
+    if (TRANSPOSES && first + COLUMNS <= rows)
+      for (; done + 2 * LANES <= dim; done += 2 * LANES)
+        for (int64_t half = 0; half < COLUMNS; half += LANES) {
+          Floats block[LANES];  // of pairs
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < LANES; i++) block[i] = read<Floats>(from + (first + half + i) * stride + done);
+          transpose(block);
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < LANES; i++)
+            __builtin_memcpy(panel + (done + 2 * i) * COLUMNS + 2 * half, &block[i], sizeof block[i]);
+        }
+    for (int64_t i = 0; i < COLUMNS; i++)
+      for (int64_t x = done; x < even; x++)
+        panel[x / 2 * 2 * COLUMNS + 2 * i + x % 2] = first + i < rows && x < dim ? from[(first + i) * stride + x] : Bfloat16{0};
+  }
+}
+
+// As above; a panel is (padded / 2, COLUMNS, 2), two rows beside each other.
+INLINE void pack_panels(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, Bfloat16 *to, int64_t panel_stride) {
+  for (int64_t column = 0; column < dim; column += COLUMNS) {
+    Bfloat16 *panel = to + column / COLUMNS * panel_stride;
+    const int64_t width = least(COLUMNS, dim - column);
+    for (int64_t row = 0; row < padded; row += 2, panel += 2 * COLUMNS) {
+      const Bfloat16 *source = from + row * stride + column;
+      if (row + 1 < rows && width == COLUMNS) {
+        for (int64_t half = 0; half < COLUMNS; half += LANES) {
+          const Words low = __builtin_convertvector(read<Halves>(source + half), Words);
+          const Words high = __builtin_convertvector(read<Halves>(source + stride + half), Words);
+          const Words both = low | high << 16;
+          __builtin_memcpy(panel + 2 * half, &both, sizeof both);
+        }
+      } else {
+        for (int64_t x = 0; x < COLUMNS; x++) {
+          panel[2 * x] = row < rows && x < width ? source[x] : Bfloat16{0};
+          panel[2 * x + 1] = row + 1 < rows && x < width ? source[stride + x] : Bfloat16{0};
+        }
+      }
+    }
+  }
+}
+
+// A row of `dim` elements, behind it zeros up to `padded`; NaN throughout if it is not finite.
+INLINE void pack_row(const Bfloat16 *from, int64_t dim, int64_t padded, Bfloat16 *to) {
+  const bool good = row_finite(from, dim);
+  for (int64_t x = 0; x < padded; x++) to[x] = x >= dim ? Bfloat16{0} : good ? from[x] : Bfloat16{0x7fc0};
+}
+
+INLINE bool all_finite(const Bfloat16 *from, int64_t count) {  // a multiple of 2 * LANES
+  Floats zeros = (Floats){};
+  for (int64_t i = 0; i < count; i += 2 * LANES) {
+    const Words pairs = read<Words>(from + i);
+    zeros += (Floats)(pairs << 16) * broadcast(0.f);
+    zeros += (Floats)(pairs & 0xffff0000u) * broadcast(0.f);
+  }
+  return sum(zeros) == 0;
+}
+#endif
+
+}  // namespace
