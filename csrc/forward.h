@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t QUERIES = 96 / ROWS * ROWS;                // of a task: scores of 96 x 256 stay in the second cache
 constexpr int64_t KEYS = 256;                                // of a block
 constexpr int64_t GROUPS = QUERIES / ROWS;                   // of queries that share a register tile
+constexpr int64_t WORTH_A_TEAM = int64_t(1) << 21;           // multiplications; fewer take less time than waking a thread
 constexpr int64_t PACKED_AT_ONCE = int64_t(16) << 20;        // bytes of packed K and V held together, at least one head's
 
 #if BF16_DOT
@@ -246,7 +247,8 @@ void attend_all(const Call &call, char *workspace) {
   const ForwardPlan<Element> plan(call);
   Packed *packed = reinterpret_cast<Packed *>(workspace);
   const int64_t group = call.heads / call.kv_heads, chunks = whole(plan.keys, KEYS);
-  parallel(call.threads, [&, packed](Team &team) {
+  const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
+  parallel(work < WORTH_A_TEAM ? 1 : call.threads, [&, packed](Team &team) {
     const ForwardBlocks<Packed> block(plan, workspace + plan.shared + team.member * plan.own);
     for (int64_t wave = 0; wave < plan.heads; wave += plan.at_once) {
       const int64_t members = least(plan.at_once, plan.heads - wave);

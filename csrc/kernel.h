@@ -10,18 +10,13 @@
 #pragma once
 #include "call.h"
 
+#include "backward.h"
 #include "forward.h"
-
-namespace {
-
-int64_t no_workspace(const Call &) { return 0; }
-void nothing(const Call &, char *) {}
-
-}  // namespace
+#include "received.h"
 
 extern const Kernels MULTIHEAD_SET;
 const Kernels MULTIHEAD_SET = {
     {attend_workspace, attend_run},
-    {no_workspace, nothing},
-    {no_workspace, nothing},
+    {backward_workspace, backward_run},
+    {received_workspace, received_run},
 };

@@ -7,12 +7,17 @@ from typing import Protocol, cast
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
-from multihead.kernels import reference, sdpa
+from multihead.kernels import native, reference, sdpa
 from multihead.plan.bounds import KeyBounds
 
 
 class Kernel(Protocol):
     """What a kernel's module has to offer."""
+
+    @property
+    def KEEPS_NAN_APART(self) -> bool:  # noqa: N802 - a constant of the module
+        """Whether NaN and inf that a query may not see can be handed to the kernel as they are."""
+        ...
 
     def refusal(self, request: AttentionRequest, bounds: KeyBounds) -> str | None:
         """Say in one sentence why this kernel will not take a request, or None."""
@@ -29,6 +34,7 @@ class Kernel(Protocol):
 
 # The fastest first.
 KERNELS: dict[str, Kernel] = {
+    "native": cast(Kernel, native),
     "sdpa": cast(Kernel, sdpa),
     "reference": cast(Kernel, reference),
 }

@@ -48,6 +48,8 @@ FIELDS = (*ADDRESSES, *COUNTS, *REALS)
 
 _pack = Struct(f"{len(ADDRESSES)}Q{len(COUNTS)}q{len(REALS)}d").pack
 _BLANK: dict[str, float] = dict.fromkeys(FIELDS, 0)
+_EMPTY: list[float] = [0] * len(FIELDS)
+AT = {name: index for index, name in enumerate(FIELDS)}  # where each field stands
 
 # The passes, as csrc/call.h numbers them.
 FORWARD, BACKWARD, RECEIVED = 0, 1, 2
@@ -143,16 +145,23 @@ def run(pass_: int, fields: Mapping[str, float]) -> None:
     """
     call = _packed(fields)
     status = _library().run(call, pass_)
-    if status == _DONE:
-        return
-    if status == _NO_MEMORY:
-        raise MemoryError(f"There is no memory for the native kernel's workspace of {workspace(pass_, fields)} bytes.")
-    if status == _BAD_BOUNDS:
-        raise ArgumentError(
-            f"The bounds of some query lie outside the {fields.get('keys', 0)} keys.",
-            "Give each query 0 <= start <= stop <= keys.",
-        )
-    raise _no_such_pass(pass_, fields)
+    if status != _DONE:
+        raise _refused(pass_, fields, status)
+
+
+def blank() -> list[float]:
+    """Return the fields of a call in their order, all 0 but for the instruction set and the threads."""
+    values = _EMPTY.copy()
+    values[AT["instruction_set"]] = chosen().index
+    values[AT["threads"]] = torch.get_num_threads()
+    return values
+
+
+def run_laid_out(pass_: int, values: list[float]) -> None:
+    """Run one pass over fields that are in their order; see `run`, which this is the quick way to."""
+    status = _library().run(_pack(*values), pass_)
+    if status != _DONE:
+        raise _refused(pass_, dict(zip(FIELDS, values, strict=True)), status)
 
 
 def workspace(pass_: int, fields: Mapping[str, float]) -> int:
@@ -182,6 +191,18 @@ def _packed(fields: Mapping[str, float]) -> bytes:
     if "threads" not in fields:
         values["threads"] = torch.get_num_threads()
     return _pack(*values.values())
+
+
+def _refused(pass_: int, fields: Mapping[str, float], status: int) -> Exception:
+    """Say in words why the library did not run a call."""
+    if status == _NO_MEMORY:
+        return MemoryError(f"There is no memory for the native kernel's workspace of {workspace(pass_, fields)} bytes.")
+    if status == _BAD_BOUNDS:
+        return ArgumentError(
+            f"The bounds of some query lie outside the {fields.get('keys', 0)} keys.",
+            "Give each query 0 <= start <= stop <= keys.",
+        )
+    return _no_such_pass(pass_, fields)
 
 
 def _no_such_pass(pass_: int, fields: Mapping[str, float]) -> ArgumentError:

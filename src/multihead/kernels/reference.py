@@ -10,6 +10,7 @@ from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels.tile import scores, seen, working_dtype
 from multihead.plan.bounds import KeyBounds
 
+KEEPS_NAN_APART = False
 ROWS = 256  # queries a block, where they need not all be there at once
 
 

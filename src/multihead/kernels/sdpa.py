@@ -17,6 +17,7 @@ from multihead.plan.rectangles import Rectangle, rectangles
 from multihead.scores.bias import bias_tile
 from multihead.scores.sinks import with_sinks
 
+KEEPS_NAN_APART = False
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 

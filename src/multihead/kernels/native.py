@@ -1,0 +1,231 @@
+"""The native CPU kernel: it skips what a mask hides, forward and backward, and measures heads while it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.call import Attended, AttentionRequest, Work
+from multihead.errors import ArgumentError
+from multihead.kernels import library
+from multihead.kernels.library import AT
+from multihead.kernels.native_fields import (
+    DTYPES,
+    WHOLE,
+    Fields,
+    Rows,
+    block_height,
+    blocks,
+    call_fields,
+    features_beside,
+    put,
+    put_broadcast,
+)
+from multihead.kernels.native_statistics import Measuring
+from multihead.plan.bounds import KeyBounds
+
+KEEPS_NAN_APART = True  # what is not finite is put away inside, key by key
+# Rows and columns of a register tile, in which the kernel computes all cells or none.
+_TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
+_OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
+_OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, bias, sinks
+
+
+def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
+    """Say in one sentence why this kernel will not take a request, or None."""
+    shape = request.shape
+    if shape.device.type != "cpu":
+        return f"it runs on the CPU, and the tensors are on {shape.device}"
+    if shape.dtype not in DTYPES:
+        return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
+    return library.absence()
+
+
+def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+    """Compute a call in one pass over its keys, and the wanted statistics with it."""
+    ready = _ready(request)
+    measuring = Measuring.of(request, bounds, request.wanted) if request.wanted else None
+    # Drawn from torch's own generator, so torch.manual_seed repeats it.
+    seed = int(torch.randint(1 << 62, ())) if request.dropout else 0
+    job = _Job(ready, bounds, measuring, seed)
+    inputs = (ready.q, ready.k, ready.v, ready.bias, ready.sinks)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        output, logsumexp = _Differentiable.apply(*inputs, job)  # type: ignore[no-untyped-call]
+    else:
+        output, logsumexp = _forward(job)
+    if measuring is None:
+        return Attended(output, logsumexp)
+    return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
+
+
+def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
+    """Count the cells of the register tiles that some query sees, and the bytes that the library says it will hold."""
+    shape = request.shape
+    height, width = _TILES[library.chosen().name]
+    missing = -shape.query_length % height  # rows filled up at the end, which see nothing
+    start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
+    start = torch.nn.functional.pad(start, (0, missing), value=shape.key_length).unflatten(1, (-1, height)).amin(2)
+    stop = torch.nn.functional.pad(bounds.stop, (0, missing)).unflatten(1, (-1, height)).amax(2)
+    tiles = (stop + width - 1) // width - start // width
+    cells = int(tiles.clamp(min=0).sum()) * height * width
+    cells = min(cells, bounds.start.shape[0] * shape.query_length * shape.key_length)
+    cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
+    fields = _forward_fields(_Job(_ready(request), bounds, None, 0), Rows(WHOLE, bounds, None))
+    held = library.workspace(library.FORWARD, dict(zip(library.FIELDS, fields, strict=True)))
+    rows = shape.batch * shape.num_heads * shape.query_length
+    outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
+    dense = 0
+    if bounds.remainder is not None:
+        dense = min(block_height(request, bounds), shape.query_length) * shape.key_length * shape.batch
+    return Work(cells, held + outputs + dense)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One call as the kernel takes it.
+
+    Fields:
+        request: its features beside each other, its bias and sinks in float32.
+        bounds: its plan.
+        measuring: the statistics that are wanted, or None.
+        seed: of its dropout.
+    """
+
+    request: AttentionRequest
+    bounds: KeyBounds
+    measuring: Measuring | None
+    seed: int
+
+
+def _ready(request: AttentionRequest) -> AttentionRequest:
+    """Return the request as the kernel takes it; every step has a gradient."""
+    q, k, v = (features_beside(tensor) for tensor in (request.q, request.k, request.v))
+    bias, sinks = request.bias, request.sinks
+    if bias is not None:
+        bias = bias.float()
+        if bias.requires_grad:
+            bias = bias.expand(-1, -1, -1, request.shape.key_length)  # its gradient has a column for each key
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    if q is request.q and k is request.k and v is request.v and bias is request.bias and sinks is request.sinks:
+        return request
+    return replace(request, q=q, k=k, v=v, bias=bias, sinks=sinks)
+
+
+def _forward(job: _Job) -> tuple[Tensor, Tensor]:
+    """Compute output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries)."""
+    shape, measuring = job.request.shape, job.measuring
+    # Laid out for merging heads without a copy.
+    output = torch.empty((shape.batch, shape.query_length, shape.num_heads, shape.value_dim), dtype=shape.dtype)
+    output = output.transpose(1, 2)
+    logsumexp = torch.empty((shape.batch, shape.num_heads, shape.query_length))
+    for rows in blocks(job.request, job.bounds):
+        fields = _forward_fields(job, rows)
+        whole = rows.rows is WHOLE
+        part = output if whole else output[:, :, rows.rows]
+        row_logsumexp = logsumexp if whole else torch.empty((*logsumexp.shape[:2], part.shape[2]))
+        fields[_OUTPUT], fields[_LOGSUMEXP] = part.data_ptr(), row_logsumexp.data_ptr()
+        fields[_OUTPUT_STRIDES] = part.stride()[:3]
+        measured = measuring if whole or measuring is None else measuring.part(rows.rows)
+        if measured is not None:
+            measured.put_into(fields)
+        library.run_laid_out(library.FORWARD, fields)
+        if not whole:
+            logsumexp[:, :, rows.rows] = row_logsumexp
+            if measuring is not None and measured is not None:
+                measuring.put(measured, rows.rows)
+    return output, logsumexp
+
+
+def _forward_fields(job: _Job, rows: Rows) -> Fields:
+    """Lay out the inputs of the forward pass."""
+    request = job.request
+    fields = call_fields(request, rows, request.q, request.k)
+    fields[_V] = request.v.data_ptr()
+    fields[_V_STRIDES] = request.v.stride()[:3]
+    if request.sinks is not None:
+        fields[AT["sinks"]] = request.sinks.data_ptr()
+    if request.dropout:
+        fields[AT["dropout"]], fields[AT["seed"]] = request.dropout, job.seed
+    return fields
+
+
+def _backward(
+    job: _Job, outputs: tuple[Tensor, Tensor], of_output: Tensor, of_logsumexp: Tensor | None, *, bias_wanted: bool
+) -> Inputs:
+    """Compute the gradients of q, k, v, bias and sinks."""
+    request, (output, logsumexp) = job.request, outputs
+    dq, dk, dv = (torch.empty_like(tensor) for tensor in (request.q, request.k, request.v))
+    # The kernel writes the gradients of a head's features beside each other too.
+    dq, dk, dv = (features_beside(tensor) for tensor in (dq, dk, dv))
+    dbias = torch.zeros(request.bias.shape) if bias_wanted and request.bias is not None else None
+    delta = torch.empty_like(logsumexp)
+    sums: tuple[Tensor, Tensor] | None = None
+    for rows in blocks(request, job.bounds):
+        fields = _forward_fields(job, rows)
+        row_logsumexp = rows.of(logsumexp).contiguous()
+        row_delta = delta if rows.rows is WHOLE else torch.empty_like(row_logsumexp)
+        fields[_LOGSUMEXP], fields[AT["delta"]] = row_logsumexp.data_ptr(), row_delta.data_ptr()
+        if of_logsumexp is not None:
+            of_rows = rows.of(of_logsumexp).contiguous()
+            fields[AT["of_logsumexp"]] = of_rows.data_ptr()
+        put(fields, "output", rows.of(output))
+        put(fields, "of_output", rows.of(of_output))
+        put(fields, "dq", rows.of(dq))
+        put(fields, "dk", dk)
+        put(fields, "dv", dv)
+        if dbias is not None:
+            put_broadcast(fields, "dbias", rows.of(dbias) if dbias.shape[2] > 1 else dbias)
+        library.run_laid_out(library.BACKWARD, fields)
+        if rows.rows is not WHOLE:
+            delta[:, :, rows.rows] = row_delta
+            # Float, because half precision would lose what many blocks add to one key.
+            sums = (dk.float(), dv.float()) if sums is None else (sums[0] + dk, sums[1] + dv)
+    if sums is not None:
+        dk, dv = sums[0].to(dk.dtype), sums[1].to(dv.dtype)
+    return dq, dk, dv, dbias, None if request.sinks is None else _of_sinks(request.sinks, logsumexp, delta)
+
+
+def _of_sinks(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
+    """Sum what each head's sink takes: with p = exp(sink - L) and delta = dO.O - dL, its gradient is -p delta."""
+    share = (sinks[:, None] - logsumexp).exp()  # (batch, heads, queries)
+    return -torch.where(delta == 0, 0, share * delta).sum((0, 2))  # an empty row's delta is 0, and its share inf
+
+
+class _Differentiable(torch.autograd.Function):
+    """The kernel, with the gradient of the output and of the logsumexp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, job: _Job
+    ) -> tuple[Tensor, Tensor]:
+        output, logsumexp = _forward(job)
+        ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return output, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # What is computed here has no graph: a gradient penalty would silently be a constant.
+            raise ArgumentError(
+                "Kernel 'native' has no second derivative, and create_graph=True asks for it.",
+                "Give kernel='reference'.",
+            )
+        *_, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
+        if of_output is None:
+            of_output = torch.zeros_like(output)
+        found = _backward(
+            ctx.job,
+            (output, logsumexp),
+            features_beside(of_output),
+            of_logsumexp,
+            bias_wanted=ctx.needs_input_grad[3],
+        )
+        return (*found, None)

@@ -1,0 +1,136 @@
+"""Lay a call out for the native kernel: addresses, sizes and strides by the names of csrc/call.h."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.kernels import library
+from multihead.kernels.library import AT
+from multihead.masks.dense import Place, visible
+from multihead.plan.bounds import KeyBounds
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# A part of the mask that is no interval is made dense for so many bytes of queries x keys at a time.
+DENSE_BYTES = 16 << 20
+
+Fields = list[float]
+
+# Where in a call's fields the usual ones stand: a call should cost microseconds.
+_Q, _K, _START, _STOP = (AT[name] for name in ("q", "k", "start", "stop"))
+_BOUNDS_BATCH, _DTYPE, _SCALE = AT["bounds_batch"], AT["dtype"], AT["scale"]
+_SIZES = slice(AT["batch"], AT["value_dim"] + 1)
+_Q_STRIDES, _K_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in "qk")
+WHOLE = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some consecutive queries of a call, and what they may see.
+
+    Fields:
+        rows: which queries.
+        bounds: theirs.
+        seen: (batch or 1, heads or 1, rows, keys or 1) bool, the part of the mask that is no interval; or None.
+    """
+
+    rows: slice
+    bounds: KeyBounds
+    seen: Tensor | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Cut these queries out of a tensor (batch, heads, queries, ...), or keep it whole where all are meant."""
+        return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
+
+
+def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
+    """Yield all queries at once, or block by block where what they see must be written down cell by cell.
+
+    A block's first query is a multiple of `step`.
+    """
+    if bounds.remainder is None:
+        yield Rows(WHOLE, bounds, None)
+        return
+    height = -(-block_height(request, bounds) // step) * step
+    queries = request.shape.query_length
+    for first in range(0, queries, height):
+        rows = slice(first, min(first + height, queries))
+        place = Place.of(
+            queries,
+            request.shape.key_length,
+            query_start=request.query_start,
+            device=request.shape.device,
+            rows=rows,
+        )
+        part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
+        yield Rows(rows, part, visible(bounds.remainder, place))
+
+
+def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
+    """Return how many queries of a mask that is no interval are looked at together."""
+    shape = request.shape
+    row = shape.key_length
+    if bounds.remainder is not None and bounds.remainder.holds_tensors:
+        row *= shape.batch * shape.num_heads  # a tensor may speak of each
+    elif not bounds.shared:
+        row *= shape.batch
+    return max(96, DENSE_BYTES // max(row, 1))
+
+
+def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> Fields:
+    """Lay out what every pass takes: q, k, the bounds, the terms of the scores and the sizes.
+
+    The tensors must outlive the call. q, k have features beside each other, `request.bias` is in float32.
+    """
+    shape, start, stop = request.shape, rows.bounds.start, rows.bounds.stop
+    q = rows.of(q)
+    fields = library.blank()
+    fields[_Q], fields[_K], fields[_START], fields[_STOP] = (t.data_ptr() for t in (q, k, start, stop))
+    fields[_SIZES] = (
+        shape.batch,
+        shape.num_heads,
+        shape.num_kv_heads,
+        q.shape[2],
+        shape.key_length,
+        shape.head_dim,
+        shape.value_dim,
+    )
+    fields[_Q_STRIDES], fields[_K_STRIDES] = q.stride()[:3], k.stride()[:3]
+    if start.shape[0] > 1:
+        fields[_BOUNDS_BATCH] = start.stride(0)
+    fields[_DTYPE], fields[_SCALE] = DTYPES[shape.dtype], request.scale
+    if rows.rows.start:
+        fields[AT["first_row"]] = rows.rows.start
+    if request.softcap is not None:
+        fields[AT["softcap"]] = request.softcap
+    if request.bias is not None:
+        bias = rows.of(request.bias) if request.bias.shape[2] > 1 else request.bias
+        put_broadcast(fields, "bias", bias)
+    if rows.seen is not None:
+        put_broadcast(fields, "seen", rows.seen)
+    return fields
+
+
+def put(fields: Fields, name: str, tensor: Tensor) -> None:
+    """Put in a tensor (batch, heads, rows, features): its address and its outer strides."""
+    first = AT[f"{name}_batch"]
+    fields[AT[name]] = tensor.data_ptr()
+    fields[first : first + 3] = tensor.stride()[:3]
+
+
+def put_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
+    """Put in a tensor (batch, heads, queries, keys) whose axes of size 1 stand for all."""
+    first = AT[f"{name}_batch"]
+    fields[AT[name]] = tensor.data_ptr()
+    fields[first : first + 4] = (
+        stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def features_beside(tensor: Tensor) -> Tensor:
+    """Return a tensor whose features lie beside each other: itself, if they do."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

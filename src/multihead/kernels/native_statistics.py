@@ -1,0 +1,160 @@
+"""Statistics that the native kernel takes while it computes, under the names of the probes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.kernels import library
+from multihead.kernels.library import AT
+from multihead.kernels.native_fields import WHOLE, Fields, blocks, call_fields, features_beside
+from multihead.plan.bounds import KeyBounds
+
+# What each statistic is made of, by the names of csrc/call.h.
+_FIELD = {
+    "entropy": "entropy",
+    "effective_keys": "entropy",
+    "mean_distance": "mean_distance",
+    "distance_spread": "distance_spread",
+    "self_mass": "at_offsets",
+    "previous_mass": "at_offsets",
+    "next_mass": "at_offsets",
+    "first_mass": "on_given_key",
+    "special_mass": "on_special_keys",
+    "largest_weight": "largest_weight",
+    "largest_key": "largest_key",
+}
+_OFFSETS = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
+_OF_OFFSETS = torch.tensor(tuple(_OFFSETS.values()))
+ONE_PASS = frozenset(_FIELD)
+SECOND_PASS = frozenset({"received", "pooled_map"})
+
+
+@dataclass(eq=False)
+class Measuring:
+    """The statistics of one call while it runs.
+
+    Fields:
+        names: which ones, of ONE_PASS.
+        raw: (batch, heads, queries) each, by the names of csrc/call.h; at_offsets has its offsets in front.
+        needs: tensors that the kernel reads for them.
+    """
+
+    names: tuple[str, ...]
+    raw: dict[str, Tensor] = field(default_factory=dict)
+    needs: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        request: AttentionRequest, bounds: KeyBounds, wanted: Iterable[str], special_keys: Tensor | None = None
+    ) -> Measuring:
+        """Make room for those of the wanted statistics that can be had in one pass.
+
+        Args:
+            request: the call.
+            bounds: its plan.
+            wanted: any names.
+            special_keys: (batch, keys) bool, or None where nobody asks for `special_mass`.
+        """
+        shape = request.shape
+        names = tuple(sorted(name for name in wanted if name in ONE_PASS))
+        if special_keys is None:
+            names = tuple(name for name in names if name != "special_mass")
+        made = Measuring(names)
+        rows = (shape.batch, shape.num_heads, shape.query_length)
+        for name in {_FIELD[name] for name in names}:
+            size = (len(_OFFSETS), *rows) if name == "at_offsets" else rows
+            made.raw[name] = torch.empty(size, dtype=torch.int64 if name == "largest_key" else torch.float32)
+        start = request.query_start
+        if names:
+            whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start)
+            made.needs["query_start"] = whole.to(torch.int64).contiguous()
+        if "at_offsets" in made.raw:
+            made.needs["offsets"] = _OF_OFFSETS
+        if "on_given_key" in made.raw:
+            made.needs["given_key"] = first_keys(bounds).expand(shape.batch).contiguous()
+        if "on_special_keys" in made.raw and special_keys is not None:
+            made.needs["special_keys"] = special_keys.contiguous()
+        return made
+
+    def part(self, rows: slice) -> Measuring:
+        """Make room for some rows of it: the kernel writes them, and `put` brings them home."""
+        count = rows.stop - rows.start
+        raw = {name: tensor.new_empty((*tensor.shape[:-1], count)) for name, tensor in self.raw.items()}
+        return replace(self, raw=raw)
+
+    def put(self, part: Measuring, rows: slice) -> None:
+        """Take over what was written of some rows."""
+        for name, tensor in part.raw.items():
+            self.raw[name][..., rows] = tensor
+
+    def put_into(self, fields: Fields) -> None:
+        """Say where the statistics go."""
+        for name, tensor in {**self.raw, **self.needs}.items():
+            fields[AT[name]] = tensor.data_ptr()
+        if "at_offsets" in self.raw:
+            fields[AT["num_offsets"]] = len(_OFFSETS)
+
+    def found(self, logsumexp: Tensor) -> dict[str, Tensor]:
+        """Return the statistics by the names of the probes."""
+        result = {name: self.raw[_FIELD[name]] for name in self.names if name not in _OFFSETS}
+        if "effective_keys" in result:
+            result["effective_keys"] = result["effective_keys"].exp().masked_fill(logsumexp == -torch.inf, 0)
+        for index, name in enumerate(_OFFSETS):
+            if name in self.names:
+                result[name] = self.raw["at_offsets"][index]
+        return result
+
+
+def first_keys(bounds: KeyBounds) -> Tensor:
+    """Return the first key that some query of each sample may see: (batch or 1,), -1 where there is none."""
+    if not bounds.start.shape[1]:
+        return torch.full((bounds.start.shape[0],), -1)
+    behind = torch.iinfo(torch.int64).max
+    first = bounds.start.masked_fill(bounds.sees_nothing, behind).amin(1)
+    return first.masked_fill(first == behind, -1)
+
+
+def second_pass(
+    request: AttentionRequest, bounds: KeyBounds, logsumexp: Tensor, *, cell: tuple[int, int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the weights that each key receives, and those in each cell of a map, from q, k and the logsumexp.
+
+    Args:
+        request: the call; its bias, if any, in float32.
+        bounds: its plan.
+        logsumexp: (batch, heads, queries) float32; rows of -inf or NaN count as 0.
+        cell: queries and keys of a cell of the map, or None where nobody wants the map.
+
+    Returns: (batch, heads, keys), and (batch, heads, row cells, key cells) sums of weights or None.
+    """
+    shape = request.shape
+    size = (shape.batch, shape.num_heads)
+    received = torch.zeros(*size, shape.key_length)
+    pooled = None
+    if cell is not None:
+        pooled = torch.zeros(*size, -(-shape.query_length // cell[0]), -(-shape.key_length // cell[1]))
+    q, k = features_beside(request.q), features_beside(request.k)
+    for rows in blocks(request, bounds, step=1 if cell is None else cell[0]):
+        part, map_part = received, pooled
+        if rows.rows is not WHOLE:
+            part, map_part = torch.empty_like(received), None
+            if cell is not None:
+                first, behind = rows.rows.start // cell[0], -(-rows.rows.stop // cell[0])
+                map_part = torch.empty(*size, behind - first, -(-shape.key_length // cell[1]))
+        row_logsumexp = rows.of(logsumexp).contiguous()
+        fields = call_fields(request, rows, q, k)
+        fields[AT["logsumexp"]], fields[AT["received"]] = row_logsumexp.data_ptr(), part.data_ptr()
+        if cell is not None and map_part is not None:
+            fields[AT["pooled"]] = map_part.data_ptr()
+            fields[AT["pool_rows"]], fields[AT["pool_keys"]] = cell
+        library.run_laid_out(library.RECEIVED, fields)
+        if part is not received:
+            received += part
+            if pooled is not None and map_part is not None:
+                pooled[:, :, first:behind] += map_part
+    return received, pooled
