@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 EDITABLE := --no-build-isolation --config-settings cmake.define.MULTIHEAD_EMULATED=ON --editable
-NATIVE := CMakeLists.txt $(wildcard csrc/*)
+NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 PACKAGES := .venv/packages
 READY := .venv/ready
 

@@ -32,6 +32,8 @@ const Set SETS[] = {
 };
 constexpr int64_t COUNT = sizeof SETS / sizeof SETS[0];
 
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 const Pass *pass_of(int64_t set, int64_t pass) {
   if (!multihead_runs(set)) return nullptr;
   const Kernels &kernels = *SETS[set].kernels;
@@ -43,18 +45,18 @@ const Pass *pass_of(int64_t set, int64_t pass) {
   }
 }
 
-// Whether every query's bounds say 0 <= start <= stop <= keys. Axes with stride 0 repeat and are looked at once.
+// Whether every bound lies within [0, keys]. Axes with stride 0 repeat and are looked at once.
 bool bounds_hold(const Call &call) {
   const auto *start = static_cast<const int64_t *>(call.start), *stop = static_cast<const int64_t *>(call.stop);
-  const int64_t batch = call.bounds_batch ? call.batch : 1, heads = call.bounds_head ? call.heads : 1;
-  if (call.batch == 0 || call.heads == 0) return true;
+  const int64_t batch = call.bounds_batch ? call.batch : least(call.batch, 1);
+  const int64_t heads = call.bounds_head ? call.heads : least(call.heads, 1);
   bool outside = false;
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++) {
       const int64_t offset = b * call.bounds_batch + h * call.bounds_head;
       for (int64_t i = 0; i < call.queries; i++) {
         const int64_t first = start[offset + i], behind = stop[offset + i];
-        outside |= (first < 0) | (behind < first) | (behind > call.keys);
+        outside |= (first < 0) | (first > call.keys) | (behind < 0) | (behind > call.keys);
       }
     }
   return !outside;

@@ -1,0 +1,167 @@
+// Tensors of the fuzzer: any strides, exactly as much memory as they need, and poison between their rows.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <memory>
+#include <random>
+#include <vector>
+
+using Random = std::mt19937_64;
+
+inline int64_t drawn(Random &random, int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(random);
+}
+inline bool chance(Random &random, double share) { return std::uniform_real_distribution<double>(0, 1)(random) < share; }
+inline double normal(Random &random) { return std::normal_distribution<double>(0, 1)(random); }
+
+enum class Type { FLOAT, BFLOAT16, INT64, BYTE };
+
+inline int64_t bytes_of(Type type) {
+  return type == Type::FLOAT ? 4 : type == Type::BFLOAT16 ? 2 : type == Type::INT64 ? 8 : 1;
+}
+
+// To bfloat16, to the nearest, of two equally near ones to the even.
+inline uint16_t narrow(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return value == value ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t{0x7fc0};
+}
+
+// A tensor of four axes. Whatever no element lies on, and what was never written, is 0xFF: NaN, -1 or 255.
+class Tensor {
+ public:
+  Type type = Type::FLOAT;
+  int64_t sizes[4] = {0, 0, 0, 0}, strides[4] = {0, 0, 0, 0};
+
+  Tensor() = default;
+
+  // Contiguous.
+  Tensor(Type type, int64_t a, int64_t b, int64_t c, int64_t d) : type(type), sizes{a, b, c, d}, strides{b * c * d, c * d, d, 1} {
+    allocate(0);
+  }
+
+  // The last axis contiguous; of the others, rows and heads in either order, all with gaps at random.
+  Tensor(Random &random, Type type, int64_t a, int64_t b, int64_t c, int64_t d, bool may_repeat) : type(type), sizes{a, b, c, d} {
+    const auto gap = [&] { return chance(random, 0.5) ? drawn(random, 0, 9) : 0; };
+    strides[3] = 1;
+    const int inner = chance(random, 0.5) ? 2 : 1, outer = 3 - inner;
+    strides[inner] = d + gap();
+    strides[outer] = sizes[inner] * strides[inner] + gap();
+    strides[0] = sizes[outer] * strides[outer] + gap();
+    if (may_repeat && chance(random, 0.1)) strides[drawn(random, 0, 1)] = 0;
+    allocate(drawn(random, 0, 3));
+  }
+
+  // Axes that broadcast with stride 0, the others in order, with gaps.
+  static Tensor broadcasting(Random &random, Type type, int64_t a, int64_t b, int64_t c, int64_t d, bool may_repeat) {
+    Tensor made;
+    made.type = type;
+    const int64_t sizes[4] = {a, b, c, d};
+    int64_t stride = 1;
+    for (int axis = 3; axis >= 0; axis--) {
+      made.sizes[axis] = sizes[axis];
+      if (chance(random, 0.15)) stride += drawn(random, 0, 4);
+      const bool repeats = may_repeat && chance(random, axis == 3 ? 0.1 : 0.3);
+      made.strides[axis] = repeats ? 0 : stride;
+      if (!repeats) stride *= sizes[axis] > 0 ? sizes[axis] : 1;
+    }
+    made.allocate(drawn(random, 0, 3));
+    return made;
+  }
+
+  explicit operator bool() const { return memory_ != nullptr; }
+  void *data() const { return memory_ ? memory_.get() + first_ * bytes_of(type) : nullptr; }
+  bool empty() const { return !(sizes[0] && sizes[1] && sizes[2] && sizes[3]); }
+
+  double at(int64_t a, int64_t b, int64_t c, int64_t d = 0) const {
+    const unsigned char *place = element(a, b, c, d);
+    switch (type) {
+      case Type::FLOAT: return read<float>(place);
+      case Type::BFLOAT16: {
+        const uint32_t bits = static_cast<uint32_t>(read<uint16_t>(place)) << 16;
+        float value;
+        memcpy(&value, &bits, 4);
+        return value;
+      }
+      case Type::INT64: return static_cast<double>(read<int64_t>(place));
+      case Type::BYTE: return *place;
+    }
+    return 0;
+  }
+
+  void put(double value, int64_t a, int64_t b, int64_t c, int64_t d = 0) {
+    unsigned char *place = element(a, b, c, d);
+    switch (type) {
+      case Type::FLOAT: return write(place, static_cast<float>(value));
+      case Type::BFLOAT16: return write(place, narrow(static_cast<float>(value)));
+      case Type::INT64: return write(place, static_cast<int64_t>(value));
+      case Type::BYTE: return write(place, static_cast<unsigned char>(value));
+    }
+  }
+
+  // Call visit(a, b, c, d) for each element.
+  template <class Visit>
+  void each(Visit visit) const {
+    for (int64_t a = 0; a < sizes[0]; a++)
+      for (int64_t b = 0; b < sizes[1]; b++)
+        for (int64_t c = 0; c < sizes[2]; c++)
+          for (int64_t d = 0; d < sizes[3]; d++) visit(a, b, c, d);
+  }
+
+  // Whether nobody wrote where no element lies.
+  bool gaps_whole() const {
+    std::vector<bool> used(static_cast<size_t>(bytes_));
+    each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
+      const int64_t begin = element(a, b, c, d) - memory_.get();
+      for (int64_t i = 0; i < bytes_of(type); i++) used[static_cast<size_t>(begin + i)] = true;
+    });
+    for (int64_t i = 0; i < bytes_; i++)
+      if (!used[static_cast<size_t>(i)] && memory_[static_cast<size_t>(i)] != 0xff) return false;
+    return true;
+  }
+
+  // Whether every byte is the same as in a tensor of the same strides.
+  bool same_bits(const Tensor &other) const { return bytes_ == other.bytes_ && !memcmp(memory_.get(), other.memory_.get(), static_cast<size_t>(bytes_)); }
+
+  Tensor copy() const {
+    Tensor made;
+    made.type = type;
+    memcpy(made.sizes, sizes, sizeof sizes);
+    memcpy(made.strides, strides, sizeof strides);
+    made.first_ = first_;
+    made.bytes_ = bytes_;
+    if (memory_) {
+      made.memory_.reset(new unsigned char[static_cast<size_t>(bytes_)]);
+      memcpy(made.memory_.get(), memory_.get(), static_cast<size_t>(bytes_));
+    }
+    return made;
+  }
+
+ private:
+  void allocate(int64_t before) {
+    int64_t last = empty() ? -1 : 0;
+    for (int axis = 0; axis < 4 && last >= 0; axis++) last += (sizes[axis] - 1) * strides[axis];
+    first_ = before;
+    bytes_ = (before + last + 1) * bytes_of(type);
+    memory_.reset(new unsigned char[static_cast<size_t>(bytes_)]);
+    memset(memory_.get(), 0xff, static_cast<size_t>(bytes_));
+  }
+
+  unsigned char *element(int64_t a, int64_t b, int64_t c, int64_t d) const {
+    return memory_.get() + (first_ + a * strides[0] + b * strides[1] + c * strides[2] + d * strides[3]) * bytes_of(type);
+  }
+  template <class Value>
+  static Value read(const unsigned char *place) {
+    Value value;
+    memcpy(&value, place, sizeof value);
+    return value;
+  }
+  template <class Value>
+  static void write(unsigned char *place, Value value) {
+    memcpy(place, &value, sizeof value);
+  }
+
+  int64_t first_ = 0, bytes_ = 0;
+  std::unique_ptr<unsigned char[]> memory_;
+};
