@@ -16,7 +16,7 @@ from multihead.observation.choice import Choice
 from multihead.observation.pieces import KeyRows, Piece
 from multihead.observation.record import LayerRecord, Record, SampleRecord
 from multihead.observation.trimming import Span, cut, spans, without_queries
-from multihead.probes.statistics import of_call
+from multihead.probes.statistics import of_call, without_positions
 from multihead.probes.weights import tile
 
 Keep = Literal["cpu", "device", "statistics"]
@@ -97,7 +97,8 @@ class Ear:
         if crosses and not request.mask.speaks_of_positions:
             # Queries have no place among the keys of another sequence: they are counted from its beginning.
             start = last.query_stop if goes_on and last is not None else 0
-            call = AttentionCall(replace(request, query_start=start), call.attended)
+            if start != request.query_start:
+                call = AttentionCall(replace(request, query_start=start), without_positions(call.attended))
         special = self._special_keys(call, name, last if goes_on else None, offset, crosses=crosses)
         now = _noted(call, offset, special if not crosses else None, crosses=crosses)
         if goes_on and last is not None:

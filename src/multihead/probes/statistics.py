@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionCall, AttentionRequest
+from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.quarantine import quarantined
 from multihead.kernels.tile import without_autocast, working_dtype
@@ -158,6 +158,7 @@ PROBES: dict[str, Probe] = {
     "received": Probe(received, frozenset({"received"})),
     "pooled_map": Probe(pooled_map, frozenset({"pooled"})),
 }
+OF_POSITIONS = frozenset({"mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass"})
 DEFAULT = tuple(name for name in PROBES if name not in ("special_mass", "pooled_map"))
 
 
@@ -227,6 +228,12 @@ def streamed(
                 value = value.masked_fill(bad, torch.nan if value.is_floating_point() else -1)
             found[name] = value
         return found
+
+
+def without_positions(attended: Attended) -> Attended:
+    """Leave out the statistics that depend on where the queries stand among the keys."""
+    kept = {name: value for name, value in attended.statistics.items() if name not in OF_POSITIONS}
+    return replace(attended, statistics=kept)
 
 
 def of_call(
