@@ -219,7 +219,7 @@ template <class Element>
 INLINE void finish(const Call &call, const Row &row, int64_t batch, int64_t head, int64_t query, const float *sums) {
   const int64_t index = (batch * call.heads + head) * call.queries + query;
   const bool empty = row.total == 0;
-  float inverse = 0, logsumexp = -INFINITE;  // inverse: what makes a share of a weight
+  float inverse = 0, log_inverse = 0, logsumexp = -INFINITE;  // inverse: what makes a share of a weight
   if (!empty) {
     float top = row.largest, total = row.total;
     if (call.sinks) {
@@ -228,7 +228,9 @@ INLINE void finish(const Call &call, const Row &row, int64_t batch, int64_t head
       total = total * exp2f(row.largest - top) + exp2f(sink - top);
     }
     inverse = exp2f(row.largest - top) / total;
-    logsumexp = (top + log2f(total)) * LN_2;
+    logsumexp = top + log2f(total);
+    log_inverse = row.largest - logsumexp;  // finite where a huge sink makes the inverse itself 0
+    logsumexp *= LN_2;
   }
   Element *output = static_cast<Element *>(const_cast<void *>(call.output));
   output += batch * call.output_batch + head * call.output_head + query * call.output_row;
@@ -238,7 +240,7 @@ INLINE void finish(const Call &call, const Row &row, int64_t batch, int64_t head
   write(call.logsumexp, index, logsumexp);
   const bool bad = row.total != row.total;
   if (call.largest_key) static_cast<int64_t *>(const_cast<void *>(call.largest_key))[index] = empty || bad ? -1 : row.key;
-  const float entropy = empty ? 0.f : -LN_2 * inverse * (row.surprisal + row.total * log2f(inverse));
+  const float entropy = empty ? 0.f : -LN_2 * inverse * (row.surprisal + row.total * log_inverse);
   write(call.entropy, index, entropy < 0 ? 0.f : entropy);
   write(call.squares, index, row.squares * inverse * inverse);
   write(call.largest_weight, index, inverse);

@@ -306,11 +306,13 @@ def request_of(
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    attended: Attended = _opaque(request, kernel)
+    attended: Attended = _opaque(request, kernel) if torch.compiler.is_compiling() else _walk(request, kernel)
     return attended
 
 
 def _walk(request: AttentionRequest, kernel: str | None) -> Attended:
+    if not listening.listeners():
+        return _run(request, kernel)
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)
     listening.publish(AttentionCall(request, attended))
@@ -355,7 +357,7 @@ def _statistics(
     map_size: int,
 ) -> dict[str, Tensor]:
     probes.refuse_unless_known(names, special_keys)
-    return probes.streamed(request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size)
+    return probes.measured(request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size)
 
 
 def _bytes(count: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     # Drawn from torch's own generator, so torch.manual_seed repeats it.
     seed = int(torch.randint(1 << 62, ())) if request.dropout else 0
     job = _Job(ready, bounds, measuring, seed)
-    inputs = (ready.q, ready.k, ready.v, ready.bias, ready.sinks)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+    if torch.is_grad_enabled() and _follows(ready):
+        inputs = (ready.q, ready.k, ready.v, ready.bias, ready.sinks)
         output, logsumexp = _Differentiable.apply(*inputs, job)  # type: ignore[no-untyped-call]
     else:
         output, logsumexp = _forward(job)
@@ -85,8 +85,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     return Work(cells, held + outputs + dense)
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
+class _Job(NamedTuple):
     """One call as the kernel takes it.
 
     Fields:
@@ -104,7 +103,7 @@ class _Job:
 
 def _ready(request: AttentionRequest) -> AttentionRequest:
     """Return the request as the kernel takes it; every step has a gradient."""
-    q, k, v = (features_beside(tensor) for tensor in (request.q, request.k, request.v))
+    q, k, v = features_beside(request.q), features_beside(request.k), features_beside(request.v)
     bias, sinks = request.bias, request.sinks
     if bias is not None:
         bias = bias.float()
@@ -117,29 +116,42 @@ def _ready(request: AttentionRequest) -> AttentionRequest:
     return replace(request, q=q, k=k, v=v, bias=bias, sinks=sinks)
 
 
+def _follows(request: AttentionRequest) -> bool:
+    """Tell whether some input wants a gradient."""
+    if request.q.requires_grad or request.k.requires_grad or request.v.requires_grad:
+        return True
+    return any(tensor is not None and tensor.requires_grad for tensor in (request.bias, request.sinks))
+
+
 def _forward(job: _Job) -> tuple[Tensor, Tensor]:
     """Compute output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries)."""
     shape, measuring = job.request.shape, job.measuring
-    # Laid out for merging heads without a copy.
-    output = torch.empty((shape.batch, shape.query_length, shape.num_heads, shape.value_dim), dtype=shape.dtype)
-    output = output.transpose(1, 2)
-    logsumexp = torch.empty((shape.batch, shape.num_heads, shape.query_length))
+    output = torch.empty_like(job.request.q)  # in its order of memory: heads that were split merge without a copy
+    if shape.value_dim != shape.head_dim or output.stride(-1) != 1:
+        output = torch.empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim, dtype=shape.dtype)
+        output = output.transpose(1, 2)
+    logsumexp = torch.empty(shape.batch, shape.num_heads, shape.query_length)
     for rows in blocks(job.request, job.bounds):
-        fields = _forward_fields(job, rows)
-        whole = rows.rows is WHOLE
-        part = output if whole else output[:, :, rows.rows]
-        row_logsumexp = logsumexp if whole else torch.empty((*logsumexp.shape[:2], part.shape[2]))
-        fields[_OUTPUT], fields[_LOGSUMEXP] = part.data_ptr(), row_logsumexp.data_ptr()
-        fields[_OUTPUT_STRIDES] = part.stride()[:3]
-        measured = measuring if whole or measuring is None else measuring.part(rows.rows)
-        if measured is not None:
-            measured.put_into(fields)
-        library.run_laid_out(library.FORWARD, fields)
-        if not whole:
-            logsumexp[:, :, rows.rows] = row_logsumexp
-            if measuring is not None and measured is not None:
-                measuring.put(measured, rows.rows)
+        if rows.rows is WHOLE:
+            _run(job, rows, output, logsumexp, measuring)
+            break
+        part, row_logsumexp = output[:, :, rows.rows], torch.empty_like(logsumexp[:, :, rows.rows])
+        measured = None if measuring is None else measuring.part(rows.rows)
+        _run(job, rows, part, row_logsumexp, measured)
+        logsumexp[:, :, rows.rows] = row_logsumexp
+        if measuring is not None and measured is not None:
+            measuring.put(measured, rows.rows)
     return output, logsumexp
+
+
+def _run(job: _Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Measuring | None) -> None:
+    """Run the forward pass over some rows."""
+    fields = _forward_fields(job, rows)
+    fields[_OUTPUT], fields[_LOGSUMEXP] = output.data_ptr(), logsumexp.data_ptr()
+    fields[_OUTPUT_STRIDES] = output.stride()[:3]
+    if measuring is not None:
+        measuring.put_into(fields)
+    library.run_laid_out(library.FORWARD, fields)
 
 
 def _forward_fields(job: _Job, rows: Rows) -> Fields:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from multihead.plan.bounds import KeyBounds
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # A part of the mask that is no interval is made dense for so many bytes of queries x keys at a time.
-DENSE_BYTES = 16 << 20
+DENSE_BYTES = 8 << 20
 
 Fields = list[float]
 
@@ -28,8 +29,7 @@ _Q_STRIDES, _K_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for 
 WHOLE = slice(None)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """Some consecutive queries of a call, and what they may see.
 
     Fields:
@@ -89,7 +89,8 @@ def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> 
     shape, start, stop = request.shape, rows.bounds.start, rows.bounds.stop
     q = rows.of(q)
     fields = library.blank()
-    fields[_Q], fields[_K], fields[_START], fields[_STOP] = (t.data_ptr() for t in (q, k, start, stop))
+    fields[_Q], fields[_K] = q.data_ptr(), k.data_ptr()
+    fields[_START], fields[_STOP] = start.data_ptr(), stop.data_ptr()
     fields[_SIZES] = (
         shape.batch,
         shape.num_heads,

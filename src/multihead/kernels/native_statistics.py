@@ -119,6 +119,40 @@ def first_keys(bounds: KeyBounds) -> Tensor:
     return first.masked_fill(first == behind, -1)
 
 
+def one_pass(
+    request: AttentionRequest, bounds: KeyBounds, names: Iterable[str], special_keys: Tensor | None
+) -> dict[str, Tensor]:
+    """Measure a call again, without its values.
+
+    Args:
+        request: the call; what it has of dropout counts for nothing.
+        bounds: its plan.
+        names: some of ONE_PASS.
+        special_keys: (batch, keys) bool, or None.
+
+    Returns: (batch, heads, queries) each.
+    """
+    shape = request.shape
+    measuring = Measuring.of(request, bounds, names, special_keys)
+    logsumexp = torch.empty(shape.batch, shape.num_heads, shape.query_length)
+    q, k = features_beside(request.q), features_beside(request.k)
+    for rows in blocks(request, bounds):
+        fields = call_fields(request, rows, q, k)
+        fields[AT["value_dim"]] = 0
+        if request.sinks is not None:
+            sinks = request.sinks.float().contiguous()
+            fields[AT["sinks"]] = sinks.data_ptr()
+        part = measuring if rows.rows is WHOLE else measuring.part(rows.rows)
+        row_logsumexp = logsumexp if rows.rows is WHOLE else torch.empty_like(logsumexp[:, :, rows.rows])
+        fields[AT["logsumexp"]] = row_logsumexp.data_ptr()
+        part.put_into(fields)
+        library.run_laid_out(library.FORWARD, fields)
+        if part is not measuring:
+            logsumexp[:, :, rows.rows] = row_logsumexp
+            measuring.put(part, rows.rows)
+    return measuring.found(logsumexp)
+
+
 def second_pass(
     request: AttentionRequest, bounds: KeyBounds, logsumexp: Tensor, *, cell: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -49,8 +49,23 @@ class PooledMap:
             shown = torch.ones(
                 1, rows.stop - rows.start, columns[1] - columns[0], dtype=torch.bool, device=block.device
             )
-        counted = self.row_blocks(shown.to(by_row_block.dtype), rows).double()
+        self.count_cells(shown, rows, columns)
+
+    def count_cells(self, shown: Tensor, rows: slice, columns: tuple[int, int]) -> None:
+        """Count the cells that may be seen among some rows and columns: (heads or 1, rows, columns) bool."""
+        first = rows.start // self.row_block
+        block = torch.arange(*columns, device=shown.device) // self.column_block
+        counted = self.row_blocks(shown.float(), rows).double()
+        target = slice(first, first + counted.shape[1])
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
+
+    def count_intervals(self, start: Tensor, stop: Tensor) -> None:
+        """Count the cells within each query's interval of keys: (queries,) each, start <= stop."""
+        keys = torch.arange(self.counts.shape[2], device=start.device) * self.column_block  # first of each cell
+        inside = stop[:, None].minimum(keys + self.column_block) - start[:, None].maximum(keys)  # (queries, cells)
+        rows = torch.arange(len(start), device=start.device) // self.row_block
+        summed = self.counts.new_zeros(self.counts.shape[1:]).index_add_(0, rows, inside.clamp(min=0).double())
+        self.counts.add_(summed)
 
     def means(self) -> Tensor:
         """Return (heads, row blocks, column blocks): the mean weight, NaN where no cell may be seen."""

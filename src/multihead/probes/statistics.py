@@ -12,7 +12,8 @@ from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.quarantine import quarantined
 from multihead.kernels.tile import without_autocast, working_dtype
-from multihead.plan.bounds import bounds_of
+from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.probes.asked import asked, takes
 from multihead.probes.sums import Sums, of_sample
 
 MAP_SIZE = 64
@@ -171,7 +172,7 @@ def refuse_unless_known(names: Sequence[str], special_keys: Tensor | None) -> No
         raise ProbeError("special_mass was asked for, and nothing says which keys are special.", "Give special_keys.")
 
 
-def streamed(
+def measured(
     request: AttentionRequest,
     logsumexp: Tensor,
     names: Sequence[str],
@@ -179,7 +180,7 @@ def streamed(
     special_keys: Tensor | None = None,
     map_size: int = MAP_SIZE,
 ) -> dict[str, Tensor]:
-    """Compute statistics tile by tile, never holding queries x keys.
+    """Compute statistics without ever holding queries x keys: by the native kernel if it takes the call, else by tiles.
 
     Args:
         request: the call; gradients are not followed.
@@ -198,36 +199,53 @@ def streamed(
     _refuse_unless_sensible(special_keys, map_size, sizes=(shape.batch, shape.key_length))
     with torch.no_grad(), without_autocast(shape.device):
         bounds = bounds_of(request)
-        cleaned, _ = quarantined(request, bounds)
-        bad = logsumexp.isnan()
-        left_out = bad | (logsumexp == -torch.inf)
-        # exp(s - huge) = 0 leaves a row out; an infinite one would give 0 * inf in its entropy.
-        row = logsumexp.masked_fill(left_out, torch.finfo(logsumexp.dtype).max / 4)
-        streams = frozenset[str]().union(*(PROBES[name].streams for name in names))
-        samples = [
-            of_sample(
-                cleaned,
-                bounds,
-                row[sample],
-                sample,
-                streams=streams,
-                special_keys=None if special_keys is None else special_keys[sample],
-                map_size=map_size,
-            )
-            for sample in range(shape.batch)
-        ]
-        nothing = Sums.zero(  # what an empty batch takes its shapes from
-            shape.num_heads, shape.query_length, shape.key_length, map_size=map_size, device=shape.device
-        )
-        found = {}
-        for name in names:
-            value = torch.stack([PROBES[name].of(sums) for sums in samples or [nothing]])[: shape.batch]
-            if value.is_floating_point():
-                value = value.to(working_dtype(shape.dtype))
-            if value.shape == bad.shape and name != "received":
-                value = value.masked_fill(bad, torch.nan if value.is_floating_point() else -1)
-            found[name] = value
+        compute = asked if takes(request, bounds) else _streamed
+        found = compute(request, bounds, logsumexp, names, special_keys=special_keys, map_size=map_size)
+        bad, empty = logsumexp.isnan(), logsumexp == -torch.inf
+        for name, value in found.items():
+            if name not in ("received", "pooled_map"):
+                floating = value.is_floating_point()
+                value = value.masked_fill(empty, 0 if floating else -1)
+                found[name] = value.masked_fill(bad, torch.nan if floating else -1)
         return found
+
+
+def _streamed(
+    request: AttentionRequest,
+    bounds: KeyBounds,
+    logsumexp: Tensor,
+    names: Sequence[str],
+    *,
+    special_keys: Tensor | None,
+    map_size: int,
+) -> dict[str, Tensor]:
+    """Compute statistics tile by tile; see `measured`."""
+    shape = request.shape
+    cleaned, _ = quarantined(request, bounds)
+    # exp(s - huge) = 0 leaves a row out; an infinite one would give 0 * inf in its entropy.
+    left_out = logsumexp.isnan() | (logsumexp == -torch.inf)
+    row = logsumexp.masked_fill(left_out, torch.finfo(logsumexp.dtype).max / 4)
+    streams = frozenset[str]().union(*(PROBES[name].streams for name in names))
+    samples = [
+        of_sample(
+            cleaned,
+            bounds,
+            row[sample],
+            sample,
+            streams=streams,
+            special_keys=None if special_keys is None else special_keys[sample],
+            map_size=map_size,
+        )
+        for sample in range(shape.batch)
+    ]
+    nothing = Sums.zero(  # what an empty batch takes its shapes from
+        shape.num_heads, shape.query_length, shape.key_length, map_size=map_size, device=shape.device
+    )
+    found = {}
+    for name in names:
+        value = torch.stack([PROBES[name].of(sums) for sums in samples or [nothing]])[: shape.batch]
+        found[name] = value.to(working_dtype(shape.dtype)) if value.is_floating_point() else value
+    return found
 
 
 def without_positions(attended: Attended) -> Attended:
@@ -239,13 +257,13 @@ def without_positions(attended: Attended) -> Attended:
 def of_call(
     call: AttentionCall, names: Sequence[str], *, special_keys: Tensor | None = None, map_size: int = MAP_SIZE
 ) -> dict[str, Tensor]:
-    """Give statistics of a call that has run: those its kernel had at hand, the others streamed."""
+    """Give statistics of a call that has run: those its kernel had at hand, the others measured now."""
     refuse_unless_known(names, special_keys)
     ready = {name: call.attended.statistics[name] for name in names if name in call.attended.statistics}
     missing = [name for name in names if name not in ready]
     if missing:
         logsumexp = call.attended.logsumexp.detach()
-        ready |= streamed(call.request, logsumexp, missing, special_keys=special_keys, map_size=map_size)
+        ready |= measured(call.request, logsumexp, missing, special_keys=special_keys, map_size=map_size)
     return ready
 
 
