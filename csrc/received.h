@@ -1,4 +1,4 @@
-// What each key receives: sums of the weights over the queries and over the cells of a map; a second pass without values.
+// What each key receives: sums of the weights over the queries and over the cells of a map; a pass without values.
 //
 // A weight is exp(score - logsumexp) of its query, so the pass needs the logsumexp of the forward pass. A task is a few
 // whole cells of a kv head's keys: nobody else adds to what it adds to. Its keys are packed once for all query heads of

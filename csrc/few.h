@@ -1,0 +1,454 @@
+// The forward pass for few queries, as in decoding: K and V are read once for all query heads of a group, unpacked.
+//
+// The rows of a key/value head are the (head of its group, query) pairs; they go together through blocks of its keys.
+// A task takes one part of the keys, so that there are tasks enough where there are few heads; the parts' rows of the
+// softmax are merged afterwards, in the order of the keys. All of that depends on shapes alone: the same bits for any
+// number of threads.
+#pragma once
+#include "call.h"
+#include "forward.h"
+#include "lanes.h"
+#include "pack.h"
+#include "rows.h"
+#include "team.h"
+
+namespace {
+
+constexpr int64_t FEW_KEYS = 64;                   // of a block
+constexpr int64_t FEW_STRIDE = FEW_KEYS + LANES;   // between rows of scores, for some are written behind the keys
+constexpr int64_t FEW_TASKS = 32, FEW_PART = 512;  // wanted at least: tasks of a call, keys of a part
+static_assert(FEW_KEYS % COLUMNS == 0, "blocks are whole panels");
+
+// ---------------------------------------------------------------- products
+
+// The sums of LANES vectors, in one.
+INLINE Floats sums_of(Floats (&c)[LANES]) {
+#if LANES == 8 && defined(__AVX__)
+  __m256 pairs[4], quads[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m256 a = (__m256)c[2 * i], b = (__m256)c[2 * i + 1];
+    pairs[i] = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m256 a = pairs[2 * i], b = pairs[2 * i + 1];
+    quads[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  }
+  const __m256 low = _mm256_permute2f128_ps(quads[0], quads[1], 0x20);
+  return (Floats)_mm256_add_ps(low, _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+#elif LANES == 16 && defined(__AVX512F__)
+  __m512 pairs[8], quads[4], halves[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const __m512 a = (__m512)c[2 * i], b = (__m512)c[2 * i + 1];
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512 a = pairs[2 * i], b = pairs[2 * i + 1];
+    quads[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m512 a = quads[2 * i], b = quads[2 * i + 1];
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  const __m512 low = _mm512_shuffle_f32x4(halves[0], halves[1], 0x88);
+  return (Floats)_mm512_add_ps(low, _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+  Floats sums;
+  for (int64_t i = 0; i < LANES; i++) sums[i] = sum(c[i]);
+  return sums;
+#endif
+}
+
+// Rows that will be read next: some lines of them are fetched at each step of a loop over something else, in the order
+// in which they lie, so that the CPU's own prefetching follows. Without, memory rests while scores become weights.
+struct Ahead {
+  const char *row;
+  int64_t stride, bytes, count;  // of a row, and rows left
+  int64_t place = 0;
+
+  template <class Element>
+  Ahead(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left)
+      : row(reinterpret_cast<const char *>(rows)), stride(row_stride * static_cast<int64_t>(sizeof(Element))),
+        bytes(dim * static_cast<int64_t>(sizeof(Element))), count(rows_left) {}
+
+  inline __attribute__((always_inline)) void fetch(int64_t lines) {
+    for (int64_t i = 0; i < lines; i++) {
+      if (count <= 0) return;
+      __builtin_prefetch(row + place);
+      place += 64;
+      if (place < bytes) continue;
+      place = 0;
+      row += stride;
+      count--;
+    }
+  }
+};
+
+// Scores of `count` keys for COUNT rows: LANES dot products at a time. Up to LANES - 1 more are written behind them.
+template <int COUNT, class Element>
+INLINE void few_scores(const float *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim, int64_t count,
+                       Ahead &next, float *scores) {
+  constexpr int64_t AT_ONCE = LANES / COUNT;  // keys
+  for (int64_t key = 0; key < count; key += AT_ONCE) {
+    const Element *rows[AT_ONCE];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < AT_ONCE; i++) rows[i] = k + least(key + i, count - 1) * k_stride;
+    Floats c[LANES];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LANES; i++) c[i] = (Floats){};
+    int64_t x = 0;
+    for (; x + LANES <= dim; x += LANES) {
+      next.fetch(whole(AT_ONCE * LANES, 16));
+      Floats keys[AT_ONCE];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < AT_ONCE; i++) keys[i] = load(rows[i] + x);
+#pragma GCC unroll 4
+      for (int64_t row = 0; row < COUNT; row++) {
+        const Floats query = load(q + row * q_stride + x);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < AT_ONCE; i++) c[row * AT_ONCE + i] += query * keys[i];
+      }
+    }
+    float sums[LANES];
+    store(sums, sums_of(c));
+    for (; x < dim; x++)
+      for (int64_t i = 0; i < LANES; i++) sums[i] += q[i / AT_ONCE * q_stride + x] * one(rows[i % AT_ONCE] + x);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < COUNT; row++)
+      memcpy(scores + row * FEW_STRIDE + key, sums + row * AT_ONCE, sizeof(float) * AT_ONCE);
+  }
+}
+
+// Multiply COUNT rows of sums by their factors, and add VECTORS vectors of `count` values by weight.
+template <int COUNT, int VECTORS, class Element>
+INLINE void add_columns(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
+                        Ahead &next, float *sums, int64_t width) {
+  Floats c[COUNT][VECTORS];
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) c[row][i] = load(sums + row * width + i * LANES) * broadcast(factors[row]);
+  for (int64_t key = 0; key < count; key++) {
+    next.fetch(whole(VECTORS * LANES, 16));
+    Floats values[VECTORS];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) values[i] = load(v + key * stride + i * LANES);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < COUNT; row++) {
+      const Floats weight = broadcast(weights[row * FEW_STRIDE + key]);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < VECTORS; i++) c[row][i] += weight * values[i];
+    }
+  }
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) store(sums + row * width + i * LANES, c[row][i]);
+}
+
+template <int COUNT, class Element>
+INLINE void add_values(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
+                       int64_t dim, Ahead &next, float *sums, int64_t width) {
+  constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as there are registers for
+  int64_t x = 0;
+  for (; x + VECTORS * LANES <= dim; x += VECTORS * LANES)
+    add_columns<COUNT, VECTORS>(weights, factors, v + x, stride, count, next, sums + x, width);
+  for (; x + LANES <= dim; x += LANES)
+    add_columns<COUNT, 1>(weights, factors, v + x, stride, count, next, sums + x, width);
+  for (; x < dim; x++)
+    for (int64_t row = 0; row < COUNT; row++) {
+      float total = sums[row * width + x] * factors[row];
+      for (int64_t key = 0; key < count; key++) total += weights[row * FEW_STRIDE + key] * one(v + key * stride + x);
+      sums[row * width + x] = total;
+    }
+}
+
+// Call part.template take<COUNT>(row) for 4, 2 or 1 rows at a time.
+template <class Part>
+INLINE void by_rows(int64_t count, Part part) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) part.template take<4>(row);
+  if (row + 2 <= count) {
+    part.template take<2>(row);
+    row += 2;
+  }
+  if (row < count) part.template take<1>(row);
+}
+
+// Whether `count` rows of `dim` elements are all finite.
+INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim) {
+  Floats zeros[8] = {};  // as many chains of additions as it takes to hide how long one takes
+  bool good = true;
+  for (int64_t row = 0; row < count; row += 2) {
+    const float *even = from + row * stride, *odd = row + 1 < count ? even + stride : even;
+    int64_t x = 0;
+    for (; x + 4 * LANES <= dim; x += 4 * LANES)
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; i++) {
+        zeros[2 * i] += load(even + x + i * LANES) * broadcast(0.f);
+        zeros[2 * i + 1] += load(odd + x + i * LANES) * broadcast(0.f);
+      }
+    for (; x < dim; x++) good &= finite(even[x]) && finite(odd[x]);
+  }
+  Floats all = (Floats){};
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < 8; i++) all += zeros[i];
+  return good && sum(all) == 0;
+}
+INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim) {
+  typedef uint16_t Sizes __attribute__((vector_size(LANES * 4)));
+  Sizes found = (Sizes){};  // the largest without its sign; from 0x7f80 on they are inf and NaN
+  bool good = true;
+  for (int64_t row = 0; row < count; row++, from += stride) {
+    int64_t x = 0;
+    for (; x + 2 * LANES <= dim; x += 2 * LANES) {
+      const Sizes size = read<Sizes>(from + x) & 0x7fff;
+      found = size > found ? size : found;
+    }
+    for (; x < dim; x++) good &= (from[x].bits & 0x7fff) < 0x7f80;
+  }
+  for (int lane = 0; lane < 2 * LANES; lane++) good &= found[lane] < 0x7f80;
+  return good;
+}
+
+// ---------------------------------------------------------------- sizes and workspace
+
+struct FewPlan {
+  int64_t rows;          // of a key/value head
+  int64_t heads;         // key/value heads of the batch
+  int64_t parts, part;   // of the keys, and keys of a part
+  int64_t depth, width;  // padded numbers of q's features, of v's
+  int64_t states, sums;  // bytes that all parts of all heads hold: rows of the softmax, values summed by weight
+  int64_t own;           // bytes of a thread
+
+  explicit FewPlan(const Call &call) {
+    rows = call.heads / most(call.kv_heads, 1) * call.queries;
+    heads = call.batch * call.kv_heads;
+    const int64_t wanted = least(whole(FEW_TASKS, most(heads, 1)), whole(call.keys, FEW_PART));
+    part = up(whole(call.keys, most(wanted, 1)), FEW_KEYS);
+    parts = most(whole(call.keys, most(part, 1)), 1);
+    depth = up(call.head_dim, LANES);
+    width = up(call.value_dim, LANES);
+    states = up(heads * parts * rows * static_cast<int64_t>(sizeof(Row)), 64);
+    sums = up(heads * parts * rows * width * 4, 64);
+    own = up(rows * static_cast<int64_t>(sizeof(Query)), 64) +
+          4 * (up(rows * depth, 16) + up(rows * FEW_STRIDE, 16) + up(rows, 16) + FEW_KEYS + FEW_KEYS * up(width, 16));
+  }
+};
+
+// One thread's memory.
+struct FewScratch {
+  Query *queries;  // (rows)
+  float *q;        // (rows, depth)
+  float *scores;   // (rows, FEW_STRIDE), then weights
+  float *factors;  // (rows) what earlier sums are multiplied by
+  float *special;  // (FEW_KEYS)
+  float *values;   // (FEW_KEYS, width) where what is not finite had to be left out
+
+  FewScratch(const FewPlan &plan, char *memory) {
+    queries = reinterpret_cast<Query *>(memory);
+    q = reinterpret_cast<float *>(memory + up(plan.rows * static_cast<int64_t>(sizeof(Query)), 64));
+    scores = q + up(plan.rows * plan.depth, 16);
+    factors = scores + up(plan.rows * FEW_STRIDE, 16);
+    special = factors + up(plan.rows, 16);
+    values = special + FEW_KEYS;
+  }
+};
+
+// ---------------------------------------------------------------- a part of the keys of one head
+
+template <class Element>
+class FewPass {
+ public:
+  FewPass(const Call &call, const FewPlan &plan, const FewScratch &scratch, int64_t kv_head, Row *rows, float *sums)
+      : call_(call), plan_(plan), scratch_(scratch), batch_(kv_head / call.kv_heads), rows_(rows), sums_(sums) {
+    const int64_t head = kv_head % call.kv_heads;
+    first_head_ = head * (call.heads / call.kv_heads);
+    k_ = head_of<Element>(call.k, batch_, call.k_batch, head, call.k_head);
+    v_ = head_of<Element>(call.v, batch_, call.v_batch, head, call.v_head);
+  }
+
+  // Attend to the keys [first, behind).
+  void attend(int64_t first, int64_t behind) {
+    int64_t start = behind, stop = first;  // what some row sees of them
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
+      Query &query = scratch_.queries[row] = query_of(call_, batch_, head, i);
+      rows_[row] = row_before(call_, batch_, i);
+      if (query.start == query.stop) continue;
+      start = least(start, query.start);
+      stop = most(stop, query.stop);
+    }
+    for (int64_t x = 0; x < plan_.rows * plan_.width; x++) sums_[x] = 0;
+    start = most(start, first);
+    stop = least(stop, behind);
+    if (start >= stop) return;
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
+      const Element *q = head_of<Element>(call_.q, batch_, call_.q_batch, head, call_.q_head) + i * call_.q_row;
+      const float factor = static_cast<float>(call_.scale) * LOG2_E;
+      pack_row(q, call_.head_dim, plan_.depth, factor, scratch_.q + row * plan_.depth);
+    }
+    for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += FEW_KEYS)
+      block(key, least(key + FEW_KEYS, up(stop, COLUMNS)), most(start, key), least(stop, key + FEW_KEYS), stop);
+  }
+
+ private:
+  // A block of keys [first, behind), whole panels, of which some row sees [start, stop); after it come keys up to `end`.
+  void block(int64_t first, int64_t behind, int64_t start, int64_t stop, int64_t end) {
+    const Element *k = k_ + start * call_.k_row, *v = v_ + start * call_.v_row;
+    const int64_t count = stop - start, offset = start - first;
+    Ahead values(v, call_.v_row, call_.value_dim, count);
+    by_rows(plan_.rows, Scores{*this, k, values, count, offset});
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      float *scores = scratch_.scores + row * FEW_STRIDE;
+      for (int64_t i = 0; i < offset; i++) scores[i] = 0;
+      for (int64_t i = offset + count; i < behind - first; i++) scores[i] = 0;
+    }
+    const bool good = block_finite(v, count, behind - first);
+    if (!good) leave_out_bad_keys(k, v, count, offset);
+    switch (watched(call_)) {
+      case NOTHING: absorb_block<NOTHING>(first, behind); break;
+      case SOME: absorb_block<SOME>(first, behind); break;
+      case ALL: absorb_block<ALL>(first, behind); break;
+    }
+    Ahead keys(k + count * call_.k_row, call_.k_row, call_.head_dim, least(end - stop, FEW_KEYS));
+    if (good) by_rows(plan_.rows, Values<Element>{*this, v, keys, call_.v_row, count, offset});
+    else by_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
+  }
+
+  struct Scores {
+    const FewPass &pass;
+    const Element *k;
+    Ahead &next;
+    int64_t count, offset;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void take(int64_t row) const {
+      const Call &call = pass.call_;
+      const int64_t depth = pass.plan_.depth;
+      few_scores<COUNT>(pass.scratch_.q + row * depth, depth, k, call.k_row, call.head_dim, count, next,
+                        pass.scratch_.scores + row * FEW_STRIDE + offset);
+    }
+  };
+
+  template <class Value>
+  struct Values {
+    const FewPass &pass;
+    const Value *v;
+    Ahead &next;
+    int64_t stride, count, offset;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void take(int64_t row) const {
+      const FewScratch &scratch = pass.scratch_;
+      const int64_t width = pass.plan_.width;
+      add_values<COUNT>(scratch.scores + row * FEW_STRIDE + offset, scratch.factors + row, v, stride, count,
+                        pass.call_.value_dim, next, pass.sums_ + row * width, width);
+    }
+  };
+
+  // Whether the block's keys and values are all finite. A key that is not has no finite score with a finite query.
+  bool block_finite(const Element *v, int64_t count, int64_t padded) const {
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const bool bad_query = call_.head_dim > 0 && scratch_.q[row * plan_.depth] != scratch_.q[row * plan_.depth];
+      if (!bad_query && !all_finite(scratch_.scores + row * FEW_STRIDE, padded)) return false;
+    }
+    return rows_finite(v, call_.v_row, count, call_.value_dim);
+  }
+
+  // A key that is not finite, in k or v, gets NaN for a score and 0 for a value, as when it is packed.
+  void leave_out_bad_keys(const Element *k, const Element *v, int64_t count, int64_t offset) const {
+    for (int64_t key = 0; key < count; key++) {
+      const Element *value = v + key * call_.v_row;
+      const bool good = row_finite(k + key * call_.k_row, call_.head_dim) && row_finite(value, call_.value_dim);
+      float *copy = scratch_.values + key * plan_.width, *scores = scratch_.scores + offset + key;
+      for (int64_t x = 0; x < call_.value_dim; x++) copy[x] = good ? one(value + x) : 0.f;
+      for (int64_t row = 0; row < plan_.rows && !good; row++) scores[row * FEW_STRIDE] = NOT_A_NUMBER;
+    }
+  }
+
+  // Turn the block's scores into weights.
+  template <Watch WATCH>
+  void absorb_block(int64_t first, int64_t behind) {
+    const float *special = nullptr;
+    if (WATCH != NOTHING && call_.on_special_keys) {
+      special = scratch_.special;
+      const uint8_t *flags = static_cast<const uint8_t *>(call_.special_keys) + batch_ * call_.keys;
+      for (int64_t key = first; key < behind; key++)
+        scratch_.special[key - first] = key < call_.keys && flags[key] ? 1.f : 0.f;
+    }
+    const bool terms = call_.softcap > 0 || call_.bias || call_.seen;
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const Query &query = scratch_.queries[row];
+      const bool plain = !terms && query.start <= first && query.stop >= behind;
+      scratch_.factors[row] = absorb<WATCH>(call_, query, rows_[row], scratch_.scores + row * FEW_STRIDE, first, behind,
+                                            plain, special, leave_wide);
+    }
+  }
+
+  const Call &call_;
+  const FewPlan &plan_;
+  const FewScratch &scratch_;
+  const int64_t batch_;
+  Row *const rows_;    // (rows)
+  float *const sums_;  // (rows, width)
+  int64_t first_head_;
+  const Element *k_, *v_;
+};
+
+// ---------------------------------------------------------------- the pass
+
+// Merge the parts of one row of one key/value head, and write it.
+template <class Element>
+void finish_parts(const Call &call, const FewPlan &plan, int64_t kv_head, int64_t row, Row *rows, float *sums) {
+  const int64_t first = kv_head * plan.parts * plan.rows + row;
+  Row &merged = rows[first];
+  float *total = sums + first * plan.width;
+  for (int64_t part = 1; part < plan.parts; part++) {
+    const int64_t index = first + part * plan.rows;
+    const Factors factors = merge(call, merged, rows[index]);
+    if (factors.theirs == 0 && factors.mine == 1) continue;
+    const float *later = sums + index * plan.width;
+    for (int64_t x = 0; x < plan.width; x++) total[x] = total[x] * factors.mine + later[x] * factors.theirs;
+  }
+  const int64_t head = kv_head % call.kv_heads * (call.heads / call.kv_heads) + row / call.queries;
+  finish<Element>(call, merged, kv_head / call.kv_heads, head, row % call.queries, total);
+}
+
+template <class Element>
+void few_all(const Call &call, char *workspace) {
+  const FewPlan plan(call);
+  Row *rows = reinterpret_cast<Row *>(workspace);
+  float *sums = reinterpret_cast<float *>(workspace + plan.states);
+  const int64_t work = plan.heads * plan.rows * call.keys * (call.head_dim + call.value_dim);
+  parallel(work < WORTH_A_TEAM ? 1 : call.threads, [&](Team &team) {
+    const FewScratch scratch(plan, workspace + plan.states + plan.sums + team.member * plan.own);
+    team.each(plan.heads * plan.parts, [&](int64_t task) {
+      const int64_t first = task % plan.parts * plan.part, row = task * plan.rows;
+      FewPass<Element> pass(call, plan, scratch, task / plan.parts, rows + row, sums + row * plan.width);
+      pass.attend(first, least(first + plan.part, call.keys));
+    });
+    team.each(plan.heads * plan.rows, [&](int64_t row) {
+      finish_parts<Element>(call, plan, row / plan.rows, row % plan.rows, rows, sums);
+    });
+  });
+}
+
+// Whether this pass is the faster one: packing and half-empty tiles do not pay for so few queries a head. (Of bfloat16
+// there is half as much to read, and what is packed may be multiplied by pairs.)
+bool few_takes(const Call &call) { return call.queries <= (call.dtype ? 4 : 8); }
+
+int64_t few_workspace(const Call &call) {
+  const FewPlan plan(call);
+  return plan.states + plan.sums + call.threads * plan.own;
+}
+void few_run(const Call &call, char *workspace) {
+  call.dtype ? few_all<Bfloat16>(call, workspace) : few_all<float>(call, workspace);
+}
+
+}  // namespace
