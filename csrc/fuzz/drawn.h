@@ -150,6 +150,8 @@ inline Drawn draw(uint64_t seed) {
   const Type type = call.dtype ? Type::BFLOAT16 : Type::FLOAT;
   made.q = numbers(random, Tensor(random, type, call.batch, call.heads, call.queries, call.head_dim, true), 1);
   made.k = numbers(random, Tensor(random, type, call.batch, call.kv_heads, call.keys, call.head_dim, true), 1);
+  if (chance(random, 0.1))  // keys that repeat, for equal weights
+    made.k.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { made.k.put(made.k.at(a, b, c % 3, d), a, b, c, d); });
   made.v = numbers(random, Tensor(random, type, call.batch, call.kv_heads, call.keys, call.value_dim, true), 1);
   draw_bounds(random, made);
   draw_terms(random, made);

@@ -136,14 +136,19 @@ std::string differs(const char *name, const Tensor &got, const Dense &wanted, do
   return found;
 }
 
-// The key with the largest weight, or one whose weight is as large within rounding; -1 where there is none.
+// The key with the largest weight, or one whose weight is as large within rounding, but the first of equal ones;
+// -1 where there is none.
 std::string wrong_key(const Tensor &got, const Naive &naive) {
   std::string found;
   got.each([&](int64_t b, int64_t h, int64_t i, int64_t) {
     const auto key = static_cast<int64_t>(got.at(b, h, i));
-    const bool none = !isfinite(naive.logsumexp(b, h, i));
-    if (none ? key == -1 : key >= 0 && key < naive.p.sizes[3] && naive.seen(b, h, i, key) && naive.p(b, h, i, key) >= 0.999 * naive.largest_weight(b, h, i)) return;
-    found = "largest_key is " + std::to_string(key) + " for query " + std::to_string(i) + " of head " + std::to_string(h);
+    bool right = key == -1;
+    if (isfinite(naive.logsumexp(b, h, i))) {
+      right = key >= 0 && key < naive.p.sizes[3] && naive.seen(b, h, i, key) != 0;
+      right = right && naive.p(b, h, i, key) >= 0.999 * naive.largest_weight(b, h, i);
+      for (int64_t j = 0; right && j < key; j++) right = naive.p(b, h, i, j) != naive.p(b, h, i, key);
+    }
+    if (!right) found = "largest_key is " + std::to_string(key) + " for query " + std::to_string(i) + " of head " + std::to_string(h);
   });
   return found;
 }
