@@ -16,7 +16,7 @@ constexpr int64_t SCORES_STRIDE = MOST_BLOCK_KEYS + LINE;  // odd in lines: a co
 constexpr int64_t KEY_BLOCK_BYTES = int64_t(1) << 19;      // half of a second cache
 constexpr int64_t WAVE_BYTES = int64_t(16) << 20;          // of packed heads for each thread, at least one kv head's
 constexpr int64_t LEAST_CHUNK_KEYS = 512;                  // fewer are not worth a part of dQ
-constexpr int64_t ENOUGH_TASKS = 32;
+constexpr int64_t ENOUGH_TASKS = 16;
 constexpr double WORTH_THREADS = 1 << 20;  // multiplications; fewer are done before a second thread has begun
 static_assert(BLOCK_ROWS % ROWS == 0 && KEY_UNIT % ROWS == 0 && MOST_BLOCK_KEYS % KEY_UNIT == 0, "whole tiles");
 
