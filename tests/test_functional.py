@@ -12,10 +12,10 @@ import multihead as mh
 from multihead import functional, masks
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention, attention_with_logsumexp, explain, request_of, statistics, weights
-from multihead.kernels.choose import KERNELS
 from multihead.plan.bounds import key_bounds
 from multihead.plan.rectangles import rectangles
 from tests import oracle
+from tests.kernel_names import EACH, needs_native
 
 Q = torch.randn(2, 4, 100, 16)
 K = torch.randn(2, 2, 100, 16)
@@ -43,7 +43,7 @@ def test_the_face_exports_these_functions() -> None:
         assert getattr(mh, name) is getattr(functional, name)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EACH)
 def test_the_weights_times_the_values_are_the_output(kernel: str) -> None:
     mask = masks.Causal() & masks.Lengths((100, 30))
     whole = weights(Q, K, mask=mask) @ V.repeat_interleave(2, 1)
@@ -106,7 +106,7 @@ def test_looking_refuses_what_does_not_fit(function: Any) -> None:
 
 
 def test_an_explanation_names_the_kernel_its_skipped_share_and_its_memory() -> None:
-    explained = explain(Q, K, V, mask=masks.Lengths((50, 10)))
+    explained = explain(Q, K, V, mask=masks.Lengths((50, 10)), kernel="sdpa")
     assert (explained.kernel, explained.refusals, explained.dense_remainder) == ("sdpa", {}, False)
     assert explained.hidden_share == pytest.approx(0.7)
     assert explained.skipped_share == pytest.approx(0.7)
@@ -117,9 +117,14 @@ def test_an_explanation_names_the_kernel_its_skipped_share_and_its_memory() -> N
     assert str(explained).splitlines()[2].startswith("memory   about ")
 
 
+@needs_native
 def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
-    lines = str(explain(Q, K, V, softcap=5.0, dropout=0.1)).splitlines()
-    assert lines[:2] == ["kernel   reference", "refused  sdpa: PyTorch's fused CPU kernel has no dropout"]
+    lines = str(explain(Q.double(), K.double(), V.double(), softcap=5.0, dropout=0.1)).splitlines()
+    assert lines[:3] == [
+        "kernel   reference",
+        "refused  native: it computes float32 and bfloat16, and the tensors are float64",
+        "refused  sdpa: PyTorch's fused CPU kernel has no dropout",
+    ]
     insisted = explain(Q, K, V, kernel="reference", dropout=0.1)
     assert (insisted.kernel, insisted.refusals, insisted.skipped_share) == ("reference", {}, 0.0)
     with pytest.raises(ArgumentError) as refusal:
@@ -147,7 +152,7 @@ def test_an_explanation_says_where_a_mask_is_read_cell_by_cell() -> None:
     ids=repr,
 )
 def test_the_skipped_share_is_that_of_the_cells_of_the_rectangles(mask: masks.Mask) -> None:
-    explained = explain(Q, K, V, mask=mask)
+    explained = explain(Q, K, V, mask=mask, kernel="sdpa")
     bounds = key_bounds(mask, queries=100, keys=100)
     computed = sum(piece.cells * (2 if piece.sample is None else 1) for piece in rectangles(bounds))
     assert explained.skipped_share == pytest.approx(1 - computed / (2 * 100 * 100))
@@ -160,7 +165,7 @@ def test_the_skipped_share_is_that_of_the_cells_of_the_rectangles(mask: masks.Ma
 def test_explaining_computes_nothing_and_takes_empty_calls() -> None:
     empty = explain(Q[:0], K[:0], V[:0])
     assert (empty.skipped_share, empty.hidden_share) == (0, 0)
-    assert "memory   about 0 bytes" in str(empty)
+    assert "memory   about 0 bytes" in str(explain(Q[:0], K[:0], V[:0], kernel="sdpa"))
 
 
 @pytest.mark.parametrize(

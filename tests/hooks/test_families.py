@@ -40,7 +40,8 @@ def test_the_statistics_equal_brute_force_over_the_eager_weights(name: str, padd
             told = layer.sample(sample)
             by_hand = brute_force(trimmed.double(), told.query_start, told.visible())
             found = {statistic: told.statistics[statistic].double() for statistic in by_hand}
-            torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=1e-5, equal_nan=True)
+            # Sharp scores: the eager weights themselves are 1.6e-5 off those in float64, and so are ours.
+            torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=4e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
