@@ -11,12 +11,22 @@
 #include "call.h"
 
 #include "backward.h"
+#include "few.h"
 #include "forward.h"
 #include "received.h"
 
+namespace {
+
+int64_t forward_workspace(const Call &call) { return few_takes(call) ? few_workspace(call) : attend_workspace(call); }
+void forward_run(const Call &call, char *workspace) {
+  few_takes(call) ? few_run(call, workspace) : attend_run(call, workspace);
+}
+
+}  // namespace
+
 extern const Kernels MULTIHEAD_SET;
 const Kernels MULTIHEAD_SET = {
-    {attend_workspace, attend_run},
+    {forward_workspace, forward_run},
     {backward_workspace, backward_run},
     {received_workspace, received_run},
 };
