@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -47,7 +47,6 @@ REALS = ("scale", "softcap", "dropout")
 FIELDS = (*ADDRESSES, *COUNTS, *REALS)
 
 _pack = Struct(f"{len(ADDRESSES)}Q{len(COUNTS)}q{len(REALS)}d").pack
-_BLANK: dict[str, float] = dict.fromkeys(FIELDS, 0)
 _EMPTY: list[float] = [0] * len(FIELDS)
 AT = {name: index for index, name in enumerate(FIELDS)}  # where each field stands
 
@@ -131,82 +130,59 @@ def using(name: str) -> Iterator[InstructionSet]:
         _forced.reset(token)
 
 
-def run(pass_: int, fields: Mapping[str, float]) -> None:
-    """Run one pass over an attention; other Python threads go on meanwhile.
-
-    Args:
-        pass_: FORWARD, BACKWARD or RECEIVED.
-        fields: values by the names of FIELDS; what is left out is 0, but for instruction_set, the chosen one, and
-            threads, as many as torch's. The memory behind addresses must stay until the call is over.
+def blank() -> list[float]:
+    """Return the fields of a call in their order, all 0 but for the instruction set and the threads.
 
     Raises:
-        ArgumentError: there is no library, a name is none of FIELDS, or a query's bounds lie outside the keys.
-        MemoryError: there is no memory for the workspace.
+        ArgumentError: there is no library, or MULTIHEAD_CPU names a set that does not run here.
     """
-    call = _packed(fields)
-    status = _library().run(call, pass_)
-    if status != _DONE:
-        raise _refused(pass_, fields, status)
-
-
-def blank() -> list[float]:
-    """Return the fields of a call in their order, all 0 but for the instruction set and the threads."""
     values = _EMPTY.copy()
     values[AT["instruction_set"]] = chosen().index
     values[AT["threads"]] = torch.get_num_threads()
     return values
 
 
-def run_laid_out(pass_: int, values: list[float]) -> None:
-    """Run one pass over fields that are in their order; see `run`, which this is the quick way to."""
+def run(pass_: int, values: list[float]) -> None:
+    """Run one pass over an attention; other Python threads go on meanwhile.
+
+    Args:
+        pass_: FORWARD, BACKWARD or RECEIVED.
+        values: one for each of FIELDS, in their order, integers but for the REALS; see `blank`. The memory behind
+            addresses must stay until the call is over.
+
+    Raises:
+        ArgumentError: there is no library, or the call does not fit it: some query's bounds lie outside the keys.
+        MemoryError: there is no memory for the workspace.
+    """
     status = _library().run(_pack(*values), pass_)
-    if status != _DONE:
-        raise _refused(pass_, dict(zip(FIELDS, values, strict=True)), status)
+    if status == _DONE:
+        return
+    if status == _NO_MEMORY:
+        raise MemoryError(f"There is no memory for the native kernel's workspace of {workspace(pass_, values)} bytes.")
+    if status == _BAD_BOUNDS:
+        keys = values[AT["keys"]]
+        raise ArgumentError(f"The bounds of some query lie outside the {keys} keys.", f"Give bounds from 0 to {keys}.")
+    raise _no_such_pass(pass_, values)
 
 
-def workspace(pass_: int, fields: Mapping[str, float]) -> int:
+def workspace(pass_: int, values: list[float]) -> int:
     """Return how many bytes a pass holds while it runs, beside what it is given.
 
     Args:
         pass_: FORWARD, BACKWARD or RECEIVED.
-        fields: as for `run`; no address is read, only whether it is 0.
+        values: as for `run`; no address is followed, only whether it is 0 matters.
 
     Raises:
-        ArgumentError: there is no library, or a name is none of FIELDS.
+        ArgumentError: there is no library, or no such pass or instruction set.
     """
-    held = _library().workspace(_packed(fields), pass_)
+    held = _library().workspace(_pack(*values), pass_)
     if held < 0:
-        raise _no_such_pass(pass_, fields)
+        raise _no_such_pass(pass_, values)
     return held
 
 
-def _packed(fields: Mapping[str, float]) -> bytes:
-    """Lay the fields out as `struct Call` has them: the blank's order stays when given values replace its own."""
-    values = {**_BLANK, **fields}
-    if len(values) != len(_BLANK):
-        unknown = ", ".join(repr(name) for name in fields if name not in _BLANK)
-        raise ArgumentError(f"The native kernel has no field {unknown}.", "Give names of library.FIELDS.")
-    if "instruction_set" not in fields:
-        values["instruction_set"] = chosen().index
-    if "threads" not in fields:
-        values["threads"] = torch.get_num_threads()
-    return _pack(*values.values())
-
-
-def _refused(pass_: int, fields: Mapping[str, float], status: int) -> Exception:
-    """Say in words why the library did not run a call."""
-    if status == _NO_MEMORY:
-        return MemoryError(f"There is no memory for the native kernel's workspace of {workspace(pass_, fields)} bytes.")
-    if status == _BAD_BOUNDS:
-        return ArgumentError(
-            f"The bounds of some query lie outside the {fields.get('keys', 0)} keys.",
-            "Give each query 0 <= start <= stop <= keys.",
-        )
-    return _no_such_pass(pass_, fields)
-
-
-def _no_such_pass(pass_: int, fields: Mapping[str, float]) -> ArgumentError:
-    index = fields.get("instruction_set", chosen().index)
+def _no_such_pass(pass_: int, values: list[float]) -> ArgumentError:
+    index = values[AT["instruction_set"]]
     return ArgumentError(
         f"The native kernel has no pass {pass_} for instruction set {index} here.",
         f"Give pass 0, 1 or 2, and a set that runs here: {_running()}.",

@@ -76,7 +76,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     cells = min(cells, bounds.start.shape[0] * shape.query_length * shape.key_length)
     cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
     fields = _forward_fields(_Job(_ready(request), bounds, None, 0), Rows(WHOLE, bounds, None))
-    held = library.workspace(library.FORWARD, dict(zip(library.FIELDS, fields, strict=True)))
+    held = library.workspace(library.FORWARD, fields)
     rows = shape.batch * shape.num_heads * shape.query_length
     outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
     dense = 0
@@ -151,7 +151,7 @@ def _run(job: _Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Me
     fields[_OUTPUT_STRIDES] = output.stride()[:3]
     if measuring is not None:
         measuring.put_into(fields)
-    library.run_laid_out(library.FORWARD, fields)
+    library.run(library.FORWARD, fields)
 
 
 def _forward_fields(job: _Job, rows: Rows) -> Fields:
@@ -193,7 +193,7 @@ def _backward(
         put(fields, "dv", dv)
         if dbias is not None:
             put_broadcast(fields, "dbias", rows.of(dbias) if dbias.shape[2] > 1 else dbias)
-        library.run_laid_out(library.BACKWARD, fields)
+        library.run(library.BACKWARD, fields)
         if rows.rows is not WHOLE:
             delta[:, :, rows.rows] = row_delta
             # Float, because half precision would lose what many blocks add to one key.

@@ -146,7 +146,7 @@ def one_pass(
         row_logsumexp = logsumexp if rows.rows is WHOLE else torch.empty_like(logsumexp[:, :, rows.rows])
         fields[AT["logsumexp"]] = row_logsumexp.data_ptr()
         part.put_into(fields)
-        library.run_laid_out(library.FORWARD, fields)
+        library.run(library.FORWARD, fields)
         if part is not measuring:
             logsumexp[:, :, rows.rows] = row_logsumexp
             measuring.put(part, rows.rows)
@@ -186,7 +186,7 @@ def second_pass(
         if cell is not None and map_part is not None:
             fields[AT["pooled"]] = map_part.data_ptr()
             fields[AT["pool_rows"]], fields[AT["pool_keys"]] = cell
-        library.run_laid_out(library.RECEIVED, fields)
+        library.run(library.RECEIVED, fields)
         if part is not received:
             received += part
             if pooled is not None and map_part is not None:
