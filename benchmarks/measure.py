@@ -40,15 +40,16 @@ def paired(ours: Callable[[], object], rival: Callable[[], object], *, pairs: in
     ratios = []
     for turn in range(pairs):
         if turn % 2:
-            of_rival, of_ours = _seconds(rival), _seconds(ours)
+            of_rival, of_ours = seconds(rival), seconds(ours)
         else:
-            of_ours, of_rival = _seconds(ours), _seconds(rival)
+            of_ours, of_rival = seconds(ours), seconds(rival)
         ratios.append(of_rival / of_ours)
     low, median, high = statistics.quantiles(ratios, n=4)
     return Ratio(median, low, high, pairs)
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object]) -> float:
+    """Run once, and return how long it took."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
