@@ -18,6 +18,7 @@ VERBS = {
     "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
     "lab": "What the number of heads changes: counted, trained and measured.",
+    "doctor": "Which kernels run here, and why the others refuse.",
 }
 
 BAD_INPUT = 2

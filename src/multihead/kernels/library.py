@@ -87,7 +87,7 @@ _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 
 def absence() -> str | None:
-    """Say why there is no native library here, in words that follow "it refuses:"; None where there is one."""
+    """Say why there is no native library here, in words that follow "refuses:"; None where there is one."""
     found = _found()
     return found if isinstance(found, str) else None
 

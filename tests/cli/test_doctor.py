@@ -1,0 +1,114 @@
+"""The verb `doctor`: what it prints, where all is well and where something is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import multihead.doctor as room
+from multihead.cli import main
+from multihead.kernels.library import InstructionSet
+
+FOUND = room.Diagnosis(
+    system="Linux x86_64",
+    cpu="A processor",
+    features=("avx2", "fma3"),
+    torch_version="2.13.0",
+    threads=1,
+    library=Path("/here/libmultihead_native.so"),
+    absence=None,
+    sets=(
+        InstructionSet("scalar", 0, compiled=True, runs=True, for_tests=False),
+        InstructionSet("avx2", 1, compiled=True, runs=True, for_tests=False),
+        InstructionSet("avx512", 2, compiled=True, runs=False, for_tests=False),
+        InstructionSet("avx512_bf16", 3, compiled=False, runs=False, for_tests=False),
+        InstructionSet("emulated", 4, compiled=True, runs=True, for_tests=True),
+    ),
+    asked=None,
+    chosen="avx2",
+    refusal=None,
+    runtimes=(Path("/torch/libgomp.so.1"),),
+    kernels=(
+        room.Kernel("native", {"float16": "it computes float32", "float64": "it computes float32"}),
+        room.Kernel("reference", {}),
+    ),
+)
+
+ALL_IS_WELL = """\
+Machine
+   system      Linux x86_64
+   processor   A processor
+   features    avx2, fma3
+   torch       2.13.0, 1 thread
+   OpenMP      /torch/libgomp.so.1
+
+Native kernel
+   library     /here/libmultihead_native.so
+   scalar      runs here
+   avx2        used: the widest that runs here
+   avx512      this processor lacks it
+   avx512_bf16 not in this build
+   emulated    for tests, where asked for
+
+Kernels, the fastest first
+   native      refuses float16, float64: it computes float32
+   reference   takes every call
+
+Nothing is amiss.
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, found: room.Diagnosis, columns: int = 80) -> Result:
+    monkeypatch.setattr(room, "examine", lambda: found)
+    return CliRunner().invoke(main, ["doctor"], env={"COLUMNS": str(columns)})
+
+
+def test_all_that_is_found_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, FOUND)
+    assert result.exit_code == 0
+    assert result.output == ALL_IS_WELL
+
+
+def test_a_forced_set_says_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, replace(FOUND, asked="scalar", chosen="scalar"))
+    assert "   scalar      used: MULTIHEAD_CPU asks for it\n   avx2        runs here\n" in result.output
+
+
+def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = replace(FOUND, library=None, absence="it was not built", sets=(), chosen=None, runtimes=None, features=())
+    output = run(monkeypatch, bare, columns=200).output
+    assert "   features    torch names none\n" in output
+    assert "   OpenMP      which runtimes are loaded cannot be told on this system\n" in output
+    assert "Native kernel\n   library     none: it was not built\n\nKernels" in output
+    assert " ".join(output.split()).endswith(
+        "! The native kernel is left out: it was not built. Calls take the next kernel that does not refuse; "
+        "install a compiler, then multihead again."
+    )
+
+
+def test_no_runtime_of_its_own_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "   OpenMP      no runtime is loaded as a library of its own\n" in run(
+        monkeypatch, replace(FOUND, runtimes=())
+    ).output  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [50, 60])
+def test_lines_wrap_beside_their_label(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    reason = "it computes float32 and bfloat16, and the tensors are of another dtype altogether"
+    result = run(monkeypatch, replace(FOUND, kernels=(room.Kernel("native", {"float16": reason}),)), columns)
+    assert max(map(len, result.output.splitlines())) <= columns
+    assert f"refuses float16: {reason}" in " ".join(result.output.split())
+
+
+def test_the_doctor_of_this_machine_runs() -> None:
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert "Kernels, the fastest first\n" in result.output
+
+
+def test_help_shows_examples() -> None:
+    output = CliRunner().invoke(main, ["doctor", "--help"]).output
+    assert "MULTIHEAD_CPU=avx2 multihead doctor" in output
