@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t FEW_KEYS = 64;                   // of a block
 constexpr int64_t FEW_STRIDE = FEW_KEYS + LANES;   // between rows of scores, for some are written behind the keys
 constexpr int64_t FEW_TASKS = 32, FEW_PART = 512;  // wanted at least: tasks of a call, keys of a part
-static_assert(FEW_KEYS % COLUMNS == 0, "blocks are whole panels");
+static_assert(FEW_KEYS / 2 % COLUMNS == 0, "blocks are whole panels");
 
 // ---------------------------------------------------------------- products
 
@@ -221,7 +221,9 @@ struct FewPlan {
   int64_t rows;          // of a key/value head
   int64_t heads;         // key/value heads of the batch
   int64_t parts, part;   // of the keys, and keys of a part
+  int64_t block;         // keys of a block
   int64_t depth, width;  // padded numbers of q's features, of v's
+  int64_t left;          // bytes of the counts of parts that are still to be done, one a head
   int64_t states, sums;  // bytes that all parts of all heads hold: rows of the softmax, values summed by weight
   int64_t own;           // bytes of a thread
 
@@ -231,8 +233,11 @@ struct FewPlan {
     const int64_t wanted = least(whole(FEW_TASKS, most(heads, 1)), whole(call.keys, FEW_PART));
     part = up(whole(call.keys, most(wanted, 1)), FEW_KEYS);
     parts = most(whole(call.keys, most(part, 1)), 1);
+    const int64_t bytes = (call.head_dim + call.value_dim) * (call.dtype ? 2 : 4);
+    block = FEW_KEYS * bytes <= 32 << 10 ? FEW_KEYS : FEW_KEYS / 2;  // in the first cache, with what is fetched
     depth = up(call.head_dim, LANES);
     width = up(call.value_dim, LANES);
+    left = up(heads * static_cast<int64_t>(sizeof(int64_t)), 64);
     states = up(heads * parts * rows * static_cast<int64_t>(sizeof(Row)), 64);
     sums = up(heads * parts * rows * width * 4, 64);
     own = up(rows * static_cast<int64_t>(sizeof(Query)), 64) +
@@ -293,12 +298,13 @@ class FewPass {
       const float factor = static_cast<float>(call_.scale) * LOG2_E;
       pack_row(q, call_.head_dim, plan_.depth, factor, scratch_.q + row * plan_.depth);
     }
-    for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += FEW_KEYS)
-      block(key, least(key + FEW_KEYS, up(stop, COLUMNS)), most(start, key), least(stop, key + FEW_KEYS), stop);
+    const int64_t size = plan_.block;
+    for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += size)
+      block(key, least(key + size, up(stop, COLUMNS)), most(start, key), least(stop, key + size), stop);
   }
 
  private:
-  // A block of keys [first, behind), whole panels, of which some row sees [start, stop); after it come keys up to `end`.
+  // A block of keys [first, behind), whole panels, of which some row sees [start, stop); more follow up to `end`.
   void block(int64_t first, int64_t behind, int64_t start, int64_t stop, int64_t end) {
     const Element *k = k_ + start * call_.k_row, *v = v_ + start * call_.v_row;
     const int64_t count = stop - start, offset = start - first;
@@ -316,7 +322,7 @@ class FewPass {
       case SOME: absorb_block<SOME>(first, behind); break;
       case ALL: absorb_block<ALL>(first, behind); break;
     }
-    Ahead keys(k + count * call_.k_row, call_.k_row, call_.head_dim, least(end - stop, FEW_KEYS));
+    Ahead keys(k + count * call_.k_row, call_.k_row, call_.head_dim, least(end - stop, plan_.block));
     if (good) by_rows(plan_.rows, Values<Element>{*this, v, keys, call_.v_row, count, offset});
     else by_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
   }
@@ -423,18 +429,21 @@ void finish_parts(const Call &call, const FewPlan &plan, int64_t kv_head, int64_
 template <class Element>
 void few_all(const Call &call, char *workspace) {
   const FewPlan plan(call);
-  Row *rows = reinterpret_cast<Row *>(workspace);
-  float *sums = reinterpret_cast<float *>(workspace + plan.states);
+  int64_t *left = reinterpret_cast<int64_t *>(workspace);
+  Row *rows = reinterpret_cast<Row *>(workspace + plan.left);
+  float *sums = reinterpret_cast<float *>(workspace + plan.left + plan.states);
+  char *own = workspace + plan.left + plan.states + plan.sums;
+  for (int64_t head = 0; head < plan.heads; head++) left[head] = plan.parts;
   const int64_t work = plan.heads * plan.rows * call.keys * (call.head_dim + call.value_dim);
   parallel(work < WORTH_A_TEAM ? 1 : call.threads, [&](Team &team) {
-    const FewScratch scratch(plan, workspace + plan.states + plan.sums + team.member * plan.own);
+    const FewScratch scratch(plan, own + team.member * plan.own);
     team.each(plan.heads * plan.parts, [&](int64_t task) {
-      const int64_t first = task % plan.parts * plan.part, row = task * plan.rows;
-      FewPass<Element> pass(call, plan, scratch, task / plan.parts, rows + row, sums + row * plan.width);
+      const int64_t kv_head = task / plan.parts, first = task % plan.parts * plan.part, row = task * plan.rows;
+      FewPass<Element> pass(call, plan, scratch, kv_head, rows + row, sums + row * plan.width);
       pass.attend(first, least(first + plan.part, call.keys));
-    });
-    team.each(plan.heads * plan.rows, [&](int64_t row) {
-      finish_parts<Element>(call, plan, row / plan.rows, row % plan.rows, rows, sums);
+      // Who does a head's last part merges them all, in the same order whoever it is: nobody has to wait.
+      if (__atomic_sub_fetch(&left[kv_head], 1, __ATOMIC_ACQ_REL) > 0) return;
+      for (int64_t i = 0; i < plan.rows; i++) finish_parts<Element>(call, plan, kv_head, i, rows, sums);
     });
   });
 }
@@ -445,7 +454,7 @@ bool few_takes(const Call &call) { return call.queries <= (call.dtype ? 4 : 8); 
 
 int64_t few_workspace(const Call &call) {
   const FewPlan plan(call);
-  return plan.states + plan.sums + call.threads * plan.own;
+  return plan.left + plan.states + plan.sums + call.threads * plan.own;
 }
 void few_run(const Call &call, char *workspace) {
   call.dtype ? few_all<Bfloat16>(call, workspace) : few_all<float>(call, workspace);
