@@ -180,10 +180,11 @@ INLINE void by_rows(int64_t count, Part part) {
 }
 
 // Whether `count` rows of `dim` elements are all finite.
-INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim) {
+INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim, Ahead &next) {
   Floats zeros[8] = {};  // as many chains of additions as it takes to hide how long one takes
   bool good = true;
   for (int64_t row = 0; row < count; row += 2) {
+    next.fetch(whole(dim, 32));
     const float *even = from + row * stride, *odd = row + 1 < count ? even + stride : even;
     int64_t x = 0;
     for (; x + 4 * LANES <= dim; x += 4 * LANES)
@@ -199,11 +200,12 @@ INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_
   for (int64_t i = 0; i < 8; i++) all += zeros[i];
   return good && sum(all) == 0;
 }
-INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim) {
+INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim, Ahead &next) {
   typedef uint16_t Sizes __attribute__((vector_size(LANES * 4)));
   Sizes found = (Sizes){};  // the largest without its sign; from 0x7f80 on they are inf and NaN
   bool good = true;
   for (int64_t row = 0; row < count; row++, from += stride) {
+    next.fetch(whole(dim, 128));
     int64_t x = 0;
     for (; x + 2 * LANES <= dim; x += 2 * LANES) {
       const Sizes size = read<Sizes>(from + x) & 0x7fff;
@@ -315,14 +317,14 @@ class FewPass {
       for (int64_t i = 0; i < offset; i++) scores[i] = 0;
       for (int64_t i = offset + count; i < behind - first; i++) scores[i] = 0;
     }
-    const bool good = block_finite(v, count, behind - first);
+    Ahead keys(k + count * call_.k_row, call_.k_row, call_.head_dim, least(end - stop, plan_.block));
+    const bool good = block_finite(v, count, behind - first, keys);
     if (!good) leave_out_bad_keys(k, v, count, offset);
     switch (watched(call_)) {
       case NOTHING: absorb_block<NOTHING>(first, behind); break;
       case SOME: absorb_block<SOME>(first, behind); break;
       case ALL: absorb_block<ALL>(first, behind); break;
     }
-    Ahead keys(k + count * call_.k_row, call_.k_row, call_.head_dim, least(end - stop, plan_.block));
     if (good) by_rows(plan_.rows, Values<Element>{*this, v, keys, call_.v_row, count, offset});
     else by_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
   }
@@ -359,12 +361,12 @@ class FewPass {
   };
 
   // Whether the block's keys and values are all finite. A key that is not has no finite score with a finite query.
-  bool block_finite(const Element *v, int64_t count, int64_t padded) const {
+  bool block_finite(const Element *v, int64_t count, int64_t padded, Ahead &next) const {
     for (int64_t row = 0; row < plan_.rows; row++) {
       const bool bad_query = call_.head_dim > 0 && scratch_.q[row * plan_.depth] != scratch_.q[row * plan_.depth];
       if (!bad_query && !all_finite(scratch_.scores + row * FEW_STRIDE, padded)) return false;
     }
-    return rows_finite(v, call_.v_row, count, call_.value_dim);
+    return rows_finite(v, call_.v_row, count, call_.value_dim, next);
   }
 
   // A key that is not finite, in k or v, gets NaN for a score and 0 for a value, as when it is packed.
