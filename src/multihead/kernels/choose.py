@@ -7,7 +7,8 @@ from typing import Protocol, cast
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
-from multihead.kernels import native, reference, sdpa
+from multihead.kernels import library, native, reference, sdpa
+from multihead.kernels.rules import slower
 from multihead.plan.bounds import KeyBounds
 
 
@@ -54,7 +55,7 @@ class Choice:
 
 
 def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> Choice:
-    """Choose the first kernel that does not refuse, or the one that the caller insists on.
+    """Choose the first kernel that neither refuses nor was measured to lose, or the one that the caller insists on.
 
     Raises:
         ArgumentError: the kernel asked for does not exist, or refuses.
@@ -64,6 +65,8 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
     refusals: dict[str, str] = {}
     for name in KERNELS if kernel is None else (kernel,):
         reason = KERNELS[name].refusal(request, bounds)
+        if reason is None and name == "native" and kernel is None:
+            reason = slower(request, bounds, library.chosen().name)
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason
