@@ -1,0 +1,206 @@
+// Products of few rows with keys and values that are read where they lie, in float or bfloat16, as fast as they come.
+#pragma once
+#include "lanes.h"
+
+namespace {
+
+constexpr int64_t FEW_KEYS = 64;                  // of a block
+constexpr int64_t FEW_STRIDE = FEW_KEYS + LANES;  // between rows of scores, for some are written behind the keys
+
+// The sums of LANES vectors, in one.
+INLINE Floats sums_of(Floats (&c)[LANES]) {
+#if LANES == 8 && defined(__AVX__)
+  __m256 pairs[4], quads[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m256 a = (__m256)c[2 * i], b = (__m256)c[2 * i + 1];
+    pairs[i] = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m256 a = pairs[2 * i], b = pairs[2 * i + 1];
+    quads[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  }
+  const __m256 low = _mm256_permute2f128_ps(quads[0], quads[1], 0x20);
+  return (Floats)_mm256_add_ps(low, _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+#elif LANES == 16 && defined(__AVX512F__)
+  __m512 pairs[8], quads[4], halves[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const __m512 a = (__m512)c[2 * i], b = (__m512)c[2 * i + 1];
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512 a = pairs[2 * i], b = pairs[2 * i + 1];
+    quads[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m512 a = quads[2 * i], b = quads[2 * i + 1];
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  const __m512 low = _mm512_shuffle_f32x4(halves[0], halves[1], 0x88);
+  return (Floats)_mm512_add_ps(low, _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+  Floats sums;
+  for (int64_t i = 0; i < LANES; i++) sums[i] = sum(c[i]);
+  return sums;
+#endif
+}
+
+// Rows that will be read next: some lines of them are fetched at each step of a loop over something else, in the order
+// in which they lie, so that the CPU's own prefetching follows. Without, memory rests while scores become weights.
+struct Ahead {
+  const char *row;
+  int64_t stride, bytes, count;  // of a row, and rows left
+  int64_t place = 0;
+
+  template <class Element>
+  Ahead(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left)
+      : row(reinterpret_cast<const char *>(rows)), stride(row_stride * static_cast<int64_t>(sizeof(Element))),
+        bytes(dim * static_cast<int64_t>(sizeof(Element))), count(rows_left) {}
+
+  inline __attribute__((always_inline)) void fetch(int64_t lines) {
+    for (int64_t i = 0; i < lines; i++) {
+      if (count <= 0) return;
+      __builtin_prefetch(row + place);
+      place += 64;
+      if (place < bytes) continue;
+      place = 0;
+      row += stride;
+      count--;
+    }
+  }
+};
+
+// Scores of `count` keys for COUNT rows: LANES dot products at a time. Up to LANES - 1 more are written behind them.
+template <int COUNT, class Element>
+INLINE void few_scores(const float *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim, int64_t count,
+                       Ahead &next, float *scores) {
+  constexpr int64_t AT_ONCE = LANES / COUNT;  // keys
+  for (int64_t key = 0; key < count; key += AT_ONCE) {
+    const Element *rows[AT_ONCE];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < AT_ONCE; i++) rows[i] = k + least(key + i, count - 1) * k_stride;
+    Floats c[LANES];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LANES; i++) c[i] = (Floats){};
+    int64_t x = 0;
+    for (; x + LANES <= dim; x += LANES) {
+      next.fetch(whole(AT_ONCE * LANES, 16));
+      Floats keys[AT_ONCE];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < AT_ONCE; i++) keys[i] = load(rows[i] + x);
+#pragma GCC unroll 4
+      for (int64_t row = 0; row < COUNT; row++) {
+        const Floats query = load(q + row * q_stride + x);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < AT_ONCE; i++) c[row * AT_ONCE + i] += query * keys[i];
+      }
+    }
+    float sums[LANES];
+    store(sums, sums_of(c));
+    for (; x < dim; x++)
+      for (int64_t i = 0; i < LANES; i++) sums[i] += q[i / AT_ONCE * q_stride + x] * one(rows[i % AT_ONCE] + x);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < COUNT; row++)
+      memcpy(scores + row * FEW_STRIDE + key, sums + row * AT_ONCE, sizeof(float) * AT_ONCE);
+  }
+}
+
+// Multiply COUNT rows of sums by their factors, and add VECTORS vectors of `count` values by weight.
+template <int COUNT, int VECTORS, class Element>
+INLINE void add_columns(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
+                        Ahead &next, float *sums, int64_t width) {
+  Floats c[COUNT][VECTORS];
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) c[row][i] = load(sums + row * width + i * LANES) * broadcast(factors[row]);
+  for (int64_t key = 0; key < count; key++) {
+    next.fetch(whole(VECTORS * LANES, 16));
+    Floats values[VECTORS];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) values[i] = load(v + key * stride + i * LANES);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < COUNT; row++) {
+      const Floats weight = broadcast(weights[row * FEW_STRIDE + key]);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < VECTORS; i++) c[row][i] += weight * values[i];
+    }
+  }
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) store(sums + row * width + i * LANES, c[row][i]);
+}
+
+template <int COUNT, class Element>
+INLINE void add_values(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
+                       int64_t dim, Ahead &next, float *sums, int64_t width) {
+  constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as there are registers for
+  int64_t x = 0;
+  for (; x + VECTORS * LANES <= dim; x += VECTORS * LANES)
+    add_columns<COUNT, VECTORS>(weights, factors, v + x, stride, count, next, sums + x, width);
+  for (; x + LANES <= dim; x += LANES)
+    add_columns<COUNT, 1>(weights, factors, v + x, stride, count, next, sums + x, width);
+  for (; x < dim; x++)
+    for (int64_t row = 0; row < COUNT; row++) {
+      float total = sums[row * width + x] * factors[row];
+      for (int64_t key = 0; key < count; key++) total += weights[row * FEW_STRIDE + key] * one(v + key * stride + x);
+      sums[row * width + x] = total;
+    }
+}
+
+// Call part.template take<COUNT>(row) for 4, 2 or 1 rows at a time.
+template <class Part>
+INLINE void by_rows(int64_t count, Part part) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) part.template take<4>(row);
+  if (row + 2 <= count) {
+    part.template take<2>(row);
+    row += 2;
+  }
+  if (row < count) part.template take<1>(row);
+}
+
+// Whether `count` rows of `dim` elements are all finite.
+INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim, Ahead &next) {
+  Floats zeros[8] = {};  // as many chains of additions as it takes to hide how long one takes
+  bool good = true;
+  for (int64_t row = 0; row < count; row += 2) {
+    next.fetch(whole(dim, 32));
+    const float *even = from + row * stride, *odd = row + 1 < count ? even + stride : even;
+    int64_t x = 0;
+    for (; x + 4 * LANES <= dim; x += 4 * LANES)
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; i++) {
+        zeros[2 * i] += load(even + x + i * LANES) * broadcast(0.f);
+        zeros[2 * i + 1] += load(odd + x + i * LANES) * broadcast(0.f);
+      }
+    for (; x < dim; x++) good &= finite(even[x]) && finite(odd[x]);
+  }
+  Floats all = (Floats){};
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < 8; i++) all += zeros[i];
+  return good && sum(all) == 0;
+}
+INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim, Ahead &next) {
+  typedef uint16_t Sizes __attribute__((vector_size(LANES * 4)));
+  Sizes found = (Sizes){};  // the largest without its sign; from 0x7f80 on they are inf and NaN
+  bool good = true;
+  for (int64_t row = 0; row < count; row++, from += stride) {
+    next.fetch(whole(dim, 128));
+    int64_t x = 0;
+    for (; x + 2 * LANES <= dim; x += 2 * LANES) {
+      const Sizes size = read<Sizes>(from + x) & 0x7fff;
+      found = size > found ? size : found;
+    }
+    for (; x < dim; x++) good &= (from[x].bits & 0x7fff) < 0x7f80;
+  }
+  for (int lane = 0; lane < 2 * LANES; lane++) good &= found[lane] < 0x7f80;
+  return good;
+}
+
+}  // namespace
