@@ -171,7 +171,8 @@ INLINE float absorb(const Call &call, const Query &query, Row &row, float *score
     const int64_t away = row.position > anchor ? row.position - anchor : anchor - row.position;
     merge_moments(row, factor, total, mean + static_cast<float>(away + pivot_distance), spread > 0 ? spread : 0);
   }
-  row.total = row.total * factor + total;
+  // Rounded once in words, not at the compiler's choice: it depended on what is watched, and so did the output's last bit.
+  row.total = fmaf(row.total, factor, total);
   row.largest = now;
   if (call.dropout > 0)
     for (int64_t i = 0; i < count; i += LANES) {

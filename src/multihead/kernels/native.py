@@ -30,6 +30,7 @@ from multihead.plan.bounds import KeyBounds
 KEEPS_NAN_APART = True  # what is not finite is put away inside, key by key
 # Rows and columns of a register tile, in which the kernel computes all cells or none.
 _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
+_PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory to read, as those of a tracer
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
 _OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
 
@@ -43,6 +44,9 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
+    for tensor in (request.q, request.k, request.v):
+        if type(tensor) not in _PLAIN:
+            return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     return library.absence()
 
 
@@ -196,8 +200,10 @@ def _backward(
         library.run(library.BACKWARD, fields)
         if rows.rows is not WHOLE:
             delta[:, :, rows.rows] = row_delta
-            # Float, because half precision would lose what many blocks add to one key.
-            sums = (dk.float(), dv.float()) if sums is None else (sums[0] + dk, sums[1] + dv)
+            # Float, because half precision would lose what many blocks add to one key; a copy, because the next block
+            # writes its own over these.
+            added = dk.to(torch.float32, copy=True), dv.to(torch.float32, copy=True)
+            sums = added if sums is None else (sums[0] + added[0], sums[1] + added[1])
     if sums is not None:
         dk, dv = sums[0].to(dk.dtype), sums[1].to(dv.dtype)
     return dq, dk, dv, dbias, None if request.sinks is None else _of_sinks(request.sinks, logsumexp, delta)
