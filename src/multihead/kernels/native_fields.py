@@ -133,5 +133,7 @@ def put_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
 
 
 def features_beside(tensor: Tensor) -> Tensor:
-    """Return a tensor whose features lie beside each other: itself, if they do."""
+    """Return a tensor whose features lie beside each other as they are meant: itself, if they do."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()  # the imaginary part of a conjugate holds its numbers negated
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
