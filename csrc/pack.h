@@ -206,8 +206,13 @@ INLINE void pack_panels(const Bfloat16 *from, int64_t stride, int64_t rows, int6
 
 // A row of `dim` elements, behind it zeros up to `padded`; NaN throughout if it is not finite.
 INLINE void pack_row(const Bfloat16 *from, int64_t dim, int64_t padded, Bfloat16 *to) {
-  const bool good = row_finite(from, dim);
-  for (int64_t x = 0; x < padded; x++) to[x] = x >= dim ? Bfloat16{0} : good ? from[x] : Bfloat16{0x7fc0};
+  memcpy(static_cast<void *>(to), from, sizeof(Bfloat16) * static_cast<size_t>(dim));
+  for (int64_t x = dim; x < padded; x++) to[x] = Bfloat16{0};
+  Floats zeros = (Floats){};
+  int64_t x = 0;
+  for (; x + LANES <= dim; x += LANES) zeros += load(from + x) * broadcast(0.f);
+  if (sum(zeros) == 0 && row_finite(from + x, dim - x)) return;
+  for (x = 0; x < dim; x++) to[x] = Bfloat16{0x7fc0};
 }
 
 INLINE bool all_finite(const Bfloat16 *from, int64_t count) {  // a multiple of 2 * LANES
