@@ -3,51 +3,54 @@
 from __future__ import annotations
 
 import datetime as dt
-import platform
-import subprocess
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import click
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.alone import alone
 from benchmarks.cases import CASES
 from benchmarks.contest import Row, measured
+from benchmarks.machine import machine
+from benchmarks.native import SECONDS, against_rivals
 
 RESULTS = Path(__file__).parent / "results"
 READMES = [RESULTS.parents[1] / name for name in ("README.md", "README.zh.md")]
 BEGIN, END = "|---|---|---|\n", "\n<!-- made by make bench -->"
 
+EXAMPLES = """
+\b
+Examples:
+  python -m benchmarks
+  python -m benchmarks --no-native
+  python -m benchmarks --only padded --no-save
+"""
 
-@click.command()
+
+@click.command(epilog=EXAMPLES)
 @click.option("--only", default="", help="Run the cases whose name holds this text.")
 @click.option(
     "--save/--no-save", default=True, help="Keep a whole run's table in benchmarks/results/ and in the READMEs."
 )
 @click.option("--strict", is_flag=True, help="Exit with an error where a case is slower than it is meant to be.")
-def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    r"""Time multihead against its rivals, in turns and checked first: fp32, in eval unless a case says training.
+@click.option("--native/--no-native", default=True, help="Behind a whole run, the native kernel's own table too.")
+def main(only: str, save: bool, strict: bool, native: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
+    """Time multihead against its rivals, in turns and checked first: fp32, in eval unless a case says training.
 
-    \b
-    python -m benchmarks
-    python -m benchmarks --only padded --no-save
+    The native kernel's own table takes about half an hour an instruction set; python -m benchmarks.native makes it
+    alone, and goes on where a run was broken off.
     """
     chosen = [case for case in CASES if only.lower() in case.name.lower()]
     if not chosen:
         raise click.UsageError(f"No case's name holds {only!r}. There are: {', '.join(case.name for case in CASES)}.")
     rows: list[Row] = []
-    # A process a case: what one case leaves behind in the allocator must not slow the next one down.
-    alone = get_context("spawn")
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(chosen))
         for case in chosen:
             progress.update(task, description=case.name)
-            with ProcessPoolExecutor(1, mp_context=alone) as process:
-                rows.append(process.submit(measured, CASES.index(case)).result())
+            rows.append(alone(measured, CASES.index(case)))
             progress.advance(task)
     lines = report(rows)
     Console().print(table(rows))
@@ -59,8 +62,11 @@ def main(only: str, save: bool, strict: bool) -> None:  # noqa: FBT001  (click p
         for readme in READMES:
             readme.write_text(retold(readme.read_text(encoding="utf-8"), rows), encoding="utf-8")
         click.echo(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
-    if strict and any(row.ratio.median < CASES[row.case].least for row in rows):
-        raise click.ClickException("A case is slower than it is meant to be.")
+    missed = sum(row.ratio.median < CASES[row.case].least for row in rows)
+    if native and chosen == CASES:
+        missed += against_rivals((), only="", seconds=SECONDS, resume=False, save=save)
+    if strict and missed:
+        raise click.ClickException(f"{missed} cases are slower than they are meant to be.")
 
 
 def table(rows: list[Row]) -> Table:
@@ -91,27 +97,6 @@ def retold(page: str, rows: list[Row]) -> str:
     behind = page.index(END)
     begin = page.rindex(BEGIN, 0, behind) + len(BEGIN)
     return page[:begin] + "\n".join(f"| {' | '.join(cells(row)[:3])} |" for row in rows) + page[behind:]
-
-
-def machine() -> str:
-    """Name what the numbers depend on: CPU, threads, torch and commit."""
-    names = [line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")]
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return (
-        f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit.stdout.strip() or 'unknown'}, "
-        "medians of paired ratios from interleaved runs"
-    )
-
-
-def _cpu_lines() -> list[str]:
-    info = Path("/proc/cpuinfo")
-    return info.read_text(encoding="utf-8").splitlines() if info.exists() else []
 
 
 if __name__ == "__main__":

@@ -14,47 +14,62 @@ from rich.table import Table
 from benchmarks.alone import alone, runs_here
 from benchmarks.machine import commit
 from benchmarks.native_cases import CASES, Accuracy, Case
-from benchmarks.native_page import absent, cells, machine_line, page, paired_with_cases
+from benchmarks.native_page import absent, cells, machine_line, page, paired_with_cases, retold
 from benchmarks.native_rows import Row, identity, is_met, meant, measured
 from multihead.kernels import library
 
 RESULTS = Path(__file__).parent / "results"
+READMES = [RESULTS.parents[1] / name for name in ("README.md", "README.zh.md")]
+SECONDS = 3.0  # that a case is timed
 JOURNALS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
 
+EXAMPLES = """
+\b
+Examples:
+  python -m benchmarks.native
+  python -m benchmarks.native --set avx2 --only "one query" --no-save
+  python -m benchmarks.native --set avx512_bf16 --only full --seconds 1 --no-save
+  python -m benchmarks.native --resume
+"""
 
-@click.command()
+
+@click.command(epilog=EXAMPLES)
 @click.option("--set", "sets", multiple=True, help="An instruction set; may be repeated. [avx2 and the widest here]")
 @click.option("--only", default="", help="Run the cases whose name or rival holds this text.")
-@click.option("--seconds", default=3.0, show_default=True, help="About how long a case is timed.")
+@click.option("--seconds", default=SECONDS, show_default=True, help="About how long a case is timed.")
 @click.option("--resume", is_flag=True, help="Keep the rows that an earlier run has left, and measure the others.")
-@click.option("--save/--no-save", default=True, help="Keep a whole run's page in benchmarks/results/, row by row.")
+@click.option("--save/--no-save", default=True, help="Keep the rows, and in benchmarks/results/ the page they make.")
 @click.option("--strict", is_flag=True, help="Exit with an error where a row is not what is meant.")
 def main(sets: tuple[str, ...], only: str, seconds: float, resume: bool, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    r"""Time the native kernel against its rivals, in turns, in one process a case, each checked against float64 first.
+    """Time the native kernel against its rivals, in turns, in one process a case, each checked against float64 first.
 
     For avx2, torch is held to AVX2 too. Everything takes about half an hour an instruction set.
+    """
+    missed = against_rivals(sets, only=only, seconds=seconds, resume=resume, save=save)
+    if strict and missed:
+        raise click.ClickException(f"{missed} rows are not what is meant.")
 
-    \b
-    python -m benchmarks.native
-    python -m benchmarks.native --set avx2 --only "one query" --no-save
-    python -m benchmarks.native --set avx512_bf16 --only full --seconds 1 --no-save
-    python -m benchmarks.native --resume
+
+def against_rivals(sets: tuple[str, ...], *, only: str, seconds: float, resume: bool, save: bool) -> int:
+    """Measure the instruction sets that run here, print their tables, and count the rows that are not what is meant.
+
+    Takes what `compare` takes; sets are names, none for AVX2 and the widest here.
     """
     if (reason := library.absence()) is not None:
         raise click.ClickException(f"The native kernel is not measured: {reason}.")
     refuse_unless_known(sets)
-    missed = []
-    for name in sets:
-        if name not in runs_here(asked=sets):
-            click.echo(f"{name}: not measured, this CPU cannot run it")
-    for name in runs_here(asked=sets):
+    running = runs_here(asked=sets)
+    missed = 0
+    for name in running:
         rows = compare(name, only=only, seconds=seconds, resume=resume, save=save)
         show(rows, name)
-        missed += [row for case, row in paired_with_cases(rows) if row.failed or is_met(row, case, name) is False]
+        missed += sum(row.failed or is_met(row, case, name) is False for case, row in paired_with_cases(rows))
+    for name in sets:
+        if name not in running:
+            click.echo(f"{name}: not measured, this CPU cannot run it.")
     for line in absent():
         click.echo(line)
-    if strict and missed:
-        raise click.ClickException(f"{len(missed)} rows are not what is meant.")
+    return missed
 
 
 def refuse_unless_known(sets: tuple[str, ...]) -> None:
@@ -73,33 +88,50 @@ def compare(instruction_set: str, *, only: str, seconds: float, resume: bool, sa
         only: part of the names or rivals of the cases; "" for all.
         seconds: about how long a case is timed.
         resume: whether rows of an earlier run are kept.
-        save: whether the page of a whole run is written.
+        save: whether the rows are kept: a whole run begins anew and writes its page row by row; a part of one
+            replaces its rows in a page that is whole.
     """
     chosen = [case for case in CASES if only.lower() in " ".join(identity(case)).lower()]
     if not chosen:
         raise click.UsageError(f"No case's name or rival holds {only!r}.")
+    whole = len(chosen) == len(CASES)
     journal = JOURNALS / f"native-{instruction_set}.jsonl"
-    JOURNALS.mkdir(parents=True, exist_ok=True)
-    kept = {(row.name, row.rival): row for row in read(journal) if not row.note} if resume else {}
-    if len(chosen) == len(CASES) and not resume:
+    if save and whole and not resume:
         journal.unlink(missing_ok=True)
-    rows = [kept[identity(case)] for case in chosen if identity(case) in kept]
-    missing = [case for case in chosen if identity(case) not in kept]
+    kept = {identity(case): row for case, row in paired_with_cases(read(journal))}  # the newest row of each
+    known = {each: row for each, row in kept.items() if resume and not row.note}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), transient=True) as progress:
-        task = progress.add_task("", total=len(chosen), completed=len(rows))
+        missing = [case for case in chosen if identity(case) not in known]
+        task = progress.add_task("", total=len(chosen), completed=len(chosen) - len(missing))
         for case in missing:
             progress.update(task, description=f"{instruction_set}: {case.name}")
-            row = _measured(case, seconds, instruction_set)
-            rows.append(row)
-            with journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row.to_dict()) + "\n")
-            if save and len(chosen) == len(CASES):
-                RESULTS.mkdir(exist_ok=True)
-                target = RESULTS / f"{dt.date.today().isoformat()}-native-{instruction_set}.md"
-                target.write_text("\n".join(page(rows, instruction_set)) + "\n", encoding="utf-8")
+            row = known[identity(case)] = kept[identity(case)] = _measured(case, seconds, instruction_set)
+            if save:
+                JOURNALS.mkdir(parents=True, exist_ok=True)
+                with journal.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row.to_dict()) + "\n")
+            if save and (whole or len(kept) == len(CASES)):
+                write(list(kept.values()), instruction_set)
             progress.advance(task)
-    return rows
+    if save and resume and whole:
+        write(list(kept.values()), instruction_set)
+    return [known[identity(case)] for case in chosen]
+
+
+def write(rows: list[Row], instruction_set: str) -> None:
+    """Write the page of an instruction set, dated, and the READMEs where every case has its row."""
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"{dt.date.today().isoformat()}-native-{instruction_set}.md"
+    target.write_text("\n".join(page(rows, instruction_set)) + "\n", encoding="utf-8")
+    if len(rows) == len(CASES):
+        retell(rows, instruction_set)
+
+
+def retell(rows: list[Row], instruction_set: str) -> None:
+    """Put the results in short into the READMEs, where they have a place for this instruction set."""
+    for readme in READMES:
+        readme.write_text(retold(readme.read_text(encoding="utf-8"), rows, instruction_set), encoding="utf-8")
 
 
 def read(journal: Path) -> list[Row]:

@@ -19,6 +19,7 @@ EXPLAINED = (
     "is the kernel alone, with a request and a plan made before."
 )
 
+HEAD = "|---|---|---|\n"  # of a table of three columns
 Measured = list[tuple[Case | Accuracy, Row]]
 
 
@@ -69,6 +70,17 @@ def in_short(measured: Measured, instruction_set: str) -> list[tuple[str, str, s
         found = f"{ratios[0]:.2f}-{ratios[-1]:.2f} x" if ratios else rows[0][1].note
         lines.append((line, ", ".join(sorted(said)), found, verdict(rows, instruction_set)))
     return lines
+
+
+def retold(page: str, rows: list[Row], instruction_set: str) -> str:
+    """Put the results in short between the head of a table and the mark behind it; a page without mark stays."""
+    mark = f"\n<!-- made by make bench, {instruction_set} -->"
+    if mark not in page:
+        return page
+    behind = page.index(mark)
+    begin = page.rindex(HEAD, 0, behind) + len(HEAD)
+    lines = [line[:3] for line in in_short(paired_with_cases(rows), instruction_set)]
+    return page[:begin] + "\n".join(f"| {' | '.join(line)} |" for line in lines) + page[behind:]
 
 
 def verdict(rows: Measured, instruction_set: str) -> str:

@@ -29,40 +29,40 @@ TARGET = Path(__file__).resolve().parents[1] / "src" / "multihead" / "kernels" /
 BEGIN, END = "# written by python -m benchmarks.rules\n", "# end of what is written\n"
 LEAST_PAIRS, MOST_PAIRS = 3, 51
 
+EXAMPLES = """
+\b
+Examples:
+  python -m benchmarks.rules
+  python -m benchmarks.rules --set scalar --seconds 0.2 --no-write
+"""
 
-@click.command()
+
+@click.command(epilog=EXAMPLES)
 @click.option("--set", "sets", multiple=True, help="An instruction set; may be repeated. [all that run here]")
 @click.option("--seconds", "budget", default=1.0, show_default=True, help="About how long a request is timed.")
 @click.option("--write/--no-write", default=True, help="Write the table into src/multihead/kernels/rules.py.")
 def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    r"""Measure the rules by which the native kernel is chosen: its ratio to PyTorch's fused kernel, class by class.
+    """Measure the rules by which the native kernel is chosen: its ratio to PyTorch's fused kernel, class by class.
 
     Each instruction set and dtype is written down as soon as it is measured; what does not run here stays as it was.
     For avx2 and avx512, torch is held to what such a CPU has.
-
-    \b
-    python -m benchmarks.rules
-    python -m benchmarks.rules --set scalar --seconds 0.2 --no-write
     """
     running = [each.name for each in library.instruction_sets() if each.runs and not each.for_tests]
     for name in sets:
         if name not in running:
             raise click.UsageError(f"{name!r} cannot run here. Give one of {', '.join(running) or '(none)'}.")
-    jobs = list(product(sets or running, DTYPES, CLASSES, ("", TRAINING)))
+    jobs = list(product(sets or running, DTYPES))
     table = list(MEASURED)
-    ratios: dict[tuple[str, str], dict[str, float]] = {}
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(jobs))
-        for set_name, dtype, name, training in jobs:
-            progress.update(task, description=f"{set_name}, {dtype}, {name}{training}")
-            found = ratios.setdefault((set_name, dtype), {})
-            found[name + training] = alone(ratio_of, name, dtype, training, budget, instruction_set=set_name)
+        for set_name, dtype in jobs:
+            progress.update(task, description=f"{set_name}, {dtype}")
+            ratios = alone(ratios_of, dtype, budget, instruction_set=set_name)
+            report(set_name, dtype, ratios)
+            table = updated(table, Measured(set_name, str(DTYPES[dtype]).removeprefix("torch."), where(), ratios))
+            if write:
+                TARGET.write_text(written(TARGET.read_text(encoding="utf-8"), table), encoding="utf-8")
             progress.advance(task)
-            if len(found) == 2 * len(CLASSES):
-                report(set_name, dtype, found)
-                table = updated(table, Measured(set_name, str(DTYPES[dtype]).removeprefix("torch."), where(), found))
-                if write:
-                    TARGET.write_text(written(TARGET.read_text(encoding="utf-8"), table), encoding="utf-8")
 
 
 def report(set_name: str, dtype: str, ratios: dict[str, float]) -> None:
@@ -114,9 +114,14 @@ def requests(name: str, dtype: str, *, trains: bool) -> list[AttentionRequest]:
     }[name]()
 
 
+def ratios_of(dtype: str, budget: float) -> dict[str, float]:
+    """Measure every class, forward alone and in training."""
+    torch.manual_seed(0)
+    return {name + training: ratio_of(name, dtype, training, budget) for name in CLASSES for training in ("", TRAINING)}
+
+
 def ratio_of(name: str, dtype: str, training: str, budget: float) -> float:
     """Return how many times faster the native kernel is than PyTorch's fused one: the geometric mean over a class."""
-    torch.manual_seed(0)
     torch.set_grad_enabled(bool(training))
     found = []
     for request in requests(name, dtype, trains=bool(training)):
@@ -124,20 +129,20 @@ def ratio_of(name: str, dtype: str, training: str, budget: float) -> float:
             raise click.ClickException(
                 f"A request that stands for {name!r} is {class_of(request, bounds_of(request))!r}."
             )
-        ours, rival = (_run(kernel, request, trains=bool(training)) for kernel in (native, sdpa))
+        of_output = torch.randn(*request.q.shape[:3], request.v.shape[3]).to(request.q.dtype) if training else None
+        ours, rival = (_run(kernel, request, of_output) for kernel in (native, sdpa))
         refuse_unless_equal(name + training, ours(), rival(), dtype)
         pair = seconds(ours) + seconds(rival)
         found.append(paired(ours, rival, pairs=min(max(LEAST_PAIRS, round(budget / pair)), MOST_PAIRS)).median)
     return round(statistics.geometric_mean(found), 2)
 
 
-def _run(kernel: ModuleType, request: AttentionRequest, *, trains: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """Run a kernel as `attention` does, and the backward pass too in training."""
-    of_output = torch.randn(*request.q.shape[:3], request.v.shape[3]).to(request.q.dtype)
+def _run(kernel: ModuleType, request: AttentionRequest, of_output: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
+    """Run a kernel as `attention` does; the backward pass too, where a gradient of the output is given."""
 
     def run() -> tuple[Tensor, ...]:
         output = kernel.attend(request, bounds_of(request)).output
-        if not trains:
+        if of_output is None:
             return (output,)
         return (output.detach(), *torch.autograd.grad(output, (request.q, request.k, request.v), of_output))
 
