@@ -14,6 +14,7 @@ from multihead.call import AttentionCall, AttentionRequest
 from multihead.compat.torch_nn import by_head
 from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.functional import request_of
+from multihead.kernels import library
 from multihead.listening import listen
 from multihead.masks.dense import Place, visible
 
@@ -133,16 +134,24 @@ def test_it_takes_dropout_and_plain_calls_without_gradients_and_leaves_the_rest(
     full, _ = made(masks.Full())
     causal, _ = made(masks.Causal())
     dropped, _ = made(masks.Causal(), dropout=0.5)
-    assert suits(dropped)
-    assert suits(still(full))
+    assert suits(dropped, need_weights=True)
+    assert suits(still(full), need_weights=True)
     with torch.no_grad():
-        assert suits(full)
-    assert not suits(full)  # the fused kernel has the faster gradient
-    assert not suits(still(causal))  # and skips what a mask hides
+        assert suits(full, need_weights=True)
+    assert not suits(full, need_weights=True)  # the fused kernel has the faster gradient
+    assert not suits(still(causal), need_weights=True)  # and skips what a mask hides
     many = torch.zeros(1, 1, 1025, 2)
-    assert not suits(request_of(many, many, many))
-    assert not suits(request_of(*(torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16),) * 3))
-    assert not suits(request_of(torch.zeros(1, 1, 0, 2), *(torch.zeros(1, 1, 3, 2),) * 2))
+    assert not suits(request_of(many, many, many), need_weights=True)
+    assert not suits(request_of(*(torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16),) * 3), need_weights=True)
+    assert not suits(request_of(torch.zeros(1, 1, 0, 2), *(torch.zeros(1, 1, 3, 2),) * 2), need_weights=True)
+
+
+@pytest.mark.skipif(library.absence() is not None, reason="the native library was not built")
+def test_without_weights_it_leaves_plain_calls_to_the_native_kernel_and_keeps_dropout() -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    assert not suits(request_of(q, q, q), need_weights=False)
+    assert suits(request_of(q, q, q, dropout=0.5), need_weights=False)
+    assert suits(request_of(*(q.double(),) * 3), need_weights=False)  # which that kernel refuses
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -151,7 +160,7 @@ def test_what_is_not_finite_is_left_to_those_who_keep_it_in_its_place(name: str,
     request, _ = made(masks.Full(), dropout=0.5)
     poisoned = getattr(request, name).detach().clone()
     poisoned[1, 2, 3, 0] = bad
-    assert not suits(still(request, **{name: poisoned}))
+    assert not suits(still(request, **{name: poisoned}), need_weights=True)
 
 
 def test_a_bias_of_minus_infinity_hides_and_any_other_that_is_not_finite_is_left() -> None:
@@ -159,9 +168,9 @@ def test_a_bias_of_minus_infinity_hides_and_any_other_that_is_not_finite_is_left
     hiding = torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.float64)
     hiding[..., 2, :] = -torch.inf
     calm = still(request, bias=hiding)
-    assert suits(calm)
+    assert suits(calm, need_weights=True)
     output, weights = attended_by_head(calm, need_weights=True, average=False)
     assert weights is not None
     assert (weights[:, :, 2] == 0).all()
     assert (output[:, :, 2] == 0).all()
-    assert not suits(still(request, bias=hiding.masked_fill(hiding == -torch.inf, torch.inf)))
+    assert not suits(still(request, bias=hiding.masked_fill(hiding == -torch.inf, torch.inf)), need_weights=True)

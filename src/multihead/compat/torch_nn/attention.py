@@ -183,7 +183,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         request = request_of(q, k, v, told.mask, told.bias, None, None, None, dropout, told.query_start)
         request = replace(request, owner=self)
-        if suits(request):
+        if suits(request, need_weights=need_weights):
             output, weights = attended_by_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights
         state = random_state(q.device) if need_weights and dropout else None

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from multihead import listening
 from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.kernels import library
 from multihead.kernels.tile import seen, without_autocast
 from multihead.masks import Full
 
@@ -23,14 +24,16 @@ CELLS = 1 << 18
 KEYS = 1024
 
 
-def suits(request: AttentionRequest) -> bool:
-    """Whether a call is computed here; nobody's asking for weights changes that, and so it changes no output.
+def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
+    """Whether a call is computed here.
 
-    Under dropout the fused kernel is out of question. Without it, it is the better one for gradients, for masks of
-    which it skips a part, and for many keys.
+    Under dropout it always is, so that it falls as that of the original does. Without it a kernel is the better one
+    for gradients, for masks of which it skips a part, and for many keys; the native one for whatever returns no weights.
     """
     shape = request.shape
     if shape.device.type != "cpu" or torch.compiler.is_compiling() or not shape.cells:
+        return False
+    if not need_weights and not request.dropout and library.absence() is None and shape.dtype == torch.float32:
         return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
