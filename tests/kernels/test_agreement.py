@@ -14,60 +14,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from multihead import functional, masks
 from multihead.functional import attention, attention_with_logsumexp
 from tests import oracle
+from tests.agreeing import Results, assert_within_budget, leaves, loss, with_gradients
 from tests.drawing import Drawn, Sizes, calls
 from tests.kernel_names import EACH, exactest, rounding
-
-Results = dict[str, Tensor]
-
-
-def leaves(case: Drawn, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    """Copies of the case's tensors that collect gradients, their layout kept where the dtype is."""
-    found = []
-    for tensor in (case.q, case.k, case.v):
-        same = tensor.dtype == dtype
-        found.append((tensor.detach() if same else tensor.to(dtype).contiguous()).requires_grad_())
-    options = dict(case.options)
-    for name in ("bias", "sinks"):
-        if name in options:
-            options[name] = options[name].detach().to(dtype).clone().requires_grad_(name == "sinks")
-    return found, options
-
-
-def loss(output: Tensor, logsumexp: Tensor) -> Tensor:
-    """A number whose gradient gives every output and every finite logsumexp a cotangent of its own."""
-    weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    finite = torch.where(logsumexp == -torch.inf, 0, logsumexp)
-    of_logsumexp = torch.linspace(1, -2, logsumexp.numel(), dtype=logsumexp.dtype).view_as(logsumexp)
-    return (output * weight).sum() + (finite * of_logsumexp).sum().to(output.dtype)
-
-
-def with_gradients(case: Drawn, dtype: torch.dtype, kernel: str | None) -> Results:
-    """Run a case by a kernel, or by the oracle if None."""
-    (q, k, v), options = leaves(case, dtype)
-    if kernel is None:
-        seen = oracle.shown(case.mask, case.size.cells, case.query_start)
-        dense = oracle.attend(q, k, v, seen, **options)
-        output, logsumexp = dense.output, dense.logsumexp
-    else:
-        output, logsumexp = attention_with_logsumexp(
-            q, k, v, mask=case.mask, query_start=case.query_start, kernel=kernel, **options
-        )
-    wanted = {"q": q, "k": k, "v": v} | ({"sinks": options["sinks"]} if "sinks" in options else {})
-    grads = torch.autograd.grad(loss(output, logsumexp), list(wanted.values()), allow_unused=True)
-    found = {"output": output.detach(), "logsumexp": logsumexp.detach()}
-    for (name, tensor), grad in zip(wanted.items(), grads, strict=True):
-        found[f"gradient of {name}"] = torch.zeros_like(tensor) if grad is None else grad
-    return found
-
-
-def assert_within_budget(case: Drawn, kernel: str) -> None:
-    dtype = case.q.dtype
-    exact, plain = with_gradients(case, torch.float64, None), with_gradients(case, dtype, None)
-    given_ = with_gradients(case, dtype, kernel)
-    for name, value in given_.items():
-        allowed = oracle.budget(exact[name], plain[name].to(dtype))
-        error = oracle.difference(value, exact[name])
-        assert error <= allowed, f"{kernel}, {dtype}: {name} is {error:.3g} off, and {allowed:.3g} is allowed: {case}"
 
 
 @settings(max_examples=80)
