@@ -50,6 +50,8 @@ struct Call {
 #undef MULTIHEAD_REAL
 };
 
+constexpr int64_t MOST_OFFSETS = 8;  // that at_offsets can ask for at once
+
 // The passes over an attention. Each says how many bytes of workspace it needs, and runs in the workspace it is given.
 struct Pass {
   int64_t (*workspace)(const Call &call);
@@ -63,13 +65,16 @@ struct Kernels {
 
 // The C functions of the library; all of them may be called from any thread at any time.
 //   multihead_layout          the fields' names, one space between them
-//   multihead_instruction_sets  a set's name for index 0, 1, ..., null behind the last; widest last
-//   multihead_runs            1 if this CPU has the set and it was compiled, else 0
+//   multihead_instruction_set  a set's name for index 0, 1, ..., null behind the last; widest last
+//   multihead_compiled        1 if this build has the set, else 0
+//   multihead_runs            1 if it has and this CPU can run it, else 0
 //   multihead_workspace       bytes that a pass (0 forward, 1 backward, 2 received) will hold
-//   multihead_run             0 done, 1 no memory for the workspace, 2 a bound lies outside [0, keys], 3 no such set
+//   multihead_run             0 done, 1 no memory for the workspace, 2 a bound lies outside [0, keys], 3 no such set or
+//                             pass, 4 more than MOST_OFFSETS offsets
 extern "C" {
 const char *multihead_layout();
 const char *multihead_instruction_set(int64_t index);
+int64_t multihead_compiled(int64_t index);
 int64_t multihead_runs(int64_t index);
 int64_t multihead_workspace(const Call *call, int64_t pass);
 int64_t multihead_run(const Call *call, int64_t pass);

@@ -89,6 +89,7 @@ EXPORT int64_t multihead_workspace(const Call *call, int64_t pass) {
 EXPORT int64_t multihead_run(const Call *call, int64_t pass) {
   const Pass *found = pass_of(call->instruction_set, pass);
   if (!found) return 3;
+  if (call->num_offsets < 0 || call->num_offsets > MOST_OFFSETS) return 4;
   if (!bounds_hold(*call)) return 2;
   const int64_t bytes = found->workspace(*call);
   void *workspace = nullptr;

@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr int64_t MOST_OFFSETS = 8;  // that at_offsets can ask for at once
-
 // What of a row is measured beside its sum: nothing; entropy, largest weight and what is found at single keys;
 // or also the sum of squares and the distances, which take a few more products a weight.
 enum Watch { NOTHING, SOME, ALL };

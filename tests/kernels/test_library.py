@@ -91,6 +91,14 @@ class TestRunning:
         assert str(refusal.value) == "The bounds of some query lie outside the 3 keys. Give bounds from 0 to 3."
         assert tensors["output"].isnan().all()
 
+    def test_more_offsets_than_a_row_has_room_for_are_refused(self) -> None:
+        fields, tensors = small_call()
+        fields[AT["num_offsets"]] = 9
+        with pytest.raises(ArgumentError) as refusal:
+            library.run(library.FORWARD, fields)
+        assert str(refusal.value) == "at_offsets is asked for 9 offsets. Give at most 8 at once."
+        assert tensors["output"].isnan().all()
+
     @pytest.mark.parametrize("rows", [1, 5])
     def test_bounds_are_checked_in_every_sample_and_head_and_repeated_ones_once(self, rows: int) -> None:
         fields, tensors = small_call()

@@ -53,7 +53,8 @@ AT = {name: index for index, name in enumerate(FIELDS)}  # where each field stan
 # The passes, as csrc/call.h numbers them.
 FORWARD, BACKWARD, RECEIVED = 0, 1, 2
 
-_DONE, _NO_MEMORY, _BAD_BOUNDS = 0, 1, 2
+_DONE, _NO_MEMORY, _BAD_BOUNDS, _TOO_MANY_OFFSETS = 0, 1, 2, 4
+_MOST_OFFSETS = 8
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ def run(pass_: int, values: list[float]) -> None:
             addresses must stay until the call is over.
 
     Raises:
-        ArgumentError: there is no library, or the call does not fit it: some query's bounds lie outside the keys.
+        ArgumentError: there is no library, or the call does not fit it: some query's bounds lie outside the keys, or
+            there are more offsets than it measures at once.
         MemoryError: there is no memory for the workspace.
     """
     status = _library().run(_pack(*values), pass_)
@@ -162,6 +164,10 @@ def run(pass_: int, values: list[float]) -> None:
     if status == _BAD_BOUNDS:
         keys = values[AT["keys"]]
         raise ArgumentError(f"The bounds of some query lie outside the {keys} keys.", f"Give bounds from 0 to {keys}.")
+    if status == _TOO_MANY_OFFSETS:
+        raise ArgumentError(
+            f"at_offsets is asked for {values[AT['num_offsets']]} offsets.", f"Give at most {_MOST_OFFSETS} at once."
+        )
     raise _no_such_pass(pass_, values)
 
 

@@ -204,9 +204,8 @@ def measured(
         bad, empty = logsumexp.isnan(), logsumexp == -torch.inf
         for name, value in found.items():
             if name not in ("received", "pooled_map"):
-                floating = value.is_floating_point()
-                value = value.masked_fill(empty, 0 if floating else -1)
-                found[name] = value.masked_fill(bad, torch.nan if floating else -1)
+                of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
+                found[name] = value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)
         return found
 
 

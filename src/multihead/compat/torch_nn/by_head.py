@@ -28,7 +28,7 @@ def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
     """Whether a call is computed here.
 
     Under dropout it always is, so that it falls as that of the original does. Without it a kernel is the better one
-    for gradients, for masks of which it skips a part, and for many keys; the native one for whatever returns no weights.
+    for gradients, for masks of which it skips a part, and for many keys; the native one where no weights are returned.
     """
     shape = request.shape
     if shape.device.type != "cpu" or torch.compiler.is_compiling() or not shape.cells:
