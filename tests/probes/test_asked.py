@@ -44,7 +44,9 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     q, k = torch.randn(1, 2, 70, 8), torch.randn(1, 1, 130, 8)
-    request = request_of(q, k, k, masks.Causal() & masks.Keep(torch.rand(70, 130) < 0.7, "queries keys"), query_start=50)
+    request = request_of(
+        q, k, k, masks.Causal() & masks.Keep(torch.rand(70, 130) < 0.7, "queries keys"), query_start=50
+    )
     bounds = bounds_of(request)
     output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
     assert output.shape == (1, 2, 70, 8)
