@@ -69,8 +69,10 @@ MASKS: dict[str, masks.Mask] = {
 }
 
 
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in MASKS), *((name, torch.bfloat16) for name in ("full", "lengths", "gaps"))],
+)
 def test_long_calls_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
     case = long(dtype=dtype, mask=MASKS[name])
     assert_within_budget(case, "native", seen=seen_by(case), instruction_sets=SETS)
