@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -259,3 +260,10 @@ def test_it_takes_tensors_and_numbers_alone() -> None:
         "Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed) -> (Tensor, Tensor)"
     )
     assert native_operator.attention._opoverload is operator.default
+
+
+def test_the_example_in_its_docstring_runs() -> None:
+    """Doctest does not look into an operator by itself."""
+    text = native_operator.attention._init_fn.__doc__ or ""
+    example = doctest.DocTestParser().get_doctest(text, {"torch": torch}, "attention", None, 0)
+    assert doctest.DocTestRunner().run(example) == (0, 6)
