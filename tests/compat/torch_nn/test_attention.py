@@ -158,9 +158,7 @@ def test_outputs_weights_and_gradients_are_the_originals(call: Call, seed: int) 
 
 @given(calls, st.integers(0, 2**31))
 @settings(max_examples=60)
-def test_without_gradients_they_are_too_and_asking_for_weights_changes_rounding_alone(
-    call: Call, seed: int
-) -> None:
+def test_without_gradients_they_are_too_and_asking_for_weights_changes_rounding_alone(call: Call, seed: int) -> None:
     torch.manual_seed(seed)
     theirs, ours = call.layer
     inputs, given = inputs_of(call, theirs), call.masks()
