@@ -52,16 +52,16 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute a call in one pass over its keys, and the wanted statistics with it."""
-    ready = _ready(request)
+    ready = made_ready(request)
     measuring = Measuring.of(request, bounds, request.wanted) if request.wanted else None
     # Drawn from torch's own generator, so torch.manual_seed repeats it.
     seed = int(torch.randint(1 << 62, ())) if request.dropout else 0
-    job = _Job(ready, bounds, measuring, seed)
+    job = Job(ready, bounds, measuring, seed)
     if torch.is_grad_enabled() and _follows(ready):
         inputs = (ready.q, ready.k, ready.v, ready.bias, ready.sinks)
         output, logsumexp = _Differentiable.apply(*inputs, job)  # type: ignore[no-untyped-call]
     else:
-        output, logsumexp = _forward(job)
+        output, logsumexp = forward(job)
     if measuring is None:
         return Attended(output, logsumexp)
     return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
@@ -79,7 +79,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     cells = int(tiles.clamp(min=0).sum()) * height * width
     cells = min(cells, bounds.start.shape[0] * shape.query_length * shape.key_length)
     cells *= shape.num_heads * (shape.batch if bounds.shared else 1)
-    fields = _forward_fields(_Job(_ready(request), bounds, None, 0), Rows(WHOLE, bounds, None))
+    fields = _forward_fields(Job(made_ready(request), bounds, None, 0), Rows(WHOLE, bounds, None))
     held = library.workspace(library.FORWARD, fields)
     rows = shape.batch * shape.num_heads * shape.query_length
     outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
@@ -89,7 +89,7 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     return Work(cells, held + outputs + dense)
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """One call as the kernel takes it.
 
     Fields:
@@ -105,7 +105,7 @@ class _Job(NamedTuple):
     seed: int
 
 
-def _ready(request: AttentionRequest) -> AttentionRequest:
+def made_ready(request: AttentionRequest) -> AttentionRequest:
     """Return the request as the kernel takes it; every step has a gradient."""
     q, k, v = features_beside(request.q), features_beside(request.k), features_beside(request.v)
     bias, sinks = request.bias, request.sinks
@@ -127,7 +127,7 @@ def _follows(request: AttentionRequest) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in (request.bias, request.sinks))
 
 
-def _forward(job: _Job) -> tuple[Tensor, Tensor]:
+def forward(job: Job) -> tuple[Tensor, Tensor]:
     """Compute output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries)."""
     shape, measuring = job.request.shape, job.measuring
     output = torch.empty_like(job.request.q)  # in its order of memory: heads that were split merge without a copy
@@ -148,7 +148,7 @@ def _forward(job: _Job) -> tuple[Tensor, Tensor]:
     return output, logsumexp
 
 
-def _run(job: _Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Measuring | None) -> None:
+def _run(job: Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Measuring | None) -> None:
     """Run the forward pass over some rows."""
     fields = _forward_fields(job, rows)
     fields[_OUTPUT], fields[_LOGSUMEXP] = output.data_ptr(), logsumexp.data_ptr()
@@ -158,7 +158,7 @@ def _run(job: _Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Me
     library.run(library.FORWARD, fields)
 
 
-def _forward_fields(job: _Job, rows: Rows) -> Fields:
+def _forward_fields(job: Job, rows: Rows) -> Fields:
     """Lay out the inputs of the forward pass."""
     request = job.request
     fields = call_fields(request, rows, request.q, request.k)
@@ -171,8 +171,8 @@ def _forward_fields(job: _Job, rows: Rows) -> Fields:
     return fields
 
 
-def _backward(
-    job: _Job, outputs: tuple[Tensor, Tensor], of_output: Tensor, of_logsumexp: Tensor | None, *, bias_wanted: bool
+def backward(
+    job: Job, outputs: tuple[Tensor, Tensor], of_output: Tensor, of_logsumexp: Tensor | None, *, bias_wanted: bool
 ) -> Inputs:
     """Compute the gradients of q, k, v, bias and sinks."""
     request, (output, logsumexp) = job.request, outputs
@@ -220,9 +220,9 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, job: _Job
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor]:
-        output, logsumexp = _forward(job)
+        output, logsumexp = forward(job)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
         ctx.job = job
         ctx.set_materialize_grads(False)
@@ -239,7 +239,7 @@ class _Differentiable(torch.autograd.Function):
         *_, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
         if of_output is None:
             of_output = torch.zeros_like(output)
-        found = _backward(
+        found = backward(
             ctx.job,
             (output, logsumexp),
             features_beside(of_output),

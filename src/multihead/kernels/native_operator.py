@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_share
-from multihead.kernels.native import _backward, _forward, _Job, _ready, refusal
+from multihead.kernels.native import Job, backward, forward, made_ready, refusal
 from multihead.kernels.native_fields import features_beside
 from multihead.masks import Full, Keep
 from multihead.masks.dense import refuse_unless_fitting
@@ -70,7 +70,7 @@ def attention(
     >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
     True
     """
-    return _forward(_job((q, k, v), (start, stop, seen), bias, sinks, (scale, softcap, dropout), seed))
+    return forward(_job((q, k, v), (start, stop, seen), bias, sinks, (scale, softcap, dropout), seed))
 
 
 @torch.library.custom_op("multihead::attention_backward", mutates_args=(), device_types="cpu")
@@ -121,7 +121,7 @@ def attention_backward(
     job = _job((q, k, v), (start, stop, seen), bias, sinks, (scale, softcap, dropout), seed, bias_wanted=bias_wanted)
     _refuse_other_sizes(job.request.shape, output, logsumexp, of_output, of_logsumexp)
     ready = features_beside(output), logsumexp.contiguous()
-    dq, dk, dv, dbias, dsinks = _backward(job, ready, features_beside(of_output), of_logsumexp, bias_wanted=bias_wanted)
+    dq, dk, dv, dbias, dsinks = backward(job, ready, features_beside(of_output), of_logsumexp, bias_wanted=bias_wanted)
     if bias is None or dbias is None:
         dbias = q.new_empty(0)
     elif bias.shape[-1] != dbias.shape[-1]:  # one number for all keys
@@ -187,7 +187,7 @@ def _job(
     seed: Tensor | None,
     *,
     bias_wanted: bool = False,
-) -> _Job:
+) -> Job:
     """Check what was given: an operator can be called by anybody, and the kernel reads memory by what it is told."""
     shape = AttentionShape.of(*qkv)
     scale, softcap, dropout = numbers
@@ -214,7 +214,7 @@ def _job(
     reason = refusal(request, bounds)
     if reason is not None:
         raise ArgumentError(f"torch.ops.multihead.attention refuses: {reason}.", "Call multihead.attention.")
-    return _Job(_ready(request), bounds, None, 0 if seed is None else int(seed))
+    return Job(made_ready(request), bounds, None, 0 if seed is None else int(seed))
 
 
 def _refuse_unless_edge(name: str, edge: Tensor, shape: AttentionShape) -> None:
