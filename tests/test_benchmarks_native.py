@@ -217,6 +217,7 @@ def test_the_rules_are_measured_with_requests_of_their_class(name: str, training
     assert found == {name + training}
 
 
+@needs_library
 def test_the_rules_are_written_into_their_source() -> None:
     source = Path(written_rules.__file__).read_text(encoding="utf-8")
     old, other = (
