@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multihead import masks
 from multihead.errors import ArgumentError
@@ -315,3 +316,20 @@ def test_an_input_changed_before_the_backward_pass_is_refused() -> None:
     v.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_tensors_that_hold_no_memory_of_their_own_are_refused() -> None:
+    """A tracer's tensors have no address, and reading there ended the process."""
+    with FakeTensorMode():
+        q = torch.randn(1, 2, 5, 4)
+    reason = native.refusal(request_of(q, q, q), bounds_of(request_of(*torch.zeros(3, 1, 2, 5, 4))))
+    assert reason == "it reads plain tensors, and one is a FakeTensor"
+
+
+def test_a_negated_view_is_read_as_it_is_meant() -> None:
+    """The imaginary part of a conjugate holds its numbers with the other sign."""
+    z = torch.randn(3, 1, 2, 5, 4, dtype=torch.complex64).conj()
+    q, k, v = z.imag.unbind()
+    assert q.is_neg()
+    expected = attention(q.clone(), k.clone(), v.clone(), kernel="reference")
+    torch.testing.assert_close(attention(q, k, v, kernel="native"), expected, atol=1e-6, rtol=0)
