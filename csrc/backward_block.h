@@ -10,37 +10,17 @@ namespace {
 
 // ---------------------------------------------------------------- products
 
-// C = A B of one tile as in product.h, but with the rows of B `b_stride` apart: one copy of Q serves as A and as B.
-template <bool TRANSPOSED, class End>
-INLINE void strided_product(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t depth,
-                            End end) {
-  Floats c[ROWS][2];
-#pragma GCC unroll 16
-  for (int64_t row = 0; row < ROWS; row++) c[row][0] = c[row][1] = (Floats){};
-  for (int64_t k = 0; k < depth; k++) {
-    const Floats left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
-#pragma GCC unroll 16
-    for (int64_t row = 0; row < ROWS; row++) {
-      const Floats x = broadcast(TRANSPOSED ? a[k * a_stride + row] : a[row * a_stride + k]);
-      c[row][0] += x * left;
-      c[row][1] += x * right;
-    }
-  }
-#pragma GCC unroll 16
-  for (int64_t row = 0; row < ROWS; row++) end(row, c[row][0], c[row][1]);
-}
-
 // Add A B, or A^T B, to ROWS rows of `width` floats. A is of scores, B (depth, width).
 template <bool TRANSPOSED>
 INLINE void add_product(const float *a, const float *b, int64_t b_stride, int64_t depth, float *to, int64_t width) {
   for (int64_t column = 0; column < width; column += COLUMNS) {
     float *corner = to + column;
-    strided_product<TRANSPOSED>(a, SCORES_STRIDE, b + column, b_stride, depth,
-                                [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                                  float *at = corner + row * width;
-                                  store(at, load(at) + left);
-                                  store(at + LANES, load(at + LANES) + right);
-                                });
+    const auto add = [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
+      float *at = corner + row * width;
+      store(at, load(at) + left);
+      store(at + LANES, load(at + LANES) + right);
+    };
+    product<TRANSPOSED>(a, SCORES_STRIDE, b + column, depth, add, b_stride);
   }
 }
 

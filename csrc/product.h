@@ -7,14 +7,14 @@ namespace {
 constexpr int64_t ROWS = TILE_ROWS, COLUMNS = 2 * LANES;  // of a register tile
 
 // C = A B of one tile. A is (ROWS, depth) with rows `stride` apart, or its transpose where TRANSPOSED;
-// B is a panel (depth, COLUMNS). end(row, left, right) gets each row of C as two vectors.
+// B is a panel (depth, COLUMNS), or has rows `b_stride` apart. end(row, left, right) gets each row of C as two vectors.
 template <bool TRANSPOSED, class End>
-INLINE void product(const float *a, int64_t stride, const float *b, int64_t depth, End end) {
+INLINE void product(const float *a, int64_t stride, const float *b, int64_t depth, End end, int64_t b_stride = COLUMNS) {
   Floats c[ROWS][2];
 #pragma GCC unroll 16
   for (int64_t row = 0; row < ROWS; row++) c[row][0] = c[row][1] = (Floats){};
   for (int64_t k = 0; k < depth; k++) {
-    const Floats left = load(b + k * COLUMNS), right = load(b + k * COLUMNS + LANES);
+    const Floats left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
 #pragma GCC unroll 16
     for (int64_t row = 0; row < ROWS; row++) {
       const Floats x = broadcast(TRANSPOSED ? a[k * stride + row] : a[row * stride + k]);

@@ -20,13 +20,11 @@ from benchmarks.measure import Ratio
 from benchmarks.native_cases import CASES, Accuracy, Case
 from benchmarks.native_rows import Row
 from multihead import masks
-from multihead.kernels import library
 from multihead.kernels import rules as written_rules
 from multihead.kernels.rules import CLASSES, TRAINING, Measured, class_of
 from multihead.masks.dense import Place, visible
 from multihead.plan.bounds import bounds_of
-
-needs_library = pytest.mark.skipif(library.absence() is not None, reason="the native library is not built")
+from tests.kernel_names import needs_native
 
 FASTER = Case("a line", "a case", "a rival", lambda: pytest.fail("not set up"), least=2.0, wide=3.0)
 COST = dataclasses.replace(FASTER, name="a cost", least=None, most=1.1, wide=None)
@@ -65,7 +63,7 @@ def test_a_window_in_blocks_is_a_window() -> None:
     torch.testing.assert_close(duels.window_in_blocks(q, k, v, size=8), right)
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize(
     "make",
     [
@@ -193,13 +191,13 @@ def test_a_name_that_fits_no_case_is_refused() -> None:
         native.compare("avx2", only="nothing", seconds=1.0, resume=False, save=False)
 
 
-@needs_library
+@needs_native
 def test_an_instruction_set_that_does_not_exist_is_refused_with_those_there_are() -> None:
     with pytest.raises(click.UsageError, match=r"^There is no instruction set 'mmx'\. Give one of scalar, "):
         native.main.main(["--set", "mmx"], standalone_mode=False)
 
 
-@needs_library
+@needs_native
 def test_a_case_runs_in_a_process_that_is_held_to_its_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     told = {
@@ -217,7 +215,7 @@ def test_the_rules_are_measured_with_requests_of_their_class(name: str, training
     assert found == {name + training}
 
 
-@needs_library
+@needs_native
 def test_the_rules_are_written_into_their_source() -> None:
     source = Path(written_rules.__file__).read_text(encoding="utf-8")
     old, other = (

@@ -9,14 +9,12 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.tile import seen
 from multihead.plan.bounds import bounds_of
-from multihead.probes.asked import asked, takes
+from multihead.probes.asked import asked
 from multihead.probes.statistics import PROBES, _streamed
+from tests.kernel_names import needs_native
 from tests.oracle import pooled
 
-pytestmark = pytest.mark.skipif(
-    not takes(request_of(*torch.zeros(3, 1, 1, 2, 4)), bounds_of(request_of(*torch.zeros(3, 1, 1, 2, 4)))),
-    reason="the native library was not built",
-)
+pytestmark = needs_native
 MASKS = [
     masks.Full(),
     masks.Causal() & masks.Lengths((300, 7)),

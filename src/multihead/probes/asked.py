@@ -46,26 +46,26 @@ def asked(
         request = replace(request, bias=request.bias.float())
     found = one_pass(request, bounds, names, special_keys) if ONE_PASS & set(names) else {}
     if SECOND_PASS & set(names):
-        shape = request.shape
-        maps = [
-            PooledMap.zero(
-                shape.num_heads, shape.query_length, shape.key_length, size=map_size, device=torch.device("cpu")
-            )
-            for _ in range(shape.batch)
-        ]
-        cell = (maps[0].row_block, maps[0].column_block) if maps and "pooled_map" in names else None
-        received, sums = second_pass(request, bounds, logsumexp, cell=cell)
-        found["received"] = received
-        if "pooled_map" in names:
-            for sample, pooled in enumerate(maps):
-                if sums is not None:
-                    pooled.sums.copy_(sums[sample])
+        blank = _blank_map(request, map_size)
+        cell = (blank.row_block, blank.column_block) if "pooled_map" in names else None
+        found["received"], sums = second_pass(request, bounds, logsumexp, cell=cell)
+        if sums is not None:
+            means = [blank.sums]  # what an empty batch takes its shape from
+            for sample in range(request.shape.batch):
+                pooled = _blank_map(request, map_size)
+                pooled.sums.copy_(sums[sample])
                 _count(pooled, request, bounds, sample)
-            shape_of_map = PooledMap.zero(
-                shape.num_heads, shape.query_length, shape.key_length, size=map_size, device=torch.device("cpu")
-            ).sums
-            found["pooled_map"] = torch.stack([pooled.means() for pooled in maps] or [shape_of_map])[: shape.batch]
+                means.append(pooled.means())
+            found["pooled_map"] = torch.stack(means)[1:]
     return {name: found[name].float() if found[name].is_floating_point() else found[name] for name in names}
+
+
+def _blank_map(request: AttentionRequest, map_size: int) -> PooledMap:
+    """Lay out the map of one sample."""
+    shape = request.shape
+    return PooledMap.zero(
+        shape.num_heads, shape.query_length, shape.key_length, size=map_size, device=torch.device("cpu")
+    )
 
 
 def _count(pooled: PooledMap, request: AttentionRequest, bounds: KeyBounds, sample: int) -> None:

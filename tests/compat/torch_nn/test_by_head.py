@@ -14,9 +14,9 @@ from multihead.call import AttentionCall, AttentionRequest
 from multihead.compat.torch_nn import by_head
 from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.functional import request_of
-from multihead.kernels import library
 from multihead.listening import listen
 from multihead.masks.dense import Place, visible
+from tests.kernel_names import needs_native
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 3, 4, 5, 6, 4
 MASKS = {
@@ -146,7 +146,7 @@ def test_it_takes_dropout_and_plain_calls_without_gradients_and_leaves_the_rest(
     assert not suits(request_of(torch.zeros(1, 1, 0, 2), *(torch.zeros(1, 1, 3, 2),) * 2), need_weights=True)
 
 
-@pytest.mark.skipif(library.absence() is not None, reason="the native library was not built")
+@needs_native
 def test_without_weights_it_leaves_plain_calls_to_the_native_kernel_and_keeps_dropout() -> None:
     q = torch.zeros(1, 2, 3, 4)
     assert not suits(request_of(q, q, q), need_weights=False)
