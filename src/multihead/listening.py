@@ -49,6 +49,12 @@ def wanted() -> frozenset[str]:
 
 
 def publish(call: AttentionCall) -> None:
-    """Tell every listener of a call."""
+    """Tell every listener of a call, once: not again where a backward pass computes a checkpointed one anew."""
+    if _runs_backward():
+        return
     for listener in listeners():
         listener.hear(call)
+
+
+def _runs_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public word for it
