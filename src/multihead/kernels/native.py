@@ -23,6 +23,7 @@ from multihead.kernels.native_fields import (
     features_beside,
     put,
     put_broadcast,
+    room,
 )
 from multihead.kernels.native_statistics import Measuring
 from multihead.plan.bounds import KeyBounds
@@ -55,7 +56,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     ready = made_ready(request)
     measuring = Measuring.of(request, bounds, request.wanted) if request.wanted else None
     # Drawn from torch's own generator, so torch.manual_seed repeats it.
-    seed = int(torch.randint(1 << 62, ())) if request.dropout else 0
+    seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
     job = Job(ready, bounds, measuring, seed)
     if torch.is_grad_enabled() and _follows(ready):
         inputs = (ready.q, ready.k, ready.v, ready.bias, ready.sinks)
@@ -132,9 +133,9 @@ def forward(job: Job) -> tuple[Tensor, Tensor]:
     shape, measuring = job.request.shape, job.measuring
     output = torch.empty_like(job.request.q)  # in its order of memory: heads that were split merge without a copy
     if shape.value_dim != shape.head_dim or output.stride(-1) != 1:
-        output = torch.empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim, dtype=shape.dtype)
+        output = job.request.v.new_empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim)
         output = output.transpose(1, 2)
-    logsumexp = torch.empty(shape.batch, shape.num_heads, shape.query_length)
+    logsumexp = room(shape.batch, shape.num_heads, shape.query_length)
     for rows in blocks(job.request, job.bounds):
         if rows.rows is WHOLE:
             _run(job, rows, output, logsumexp, measuring)
@@ -179,7 +180,7 @@ def backward(
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (request.q, request.k, request.v))
     # The kernel writes the gradients of a head's features beside each other too.
     dq, dk, dv = (features_beside(tensor) for tensor in (dq, dk, dv))
-    dbias = torch.zeros(request.bias.shape) if bias_wanted and request.bias is not None else None
+    dbias = room(*request.bias.shape).zero_() if bias_wanted and request.bias is not None else None
     delta = torch.empty_like(logsumexp)
     sums: tuple[Tensor, Tensor] | None = None
     for rows in blocks(request, job.bounds):

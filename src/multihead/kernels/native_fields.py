@@ -132,6 +132,11 @@ def put_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
     )
 
 
+def room(*size: int) -> Tensor:
+    """Make room for float32 numbers that the kernel writes, whatever default dtype and device are set."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
+
+
 def features_beside(tensor: Tensor) -> Tensor:
     """Return a tensor whose features lie beside each other as they are meant: itself, if they do."""
     if tensor.is_neg():

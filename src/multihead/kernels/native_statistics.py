@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.kernels import library
 from multihead.kernels.library import AT
-from multihead.kernels.native_fields import WHOLE, Fields, blocks, call_fields, features_beside
+from multihead.kernels.native_fields import WHOLE, Fields, blocks, call_fields, features_beside, room
 from multihead.plan.bounds import KeyBounds
 
 # What each statistic is made of, by the names of csrc/call.h.
@@ -68,10 +68,11 @@ class Measuring:
         rows = (shape.batch, shape.num_heads, shape.query_length)
         for name in {_FIELD[name] for name in names}:
             size = (len(_OFFSETS), *rows) if name == "at_offsets" else rows
-            made.raw[name] = torch.empty(size, dtype=torch.int64 if name == "largest_key" else torch.float32)
+            dtype = torch.int64 if name == "largest_key" else torch.float32
+            made.raw[name] = torch.empty(size, dtype=dtype, device="cpu")
         start = request.query_start
         if names:
-            whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start)
+            whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
             made.needs["query_start"] = whole.to(torch.int64).contiguous()
         if "at_offsets" in made.raw:
             made.needs["offsets"] = _OF_OFFSETS
@@ -113,7 +114,7 @@ class Measuring:
 def first_keys(bounds: KeyBounds) -> Tensor:
     """Return the first key that some query of each sample may see: (batch or 1,), -1 where there is none."""
     if not bounds.start.shape[1]:
-        return torch.full((bounds.start.shape[0],), -1)
+        return torch.full((bounds.start.shape[0],), -1, device="cpu")
     behind = torch.iinfo(torch.int64).max
     first = bounds.start.masked_fill(bounds.sees_nothing, behind).amin(1)
     return first.masked_fill(first == behind, -1)
@@ -134,7 +135,7 @@ def one_pass(
     """
     shape = request.shape
     measuring = Measuring.of(request, bounds, names, special_keys)
-    logsumexp = torch.empty(shape.batch, shape.num_heads, shape.query_length)
+    logsumexp = room(shape.batch, shape.num_heads, shape.query_length)
     q, k = features_beside(request.q), features_beside(request.k)
     for rows in blocks(request, bounds):
         fields = call_fields(request, rows, q, k)
@@ -168,10 +169,10 @@ def second_pass(
     """
     shape = request.shape
     size = (shape.batch, shape.num_heads)
-    received = torch.zeros(*size, shape.key_length)
+    received = room(*size, shape.key_length).zero_()
     pooled = None
     if cell is not None:
-        pooled = torch.zeros(*size, -(-shape.query_length // cell[0]), -(-shape.key_length // cell[1]))
+        pooled = room(*size, -(-shape.query_length // cell[0]), -(-shape.key_length // cell[1])).zero_()
     q, k = features_beside(request.q), features_beside(request.k)
     for rows in blocks(request, bounds, step=1 if cell is None else cell[0]):
         part, map_part = received, pooled
@@ -179,7 +180,7 @@ def second_pass(
             part, map_part = torch.empty_like(received), None
             if cell is not None:
                 first, behind = rows.rows.start // cell[0], -(-rows.rows.stop // cell[0])
-                map_part = torch.empty(*size, behind - first, -(-shape.key_length // cell[1]))
+                map_part = room(*size, behind - first, -(-shape.key_length // cell[1]))
         row_logsumexp = rows.of(logsumexp).contiguous()
         fields = call_fields(request, rows, q, k)
         fields[AT["logsumexp"]], fields[AT["received"]] = row_logsumexp.data_ptr(), part.data_ptr()
