@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from multihead.masks import Mask
+from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 
 
@@ -24,7 +25,7 @@ class AttentionRequest:
         mask: which keys each query may see.
         scale: what q . k is multiplied by.
         query_start: where the first query stands among the keys; a tensor has one a sample.
-        bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None.
+        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a Relative; or None.
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a learned logit a head that takes weight and gives no value, or None.
         dropout: share of the weights dropped.
@@ -40,7 +41,7 @@ class AttentionRequest:
     mask: Mask
     scale: float
     query_start: int | Tensor = 0
-    bias: Tensor | None = None
+    bias: Bias | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0

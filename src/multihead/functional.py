@@ -22,7 +22,7 @@ from multihead.plan.bounds import bounds_of
 from multihead.plan.tiles import seen_share
 from multihead.probes import statistics as probes
 from multihead.probes import weights as tiles
-from multihead.scores.bias import refuse_unless_bias_fits
+from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
 from multihead.shapes import AttentionShape, resolved_query_start
@@ -36,7 +36,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask = _FULL,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -53,7 +53,8 @@ def attention(
         k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
         v: (batch, kv_heads, keys, value_dim).
         mask: which keys each query may see.
-        bias: added to the scores, broadcasting to (batch, heads, queries, keys); -inf hides a key.
+        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.Relative` where
+            it depends on the distance only; -inf hides a key.
         softcap: c of c * tanh(scores / c), before the bias.
         sinks: (heads,), a learned logit a head that takes weight and gives no value.
         scale: what q . k is multiplied by, 1 / sqrt(head_dim) if None.
@@ -83,7 +84,7 @@ def attention_with_logsumexp(
     v: Tensor,
     *,
     mask: Mask = _FULL,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -114,7 +115,7 @@ def weights(
     k: Tensor,
     *,
     mask: Mask = _FULL,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -158,7 +159,7 @@ def statistics(
     k: Tensor,
     *,
     mask: Mask = _FULL,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -235,7 +236,7 @@ def explain(
     v: Tensor,
     *,
     mask: Mask = _FULL,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -274,7 +275,7 @@ def request_of(
     k: Tensor,
     v: Tensor,
     mask: Mask = _FULL,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,

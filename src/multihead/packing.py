@@ -11,6 +11,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, ShapeError
 from multihead.masks import Causal, Documents, Full, Lengths, Mask, Window
 from multihead.masks.values import And, Or
+from multihead.reading import readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +73,8 @@ class Packing:
                 f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",
                 f"Give one length a sample: shape ({batch},).",
             )
-        readable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and batch and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+        checked = readable(counts.device)
+        if checked and batch and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
             wrong = int(counts.min()) if int(counts.min()) < 0 else int(counts.max())
             raise ArgumentError(
                 f"{name} holds {wrong}, and the batch is padded to {length} tokens.",

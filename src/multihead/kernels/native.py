@@ -12,6 +12,7 @@ from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import library
 from multihead.kernels.library import AT
+from multihead.kernels.native_bias import BiasGradient
 from multihead.kernels.native_fields import (
     DTYPES,
     WHOLE,
@@ -22,11 +23,12 @@ from multihead.kernels.native_fields import (
     call_fields,
     features_beside,
     put,
-    put_broadcast,
     room,
 )
 from multihead.kernels.native_statistics import Measuring
 from multihead.plan.bounds import KeyBounds
+from multihead.scores.bias import values_of
+from multihead.scores.relative import Relative
 
 KEEPS_NAN_APART = True  # what is not finite is put away inside, key by key
 # Rows and columns of a register tile, in which the kernel computes all cells or none.
@@ -59,7 +61,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
     job = Job(ready, bounds, measuring, seed)
     if torch.is_grad_enabled() and _follows(ready):
-        inputs = (ready.q, ready.k, ready.v, ready.bias, ready.sinks)
+        inputs = (ready.q, ready.k, ready.v, _bias_of(ready), ready.sinks)
         output, logsumexp = _Differentiable.apply(*inputs, job)  # type: ignore[no-untyped-call]
     else:
         output, logsumexp = forward(job)
@@ -110,7 +112,9 @@ def made_ready(request: AttentionRequest) -> AttentionRequest:
     """Return the request as the kernel takes it; every step has a gradient."""
     q, k, v = features_beside(request.q), features_beside(request.k), features_beside(request.v)
     bias, sinks = request.bias, request.sinks
-    if bias is not None:
+    if isinstance(bias, Relative):
+        bias = bias if _plain_float(bias.values) else Relative(bias.values.float().contiguous())
+    elif bias is not None:
         bias = bias.float()
         if bias.requires_grad:
             bias = bias.expand(-1, -1, -1, request.shape.key_length)  # its gradient has a column for each key
@@ -121,11 +125,20 @@ def made_ready(request: AttentionRequest) -> AttentionRequest:
     return replace(request, q=q, k=k, v=v, bias=bias, sinks=sinks)
 
 
+def _plain_float(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+def _bias_of(request: AttentionRequest) -> Tensor | None:
+    """Return the tensor that the bias is written in."""
+    return None if request.bias is None else values_of(request.bias)
+
+
 def _follows(request: AttentionRequest) -> bool:
     """Tell whether some input wants a gradient."""
     if request.q.requires_grad or request.k.requires_grad or request.v.requires_grad:
         return True
-    return any(tensor is not None and tensor.requires_grad for tensor in (request.bias, request.sinks))
+    return any(tensor is not None and tensor.requires_grad for tensor in (_bias_of(request), request.sinks))
 
 
 def forward(job: Job) -> tuple[Tensor, Tensor]:
@@ -180,10 +193,10 @@ def backward(
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (request.q, request.k, request.v))
     # The kernel writes the gradients of a head's features beside each other too.
     dq, dk, dv = (features_beside(tensor) for tensor in (dq, dk, dv))
-    dbias = room(*request.bias.shape).zero_() if bias_wanted and request.bias is not None else None
+    of_bias = BiasGradient.of(request) if bias_wanted and request.bias is not None else None
     delta = torch.empty_like(logsumexp)
     sums: tuple[Tensor, Tensor] | None = None
-    for rows in blocks(request, job.bounds):
+    for rows in blocks(request, job.bounds, height=None if of_bias is None else of_bias.height):
         fields = _forward_fields(job, rows)
         row_logsumexp = rows.of(logsumexp).contiguous()
         row_delta = delta if rows.rows is WHOLE else torch.empty_like(row_logsumexp)
@@ -196,9 +209,11 @@ def backward(
         put(fields, "dq", rows.of(dq))
         put(fields, "dk", dk)
         put(fields, "dv", dv)
-        if dbias is not None:
-            put_broadcast(fields, "dbias", rows.of(dbias) if dbias.shape[2] > 1 else dbias)
+        if of_bias is not None:
+            of_bias.put_into(fields, rows)
         library.run(library.BACKWARD, fields)
+        if of_bias is not None:
+            of_bias.take(rows)
         if rows.rows is not WHOLE:
             delta[:, :, rows.rows] = row_delta
             # Float, because half precision would lose what many blocks add to one key; a copy, because the next block
@@ -207,7 +222,8 @@ def backward(
             sums = added if sums is None else (sums[0] + added[0], sums[1] + added[1])
     if sums is not None:
         dk, dv = sums[0].to(dk.dtype), sums[1].to(dv.dtype)
-    return dq, dk, dv, dbias, None if request.sinks is None else _of_sinks(request.sinks, logsumexp, delta)
+    dsinks = None if request.sinks is None else _of_sinks(request.sinks, logsumexp, delta)
+    return dq, dk, dv, None if of_bias is None else of_bias.found, dsinks
 
 
 def _of_sinks(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from multihead.kernels import library
 from multihead.kernels.library import AT
 from multihead.masks.dense import Place, visible
 from multihead.plan.bounds import KeyBounds
+from multihead.scores.bias import Bias
+from multihead.scores.relative import Relative
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # A part of the mask that is no interval is made dense for so many bytes of queries x keys at a time.
@@ -47,16 +49,18 @@ class Rows(NamedTuple):
         return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
 
 
-def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
+def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1, height: int | None = None) -> Iterator[Rows]:
     """Yield all queries at once, or block by block where what they see must be written down cell by cell.
 
-    A block's first query is a multiple of `step`.
+    A block's first query is a multiple of `step`; with a `height` there are blocks of at most so many queries.
     """
-    if bounds.remainder is None:
+    queries = request.shape.query_length
+    if not queries or (bounds.remainder is None and height is None):
         yield Rows(WHOLE, bounds, None)
         return
-    height = -(-block_height(request, bounds) // step) * step
-    queries = request.shape.query_length
+    if bounds.remainder is not None:
+        height = min(block_height(request, bounds), height or queries)
+    height = -(-max(height or 1, 1) // step) * step
     for first in range(0, queries, height):
         rows = slice(first, min(first + height, queries))
         place = Place.of(
@@ -67,7 +71,7 @@ def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> It
             rows=rows,
         )
         part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
-        yield Rows(rows, part, visible(bounds.remainder, place))
+        yield Rows(rows, part, None if bounds.remainder is None else visible(bounds.remainder, place))
 
 
 def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
@@ -109,11 +113,22 @@ def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> 
     if request.softcap is not None:
         fields[AT["softcap"]] = request.softcap
     if request.bias is not None:
-        bias = rows.of(request.bias) if request.bias.shape[2] > 1 else request.bias
-        put_broadcast(fields, "bias", bias)
+        put_bias(fields, request.bias, rows, shape.query_length)
     if rows.seen is not None:
         put_broadcast(fields, "seen", rows.seen)
     return fields
+
+
+def put_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
+    """Put in the bias of some rows: along a diagonal of a Relative one number, a row further on one number back."""
+    if isinstance(bias, Relative):
+        values = bias.values
+        first = AT["bias_batch"]
+        steps = (stride if size > 1 else 0 for size, stride in zip(values.shape[:2], values.stride(), strict=False))
+        fields[AT["bias"]] = values.data_ptr() + values.element_size() * (queries - 1 - (rows.rows.start or 0))
+        fields[first : first + 4] = (*steps, -1, 1)
+    else:
+        put_broadcast(fields, "bias", rows.of(bias) if bias.shape[2] > 1 else bias)
 
 
 def put(fields: Fields, name: str, tensor: Tensor) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from multihead.call import Attended, AttentionRequest
 from multihead.kernels.tile import seen
 from multihead.plan.bounds import KeyBounds
+from multihead.reading import readable
+from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 
 ROWS = 256  # queries looked at in one step where cells must be read: the memory stays O(keys)
 
@@ -18,15 +20,18 @@ def quarantined(request: AttentionRequest, bounds: KeyBounds) -> tuple[Attention
     """Put zeros for what is not finite, and name the queries that were meant to see it.
 
     0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward.
-    A sum tells at the price of reading the tensors once that there is nothing to do, which is the usual case.
+    A sum tells at the price of reading the tensors once that there is nothing to do, which is the usual case; where
+    values cannot be read, everything is done as if there were.
 
     Returns: the request, cleaned where needed, and (batch, heads, queries) bool, the rows that are NaN, or None.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
-    finite = torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum())
-    bias_bad = None if bias is None else bias.detach().isnan() | (bias.detach() == torch.inf)
-    if bool(finite) and (bias_bad is None or not bool(bias_bad.any())):
-        return request, None
+    numbers = None if bias is None else values_of(bias).detach()
+    bad_numbers = None if numbers is None else numbers.isnan() | (numbers == torch.inf)
+    if readable(request.shape.device):
+        finite = torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum())
+        if bool(finite) and (bad_numbers is None or not bool(bad_numbers.any())):
+            return request, None
     bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
     bad_keys = ~(torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1))  # (batch, kv_heads, keys)
     cleaned = replace(
@@ -34,11 +39,14 @@ def quarantined(request: AttentionRequest, bounds: KeyBounds) -> tuple[Attention
         q=q.masked_fill(bad_queries[..., None], 0),
         k=k.masked_fill(bad_keys[..., None], 0),
         v=v.masked_fill(bad_keys[..., None], 0),
-        bias=None if bias is None or bias_bad is None else bias.masked_fill(bias_bad, 0),
     )
+    bad_bias = None
+    if bias is not None and bad_numbers is not None:
+        cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
+        bad_bias = with_values(bias, bad_numbers.float())
     bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
     sees_any = ~bounds.sees_nothing[:, None]  # (batch or 1, 1, queries)
-    return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bias_bad)
+    return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bad_bias)
 
 
 def poisoned(attended: Attended, rows: Tensor) -> Attended:
@@ -51,7 +59,7 @@ def poisoned(attended: Attended, rows: Tensor) -> Attended:
     )
 
 
-def _sees(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bias_bad: Tensor | None) -> Tensor:
+def _sees(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None) -> Tensor:
     """Tell which queries see a bad key or a bad bias: (batch, heads, queries)."""
     shape = request.shape
     if bounds.remainder is None and request.bias is None:
@@ -63,7 +71,7 @@ def _sees(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bias_b
     for first in range(0, shape.query_length, ROWS):
         rows = slice(first, first + ROWS)
         bad = bad_keys[:, :, None]  # (batch, heads, 1, keys)
-        if bias_bad is not None:
-            bad = bad | (bias_bad[:, :, rows] if bias_bad.shape[2] > 1 else bias_bad)
+        if bad_bias is not None:
+            bad = bad | (bias_tile(bad_bias, shape, rows, slice(None)) != 0)
         found.append((bad & seen(request, rows)).any(-1).expand(shape.batch, shape.num_heads, -1))
     return torch.cat(found, 2) if found else bad_keys[..., :0]

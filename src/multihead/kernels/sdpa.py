@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels.tile import seen, working_dtype
 from multihead.plan.bounds import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
-from multihead.scores.bias import bias_tile
+from multihead.scores.bias import bias_tile, values_of
 from multihead.scores.sinks import with_sinks
 
 KEEPS_NAN_APART = False
@@ -30,7 +30,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return "PyTorch's fused CPU kernel has no dropout"
     if request.softcap is not None:
         return "PyTorch's fused kernels have no softcap"
-    if request.bias is not None and request.bias.requires_grad and torch.is_grad_enabled():
+    if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
         return "PyTorch's fused CPU kernel gives no gradient for a bias"
     return None
 
@@ -116,7 +116,8 @@ class _Cover:
         if request.bias is None:
             added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         else:
-            added = bias_tile(request.bias.detach(), rows, columns).to(dtype).masked_fill(hidden, -torch.inf)
+            added = bias_tile(request.bias, request.shape, rows, columns).detach().to(dtype)
+            added = added.masked_fill(hidden, -torch.inf)
         added = added[self.samples(piece)] if added.shape[0] > 1 else added
         batch = request.shape.batch if piece.sample is None else 1
         return added.expand(batch, request.shape.num_heads, -1, -1)

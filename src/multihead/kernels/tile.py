@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.masks.dense import Place, visible
-from multihead.scores.bias import bias_tile
+from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.scores.softcap import softcapped
 
 
@@ -38,7 +38,7 @@ def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice 
     product = (grouped.flatten(2, 3) * request.scale) @ k.mT  # (batch, kv_heads, group * queries, keys)
     cells = softcapped(product.unflatten(2, grouped.shape[2:4]).flatten(1, 2), request.softcap)
     if request.bias is not None:
-        cells = cells + bias_tile(request.bias, queries, keys).to(dtype)
+        cells = cells + bias_tile(request.bias, request.shape, queries, keys).to(dtype)
     return cells
 
 
@@ -58,7 +58,7 @@ def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = 
     )
     shown = visible(request.mask, place)
     if request.bias is not None:
-        shown = shown & (bias_tile(request.bias, queries, keys) != -torch.inf)
+        shown = shown & (bias_tile(request.bias, request.shape, queries, keys) != -torch.inf)
     return shown
 
 
@@ -75,6 +75,6 @@ def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
         k=request.k[:, kv_heads],
         v=request.v[:, kv_heads],
         shape=replace(request.shape, num_heads=len(heads), num_kv_heads=len(heads)),
-        bias=bias[:, heads] if bias is not None and bias.shape[1] > 1 else bias,
+        bias=bias if bias is None or values_of(bias).shape[1] == 1 else with_values(bias, values_of(bias)[:, heads]),
         sinks=None if sinks is None else sinks[heads],
     )

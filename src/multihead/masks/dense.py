@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.values import AXES, And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
+from multihead.reading import readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +146,9 @@ def _refuse_unless_counts_fit(mask: Lengths | Documents | Prefix, *, batch: int,
         raise MaskError(
             f"{mask!r} speaks of {shape[1]} queries, and the call has {queries}.", "Give one length a sample and query."
         )
-    unreadable = isinstance(counts, Tensor) and counts.device.type != "cpu"
-    if unreadable or torch.compiler.is_compiling() or 0 in shape:
-        return  # compiled, or on an accelerator where reading would make the host wait: bounds are clamped
+    device = counts.device if isinstance(counts, Tensor) else torch.device("cpu")
+    if not readable(device) or 0 in shape:
+        return  # in a graph, or on an accelerator where reading would make the host wait: bounds are clamped
     totals = as_tensor(counts, "cpu")
     longest = int((totals.sum(-1) if isinstance(mask, Documents) else totals).max())
     if longest > keys:

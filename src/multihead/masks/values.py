@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import MaskError, refuse_unless_integer
+from multihead.reading import readable
 
 AXES = ("batch", "heads", "queries", "keys")
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
@@ -358,7 +359,7 @@ def _counts(
                 f"Give integers of shape {form}.",
             )
         # Reading a tensor on an accelerator would make the host wait, and a compiler cannot read one.
-        if given.device.type == "cpu" and not torch.compiler.is_compiling() and bool((given < 0).any()):
+        if readable(given.device) and bool((given < 0).any()):
             raise MaskError(f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens.")
         return given
     rows = _as_rows(given, name, form)

@@ -18,6 +18,7 @@ from multihead.observation.record import LayerRecord, Record, SampleRecord
 from multihead.observation.trimming import Span, cut, spans, without_queries
 from multihead.probes.statistics import of_call, without_positions
 from multihead.probes.weights import tile
+from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics"]
 
@@ -71,7 +72,7 @@ class Ear:
     def hear(self, call: AttentionCall) -> None:
         """Take note of one call."""
         owner = call.request.owner
-        if owner is None or id(owner) not in self.names or _runs_backward():
+        if owner is None or id(owner) not in self.names:
             return
         name = self.names[id(owner)]
         with torch.no_grad():
@@ -199,8 +200,8 @@ class Ear:
             )
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         kept = self.keep != "statistics"
-        bias = None if request.bias is None else request.bias.detach()
-        if bias is not None and not kept and not bool((bias == -torch.inf).any()):
+        bias = request.bias
+        if bias is not None and not kept and not bool((values_of(bias) == -torch.inf).any()):
             bias = None  # it hides no key, and nothing else of it will be asked for
         nothing = torch.empty(0)
         request = replace(
@@ -210,7 +211,7 @@ class Ear:
             v=nothing,
             owner=None,
             shape=replace(request.shape, device=device),
-            bias=None if bias is None else bias.to(device),
+            bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
             sinks=None,  # their share is in the logsumexp
             query_start=int(request.query_start),
         )
@@ -274,8 +275,3 @@ def _flags_of_keys(special: Tensor | None, span: Span, index: int, offset: int, 
         return special[index : index + 1, : span.keys[1] - span.keys[0]]
     flags = special[span.sample : span.sample + 1, offset + span.keys[0] : offset + span.keys[1]]
     return torch.nn.functional.pad(flags, (0, span.keys[1] - span.keys[0] - flags.shape[1]))
-
-
-def _runs_backward() -> bool:
-    """Whether a backward pass runs: gradient checkpointing computes forward passes anew in it."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public word for it

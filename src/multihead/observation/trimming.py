@@ -15,6 +15,8 @@ from multihead.masks import Documents, Drop, Full, Keep, Lengths, Mask, Prefix
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Or
 from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.scores.bias import Bias
+from multihead.scores.relative import Relative
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
         shape=shape,
         mask=mask,
         query_start=position,
-        bias=None if request.bias is None else _tile(request.bias, span),
+        bias=None if request.bias is None else _bias_of_part(request.bias, request.shape.query_length, span),
         packed_lengths=None,
     )
     whole = (rows.stop - rows.start, columns.stop - columns.start) == (
@@ -174,6 +176,14 @@ def mask_of_part(mask: Mask, span: Span) -> Mask:
         ends = (lengths.cumsum(-1) - first_key).clamp(min=0)
         return Documents(ends.diff(prepend=torch.zeros_like(ends[:1])))
     return mask  # what speaks of positions only means the same everywhere
+
+
+def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
+    """Cut a bias to the rows and columns of one sample."""
+    if isinstance(bias, Relative):
+        part = bias.part(queries, span.queries, span.keys)
+        return part if len(part.values) == 1 else Relative(part.values[span.sample][None])
+    return _tile(bias, span)
 
 
 def _has_documents(mask: Mask) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
+from multihead.reading import readable, traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ def key_bounds(
     ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
     """
     device = torch.device(device)
-    if mask.holds_tensors or isinstance(query_start, Tensor) or torch.compiler.is_compiling():
+    if mask.holds_tensors or isinstance(query_start, Tensor) or traced():
         return _planned(mask, queries, keys, query_start, device)
     return _planned_once(mask, queries, keys, query_start, device)
 
@@ -98,11 +99,11 @@ def _planned(mask: Mask, queries: int, keys: int, query_start: int | Tensor, dev
     if not keys:
         return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    readable = device.type == "cpu" and not torch.compiler.is_compiling()
-    found = _bounds(mask, _Extent(row + start, keys, readable))
+    may_read = readable(device)
+    found = _bounds(mask, _Extent(row + start, keys, may_read))
     empty = found.start >= found.stop
     first, behind = found.start.masked_fill(empty, 0), found.stop.masked_fill(empty, 0)
-    if readable and first.shape[0] > 1 and bool((first == first[:1]).all() & (behind == behind[:1]).all()):
+    if may_read and first.shape[0] > 1 and bool((first == first[:1]).all() & (behind == behind[:1]).all()):
         first, behind = first[:1], behind[:1]
     return KeyBounds(first, behind, found.remainder)
 

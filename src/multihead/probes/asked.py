@@ -14,6 +14,7 @@ from multihead.kernels.native_statistics import ONE_PASS, SECOND_PASS, one_pass,
 from multihead.kernels.tile import seen
 from multihead.plan.bounds import KeyBounds
 from multihead.probes.pooling import PooledMap
+from multihead.scores.bias import values_of, with_values
 
 ROWS = 256  # queries whose cells are counted in one step, where each must be looked at
 
@@ -43,7 +44,7 @@ def asked(
         map_size: most rows and columns of the pooled map.
     """
     if request.bias is not None:
-        request = replace(request, bias=request.bias.float())
+        request = replace(request, bias=with_values(request.bias, values_of(request.bias).float()))
     found = one_pass(request, bounds, names, special_keys) if ONE_PASS & set(names) else {}
     if SECOND_PASS & set(names):
         blank = _blank_map(request, map_size)

@@ -12,6 +12,7 @@ from multihead.call import AttentionRequest
 from multihead.kernels.tile import scores, seen
 from multihead.plan.bounds import KeyBounds
 from multihead.probes.pooling import PooledMap
+from multihead.scores.bias import values_of, with_values
 
 ROWS = 128  # queries a tile
 CELLS = 1 << 19  # weights a tile and sample, over all heads: small enough to stay in a cache
@@ -177,7 +178,7 @@ def _sample(request: AttentionRequest, sample: int) -> AttentionRequest:
         request,
         q=request.q[sample : sample + 1],
         k=request.k[sample : sample + 1],
-        bias=bias[sample : sample + 1] if bias is not None and bias.shape[0] > 1 else bias,
+        bias=bias if bias is None or len(values_of(bias)) == 1 else with_values(bias, values_of(bias)[sample][None]),
     )
 
 

@@ -1,15 +1,23 @@
-"""A bias: a tensor added to the scores; -inf in it hides a key as a mask would."""
+"""A bias: what is added to the scores, cell by cell or along diagonals; -inf in it hides a key as a mask would."""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
+from multihead.scores.relative import Relative
 from multihead.shapes import AttentionShape
+
+Bias: TypeAlias = "Tensor | Relative"
 
 
 def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
-    """Refuse a bias that is no floating point tensor broadcasting to (batch, heads, queries, keys)."""
+    """Refuse a bias that is no floating point tensor broadcasting to (batch, heads, queries, keys), nor a Relative."""
+    if isinstance(bias, Relative):
+        _refuse_unless_relative_fits(bias, shape)
+        return
     sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         given = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else f"a {type(bias).__name__}"
@@ -26,8 +34,37 @@ def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
         )
 
 
-def bias_tile(bias: Tensor, queries: slice, keys: slice) -> Tensor:
+def _refuse_unless_relative_fits(bias: Relative, shape: AttentionShape) -> None:
+    given, sizes = tuple(bias.values.shape), (shape.batch, shape.num_heads, shape.query_length + shape.key_length - 1)
+    if bias.values.device != shape.device:
+        raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
+    if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or given[2] != max(sizes[2], 0):
+        raise ShapeError(
+            f"bias is Relative with values of shape {given}, and there are {shape.query_length} queries and "
+            f"{shape.key_length} keys.",
+            f"Give (batch or 1, heads or 1, queries + keys - 1) = {sizes}, or 1 for the first two.",
+        )
+
+
+def values_of(bias: Bias) -> Tensor:
+    """Return the tensor that a bias is written in."""
+    return bias.values if isinstance(bias, Relative) else bias
+
+
+def with_values(bias: Bias, values: Tensor) -> Bias:
+    """Return a bias of the same kind, written in another tensor."""
+    return Relative(values) if isinstance(bias, Relative) else values
+
+
+def written_out(bias: Bias, shape: AttentionShape) -> Tensor:
+    """Return a bias as a tensor broadcasting to (batch, heads, queries, keys)."""
+    return bias if isinstance(bias, Tensor) else bias.tile(shape.query_length, shape.key_length)
+
+
+def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
     """Cut a tile out of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
+    if isinstance(bias, Relative):
+        return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
     if bias.shape[2] > 1:
         bias = bias[:, :, queries]
     if bias.shape[3] > 1:

@@ -15,6 +15,7 @@ from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels import library
 from multihead.kernels.tile import seen, without_autocast
 from multihead.masks import Full
+from multihead.scores.bias import written_out
 
 # Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as large ones,
 # and the softmax is 5 times faster than over all weights at once.
@@ -59,7 +60,7 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
         size = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
         # One draw of the whole falls as that of the original does.
         keep = torch.empty(size, dtype=torch.bool).bernoulli_(1 - request.dropout)
-    given = (request.q, request.k, request.v, request.bias, keep, request, need_weights, average)
+    given = (request.q, request.k, request.v, _bias_of(request), keep, request, need_weights, average)
     with without_autocast(request.shape.device):
         if _follows(request):
             output, weights = _ByHead.apply(*given)  # type: ignore[no-untyped-call]
@@ -149,8 +150,9 @@ def _weights(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice
 def _scores(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
     """Compute the scores of some samples and heads, -inf where hidden: (samples, heads, queries, keys)."""
     cells = (request.q[tile] * request.scale) @ request.k[tile].mT
-    if request.bias is not None:
-        cells += _cut(request.bias, tile)
+    bias = _bias_of(request)
+    if bias is not None:
+        cells += _cut(bias, tile)
     return cells if hidden is None else cells.masked_fill_(_cut(hidden, tile), -torch.inf)
 
 
@@ -191,14 +193,19 @@ def _tiles(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
             yield slice(sample, sample + samples), slice(head, head + heads)
 
 
+def _bias_of(request: AttentionRequest) -> Tensor | None:
+    return None if request.bias is None else written_out(request.bias, request.shape)
+
+
 def _follows(request: AttentionRequest) -> bool:
-    tensors = (request.q, request.k, request.v, request.bias)
+    tensors = (request.q, request.k, request.v, _bias_of(request))
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _finite(request: AttentionRequest) -> bool:
     """Whether there is no NaN and no inf to be kept away from anybody: what is not finite makes a sum so."""
     total = request.q.detach().sum() + request.k.detach().sum() + request.v.detach().sum()
-    if request.bias is not None:
-        total = total + request.bias.detach().masked_fill(request.bias.detach() == -torch.inf, 0).sum()
+    bias = _bias_of(request)
+    if bias is not None:
+        total = total + bias.detach().masked_fill(bias.detach() == -torch.inf, 0).sum()
     return bool(torch.isfinite(total))

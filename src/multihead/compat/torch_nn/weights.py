@@ -12,6 +12,7 @@ from torch.nn.functional import dropout
 from multihead.call import Attended, AttentionRequest
 from multihead.kernels.tile import seen, without_autocast, working_dtype
 from multihead.masks import Full
+from multihead.scores.bias import written_out
 
 
 def returned_weights(
@@ -122,7 +123,7 @@ def _of_head(request: AttentionRequest, logsumexp: Tensor, hidden: Tensor | None
         q, k = request.q[:, head].to(dtype), request.k[:, head].to(dtype)
         cells = torch.baddbmm(-row, q, k.mT, alpha=request.scale)
         if request.bias is not None:
-            bias = request.bias.detach()
+            bias = written_out(request.bias, request.shape).detach()
             cells += bias[:, head if bias.shape[1] > 1 else 0].to(dtype)
         cells.exp_()
         if hidden is None:

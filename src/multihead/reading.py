@@ -1,0 +1,29 @@
+"""Tell whether the values of tensors may be read here, to check or to branch on them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def traced() -> bool:
+    """Whether torch.compile, torch.export or a transform of torch.func runs this code with stand-ins for tensors.
+
+    >>> torch.func.vmap(lambda x: x + traced())(torch.zeros(2))
+    tensor([1., 1.])
+    """
+    return torch.compiler.is_compiling() or transformed()
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory to read."""
+    if torch.compiler.is_compiling():
+        return False  # a compiler traces a transform's inside as it is
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public word for it
+
+
+def readable(device: torch.device) -> bool:
+    """Whether reading a value costs nothing: on the CPU, and neither in a graph nor in a transform.
+
+    On an accelerator the host would wait for the device.
+    """
+    return device.type == "cpu" and not traced()
