@@ -26,6 +26,7 @@ from multihead.kernels.native_fields import (
     room,
 )
 from multihead.kernels.native_statistics import Measuring
+from multihead.kernels.tile import without_tensors
 from multihead.plan.bounds import KeyBounds
 from multihead.scores.bias import values_of
 from multihead.scores.relative import Relative
@@ -241,7 +242,7 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         output, logsumexp = forward(job)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.job = job
+        ctx.job = job._replace(request=without_tensors(job.request), measuring=None)
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
@@ -253,11 +254,11 @@ class _Differentiable(torch.autograd.Function):
                 "Kernel 'native' has no second derivative, and create_graph=True asks for it.",
                 "Give kernel='reference'.",
             )
-        *_, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
+        q, k, v, *_, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
         if of_output is None:
             of_output = torch.zeros_like(output)
         found = backward(
-            ctx.job,
+            ctx.job._replace(request=replace(ctx.job.request, q=q, k=k, v=v)),
             (output, logsumexp),
             features_beside(of_output),
             of_logsumexp,

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
-from multihead.kernels.tile import seen, working_dtype
+from multihead.kernels.tile import seen, without_tensors, working_dtype
 from multihead.plan.bounds import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
 from multihead.scores.bias import bias_tile, values_of
@@ -111,7 +111,7 @@ class _Cover:
         request, rows, columns = self.request, slice(*piece.rows), slice(*piece.columns)
         if piece.kind != "partial" and request.bias is None:
             return None
-        dtype = working_dtype(request.q.dtype)
+        dtype = working_dtype(request.shape.dtype)
         hidden = ~seen(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
         if request.bias is None:
             added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
@@ -166,7 +166,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
         output, logsumexp = _run(q, k, v, cover)
         ctx.save_for_backward(q, k, v, output, logsumexp)
-        ctx.cover = cover
+        ctx.cover = replace(cover, request=without_tensors(cover.request))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 

@@ -26,6 +26,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+def without_tensors(request: AttentionRequest) -> AttentionRequest:
+    """Keep of a request what is no q, k and v: autograd holds those, and may let them go or put them elsewhere."""
+    nothing = request.q.new_empty(0)
+    return replace(request, q=nothing, k=nothing, v=nothing)
+
+
 def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
     """Compute softcap(scale * q . k) + bias on a tile, hidden cells included.
 
