@@ -22,6 +22,7 @@ from multihead.plan.bounds import bounds_of
 from multihead.plan.tiles import seen_share
 from multihead.probes import statistics as probes
 from multihead.probes import weights as tiles
+from multihead.reading import traced
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
@@ -307,21 +308,12 @@ def request_of(
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    attended: Attended = _opaque(request, kernel) if torch.compiler.is_compiling() else _walk(request, kernel)
-    return attended
-
-
-def _walk(request: AttentionRequest, kernel: str | None) -> Attended:
-    if not listening.listeners():
+    if traced() or not listening.listeners():  # a graph cannot tell anybody, and a transform's tensors hold no numbers
         return _run(request, kernel)
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)
     listening.publish(AttentionCall(request, attended))
     return attended
-
-
-# The plan reads values, which a graph cannot: torch.compile takes the whole attention as one step between two graphs.
-_opaque = torch.compiler.disable(_walk, reason="the plan of an attention reads values")
 
 
 def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:

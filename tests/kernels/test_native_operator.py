@@ -19,9 +19,8 @@ from tests.kernel_names import needs_native
 
 pytestmark = needs_native
 operator = torch.ops.multihead.attention
-NAMES = ("q", "k", "v", "start", "stop", "seen", "bias", "sinks", "scale", "softcap", "dropout", "seed")
-
-TAUGHT = ("q", "k", "v", "bias", "sinks")
+NAMES = ("q", "k", "v", "start", "stop", "seen", "bias", "relative", "sinks", "scale", "softcap", "dropout", "seed")
+TAUGHT = ("q", "k", "v", "bias", "relative", "sinks")
 
 
 def arguments(*, batch: int = 2, grad: bool = False, **given: Any) -> tuple[Any, ...]:
@@ -64,6 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     "everything": everything(),
     "bfloat16": {name: torch.randn(2, 1, n, 8).bfloat16() for name, n in (("q", 5), ("k", 7), ("v", 7))},
     "bounds a sample": {"start": torch.tensor([[0] * 5, [3] * 5]), "stop": torch.tensor([[7] * 5, [3, 4, 5, 6, 7]])},
+    "relative": {"relative": torch.randn(1, 2, 11)},
+    "relative a sample": {"relative": torch.randn(2, 1, 11), "seen": torch.rand(2, 1, 5, 7) < 0.7},
     "features outside": {"q": laid_out(torch.randn(2, 2, 5, 8), "features outside")},
 }
 
@@ -88,15 +89,20 @@ def test_its_backward_pass_passes_the_checks_of_torch() -> None:
     )
 
 
-def test_it_gives_what_the_oracle_gives_with_every_gradient() -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_it_gives_what_the_oracle_gives_with_every_gradient(*, relative: bool) -> None:
     given = everything() | {"dropout": 0.0, "seed": None}
+    if relative:
+        given |= {"bias": None, "relative": torch.randn(1, 2, 11)}
     inputs = arguments(grad=True, **given)
     leaves = {name: value for name, value in zip(NAMES, inputs, strict=True) if value is not None and name in TAUGHT}
     double = {name: value.detach().double().requires_grad_() for name, value in leaves.items()}
     keys, rows = torch.arange(7), torch.arange(5)[:, None]
     shown = given["seen"] & (keys < rows + 2)
+    diagonal = torch.arange(7) - torch.arange(5)[:, None] + 4
+    bias = double["relative"][:, :, diagonal] if relative else double["bias"]
     dense = oracle.attend(
-        *(double[name] for name in "qkv"), shown, bias=double["bias"], sinks=double["sinks"], softcap=2.0, scale=0.3
+        *(double[name] for name in "qkv"), shown, bias=bias, sinks=double["sinks"], softcap=2.0, scale=0.3
     )
     output, logsumexp = operator(*inputs)
     assert oracle.difference(output.detach(), dense.output.detach()) < 1e-6
@@ -136,7 +142,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.into(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind()
         stop = torch.arange(x.shape[1])[None] + 1
-        output, _ = operator(q, k, v, torch.zeros_like(stop), stop, None, None, None, 0.5, None, 0.0, None)
+        output, _ = operator(q, k, v, torch.zeros_like(stop), stop, None, None, None, None, 0.5, None, 0.0, None)
         return self.out(output.transpose(1, 2).flatten(2))
 
 
@@ -166,7 +172,7 @@ def test_batches_and_lengths_of_any_size_are_compiled_once() -> None:
 def test_a_compiled_dropout_is_drawn_anew_in_each_call() -> None:
     def dropped(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
         seed = torch.randint(1 << 62, ())
-        output: Tensor = operator(q, k, v, start, stop, None, None, None, 0.3, None, 0.5, seed)[0]
+        output: Tensor = operator(q, k, v, start, stop, None, None, None, None, 0.3, None, 0.5, seed)[0]
         return output
 
     torch.compiler.reset()
@@ -233,6 +239,12 @@ def test_what_does_not_fit_is_refused_before_memory_is_read(name: str) -> None:
     assert str(refusal.value) == sentence
 
 
+def test_two_biases_are_refused() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        operator(*arguments(bias=torch.zeros(1, 1, 5, 7), relative=torch.zeros(1, 1, 11)))
+    assert str(refusal.value) == "There are a bias and a relative one. Add them up and give one."
+
+
 def test_its_backward_pass_refuses_what_attention_cannot_have_given() -> None:
     inputs = arguments()
     output, logsumexp = operator(*inputs)
@@ -257,7 +269,7 @@ def test_a_second_derivative_is_refused_and_not_silently_a_constant() -> None:
 def test_it_takes_tensors_and_numbers_alone() -> None:
     assert str(operator.default._schema) == (
         "multihead::attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop, Tensor? seen, Tensor? bias, "
-        "Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed) -> (Tensor, Tensor)"
+        "Tensor? relative, Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed) -> (Tensor, Tensor)"
     )
     assert native_operator.attention._opoverload is operator.default
 

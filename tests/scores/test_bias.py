@@ -10,9 +10,11 @@ import torch
 from multihead.errors import DtypeError, ShapeError
 from multihead.functional import attention
 from multihead.scores.bias import bias_tile
+from multihead.shapes import AttentionShape
 
 Q = torch.zeros(2, 4, 3, 8)
 K = torch.zeros(2, 2, 5, 8)
+SHAPE = AttentionShape.of(Q, K, K)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,6 @@ def test_a_bias_that_does_not_fit_is_refused(bias: Any, kind: type[Exception], s
 
 def test_a_tile_keeps_axes_of_size_one() -> None:
     whole, a_key = torch.randn(2, 4, 6, 5), torch.randn(1, 1, 1, 5)
-    assert torch.equal(bias_tile(whole, slice(1, 3), slice(2, 5)), whole[:, :, 1:3, 2:5])
-    assert torch.equal(bias_tile(a_key, slice(1, 3), slice(2, 5)), a_key[..., 2:5])
-    assert bias_tile(torch.zeros(1, 1, 1, 1), slice(1, 3), slice(2, 5)).shape == (1, 1, 1, 1)
+    assert torch.equal(bias_tile(whole, SHAPE, slice(1, 3), slice(2, 5)), whole[:, :, 1:3, 2:5])
+    assert torch.equal(bias_tile(a_key, SHAPE, slice(1, 3), slice(2, 5)), a_key[..., 2:5])
+    assert bias_tile(torch.zeros(1, 1, 1, 1), SHAPE, slice(1, 3), slice(2, 5)).shape == (1, 1, 1, 1)

@@ -7,9 +7,16 @@ from typing import Protocol, cast
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
-from multihead.kernels import library, native, reference, sdpa
+from multihead.kernels import (
+    library,
+    native,
+    native_operator,  # noqa: F401 - a graph finds the operator registered
+    reference,
+    sdpa,
+)
 from multihead.kernels.rules import slower
 from multihead.plan.bounds import KeyBounds
+from multihead.reading import traced
 
 
 class Kernel(Protocol):
@@ -65,7 +72,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
     refusals: dict[str, str] = {}
     for name in KERNELS if kernel is None else (kernel,):
         reason = KERNELS[name].refusal(request, bounds)
-        if reason is None and name == "native" and kernel is None:
+        if reason is None and name == "native" and kernel is None and not traced():
             reason = slower(request, bounds, library.chosen().name)
         if reason is None:
             return Choice(name, refusals)

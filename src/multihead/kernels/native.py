@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,8 +27,9 @@ from multihead.kernels.native_fields import (
     room,
 )
 from multihead.kernels.native_statistics import Measuring
-from multihead.kernels.tile import without_tensors
+from multihead.kernels.tile import dense, without_tensors
 from multihead.plan.bounds import KeyBounds
+from multihead.reading import transformed
 from multihead.scores.bias import values_of
 from multihead.scores.relative import Relative
 
@@ -37,6 +39,9 @@ _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": 
 _PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory to read, as those of a tracer
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
 _OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
+
+# A compiler must not trace into the search for the library.
+_absence: Callable[[], str | None] = torch.compiler.assume_constant_result(library.absence)
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, bias, sinks
 
@@ -48,14 +53,19 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
-    for tensor in (request.q, request.k, request.v):
-        if type(tensor) not in _PLAIN:
-            return f"it reads plain tensors, and one is a {type(tensor).__name__}"
-    return library.absence()
+    if transformed():
+        return "it reads memory, and a transform of torch.func hands it tensors that have none"
+    if not torch.compiler.is_compiling():  # a graph calls it as an operator, with plain tensors
+        for tensor in (request.q, request.k, request.v):
+            if type(tensor) not in _PLAIN:
+                return f"it reads plain tensors, and one is a {type(tensor).__name__}"
+    return _absence()
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute a call in one pass over its keys, and the wanted statistics with it."""
+    if torch.compiler.is_compiling():
+        return _in_graph(request, bounds)
     ready = made_ready(request)
     measuring = Measuring.of(request, bounds, request.wanted) if request.wanted else None
     # Drawn from torch's own generator, so torch.manual_seed repeats it.
@@ -69,6 +79,34 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     if measuring is None:
         return Attended(output, logsumexp)
     return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
+
+
+def _in_graph(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+    """Put the call into a graph, as one operator (`kernels/native_operator.py`) of tensors and numbers."""
+    seen, bias, relative = None, None, None
+    if bounds.remainder is not None:
+        seen = dense(bounds.remainder, request)
+    if isinstance(request.bias, Relative):
+        relative = request.bias.values
+    else:
+        bias = request.bias
+    seed = torch.randint(1 << 62, ()) if request.dropout else None
+    output, logsumexp = torch.ops.multihead.attention(
+        request.q,
+        request.k,
+        request.v,
+        bounds.start,
+        bounds.stop,
+        seen,
+        bias,
+        relative,
+        request.sinks,
+        request.scale,
+        request.softcap,
+        request.dropout,
+        seed,
+    )
+    return Attended(output, logsumexp)
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:

@@ -14,7 +14,8 @@ from multihead.kernels.native_fields import features_beside
 from multihead.masks import Full, Keep
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.plan.bounds import KeyBounds
-from multihead.scores.bias import refuse_unless_bias_fits
+from multihead.scores.bias import Bias, refuse_unless_bias_fits
+from multihead.scores.relative import Relative
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
 from multihead.shapes import AttentionShape
@@ -29,6 +30,7 @@ def attention(
     stop: Tensor,
     seen: Tensor | None,
     bias: Tensor | None,
+    relative: Tensor | None,
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
@@ -48,6 +50,7 @@ def attention(
         stop: (batch or 1, queries) int64, the key behind the last one; equal to start where none is seen.
         seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, what may be seen of these keys, or None for all.
         bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None; -inf hides a key.
+        relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.Relative`, or None.
         sinks: (heads,), a logit a head that takes weight and gives no value, or None.
         scale: what q . k is multiplied by.
         softcap: c of c * tanh(scores / c), before the bias, or None.
@@ -64,13 +67,13 @@ def attention(
 
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()
     >>> rows = torch.arange(5)[None]  # causal: query i sees the keys [0, i + 1)
-    >>> fixed = (None, None, None, 0.25, None, 0.0, None)
+    >>> fixed = (None, None, None, None, 0.25, None, 0.0, None)
     >>> output, logsumexp = torch.ops.multihead.attention(q, k, v, torch.zeros_like(rows), rows + 1, *fixed)
     >>> import multihead
     >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
     True
     """
-    return forward(_job((q, k, v), (start, stop, seen), bias, sinks, (scale, softcap, dropout), seed))
+    return forward(_job((q, k, v), (start, stop, seen), (bias, relative), sinks, (scale, softcap, dropout), seed))
 
 
 @torch.library.custom_op("multihead::attention_backward", mutates_args=(), device_types="cpu")
@@ -86,6 +89,7 @@ def attention_backward(
     stop: Tensor,
     seen: Tensor | None,
     bias: Tensor | None,
+    relative: Tensor | None,
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
@@ -108,26 +112,29 @@ def attention_backward(
         stop: see `attention`.
         seen: see `attention`.
         bias: see `attention`.
+        relative: see `attention`.
         sinks: see `attention`.
         scale: see `attention`.
         softcap: see `attention`.
         dropout: see `attention`.
         seed: see `attention`.
-        bias_wanted: whether the bias has a gradient.
+        bias_wanted: whether the bias, or relative, has a gradient.
 
     Returns: the gradients of q, k, v, bias and sinks in their shapes and dtypes; those of bias and sinks are of no
         elements where nobody wants them.
     """
-    job = _job((q, k, v), (start, stop, seen), bias, sinks, (scale, softcap, dropout), seed, bias_wanted=bias_wanted)
+    biases, numbers = (bias, relative), (scale, softcap, dropout)
+    job = _job((q, k, v), (start, stop, seen), biases, sinks, numbers, seed, bias_wanted=bias_wanted)
     _refuse_other_sizes(job.request.shape, output, logsumexp, of_output, of_logsumexp)
     ready = features_beside(output), logsumexp.contiguous()
     dq, dk, dv, dbias, dsinks = backward(job, ready, features_beside(of_output), of_logsumexp, bias_wanted=bias_wanted)
-    if bias is None or dbias is None:
+    written = bias if relative is None else relative
+    if written is None or dbias is None:
         dbias = q.new_empty(0)
-    elif bias.shape[-1] != dbias.shape[-1]:  # one number for all keys
-        dbias = dbias.sum(-1, keepdim=True).to(bias.dtype)
+    elif written.shape[-1] != dbias.shape[-1]:  # one number for all keys
+        dbias = dbias.sum(-1, keepdim=True).to(written.dtype)
     else:
-        dbias = dbias.to(bias.dtype)
+        dbias = dbias.to(written.dtype)
     dsinks = q.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
     return dq, dk, dv, dbias, dsinks
 
@@ -143,9 +150,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _(
     output: Tensor, logsumexp: Tensor, of_output: Tensor, of_logsumexp: Tensor | None, *given: Any, bias_wanted: bool
 ) -> tuple[Tensor, ...]:
-    q, k, v, _start, _stop, _seen, bias, sinks, *_rest = given
+    q, k, v, _start, _stop, _seen, bias, relative, sinks, *_rest = given
+    written = bias if relative is None else relative
     dq, dk, dv = (features_beside(torch.empty_like(features_beside(each))) for each in (q, k, v))
-    dbias = bias.new_empty(bias.shape) if bias_wanted else q.new_empty(0)
+    dbias = written.new_empty(written.shape) if bias_wanted else q.new_empty(0)
     return dq, dk, dv, dbias, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
@@ -162,10 +170,11 @@ def _gradients(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) 
         of_output = torch.zeros_like(output)
     numbers = (ctx.scale, ctx.softcap, ctx.dropout)
     dq, dk, dv, dbias, dsinks = attention_backward(
-        output, logsumexp, of_output, of_logsumexp, *tensors, *numbers, seed, bias_wanted=wanted[6]
+        output, logsumexp, of_output, of_logsumexp, *tensors, *numbers, seed, bias_wanted=wanted[6] or wanted[7]
     )
     nothing = (None,) * 3  # start, stop, seen
-    return dq, dk, dv, *nothing, dbias if wanted[6] else None, dsinks if wanted[7] else None, *(None,) * 4
+    of_scores = (dbias if wanted[6] else None, dbias if wanted[7] else None, dsinks if wanted[8] else None)
+    return dq, dk, dv, *nothing, *of_scores, *(None,) * 4
 
 
 def _refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
@@ -181,7 +190,7 @@ attention_backward.register_autograd(_refuse_second_derivative)
 def _job(
     qkv: tuple[Tensor, Tensor, Tensor],
     visible: tuple[Tensor, Tensor, Tensor | None],
-    bias: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None],
     sinks: Tensor | None,
     numbers: tuple[float, float | None, float],
     seed: Tensor | None,
@@ -194,6 +203,10 @@ def _job(
     start, stop, seen = visible
     for name, edge in (("start", start), ("stop", stop)):
         _refuse_unless_edge(name, edge, shape)
+    cells, relative = biases
+    if cells is not None and relative is not None:
+        raise ArgumentError("There are a bias and a relative one.", "Add them up and give one.")
+    bias: Bias | None = cells if relative is None else Relative(relative)
     if bias is not None:
         refuse_unless_bias_fits(bias, shape)
     if sinks is not None:
@@ -208,7 +221,7 @@ def _job(
     refuse_unless_fitting(mask, batch=shape.batch, heads=shape.num_heads, **sizes)
     size = (max(start.shape[0], stop.shape[0]), shape.query_length)
     bounds = KeyBounds(start.expand(size).contiguous(), stop.expand(size).contiguous(), None if seen is None else mask)
-    if bias is not None and bias_wanted:
+    if isinstance(bias, Tensor) and bias_wanted:
         bias = bias.expand(-1, -1, -1, shape.key_length)  # its gradient has a column for each key
     request = AttentionRequest(*qkv, shape, mask, scale, 0, bias, softcap, sinks, dropout)
     reason = refusal(request, bounds)

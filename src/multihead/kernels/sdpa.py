@@ -14,6 +14,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels.tile import seen, without_tensors, working_dtype
 from multihead.plan.bounds import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
+from multihead.reading import traced
 from multihead.scores.bias import bias_tile, values_of
 from multihead.scores.sinks import with_sinks
 
@@ -26,6 +27,8 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     """Say in one sentence why this kernel will not take a request, or None."""
     if request.shape.device.type != "cpu":
         return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
+    if traced():
+        return "it reads the values of the plan, which neither a graph nor a transform of torch.func can"
     if request.dropout:
         return "PyTorch's fused CPU kernel has no dropout"
     if request.softcap is not None:

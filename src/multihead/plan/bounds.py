@@ -96,7 +96,7 @@ def _planned_once(mask: Mask, queries: int, keys: int, query_start: int, device:
 
 def _planned(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
     row = torch.arange(queries, device=device)[None]
-    if not keys:
+    if not traced() and not keys:  # in a graph their number may be known only as it runs
         return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
     may_read = readable(device)
