@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import MaskError
+from multihead.masks.behind import Behind
 from multihead.masks.values import AXES, And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
 from multihead.reading import readable
 
@@ -43,6 +44,10 @@ class Place:
         start = query_start.to(device).view(-1, 1, 1, 1) if isinstance(query_start, Tensor) else query_start
         return Place(row + start, row, column)
 
+    def within_keys(self) -> Place:
+        """Read the first key where a column lies before all keys: a tensor has no cell there."""
+        return Place(self.positions, self.rows, self.columns.clamp(min=0))
+
 
 def visible(mask: Mask, place: Place) -> Tensor:
     """Tell which keys each query may see.
@@ -62,6 +67,10 @@ def visible(mask: Mask, place: Place) -> Tensor:
     if isinstance(mask, _Given):
         tile = _tile(mask.four_dimensional().to(place.columns.device), place)
         return tile if isinstance(mask, Keep) else ~tile
+    if isinstance(mask, Behind):
+        inner = Place(place.positions - mask.count, place.rows, place.columns - mask.count)
+        # What is before the first key of all is no key of the mask: its own places end at 0.
+        return (place.columns < mask.count) | (visible(mask.mask, inner.within_keys()) & (place.columns >= mask.count))
     everywhere = torch.ones_like(place.rows, dtype=torch.bool) & torch.ones_like(place.columns, dtype=torch.bool)
     if isinstance(mask, Full):
         return everywhere
@@ -124,6 +133,8 @@ def refuse_unless_fitting(mask: Mask, *, batch: int, heads: int, queries: int, k
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
             refuse_unless_fitting(part, batch=batch, heads=heads, queries=queries, keys=keys)
+    elif isinstance(mask, Behind):
+        refuse_unless_fitting(mask.mask, batch=batch, heads=heads, queries=queries, keys=keys - mask.count)
     elif isinstance(mask, _Given):
         sizes = dict(zip(AXES, (batch, heads, queries, keys), strict=True))
         for axis, size in zip(mask.axes.split(), mask.tensor.shape, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels.tile import seen
 from multihead.masks import Documents, Drop, Full, Keep, Lengths, Mask, Prefix
+from multihead.masks.behind import Behind
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Or
 from multihead.plan.bounds import KeyBounds, bounds_of
@@ -158,6 +159,10 @@ def mask_of_part(mask: Mask, span: Span) -> Mask:
     if isinstance(mask, (And, Or)):
         parts = [mask_of_part(part, span) for part in mask.parts]
         return reduce(and_ if isinstance(mask, And) else or_, parts)
+    if isinstance(mask, Behind):
+        count = max(mask.count - first_key, 0)
+        behind = (max(first_key - mask.count, 0), max(span.keys[1] - mask.count, 0))
+        return Behind(count, mask_of_part(mask.mask, replace(span, keys=behind)))
     if isinstance(mask, (Keep, Drop)):
         tile = _tile(mask.four_dimensional(), span)
         hides = bool((~tile if isinstance(mask, Keep) else tile).any())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
+from multihead.masks.behind import Behind
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
 from multihead.reading import readable, traced
@@ -114,6 +115,8 @@ def _bounds(mask: Mask, extent: _Extent) -> KeyBounds:
         return reduce(_both, (_bounds(part, extent) for part in mask.parts))
     if isinstance(mask, Or):
         return _either(mask, [_bounds(part, extent) for part in mask.parts], extent)
+    if isinstance(mask, Behind):
+        return _behind(mask, extent)
     if isinstance(mask, _Given):
         return _of_tensor(mask, extent)
     first, behind = _INTERVALS[type(mask)](mask, extent)
@@ -143,6 +146,19 @@ def _either(mask: Or, parts: list[KeyBounds], extent: _Extent) -> KeyBounds:
         clean = joined and whole.remainder is None and part.remainder is None
         whole = KeyBounds(first, behind, None if clean else mask)
     return whole
+
+
+def _behind(mask: Behind, extent: _Extent) -> KeyBounds:
+    """Move intervals behind the keys that all see; what begins further on leaves a gap."""
+    inner = _bounds(mask.mask, replace(extent, positions=extent.positions - mask.count, keys=extent.keys - mask.count))
+    empty = inner.start >= inner.stop
+    behind = inner.stop.masked_fill(empty, 0) + mask.count
+    touching = not mask.count or (
+        bool((empty | (inner.start == 0)).all()) if extent.readable else _begin_at_zero(mask.mask)
+    )
+    clean = touching and inner.remainder is None
+    start = torch.zeros_like(behind) if mask.count else inner.start
+    return KeyBounds(start, behind, None if clean else mask)
 
 
 def _begin_at_zero(mask: Mask) -> bool:
