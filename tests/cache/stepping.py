@@ -1,0 +1,101 @@
+"""Decode step by step with a cache, the way a layer does, on nothing but `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_, or_
+
+import torch
+from torch import Tensor
+
+from multihead import masks
+from multihead.cache import Held, KeyValueCache, mask_behind
+from multihead.functional import attend, attention, request_of
+from multihead.masks.values import And, Or
+
+
+@dataclass
+class Text:
+    """Queries, keys and values of a whole text: (batch, heads or kv_heads, length, dim)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def drawn(
+        batch: int = 2, heads: int = 4, kv_heads: int = 2, length: int = 20, *, dtype: torch.dtype = torch.float64
+    ) -> Text:
+        def random(count: int, dim: int) -> Tensor:
+            return torch.randn(batch, count, length, dim, dtype=dtype)
+
+        return Text(random(heads, 4), random(kv_heads, 4), random(kv_heads, 5))
+
+    def part(self, rows: slice) -> Text:
+        return Text(self.q[:, :, rows], self.k[:, :, rows], self.v[:, :, rows])
+
+    def apart(self, starts: Sequence[int], counts: Sequence[int]) -> Text:
+        """Cut each sample's own next tokens out, padded with NaN to the longest."""
+        width = max(counts, default=0)
+
+        def cut(tensor: Tensor) -> Tensor:
+            part = tensor.new_full((tensor.shape[0], tensor.shape[1], width, tensor.shape[3]), torch.nan)
+            for sample, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                part[sample, :, :count] = tensor[sample, :, start : start + count]
+            return part
+
+        return Text(cut(self.q), cut(self.k), cut(self.v))
+
+    def whole(self, mask: masks.Mask) -> Tensor:
+        return attention(self.q, self.k, self.v, mask=mask, query_start=0)
+
+
+def of_rows(mask: masks.Mask, rows: slice, keys: int) -> masks.Mask:
+    """What the mask of a whole text says of some queries and the keys so far."""
+    if isinstance(mask, (And, Or)):
+        return reduce(and_ if isinstance(mask, And) else or_, [of_rows(part, rows, keys) for part in mask.parts])
+    if isinstance(mask, (masks.Keep, masks.Drop)):
+        given = mask.four_dimensional()
+        given = given[:, :, rows] if given.shape[2] > 1 else given
+        return type(mask)(given[..., :keys] if given.shape[3] > 1 else given)
+    return mask
+
+
+def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
+    """Attend to what a cache has handed out; the mask may speak of keys still to come."""
+    mask = mask_behind(mask, held.key_start)
+    if held.lengths is not None:
+        mask = mask & masks.Lengths(held.lengths)
+    request = request_of(q, held.k, held.v, query_start=held.query_start)
+    return attend(replace(request, mask=mask)).output
+
+
+def stepwise(text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequence[int]) -> Tensor:
+    """The output of a text that goes through a cache in chunks of so many tokens."""
+    outputs, first = [], 0
+    for count in chunks:
+        rows = slice(first, first + count)
+        part, first = text.part(rows), first + count
+        cache.refuse_unless_remembered(mask)
+        held = cache.extended(part.k, part.v)
+        outputs.append(looked(part.q, held, of_rows(mask, rows, first)))
+    return torch.cat(outputs, 2)
+
+
+def stepwise_apart(
+    text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequence[Sequence[int]]
+) -> tuple[Tensor, list[int]]:
+    """The output where each sample brings a number of tokens of its own, and how far each one has come."""
+    done = [0] * len(text.q)
+    output = torch.zeros(*text.q.shape[:3], text.v.shape[3], dtype=text.q.dtype)
+    for counts in chunks:
+        part = text.apart(done, counts)
+        alike = len(set(counts)) == 1
+        held = cache.extended(part.k, part.v, lengths=None if alike else torch.tensor(counts))
+        found = looked(part.q.nan_to_num(0), held, mask)
+        for sample, count in enumerate(counts):
+            output[sample, :, done[sample] : done[sample] + count] = found[sample, :, :count]
+            done[sample] += count
+    return output, done

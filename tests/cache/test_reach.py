@@ -1,0 +1,76 @@
+"""How far masks look back, and what they mean where keys are forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multihead import masks
+from multihead.cache.reach import has_key_axis, mask_behind, reach_of
+from tests import oracle
+
+WINDOW = masks.Window(4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reach"),
+    [
+        (masks.Full(), None),
+        (masks.Causal(), None),
+        (WINDOW, 4),
+        (masks.Causal() & WINDOW, 4),
+        (WINDOW & masks.Window(2), 2),
+        (WINDOW | masks.Window(9), 9),
+        (masks.Causal() | WINDOW, None),
+        (masks.Causal() & (WINDOW | masks.Window(9)), 9),
+        (masks.Prefix(3), None),
+        (WINDOW & masks.Documents((3, 9)), 4),
+    ],
+    ids=str,
+)
+def test_how_far_a_mask_looks_back(mask: masks.Mask, reach: int | None) -> None:
+    assert reach_of(mask) == reach
+
+
+def test_a_tensor_has_a_key_axis_where_keys_differ_by_it() -> None:
+    assert has_key_axis(WINDOW & masks.Keep(torch.ones(5, dtype=torch.bool), "keys"))
+    assert has_key_axis(masks.Drop(torch.ones(2, 5, dtype=torch.bool), "batch keys"))
+    assert not has_key_axis(masks.Keep(torch.ones(5, dtype=torch.bool), "heads"))
+    assert not has_key_axis(masks.Keep(torch.ones(5, 1, dtype=torch.bool), "heads keys"))
+    assert not has_key_axis(masks.Causal())
+
+
+TENSOR = torch.tensor([6, 9])
+MASKS = [
+    masks.Causal(),
+    masks.Window(3, after=1),
+    masks.Prefix(5),
+    masks.Prefix((5, 8)),
+    masks.Prefix(TENSOR),
+    masks.Lengths((6, 9)),
+    masks.Lengths(TENSOR),
+    masks.Lengths(((6, 9, 1), (10, 4, 5))),
+    masks.Documents((2, 3, 0, 4)),
+    masks.Documents(((2, 7, 1), (5, 1, 2))),
+    masks.Window(4) & (masks.Documents((2, 6)) | masks.Prefix(3)),
+    masks.Keep(torch.tensor([True, False]), "batch"),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("key_start", [0, 4, torch.tensor([2, 5])], ids=str)
+def test_a_mask_shows_the_same_cells_where_first_keys_are_left_out(
+    mask: masks.Mask, key_start: int | torch.Tensor
+) -> None:
+    batch, queries, keys, position = 2, 3, 10, 6
+    whole = oracle.shown(mask, (batch, 1, queries, keys), position)
+    each = [int(start) for start in key_start] if isinstance(key_start, torch.Tensor) else [key_start] * batch
+    left = keys - max(each)
+    part = oracle.shown(mask_behind(mask, key_start), (batch, 1, queries, left), torch.tensor(each).neg() + position)
+    for sample, start in enumerate(each):
+        assert part[sample].equal(whole[sample, ..., start : start + left])
+
+
+def test_ints_stay_ints_where_they_can() -> None:
+    assert mask_behind(masks.Prefix(5), 2) == masks.Prefix(3)
+    assert mask_behind(masks.Prefix(5), 9) == masks.Prefix(0)

@@ -1,0 +1,323 @@
+"""The cache itself: what it tells, takes back, reorders, remembers and refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead import masks
+from multihead.cache import Held, KeyValueCache
+from multihead.cache.buffers import SPARE
+from multihead.errors import ArgumentError, MaskError, ShapeError
+
+
+def tokens(count: int, *, batch: int = 2, dim: int = 4) -> Tensor:
+    return torch.randn(batch, 3, count, dim)
+
+
+def step(cache: KeyValueCache, count: int = 1, **options: Any) -> Held:
+    return cache.extended(tokens(count), tokens(count, dim=5), **options)
+
+
+@pytest.fixture(params=[{}, {"capacity": 400}, {"window": 6}], ids=str)
+def cache(request: pytest.FixtureRequest) -> KeyValueCache:
+    return KeyValueCache(**request.param)
+
+
+class TestWhatItTells:
+    def test_an_empty_cache_begins_at_the_first_position(self, cache: KeyValueCache) -> None:
+        assert (cache.query_start, cache.length, cache.lengths.tolist(), cache.nbytes) == (0, 0, [], 0)
+
+    def test_positions_count_all_tokens_that_came(self, cache: KeyValueCache) -> None:
+        step(cache, 200)
+        step(cache)
+        assert (cache.query_start, cache.length, cache.lengths.tolist()) == (201, 201, [201, 201])
+
+    def test_samples_of_different_lengths_have_a_position_each(self, cache: KeyValueCache) -> None:
+        step(cache, 200, lengths=(200, 150))
+        held = step(cache)
+        assert isinstance(cache.query_start, Tensor)
+        assert (cache.query_start.tolist(), cache.length, cache.lengths.tolist()) == ([201, 151], 201, [201, 151])
+        assert isinstance(held.query_start, Tensor)
+        assert (held.query_start + held.key_start).tolist() == [200, 150]
+
+    def test_where_lengths_are_given_positions_are_tensors(self, cache: KeyValueCache) -> None:
+        held = step(cache, 3, lengths=(3, 3))
+        assert isinstance(held.query_start, Tensor)
+        assert held.query_start.tolist() == [0, 0]
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({}, "KeyValueCache(): 5 tokens, 2 samples, 14,040 bytes"),
+            ({"capacity": 9}, "KeyValueCache(capacity=9): 5 tokens, 2 samples, 2,160 bytes"),
+            ({"window": 3}, "KeyValueCache(window=3): 5 tokens, 2 samples, 29,160 bytes"),
+        ],
+    )
+    def test_it_says_what_it_holds(self, options: dict[str, int], said: str) -> None:
+        cache = KeyValueCache(**options)
+        assert repr(cache) == said.split(":", maxsplit=1)[0] + ": empty"
+        step(cache, 5)
+        assert repr(cache) == said
+
+    def test_it_says_how_far_samples_are_apart(self) -> None:
+        cache = KeyValueCache(capacity=9)
+        step(cache, 5, lengths=(2, 5))
+        assert repr(cache) == "KeyValueCache(capacity=9): 2 to 5 tokens, 2 samples, 2,160 bytes"
+
+    def test_a_copy_goes_on_by_itself(self, cache: KeyValueCache) -> None:
+        held = step(cache, 5)
+        for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            assert repr(copied) == repr(cache)
+            again = step(copied)
+            assert again.k[:, :, :5].equal(held.k)
+            assert (copied.query_start, cache.query_start) == (6, 5)
+
+    def test_it_moves_to_a_device(self, cache: KeyValueCache) -> None:
+        step(cache, 5, lengths=(2, 5))
+        assert cache.to("cpu") is cache
+        assert cache.to("meta").lengths.device.type == "meta"
+
+    def test_an_empty_cache_moves_to_a_device(self, cache: KeyValueCache) -> None:
+        assert cache.to("meta").query_start == 0
+
+
+class TestCrop:
+    def test_what_is_taken_back_is_as_if_it_had_never_come(self, cache: KeyValueCache) -> None:
+        step(cache, 200)
+        k, v = tokens(9), tokens(9, dim=5)
+        first = cache.extended(k, v)
+        cache.crop(203)
+        again = cache.extended(k[:, :, 3:], v[:, :, 3:])
+        assert again.query_start + again.key_start == 203
+        keys = again.k.shape[2] - 1
+        assert again.k[:, :, -keys:].equal(first.k[:, :, -keys:])
+
+    def test_each_sample_can_take_back_its_own(self, cache: KeyValueCache) -> None:
+        step(cache, 20)
+        cache.crop((18, 20))
+        assert cache.lengths.tolist() == [18, 20]
+        held = step(cache)
+        assert held.lengths is not None
+        assert (held.lengths + held.key_start).tolist() == [19, 21]
+        assert not held.k[0, :, 19:].any()
+
+    def test_of_samples_of_different_lengths_each_keeps_what_it_has_up_to_a_length(self, cache: KeyValueCache) -> None:
+        step(cache, 20, lengths=(20, 7))
+        cache.crop(15)
+        assert cache.lengths.tolist() == [15, 7]
+
+    def test_keeping_everything_copies_nothing(self) -> None:
+        cache = KeyValueCache()
+        place = step(cache, 20).k.data_ptr()
+        cache.crop(20)
+        assert step(cache).k.data_ptr() == place
+
+    def test_behind_a_window_some_tokens_can_be_taken_back_at_any_time(self) -> None:
+        cache = KeyValueCache(window=6)
+        for _ in range(300):
+            step(cache, SPARE)
+            cache.crop(cache.length - SPARE + 1)
+        assert cache.length == 300
+
+    def test_behind_a_window_what_is_forgotten_is_not_taken_back_to(self) -> None:
+        cache = KeyValueCache(window=6)
+        step(cache, 2000)
+        with pytest.raises(ArgumentError) as refused:
+            cache.crop(1000)
+        assert str(refused.value) == (
+            "Tokens are forgotten that the next query would look back on: of a cache with a window the last 64 can be "
+            "taken back. Take back fewer, or keep all tokens: KeyValueCache()."
+        )
+        assert cache.length == 2000
+
+    @pytest.mark.parametrize(
+        ("length", "sentence"),
+        [
+            (6, "length is 6, and there are 5 tokens. Give at most 5."),
+            (-1, "length is -1. Give an integer of at least 0."),
+            ((1, 9), "length holds 9, and there are 5 tokens. Give numbers from 0 to 5."),
+        ],
+    )
+    def test_what_is_no_length_is_refused(self, length: int | tuple[int, int], sentence: str) -> None:
+        cache = KeyValueCache()
+        step(cache, 5)
+        with pytest.raises(ArgumentError) as refused:
+            cache.crop(length)
+        assert str(refused.value) == sentence
+
+    def test_an_empty_cache_has_nothing_to_crop(self) -> None:
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache().crop(0)
+        assert str(refused.value) == "The cache is empty. Crop it after the first call."
+
+
+class TestReorder:
+    def test_a_sample_goes_on_from_the_one_it_was_chosen_from(self, cache: KeyValueCache) -> None:
+        first = step(cache, 5, lengths=(5, 3))
+        cache.reorder((1, 1, 0))
+        held = cache.extended(tokens(1, batch=3), tokens(1, batch=3, dim=5))
+        assert held.k[:, :, :3].equal(first.k[[1, 1, 0], :, :3])
+        assert cache.lengths.tolist() == [4, 4, 6]
+
+    def test_what_was_handed_out_before_stays(self, cache: KeyValueCache) -> None:
+        first = step(cache, 5)
+        copied = first.k.clone()
+        cache.reorder(torch.tensor([1, 0]))
+        step(cache)
+        assert first.k.equal(copied)
+
+    @pytest.mark.parametrize(
+        ("index", "sentence"),
+        [
+            ((0, 2), "index is [0, 2], and there are 2 samples. Give numbers from 0 to 1."),
+            ((0.0, 1.0), "index is (0.0, 1.0). Give integers, the old sample of each new one."),
+            ([[0], [1]], "index is [[0], [1]]. Give integers, the old sample of each new one."),
+        ],
+    )
+    def test_what_is_no_sample_is_refused(self, index: Any, sentence: str) -> None:
+        cache = KeyValueCache()
+        step(cache)
+        with pytest.raises(ArgumentError) as refused:
+            cache.reorder(index)
+        assert str(refused.value) == sentence
+
+    def test_an_empty_cache_has_nothing_to_reorder(self) -> None:
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache().reorder((0,))
+        assert str(refused.value) == "The cache is empty. Reorder it after the first call."
+
+
+class TestMemory:
+    def test_it_is_projected_once_and_found_again(self) -> None:
+        cache, k, v = KeyValueCache(), tokens(7), tokens(7, dim=5)
+        assert cache.memory is None
+        memory = cache.remember(k, v, torch.tensor([7, 4]))
+        assert cache.memory is memory
+        assert memory.k.equal(k)
+        assert memory.lengths is not None
+        cache.reorder((1,))
+        assert cache.memory is not None
+        assert cache.memory.lengths is not None
+        assert cache.memory.lengths.tolist() == [4]
+        assert cache.memory.v.equal(v[1:])
+        assert repr(cache) == "KeyValueCache(): 0 tokens, a memory of 7, 1 sample, 756 bytes"
+        assert cache.to("meta").memory is not None
+
+    def test_queries_that_bring_no_keys_are_counted(self, cache: KeyValueCache) -> None:
+        cache.remember(tokens(7), tokens(7, dim=5))
+        assert [cache.advance(5), cache.advance(1), cache.query_start] == [0, 5, 6]
+        cache.crop(4)
+        start = cache.advance(2, lengths=(2, 1))
+        assert isinstance(start, Tensor)
+        assert (start.tolist(), cache.lengths.tolist()) == ([4, 4], [6, 5])
+
+    def test_a_memory_of_another_length_is_refused(self) -> None:
+        cache = KeyValueCache()
+        cache.refuse_unless_same_memory(torch.zeros(2, 9, 16))
+        cache.remember(tokens(7), tokens(7, dim=5))
+        cache.refuse_unless_same_memory(torch.zeros(2, 7, 16))
+        with pytest.raises(ShapeError) as refused:
+            cache.refuse_unless_same_memory(torch.zeros(2, 9, 16))
+        assert str(refused.value) == (
+            "memory has 2 samples of 9 keys, and the cache remembers 2 of 7. "
+            "Give the same memory at each step, or begin anew: cache.reset()."
+        )
+
+    def test_a_cache_serves_one_attention(self) -> None:
+        cache = KeyValueCache()
+        cache.remember(tokens(7), tokens(7, dim=5))
+        with pytest.raises(ArgumentError) as refused:
+            step(cache)
+        assert str(refused.value) == (
+            "The cache remembers another sequence, and was given keys of the text itself. "
+            "Give each attention a cache of its own."
+        )
+        cache.reset()
+        step(cache)
+        with pytest.raises(ArgumentError) as refused:
+            cache.remember(tokens(7), tokens(7, dim=5))
+        assert str(refused.value) == "The cache is in use. Give each attention a cache of its own, or reset it."
+
+    def test_an_empty_cache_counts_no_queries(self) -> None:
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache().advance(1)
+        assert str(refused.value) == "The cache is empty. Advance it after the first call."
+
+
+class TestRefusals:
+    def test_capacity_and_window_together(self) -> None:
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache(capacity=9, window=3)
+        assert str(refused.value) == (
+            "capacity is 9 and window is 3. "
+            "Give one of them: a cache with a window takes the memory of about two windows."
+        )
+
+    @pytest.mark.parametrize("options", [{"capacity": 0}, {"window": 0}, {"window": True}], ids=str)
+    def test_no_room_at_all(self, options: dict[str, int]) -> None:
+        ((name, value),) = options.items()
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache(**options)
+        assert str(refused.value) == f"{name} is {value!r}. Give an integer of at least 1."
+
+    def test_keys_without_values(self) -> None:
+        with pytest.raises(ShapeError) as refused:
+            KeyValueCache().extended(tokens(2), tokens(1, dim=5))
+        assert str(refused.value) == "k has 2 new tokens and v has 1. Give every key its one value."
+
+    def test_another_batch_than_before_until_it_is_reset(self, cache: KeyValueCache) -> None:
+        step(cache)
+        other = tokens(1, batch=3), tokens(1, batch=3, dim=5)
+        with pytest.raises(ShapeError, match="^k has shape \\(3, 3, 1, 4\\), and the cache holds 2 samples"):
+            cache.extended(*other)
+        cache.reset()
+        assert cache.extended(*other).k.shape == (3, 3, 1, 4)
+
+
+class TestMasksBehindAWindow:
+    @pytest.mark.parametrize(
+        "mask",
+        [
+            masks.Window(4),
+            masks.Causal() & masks.Window(3),
+            masks.Causal() & masks.Window(4) & masks.Documents((9, 100)),
+            masks.Window(4) & (masks.Causal() | masks.Prefix(2)),
+            masks.Window(4) & masks.Keep(torch.tensor([True, False]), "heads"),
+        ],
+        ids=str,
+    )
+    def test_what_stays_within_it_is_taken(self, mask: masks.Mask) -> None:
+        KeyValueCache(window=4).refuse_unless_remembered(mask)
+
+    @pytest.mark.parametrize("mask", [masks.Full(), masks.Causal(), masks.Causal() | masks.Window(4)], ids=str)
+    def test_what_nothing_bounds_is_refused(self, mask: masks.Mask) -> None:
+        with pytest.raises(MaskError) as refused:
+            KeyValueCache(window=4).refuse_unless_remembered(mask)
+        assert str(refused.value) == (
+            f"{mask!r} looks back over all keys, and the cache keeps a window of 4. "
+            "Join it with masks.Window(4), or keep all keys: KeyValueCache()."
+        )
+        KeyValueCache().refuse_unless_remembered(mask)
+
+    def test_what_looks_further_is_refused(self) -> None:
+        with pytest.raises(MaskError) as refused:
+            KeyValueCache(window=4).refuse_unless_remembered(masks.Window(5))
+        assert str(refused.value) == (
+            "Window(5) looks back on 5 keys, and the cache keeps a window of 4. "
+            "Join it with masks.Window(4), or keep all keys: KeyValueCache()."
+        )
+
+    def test_a_column_for_each_key_is_refused(self) -> None:
+        mask = masks.Window(4) & masks.Drop(torch.zeros(9, dtype=torch.bool), "keys")
+        with pytest.raises(MaskError) as refused:
+            KeyValueCache(window=4).refuse_unless_remembered(mask)
+        assert str(refused.value) == (
+            "Window(4) & Drop(<bool tensor (9,)>, 'keys') has a column for each key, and a cache with a window forgets "
+            "keys. Keep all keys: KeyValueCache()."
+        )
