@@ -282,8 +282,13 @@ def request_of(
     scale: float | None = None,
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
+    *,
+    to_come: bool = False,
 ) -> AttentionRequest:
-    """Check what a caller gave and resolve what they left out; see `attention` for the arguments and errors."""
+    """Check what a caller gave and resolve what they left out; see `attention` for the arguments and errors.
+
+    Where more keys are `to_come`, the mask may speak of them.
+    """
     shape = AttentionShape.of(q, k, v)
     refuse_unless_mask(mask)
     refuse_unless_share("dropout", dropout)
@@ -297,7 +302,8 @@ def request_of(
         refuse_unless_sinks_fit(sinks, shape)
     queries, keys = shape.query_length, shape.key_length
     if not isinstance(mask, Full):
-        refuse_unless_fitting(mask, batch=shape.batch, heads=shape.num_heads, queries=queries, keys=keys)
+        batch, heads = shape.batch, shape.num_heads
+        refuse_unless_fitting(mask, batch=batch, heads=heads, queries=queries, keys=keys, to_come=to_come)
     start = resolved_query_start(
         query_start, speaks_of_positions=mask.speaks_of_positions, batch=shape.batch, queries=queries, keys=keys
     )

@@ -217,8 +217,8 @@ def _job(
     if dropout and (seed is None or seed.numel() != 1 or seed.is_floating_point()):
         raise ArgumentError(f"dropout is {dropout!r} and seed is {seed!r}.", "Give a seed of one whole number.")
     mask = Full() if seen is None else Keep(seen)
-    sizes = {"queries": shape.query_length, "keys": shape.key_length}
-    refuse_unless_fitting(mask, batch=shape.batch, heads=shape.num_heads, **sizes)
+    queries, keys = shape.query_length, shape.key_length
+    refuse_unless_fitting(mask, batch=shape.batch, heads=shape.num_heads, queries=queries, keys=keys)
     size = (max(start.shape[0], stop.shape[0]), shape.query_length)
     bounds = KeyBounds(start.expand(size).contiguous(), stop.expand(size).contiguous(), None if seen is None else mask)
     if isinstance(bias, Tensor) and bias_wanted:

@@ -22,7 +22,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Keep autocast out of a block: it would make scores and statistics in half precision out of float32 tensors."""
-    if not torch.is_autocast_enabled(device.type):
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which knows no such device
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 

@@ -124,17 +124,20 @@ def _tile(tensor: Tensor, place: Place) -> Tensor:
     return tensor.expand(-1, -1, place.rows.numel(), place.columns.numel())
 
 
-def refuse_unless_fitting(mask: Mask, *, batch: int, heads: int, queries: int, keys: int) -> None:
-    """Refuse a mask that does not fit the shape of a call.
+def refuse_unless_fitting(
+    mask: Mask, *, batch: int, heads: int, queries: int, keys: int, to_come: bool = False
+) -> None:
+    """Refuse a mask that does not fit the shape of a call; lengths may reach beyond the keys where more are to come.
 
     Raises:
         MaskError: a tensor does not broadcast, lengths are for another batch, or reach beyond the keys.
     """
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
-            refuse_unless_fitting(part, batch=batch, heads=heads, queries=queries, keys=keys)
+            refuse_unless_fitting(part, batch=batch, heads=heads, queries=queries, keys=keys, to_come=to_come)
     elif isinstance(mask, Behind):
-        refuse_unless_fitting(mask.mask, batch=batch, heads=heads, queries=queries, keys=keys - mask.count)
+        behind = keys - mask.count
+        refuse_unless_fitting(mask.mask, batch=batch, heads=heads, queries=queries, keys=behind, to_come=to_come)
     elif isinstance(mask, _Given):
         sizes = dict(zip(AXES, (batch, heads, queries, keys), strict=True))
         for axis, size in zip(mask.axes.split(), mask.tensor.shape, strict=True):
@@ -144,10 +147,12 @@ def refuse_unless_fitting(mask: Mask, *, batch: int, heads: int, queries: int, k
                     f"Give a tensor that broadcasts to (batch, heads, queries, keys) = {tuple(sizes.values())}.",
                 )
     elif isinstance(mask, (Lengths, Documents, Prefix)):
-        _refuse_unless_counts_fit(mask, batch=batch, queries=queries, keys=keys)
+        _refuse_unless_counts_fit(mask, batch=batch, queries=queries, keys=None if to_come else keys)
 
 
-def _refuse_unless_counts_fit(mask: Lengths | Documents | Prefix, *, batch: int, queries: int, keys: int) -> None:
+def _refuse_unless_counts_fit(
+    mask: Lengths | Documents | Prefix, *, batch: int, queries: int, keys: int | None
+) -> None:
     counts = mask.length if isinstance(mask, Prefix) else mask.lengths
     shape = tuple(counts.shape) if isinstance(counts, Tensor) else tuple(torch.tensor(counts).shape)
     a_row_a_sample = len(shape) == 2 or (len(shape) == 1 and not isinstance(mask, Documents))
@@ -158,7 +163,7 @@ def _refuse_unless_counts_fit(mask: Lengths | Documents | Prefix, *, batch: int,
             f"{mask!r} speaks of {shape[1]} queries, and the call has {queries}.", "Give one length a sample and query."
         )
     device = counts.device if isinstance(counts, Tensor) else torch.device("cpu")
-    if not readable(device) or 0 in shape:
+    if keys is None or not readable(device) or 0 in shape:
         return  # in a graph, or on an accelerator where reading would make the host wait: bounds are clamped
     totals = as_tensor(counts, "cpu")
     longest = int((totals.sum(-1) if isinstance(mask, Documents) else totals).max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
@@ -59,6 +60,20 @@ def with_values(bias: Bias, values: Tensor) -> Bias:
 def written_out(bias: Bias, shape: AttentionShape) -> Tensor:
     """Return a bias as a tensor broadcasting to (batch, heads, queries, keys)."""
     return bias if isinstance(bias, Tensor) else bias.tile(shape.query_length, shape.key_length)
+
+
+def added(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
+    """Add two biases; where both speak of the distance alone, so does their sum."""
+    if isinstance(bias, Relative) and isinstance(other, Relative):
+        return Relative(bias.values + other.values)
+    whole = [each.tile(queries, keys) if isinstance(each, Relative) else each for each in (bias, other)]
+    return whole[0] + whole[1]
+
+
+def shifted(bias: Bias, queries: int, keys: int) -> Tensor:
+    """Put a column of 0 before a bias, for a key that is added before all others."""
+    whole = bias.tile(queries, keys) if isinstance(bias, Relative) else bias
+    return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
 
 
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
