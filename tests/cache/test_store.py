@@ -274,7 +274,7 @@ class TestRefusals:
     def test_another_batch_than_before_until_it_is_reset(self, cache: KeyValueCache) -> None:
         step(cache)
         other = tokens(1, batch=3), tokens(1, batch=3, dim=5)
-        with pytest.raises(ShapeError, match="^k has shape \\(3, 3, 1, 4\\), and the cache holds 2 samples"):
+        with pytest.raises(ShapeError, match="the cache holds 2 samples of 3 heads"):
             cache.extended(*other)
         cache.reset()
         assert cache.extended(*other).k.shape == (3, 3, 1, 4)
