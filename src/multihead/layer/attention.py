@@ -225,7 +225,8 @@ class MultiHeadAttention(nn.Module):
         memory = x if memory is None else memory
         values = memory if values is None else values
         # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
-        alone = bias is None and cache is None and not query_start and (head_gates is None or head_gates.dim() == 1)
+        alone = bias is None and cache is None and (head_gates is None or head_gates.dim() == 1)
+        alone = alone and not isinstance(query_start, Tensor) and not query_start
         together = memory is x and alone and self._can_stay_packed and can_stay_packed(mask)
         if packing is None:
             padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
@@ -264,16 +265,12 @@ class MultiHeadAttention(nn.Module):
         else:
             q, k, v = padding.placed_queries(q), remembered.k, remembered.v
         q = split_heads(q, self.num_heads)  # (batch, heads, queries, head_dim)
-        if cache is not None and memory is x:
+        speaks = mask.speaks_of_positions or self._speaks_of_positions
+        if cache is not None and (memory is x or (speaks and query_start is None)):
             start = cache.query_start
         else:
-            start = resolved_query_start(
-                query_start,
-                speaks_of_positions=mask.speaks_of_positions or self._speaks_of_positions,
-                batch=q.shape[0],
-                queries=q.shape[2],
-                keys=k.shape[2],
-            )
+            sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
+            start = resolved_query_start(query_start, speaks_of_positions=speaks, **sizes)
         q, k = self._turned(q, k, start, padding.positions, within=memory is x, remembered=remembered is not None)
         if cache is None:
             return q, k, v, start, padding.hiding(mask)
@@ -284,6 +281,7 @@ class MultiHeadAttention(nn.Module):
             return q, held.k, held.v, held.query_start, mask
         if remembered is None:
             remembered = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
+        cache.advance(q.shape[2], lengths=rows)
         mask = padding.hiding(mask, remembered.lengths, remembered.k.shape[2])
         return q, remembered.k, remembered.v, start, mask
 
