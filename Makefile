@@ -36,8 +36,10 @@ docs: $(READY)  ## draw the README's picture, run the pages' examples, check lin
 	$(BIN)/python -m pytest README.md README.zh.md docs
 	$(BIN)/python -m tools.twins
 
-bench: $(READY)  ## time the layer against what PyTorch offers; every result is checked first
+bench: $(READY)  ## time the layer against PyTorch's and the layers of others; every result is checked first
+	@$(PIP) --no-deps --group peers
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.peers
 
 sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and ThreadSanitizer
 	@for each in address,undefined thread; do \
