@@ -7,7 +7,10 @@ MultiheadError
 ├── ArgumentError    a size, a name or an option out of range
 ├── ProbeError       a statistic that is unknown, or that cannot be had
 ├── ModelError       a model that cannot be loaded or watched
-└── InputError       a file, a text or a path of the user that cannot be used
+├── InputError       a file, a text or a path of the user that cannot be used
+└── SlowPathError    a path that is slow, where `strict` forbids it
+
+SlowPathWarning      a path that is slow and was not chosen by the caller
 """
 
 from __future__ import annotations
@@ -60,6 +63,14 @@ class ModelError(MultiheadError, ValueError):
 
 class InputError(MultiheadError, ValueError):
     """A file, a text or a path of the user that cannot be used."""
+
+
+class SlowPathError(MultiheadError, RuntimeError):
+    """A path that would be slow, in a context that forbids it."""
+
+
+class SlowPathWarning(UserWarning):
+    """A path is slow, and the caller did not choose it."""
 
 
 def refuse_unless_share(name: str, value: object) -> None:

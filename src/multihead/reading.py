@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a compiler call a function while it makes a graph, and not look into it.
+
+    `torch.compiler.assume_constant_result` does the same, and imports the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+    return function
 
 
 def traced() -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multihead import masks
-from multihead.errors import ArgumentError
 from multihead.functional import attention, attention_with_logsumexp, request_of, statistics
 from multihead.kernels import sdpa
 from multihead.plan import rectangles
@@ -74,16 +73,6 @@ def test_merged_rectangles_lose_nothing_where_one_of_them_outweighs_the_other() 
     given = attention_with_logsumexp(q[:, :, :4], k, v, mask=masks.Causal(), query_start=4, kernel="sdpa")
     assert oracle.difference(given[0], exact.output) < 1e-12
     assert oracle.difference(given[1], exact.logsumexp) < 1e-11
-
-
-def test_a_second_derivative_is_refused_and_not_silently_a_constant() -> None:
-    """The usual guard, once_differentiable, lets it pass where the cotangent is a constant, as that of a sum is."""
-    q = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(ArgumentError) as refusal:
-        torch.autograd.grad(attention(q, q, q, kernel="sdpa").sum(), q, create_graph=True)
-    assert str(refusal.value) == (
-        "Kernel 'sdpa' has no second derivative, and create_graph=True asks for it. Give kernel='reference'."
-    )
 
 
 def test_only_what_asks_for_a_gradient_gets_one() -> None:

@@ -15,6 +15,7 @@ from multihead.kernels import (
     sdpa,
 )
 from multihead.kernels.rules import slower
+from multihead.kernels.strictness import refuse_if_strict
 from multihead.plan.bounds import KeyBounds
 from multihead.reading import traced
 
@@ -75,6 +76,13 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
         if reason is None and name == "native" and kernel is None and not traced():
             reason = slower(request, bounds, library.chosen().name)
         if reason is None:
+            if name == "reference" and kernel is None:
+                refuse_if_strict(
+                    "The reference kernel would run, which holds queries x keys: "
+                    + "; ".join(f"{other}: {why}" for other, why in refusals.items())
+                    + ".",
+                    "Change what a faster kernel refuses, or leave mh.strict().",
+                )
             return Choice(name, refusals)
         refusals[name] = reason
     raise ArgumentError(f"Kernel {kernel!r} refuses: {refusals[str(kernel)]}.", "Leave kernel out to have one chosen.")

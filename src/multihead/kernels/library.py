@@ -18,6 +18,7 @@ from struct import Struct
 import torch
 
 from multihead.errors import ArgumentError
+from multihead.reading import constant_in_graphs
 
 NAME = "libmultihead_native.so"
 ENVIRONMENT = "MULTIHEAD_CPU"
@@ -87,6 +88,7 @@ class _Library:
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 
+@constant_in_graphs  # a compiler must not trace into the search for the library
 def absence() -> str | None:
     """Say why there is no native library here, in words that follow "refuses:"; None where there is one."""
     found = _found()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from multihead.call import Attended, AttentionRequest, Work
-from multihead.errors import ArgumentError
 from multihead.kernels import library
 from multihead.kernels.library import AT
 from multihead.kernels.native_bias import BiasGradient
@@ -27,10 +25,11 @@ from multihead.kernels.native_fields import (
     room,
 )
 from multihead.kernels.native_statistics import Measuring
+from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import dense, without_tensors
 from multihead.plan.bounds import KeyBounds
 from multihead.reading import transformed
-from multihead.scores.bias import values_of
+from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
 KEEPS_NAN_APART = True  # what is not finite is put away inside, key by key
@@ -39,9 +38,6 @@ _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": 
 _PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory to read, as those of a tracer
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
 _OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
-
-# A compiler must not trace into the search for the library.
-_absence: Callable[[], str | None] = torch.compiler.assume_constant_result(library.absence)
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, bias, sinks
 
@@ -59,7 +55,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         for tensor in (request.q, request.k, request.v):
             if type(tensor) not in _PLAIN:
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
-    return _absence()
+    return library.absence()
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
@@ -286,13 +282,13 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
         if torch.is_grad_enabled():
-            # What is computed here has no graph: a gradient penalty would silently be a constant.
-            raise ArgumentError(
-                "Kernel 'native' has no second derivative, and create_graph=True asks for it.",
-                "Give kernel='reference'.",
-            )
-        q, k, v, *_, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
+            # What the kernel computes has no graph: a gradient penalty would silently be a constant.
+            request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
+            if request.bias is not None and bias is not None:
+                request = replace(request, bias=with_values(request.bias, bias))
+            return (*differentiable_gradients("native", request, ctx.job.bounds, of_output, of_logsumexp), None)
         if of_output is None:
             of_output = torch.zeros_like(output)
         found = backward(

@@ -9,6 +9,7 @@ from torch.nn.functional import dropout
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels.tile import scores, seen, working_dtype
 from multihead.plan.bounds import KeyBounds
+from multihead.reading import traced
 from multihead.scores.bias import values_of
 
 KEEPS_NAN_APART = False
@@ -46,11 +47,15 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
 
 
 def _at_once(request: AttentionRequest) -> bool:
-    """Whether all weights are written down together: a gradient would keep them all anyway, dropout draws them once."""
+    """Whether all weights are written down together.
+
+    A gradient would keep them all anyway, dropout draws them once, and neither a graph nor a transform can tell which
+    keys a block sees.
+    """
     bias = None if request.bias is None else values_of(request.bias)
     tensors = (request.q, request.k, request.v, bias, request.sinks)
     follows = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return request.dropout > 0 or (follows and torch.is_grad_enabled())
+    return request.dropout > 0 or (follows and torch.is_grad_enabled()) or traced()
 
 
 def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.call import Attended, AttentionRequest, Work
-from multihead.errors import ArgumentError
+from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import seen, without_tensors, working_dtype
 from multihead.plan.bounds import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
@@ -43,7 +43,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     if request.scale <= 0:
         # The fused kernel hides keys by -inf before it scales: -inf * 0 is NaN, and times -1 it shows them alone.
         request = replace(request, q=request.q * request.scale, scale=1.0)
-    cover = _Cover(request, rectangles(bounds, biased=request.bias is not None))
+    cover = _Cover(request, bounds, rectangles(bounds, biased=request.bias is not None))
     q, k, v = request.q, request.k, request.v
     # The fused kernel takes equal dims only. Zeros appended to q and k change no score, those to v are cut off.
     missing = request.shape.head_dim - request.shape.value_dim
@@ -100,6 +100,7 @@ class _Cover:
     """The rectangles of one request, and how to cut tensors and masks to each."""
 
     request: AttentionRequest
+    bounds: KeyBounds
     pieces: tuple[Rectangle, ...]
 
     def samples(self, piece: Rectangle) -> slice:
@@ -174,15 +175,12 @@ class _Fused(torch.autograd.Function):
         return output, logsumexp
 
     @staticmethod
-    def backward(
-        ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        if torch.is_grad_enabled():
-            # What is computed here has no graph: a gradient penalty would silently be a constant.
-            raise ArgumentError(
-                "Kernel 'sdpa' has no second derivative, and create_graph=True asks for it.", "Give kernel='reference'."
-            )
+    def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, output, logsumexp = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # What is computed below has no graph: a gradient penalty would silently be a constant.
+            request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks take their share outside
+            return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
         # Half precision would lose what many rectangles add to one key.
         dtype = working_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
