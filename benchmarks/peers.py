@@ -141,7 +141,7 @@ def show(rows: list[Row], *, every_peer: bool) -> None:
             continue
         for each in sorted(row.standings, key=lambda each: each.ratio.median if each.ratio else float("inf")):
             first = (case.name, row.dtype) if each is row.best else ("", "")
-            table.add_row(*first, *cells(each), style=style if each is row.best else None)
+            table.add_row(*first, *cells(case, each), style=style if each is row.best else None)
         table.add_section()
     Console().print(table)
     click.echo(machine_line(rows))

@@ -21,7 +21,7 @@ from benchmarks.peers_torch import multihead
 OURS = "multihead"
 MOST_ROUNDS = 101  # fewer than the steps that a cache has room for
 # How many rounds a peer takes at least, by how many times as long as ours it takes: what is far behind needs few.
-LEAST_ROUNDS = ((2.0, 7), (8.0, 3), (float("inf"), 1))
+LEAST_ROUNDS = ((1.3, 7), (2.5, 5), (4.0, 2), (float("inf"), 1))
 LEAST_SHARE = 0.97  # of our speed that the best peer may have more than: of the upper quartile
 MOST_PERCENT, MOST_MICROSECONDS = 3.0, 40.0  # that a call of ours may cost beside one by hand
 

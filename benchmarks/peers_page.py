@@ -33,8 +33,8 @@ def page(rows: list[Row]) -> list[str]:
     lines += [f"| {' | '.join(in_short(case, row))} |" for case, row in found]
     lines += ["", "## Peer by peer", "", "| case | dtype | peer | its time by ours | pairs | difference |"]
     lines += [f"|{'---|' * 6}"]
-    for _, row in found:
-        lines += [f"| {row.case} | {row.dtype} | {' | '.join(cells(each))} |" for each in row.standings]
+    for case, row in found:
+        lines += [f"| {row.case} | {row.dtype} | {' | '.join(cells(case, each))} |" for each in row.standings]
     return lines
 
 
@@ -55,12 +55,13 @@ def in_short(case: Case, row: Row) -> tuple[str, ...]:
     return case.name, row.dtype, row.best.peer, finding(case, row.best), told, ours, error
 
 
-def cells(standing: Standing) -> tuple[str, ...]:
+def cells(case: Case, standing: Standing) -> tuple[str, ...]:
     """Write what came of one peer."""
     error = "" if standing.error is None else f"{standing.error:.1e}"
     if standing.ratio is None:
         return standing.peer, standing.note, "", error
-    return standing.peer, str(standing.ratio), str(standing.ratio.pairs), error
+    beside = f"{standing.ratio}, {finding(case, standing)}" if case.overhead else str(standing.ratio)
+    return standing.peer, beside, str(standing.ratio.pairs), error
 
 
 def finding(case: Case, best: Standing) -> str:

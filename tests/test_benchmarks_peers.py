@@ -173,16 +173,21 @@ def test_a_contender_that_cannot_or_fails_says_why_and_the_others_go_on() -> Non
     ]
 
 
-def test_ratios_are_those_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    lasting = {"ours": 2.0, "quick": 3.0, "slow": 12.0, "hopeless": 50.0}
+@pytest.mark.parametrize(("budget", "rounds"), [(4.0, (7, 5, 2, 1)), (80.0, (10, 7, 4, 1))])
+def test_ratios_are_those_of_the_same_round(
+    budget: float, rounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers_contest, "seconds", lambda run: run())
-    monkeypatch.setattr(peers_contest, "_times", lambda calls, run: lambda: calls * run())
-    runs = {name: (lambda taken=taken: taken) for name, taken in lasting.items()}
-    pairs = peers_contest.raced(runs.pop("ours"), runs, budget=60.0)
-    assert pairs == {"quick": [(2.0, 3.0)] * 7, "slow": [(2.0, 12.0)] * 3, "hopeless": [(2.0, 50.0)]}
-    found = peers_contest.standing("quick", pairs["quick"], error=1e-7)
-    assert found == Standing("quick", Ratio(1.5, 1.5, 1.5, 7), -1e6, 1e-7)
-    assert peers_contest.standing("quick", pairs["quick"], error=1e-7, calls=20).beyond == -5e4
+    monkeypatch.setattr(peers_contest, "_times", lambda _, run: run)
+    lasting = {"level": 2.0, "quick": 3.0, "slow": 6.0, "hopeless": 50.0}
+    peers_of_ours = {name: (lambda taken=taken: taken) for name, taken in lasting.items()}
+    pairs = peers_contest.raced(lambda: 2.0, peers_of_ours, budget=budget)
+    assert pairs == {name: [(2.0, lasting[name])] * count for name, count in zip(lasting, rounds, strict=True)}
+
+
+def test_a_standing_is_the_ratio_and_what_a_call_takes_longer() -> None:
+    found = peers_contest.standing("a peer", [(2.0, 3.0), (4.0, 6.0)], error=1e-7, calls=20)
+    assert found == Standing("a peer", Ratio(1.5, 1.5, 1.5, 2), -75_000.0, 1e-7)
     assert str(peers_contest.spread([1.0, 2.0, 3.0])) == "2.00 x (1.00-3.00)"
     assert peers_contest.spread([4.0]) == Ratio(4.0, 4.0, 4.0, 1)
 
