@@ -1,0 +1,279 @@
+"""A layer with a cache, step by step, gives what it gives for the whole text: every option, mask and kind of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks
+from multihead.cache import KeyValueCache, buffers
+from multihead.errors import ArgumentError, MaskError, ShapeError
+from multihead.rotary import Linear, Llama3, Rotary, Yarn
+from tests.cache.stepping import of_rows
+
+LENGTH, WINDOW, WIDTH = 14, 4, 24
+CAUSAL = masks.Causal()
+NEAR = CAUSAL & masks.Window(WINDOW)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped heads": {"num_kv_heads": 2},
+    "one kv head, other widths": {"num_kv_heads": 1, "head_dim": 8, "value_head_dim": 5, "merge": "mean"},
+    "no output projection": {"output_projection": False},
+    "rotary": {"rotary": Rotary()},
+    "rotary, part of a head": {"rotary": Rotary(dim=4), "num_kv_heads": 2},
+    "rotary, neighbours": {"rotary": Rotary(interleaved=True)},
+    "rotary, linear": {"rotary": Rotary(scaling=Linear(2.0))},
+    "rotary, llama 3": {"rotary": Rotary(scaling=Llama3(factor=4.0, original_length=8))},
+    "rotary, yarn": {"rotary": Rotary(scaling=Yarn(factor=4.0, original_length=8))},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": True, "num_kv_heads": 2},
+    "gates": {"head_gates": True},
+    "a learned key": {"add_bias_kv": True, "num_kv_heads": 2},
+    "a key of zeros": {"add_zero_attn": True},
+    "all together": {
+        "num_kv_heads": 2,
+        "rotary": Rotary(dim=4),
+        "softcap": 1.5,
+        "sinks": True,
+        "head_gates": True,
+        "add_bias_kv": True,
+        "add_zero_attn": True,
+    },
+}
+MASKS: dict[str, masks.Mask] = {
+    "causal": CAUSAL,
+    "window": NEAR,
+    "documents": CAUSAL & masks.Documents(((5, 9), (8, 3, 3))),
+    "prefix": CAUSAL | masks.Prefix((3, 4)),
+    "lengths to come": CAUSAL & masks.Lengths((10, 12)),
+    "keep": CAUSAL & masks.Keep(torch.arange(LENGTH) % 3 < 2, "keys"),
+    "keep cells": CAUSAL & masks.Keep(torch.eye(LENGTH, dtype=torch.bool).logical_not(), "queries keys"),
+}
+CACHES: dict[str, Callable[[], KeyValueCache]] = {
+    "growing": KeyValueCache,
+    "capacity": lambda: KeyValueCache(capacity=LENGTH),
+    "window": lambda: KeyValueCache(window=WINDOW),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_buffers() -> Iterator[None]:
+    """Buffers that are full every few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "LEAST", 2)
+        patch.setattr(buffers, "SPARE", 1)
+        yield
+
+
+def made(**options: Any) -> mh.MultiHeadAttention:
+    """A layer in float64 whose every parameter is drawn."""
+    layer = mh.MultiHeadAttention(WIDTH, 4, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def text(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randn(batch, length, WIDTH, dtype=torch.float64)
+
+
+def stepwise(
+    layer: mh.MultiHeadAttention, x: Tensor, chunks: Sequence[int], cache: KeyValueCache, mask: masks.Mask = CAUSAL
+) -> Tensor:
+    outputs, first = [], 0
+    for count in chunks:
+        rows = slice(first, first + count)
+        first += count
+        outputs.append(layer(x[:, rows], cache=cache, mask=of_rows(mask, rows, first)))
+    return torch.cat(outputs, 1)
+
+
+def assert_same(found: Tensor, whole: Tensor) -> None:
+    assert found.shape == whole.shape
+    assert float((found - whole).detach().abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_step_by_step_gives_what_one_pass_gives(options: dict[str, Any], kind: str) -> None:
+    layer, x = made(**options), text()
+    for mask in (NEAR,) if kind == "window" else (CAUSAL, MASKS["prefix"]):
+        with torch.no_grad():
+            found = stepwise(layer, x, [4, 1, 1, 3, 1, 4], CACHES[kind](), mask)
+            assert_same(found, layer(x, mask=mask))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", ["plain", "rotary", "all together"])
+def test_every_mask_means_the_same_of_a_text_that_grows(mask: masks.Mask, name: str) -> None:
+    layer, x = made(**OPTIONS[name]), text()
+    for kind in ("growing", "capacity"):
+        with torch.no_grad():
+            assert_same(stepwise(layer, x, [4, *[1] * 10], CACHES[kind](), mask), layer(x, mask=mask))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_option_mask_cache_and_chunks_go_together(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(list(CACHES)))
+    layer, x = made(**data.draw(st.sampled_from(list(OPTIONS.values())))), text()
+    mask = data.draw(st.sampled_from([mask for name, mask in MASKS.items() if name != "prefix"]))
+    if kind == "window":
+        mask = data.draw(st.sampled_from([NEAR, NEAR & masks.Documents(((5, 9), (8, 3, 3)))]))
+    cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1))))
+    chunks = [stop - first for first, stop in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
+    with torch.no_grad():
+        assert_same(stepwise(layer, x, chunks, CACHES[kind](), mask), layer(x, mask=mask))
+
+
+class TestSamplesOfDifferentLengths:
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    @pytest.mark.parametrize("side", ["right", "left"])
+    def test_each_one_goes_on_from_its_own_prompt(self, options: dict[str, Any], side: Any) -> None:
+        layer, x, prompts = made(**options), text(batch=3), (6, 2, 4)
+        for kind, cache_of in CACHES.items():
+            cache, mask = cache_of(), NEAR if kind == "window" else CAUSAL
+            padded = torch.full((3, 6, WIDTH), torch.nan, dtype=torch.float64)
+            for sample, length in enumerate(prompts):
+                place = slice(0, length) if side == "right" else slice(6 - length, 6)
+                padded[sample, place] = x[sample, :length]
+            with torch.no_grad():
+                first = layer(padded, cache=cache, mask=mask, lengths=prompts, padding_side=side)
+                steps = []
+                for step in range(5):
+                    token = torch.stack([x[sample, length + step] for sample, length in enumerate(prompts)])
+                    steps.append(layer(token[:, None], cache=cache, mask=mask))
+            for sample, length in enumerate(prompts):
+                place = slice(0, length) if side == "right" else slice(6 - length, 6)
+                own = torch.cat([first[sample, place], *[step[sample] for step in steps]])
+                assert_same(own, layer(x[sample : sample + 1, : length + 5], mask=mask)[0])
+                outside = torch.ones(6, dtype=torch.bool)
+                outside[place] = False
+                assert not first[sample, outside].any()
+
+    def test_a_sample_may_bring_no_token_in_a_step(self) -> None:
+        layer, x, cache = made(rotary=Rotary()), text(), KeyValueCache()
+        layer(x[:, :3], cache=cache, mask=CAUSAL)
+        layer(x[:, 3:5], cache=cache, mask=CAUSAL, lengths=(2, 0))
+        found = layer(torch.stack([x[0, 5:8], x[1, 3:6]]), cache=cache, mask=CAUSAL)
+        assert_same(found[0], layer(x[:1, :8], mask=CAUSAL)[0, 5:])
+        assert_same(found[1], layer(x[1:, :6], mask=CAUSAL)[0, 3:])
+
+
+@pytest.mark.parametrize("name", ["plain", "rotary", "all together"])
+def test_gradients_through_all_steps_are_those_of_one_pass(name: str) -> None:
+    layer, x = made(**OPTIONS[name]), text().requires_grad_()
+    cotangent = torch.randn(2, LENGTH, layer.output_dim, dtype=torch.float64)
+    leaves = [x, *layer.parameters()]
+    for kind in ("growing", "window"):
+        whole = torch.autograd.grad(layer(x, mask=NEAR), leaves, cotangent)
+        found = torch.autograd.grad(stepwise(layer, x, [4, 1, 1, 3, 1, 4], CACHES[kind](), NEAR), leaves, cotangent)
+        for one, other in zip(found, whole, strict=True):
+            assert_same(one, other)
+
+
+def test_beams_go_on_from_the_samples_they_were_chosen_from() -> None:
+    layer, x, cache = made(rotary=Rotary()), text(), KeyValueCache()
+    layer(x[:, :6], cache=cache, mask=CAUSAL)
+    cache.reorder((1, 0, 1))
+    beams = x[[1, 0, 1]]
+    beams[:, 6:] = text(batch=3)[:, 6:]
+    assert_same(stepwise_on(layer, beams, 6, cache), layer(beams, mask=CAUSAL)[:, 6:])
+
+
+def test_what_was_taken_back_leaves_no_trace() -> None:
+    layer, x, cache = made(rotary=Rotary()), text(), KeyValueCache()
+    layer(torch.cat([x[:, :6], text()[:, :3]], 1), cache=cache, mask=CAUSAL)
+    cache.crop(6)
+    assert_same(stepwise_on(layer, x, 6, cache), layer(x, mask=CAUSAL)[:, 6:])
+
+
+def stepwise_on(layer: mh.MultiHeadAttention, x: Tensor, first: int, cache: KeyValueCache) -> Tensor:
+    return torch.cat([layer(x[:, i : i + 1], cache=cache, mask=CAUSAL) for i in range(first, LENGTH)], 1)
+
+
+def test_one_text_needs_no_batch() -> None:
+    layer, x, cache = made(), text(batch=1)[0], KeyValueCache()
+    found = torch.cat([layer(x[:5], cache=cache, mask=CAUSAL), layer(x[5:], cache=cache, mask=CAUSAL)])
+    assert_same(found, layer(x, mask=CAUSAL))
+
+
+class TestCrossAttention:
+    @pytest.mark.parametrize(
+        "mask", [masks.Full(), CAUSAL, masks.Window(2, after=1), masks.Lengths((7, 4)), masks.Prefix(3)], ids=str
+    )
+    @pytest.mark.parametrize("name", ["plain", "rotary", "all together"])
+    def test_step_by_step_gives_what_one_pass_gives(self, mask: masks.Mask, name: str) -> None:
+        layer, x, memory = made(**OPTIONS[name]), text(), text(length=9)
+        for kind in ("growing", "capacity"):
+            cache = CACHES[kind]()
+            found = [layer(x[:, i:j], memory, mask=mask, cache=cache) for i, j in ((0, 5), (5, 6), (6, LENGTH))]
+            assert_same(torch.cat(found, 1), layer(x, memory, mask=mask, query_start=0))
+
+    def test_the_memory_is_projected_in_the_first_call_only(self) -> None:
+        layer, x, memory, cache = made(), text(), text(length=9), KeyValueCache()
+        projected: list[tuple[int, ...]] = []
+        layer.k_proj.register_forward_hook(lambda _module, given, _output: projected.append(tuple(given[0].shape)))
+        for step in range(3):
+            layer(x[:, step : step + 1], memory, cache=cache)
+        assert projected == [(2, 9, WIDTH)]
+
+    def test_padding_of_memory_and_queries_stays_out(self) -> None:
+        layer, x, memory, cache = made(rotary=Rotary()), text(), text(length=9), KeyValueCache()
+        memory[1, 4:] = torch.nan
+        first = layer(x[:, :5], memory, memory_lengths=(9, 4), lengths=(5, 2), cache=cache)
+        then = layer(torch.stack([x[0, 5:7], x[1, 2:4]]), memory, memory_lengths=(9, 4), cache=cache)
+        for sample, (length, keys) in enumerate(((5, 9), (2, 4))):
+            alone = layer(x[sample, : length + 2], memory[sample, :keys], query_start=0)
+            assert_same(torch.cat([first[sample, :length], then[sample]]), alone)
+
+    def test_another_memory_length_is_refused(self) -> None:
+        layer, x, cache = made(), text(), KeyValueCache()
+        layer(x, text(length=9), cache=cache)
+        with pytest.raises(ShapeError) as refused:
+            layer(x, text(length=8), cache=cache)
+        assert str(refused.value) == (
+            "memory has 2 samples of 8 keys, and the cache remembers 2 of 9. "
+            "Give the same memory at each step, or begin anew: cache.reset()."
+        )
+
+    def test_beams_take_their_memory_with_them(self) -> None:
+        layer, x, memory, cache = made(rotary=Rotary()), text(), text(length=9), KeyValueCache()
+        layer(x[:, :5], memory, cache=cache)
+        cache.reorder((1, 1))
+        found = layer(x[:, 5:], memory[[1, 1]], cache=cache)
+        assert_same(found, layer(x, memory[[1, 1]], query_start=0)[:, 5:])
+
+
+class TestRefusals:
+    def test_query_start_beside_a_cache(self) -> None:
+        with pytest.raises(ArgumentError) as refused:
+            made()(text(), cache=KeyValueCache(), query_start=3)
+        assert str(refused.value) == (
+            "query_start is 3, and a cache is given, which knows where the text goes on. Leave query_start out."
+        )
+
+    def test_a_mask_that_looks_behind_the_window(self) -> None:
+        cache = KeyValueCache(window=WINDOW)
+        with pytest.raises(MaskError) as refused:
+            made()(text(), cache=cache, mask=CAUSAL)
+        assert str(refused.value) == (
+            "Causal() looks back over all keys, and the cache keeps a window of 4. "
+            "Join it with masks.Window(4), or keep all keys: KeyValueCache()."
+        )
+        assert cache.length == 0
+
+    def test_more_tokens_than_the_capacity(self) -> None:
+        with torch.no_grad(), pytest.raises(ArgumentError) as refused:
+            made()(text(), cache=KeyValueCache(capacity=LENGTH - 1), mask=CAUSAL)
+        assert str(refused.value) == (
+            "The cache has room for 13 tokens, and these would be 14. "
+            "Make it larger, KeyValueCache(capacity=14), or begin anew: cache.reset()."
+        )
