@@ -1,0 +1,152 @@
+"""An ONNX graph in the making: each method adds something and returns the name of the value it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TensorProto, ValueInfoProto
+
+# The names of onnx.TensorProto for the dtypes that a layer and its inputs can have.
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float64: "DOUBLE",
+    torch.int64: "INT64",
+    torch.bool: "BOOL",
+}
+
+
+def imported() -> ModuleType:
+    """Return the package onnx.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise ArgumentError(
+            "Writing a layer as ONNX needs the package onnx, and it is not installed.",
+            'Run pip install "multihead[onnx]".',
+        ) from error
+    return onnx
+
+
+class Graph:
+    """Nodes, constants, inputs and outputs, put down one after the other.
+
+    >>> graph = Graph()
+    >>> x = graph.input("x", torch.float32, ("batch", 3))
+    >>> graph.output(graph.node("Add", x, graph.constant(torch.ones(3))), "y", torch.float32, ("batch", 3))
+    >>> [node.op_type for node in graph.model(opset=23, name="add one").graph.node]
+    ['Add']
+    """
+
+    def __init__(self) -> None:
+        self._onnx = imported()
+        self._nodes: list[Any] = []
+        self._constants: list[TensorProto] = []
+        self._inputs: list[ValueInfoProto] = []
+        self._outputs: list[ValueInfoProto] = []
+        self._taken: set[str] = set()
+        self._lists: dict[tuple[int, ...], str] = {}
+        self._ranges: dict[str, str] = {}
+
+    def input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
+        """Declare an input; a size is a number, the name of one that may change, or None."""
+        self._inputs.append(self._declared(self._own(name), dtype, sizes))
+        return name
+
+    def output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
+        """Declare what the last node gives as an output, under a name of its own."""
+        assert list(self._nodes[-1].output) == [value]
+        self._nodes[-1].output[0] = self._own(name)
+        self._outputs.append(self._declared(name, dtype, sizes))
+
+    def constant(self, value: Tensor, *, name: str = "constant") -> str:
+        """Put down a tensor, bit by bit, whatever its dtype and device."""
+        name = self._own(name)
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        made = self._onnx.helper.make_tensor(name, self._type(value.dtype), tuple(value.shape), raw, raw=True)
+        self._constants.append(made)
+        return name
+
+    def ints(self, *values: int) -> str:
+        """Put down a list of integers, as shapes and axes are given; the same list is put down once."""
+        if values not in self._lists:
+            self._lists[values] = self.constant(torch.tensor(values, dtype=torch.int64), name="ints")
+        return self._lists[values]
+
+    def node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
+        """Add a node with one output; an input that is left out is an empty name."""
+        given = self._own(name or operator.lower())
+        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [given], **attributes))
+        return given
+
+    def cast(self, value: str, dtype: torch.dtype) -> str:
+        """Convert a value."""
+        return self.node("Cast", value, to=self._type(dtype))
+
+    def size(self, value: str, axis: int) -> str:
+        """Read one size of a value, as a list of one integer."""
+        return self.node("Shape", value, start=axis, end=axis + 1, name="size")
+
+    def range(self, count: str) -> str:
+        """Count 0, 1, 2, ... up to a number given as a list of one integer."""
+        if count not in self._ranges:
+            self._ranges[count] = self.node("Range", self._zero, self.node("Squeeze", count), self._one)
+        return self._ranges[count]
+
+    def model(self, *, opset: int, name: str, said: Mapping[str, str] | None = None, version: str = "") -> ModelProto:
+        """Close the graph and make a model of it.
+
+        Args:
+            opset: of the standard operators.
+            name: of the graph.
+            said: what the model's metadata say, by key.
+            version: of the package that made it.
+        """
+        helper = self._onnx.helper
+        made = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._constants)
+        opsets = [helper.make_opsetid("", opset)]
+        # The oldest format that holds these operators, so that older runtimes read it too.
+        oldest = helper.find_min_ir_version_for(opsets)
+        model = helper.make_model(made, opset_imports=opsets, ir_version=oldest)
+        model.producer_name, model.producer_version = "multihead", version
+        helper.set_model_props(model, dict(said or {}))
+        found: ModelProto = model
+        return found
+
+    @cached_property
+    def _zero(self) -> str:
+        return self.constant(torch.tensor(0), name="zero")
+
+    @cached_property
+    def _one(self) -> str:
+        return self.constant(torch.tensor(1), name="one")
+
+    def _declared(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> ValueInfoProto:
+        declared: ValueInfoProto = self._onnx.helper.make_tensor_value_info(name, self._type(dtype), list(sizes))
+        return declared
+
+    def _type(self, dtype: torch.dtype) -> int:
+        return int(getattr(self._onnx.TensorProto, _TYPES[dtype]))
+
+    def _own(self, name: str) -> str:
+        """Return the name, numbered where it is taken."""
+        own, number = name, 1
+        while own in self._taken:
+            number += 1
+            own = f"{name}_{number}"
+        self._taken.add(own)
+        return own

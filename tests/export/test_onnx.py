@@ -1,0 +1,91 @@
+"""The two functions that write a layer: what a model says of itself, files, and runs with other sizes."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("onnx", reason="the package onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
+
+import onnx
+import onnxruntime
+
+from multihead import masks
+from multihead.errors import InputError
+from multihead.export.onnx import model, write
+from multihead.layer import MultiHeadAttention
+from tests.export.running import assert_same, ran
+
+# Every option of the layer, and where it is seen to that a model says it.
+WRITTEN = {
+    *("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim"),
+    *("bias", "scale", "merge", "output_projection", "rotary", "softcap", "sinks", "head_gates"),
+    *("add_bias_kv", "add_zero_attn"),
+}
+REFUSED = {"qk_norm", "position_bias"}
+WITHOUT_MEANING = {"dropout", "device", "dtype"}  # none in eval mode; where and how parameters are held
+
+
+def test_every_option_of_the_layer_is_written_or_refused() -> None:
+    options = set(inspect.signature(MultiHeadAttention.__init__).parameters) - {"self"}
+    assert options == WRITTEN | REFUSED | WITHOUT_MEANING
+
+
+def test_both_functions_take_the_same() -> None:
+    of_model, of_write = (inspect.signature(each).parameters for each in (model, write))
+    assert [name for name in of_write if name != "path"] == list(of_model)
+    assert all(of_write[name] == parameter for name, parameter in of_model.items())
+
+
+def test_a_model_says_who_made_it_and_what_its_mask_is() -> None:
+    made = model(MultiHeadAttention(8, 2).eval(), mask=masks.Causal() & masks.Window(3))
+    assert (made.producer_name, made.producer_version) == ("multihead", metadata.version("multihead"))
+    assert {each.key: each.value for each in made.metadata_props} == {
+        "multihead.mask": "Causal() & Window(3)",
+        "multihead.query_start": "None",
+    }
+
+
+def test_one_model_runs_for_every_batch_and_length() -> None:
+    layer, mask = MultiHeadAttention(8, 2).eval(), masks.Causal() & masks.Window(3)
+    made = model(layer, mask=mask)
+    for batch, length in ((1, 1), (3, 7), (2, 20)):
+        x = torch.randn(batch, length, 8)
+        assert_same(ran(made, x=x), layer, x=x, mask=mask)
+
+
+def test_a_file_holds_the_model(tmp_path: Path) -> None:
+    layer, x = MultiHeadAttention(8, 2).eval(), torch.randn(2, 5, 8)
+    write(layer, tmp_path / "layer.onnx", mask=masks.Causal(), opset=24, batch=2)
+    read = onnx.load(tmp_path / "layer.onnx")
+    assert read == model(layer, mask=masks.Causal(), opset=24, batch=2)
+    assert_same(ran(read, x=x), layer, x=x, mask=masks.Causal())
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refusal:
+        write(MultiHeadAttention(8, 2).eval(), tmp_path / "none" / "layer.onnx")
+    assert str(refusal.value) == (
+        f"{str(tmp_path / 'none' / 'layer.onnx')!r} cannot be written: there is no folder "
+        f"{str(tmp_path / 'none')!r}. Make it first."
+    )
+
+
+def test_a_model_of_bfloat16_is_a_sound_one_which_onnxruntime_has_no_kernels_for_on_the_cpu() -> None:
+    made = model(MultiHeadAttention(8, 2, dtype=torch.bfloat16).eval(), inputs=("x", "lengths"), mask=masks.Causal())
+    onnx.checker.check_model(made, full_check=True)
+    with pytest.raises(Exception, match="NOT_IMPLEMENTED"):
+        onnxruntime.InferenceSession(made.SerializeToString())
+
+
+def test_parameters_that_need_gradients_are_copied_and_stay_as_they_are() -> None:
+    layer = MultiHeadAttention(8, 2).eval()
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    model(layer)
+    assert all(torch.equal(before[name], parameter) for name, parameter in layer.named_parameters())
+    assert all(parameter.requires_grad for parameter in layer.parameters())

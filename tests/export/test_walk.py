@@ -1,0 +1,110 @@
+"""What onnxruntime gives is what the layer gives, whatever its options, mask, inputs and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("onnx", reason="the package onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
+
+from multihead import masks
+from multihead.export.onnx import model
+from multihead.layer import MultiHeadAttention
+from multihead.rotary import Linear, Llama3, Rotary, Yarn
+from tests import drawing
+from tests.export.running import assert_same, ran
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@st.composite
+def rotaries(draw: Draw, head_dim: int) -> Rotary | None:
+    """A rotary that fits the heads, or none."""
+    if head_dim < 2 or draw(st.booleans()):
+        return None
+    dim = draw(st.integers(1, head_dim // 2)) * 2
+    scaling = draw(st.sampled_from((None, Linear(2.0), Llama3(8.0, original_length=16), Yarn(4.0, 8))))
+    return Rotary(base=100.0, dim=dim, interleaved=draw(st.booleans()), scaling=scaling)
+
+
+@st.composite
+def layers(draw: Draw, size: drawing.Sizes, *, crosses: bool) -> MultiHeadAttention:
+    """A layer with any of its options, in eval mode."""
+    embed_dim = draw(st.sampled_from((4, 10)))
+    wider = draw(st.booleans()) and crosses
+    projects = draw(st.booleans())
+    dtype = draw(st.sampled_from((torch.float32, torch.float32, torch.float16, torch.float64)))
+    layer = MultiHeadAttention(
+        embed_dim,
+        size.heads,
+        num_kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        value_head_dim=size.value_dim,
+        key_dim=embed_dim + 1 if wider else None,
+        value_dim=embed_dim + 2 if wider else None,
+        output_dim=5 if projects and draw(st.booleans()) else None,
+        bias=draw(st.booleans()),
+        scale=draw(st.sampled_from((None, 0.3, 1.0))),
+        merge=draw(st.sampled_from(("concat", "mean"))),
+        output_projection=projects,
+        rotary=draw(rotaries(size.head_dim)) if dtype != torch.float64 else None,
+        softcap=draw(st.sampled_from((None, None, 1.5))),
+        sinks=draw(st.booleans()),
+        head_gates=draw(st.booleans()),
+        add_bias_kv=draw(st.booleans()),
+        add_zero_attn=draw(st.booleans()),
+        dtype=dtype,
+    )
+    for name, parameter in layer.named_parameters():
+        if "proj.weight" not in name:
+            torch.nn.init.normal_(parameter)
+    return layer.eval()
+
+
+@st.composite
+def calls(draw: Draw) -> tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask, Any]:
+    """A layer, the tensors of a call, its mask and its query_start."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    size = draw(drawing.sizes(longest=8))
+    crosses = draw(st.booleans())
+    size = size if crosses else drawing.replace(size, keys=size.queries)
+    layer = draw(layers(size, crosses=crosses))
+    dtype = layer.q_proj.weight.dtype
+    separate = layer.value_dim != layer.key_dim
+    given = {"x": torch.randn(size.batch, size.queries, layer.embed_dim, dtype=dtype)}
+    if crosses:
+        given["memory"] = torch.randn(size.batch, size.keys, layer.key_dim, dtype=dtype)
+    if separate:
+        given["values"] = torch.randn(size.batch, size.keys, layer.value_dim, dtype=dtype)
+    for name, longest in (("lengths", size.queries), ("memory_lengths", size.keys)):
+        if draw(st.integers(0, 2)) == 0 and (crosses or name == "lengths"):
+            given[name] = torch.randint(0, longest + 1, (size.batch,))
+    if draw(st.integers(0, 2)) == 0:
+        bias = torch.randn([draw(st.sampled_from((1, n))) for n in size.cells])
+        given["bias"] = bias.masked_fill(torch.rand(bias.shape) < 0.3, -torch.inf).to(dtype)
+    if draw(st.integers(0, 3)) == 0:
+        given["head_gates"] = torch.randn([draw(st.sampled_from((1, n))) for n in size.cells[:3]]).to(dtype)
+    start = draw(drawing.starts(size)) if crosses or draw(st.integers(0, 3)) == 0 else None
+    if start == "end" and isinstance(start, str) and size.keys < size.queries:
+        start = 0
+    return layer, given, draw(drawing.trees(size, depth=2)), start
+
+
+@given(calls(), st.sampled_from((23, 24, 25)), st.booleans())
+def test_onnxruntime_gives_what_the_layer_gives(
+    call: tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask, Any], opset: int, start_is_given: bool
+) -> None:
+    layer, given, mask, start = call
+    if start_is_given and isinstance(start, Tensor):
+        written = model(layer, inputs=(*given, "query_start"), mask=mask, opset=opset)
+        found = ran(written, **given, query_start=start)
+    else:
+        found = ran(model(layer, inputs=tuple(given), mask=mask, query_start=start, opset=opset), **given)
+    assert_same(found, layer, **given, mask=mask, query_start=start)
