@@ -20,8 +20,9 @@ from benchmarks.peers_torch import multihead
 
 OURS = "multihead"
 MOST_ROUNDS = 101  # fewer than the steps that a cache has room for
+OVERHEAD_ROUNDS = 501  # what is small beside its spread takes more of them
 # How many rounds a peer takes at least, by how many times as long as ours it takes: what is far behind needs few.
-LEAST_ROUNDS = ((1.3, 7), (2.5, 5), (4.0, 2), (float("inf"), 1))
+LEAST_ROUNDS = ((1.3, 7), (2.5, 5), (8.0, 3), (float("inf"), 1))
 LEAST_SHARE = 0.97  # of our speed that the best peer may have more than: of the upper quartile
 MOST_PERCENT, MOST_MICROSECONDS = 3.0, 40.0  # that a call of ours may cost beside one by hand
 
@@ -107,7 +108,8 @@ def measured(index: int, dtype: str, budget: float, commit: str) -> Row:
         }
         del expected
         racing = {name: each[0] for name, each in entered.items() if not isinstance(each, Standing)}
-        pairs = raced(ours[0], racing, budget=budget, calls=case.calls)
+        most = OVERHEAD_ROUNDS if case.overhead else MOST_ROUNDS
+        pairs = raced(ours[0], racing, budget=budget, calls=case.calls, most=most)
     standings = tuple(
         each if isinstance(each, Standing) else standing(name, pairs[name], error=each[1], calls=case.calls)
         for name, each in entered.items()
@@ -135,7 +137,9 @@ def checked(
     return run, error
 
 
-def raced(ours: Run, peers: dict[str, Run], *, budget: float, calls: int = 1) -> dict[str, Pairs]:
+def raced(
+    ours: Run, peers: dict[str, Run], *, budget: float, calls: int = 1, most: int = MOST_ROUNDS
+) -> dict[str, Pairs]:
     """Run ours and the peers in rounds, each round in an order of its own; a peer leaves when its time is spent.
 
     Args:
@@ -143,10 +147,11 @@ def raced(ours: Run, peers: dict[str, Run], *, budget: float, calls: int = 1) ->
         peers: by their names.
         budget: seconds that all peers have together.
         calls: of a run that are timed together.
+        most: rounds.
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
     chance = random.Random(0)
-    while racing := [name for name in peers if _goes_on(pairs[name], budget / len(peers))]:
+    while racing := [name for name in peers if _goes_on(pairs[name], budget / len(peers), most)]:
         order = [OURS, *racing]
         chance.shuffle(order)
         took = {name: seconds(_times(calls, ours if name == OURS else peers[name])) for name in order}
@@ -155,13 +160,13 @@ def raced(ours: Run, peers: dict[str, Run], *, budget: float, calls: int = 1) ->
     return pairs
 
 
-def _goes_on(pairs: Pairs, share: float) -> bool:
+def _goes_on(pairs: Pairs, share: float, most: int) -> bool:
     """Tell whether a peer needs another round."""
     if not pairs:
         return True
     behind = statistics.median(theirs / mine for mine, theirs in pairs)
     least = next(rounds for limit, rounds in LEAST_ROUNDS if behind < limit)
-    return len(pairs) < least or (len(pairs) < MOST_ROUNDS and sum(theirs for _, theirs in pairs) < share)
+    return len(pairs) < least or (len(pairs) < most and sum(theirs for _, theirs in pairs) < share)
 
 
 def _times(calls: int, run: Run) -> Callable[[], None]:

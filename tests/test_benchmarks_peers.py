@@ -173,7 +173,7 @@ def test_a_contender_that_cannot_or_fails_says_why_and_the_others_go_on() -> Non
     ]
 
 
-@pytest.mark.parametrize(("budget", "rounds"), [(4.0, (7, 5, 2, 1)), (80.0, (10, 7, 4, 1))])
+@pytest.mark.parametrize(("budget", "rounds"), [(4.0, (7, 5, 3, 1)), (80.0, (10, 7, 4, 1))])
 def test_ratios_are_those_of_the_same_round(
     budget: float, rounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
