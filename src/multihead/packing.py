@@ -72,13 +72,13 @@ class Packing:
         if side not in ("right", "left"):
             raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
         if isinstance(lengths, Tensor):
-            whole = not lengths.is_floating_point() and lengths.dtype != torch.bool
+            whole, where = not lengths.is_floating_point() and lengths.dtype != torch.bool, lengths.device
         else:
-            lengths = tuple(lengths)
+            lengths, where = tuple(lengths), torch.device("cpu")
             whole = all(isinstance(number, int) and not isinstance(number, bool) for number in lengths)
         if not whole:
             raise ArgumentError(f"{name} is {lengths!r}.", "Give integers, one a sample.")
-        counts = torch.as_tensor(lengths, dtype=torch.int64)
+        counts = torch.as_tensor(lengths, dtype=torch.int64, device=where)
         if tuple(counts.shape) != (batch,):
             raise ShapeError(
                 f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",

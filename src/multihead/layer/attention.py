@@ -18,6 +18,7 @@ from multihead.heads import head_counts, head_dim_of, merge_heads, split_heads
 from multihead.layer.inputs import (
     Widths,
     batched,
+    dtype_of,
     refuse_unless_cache_fits,
     refuse_unless_fitting,
     refuse_unless_packing_fits,
@@ -360,7 +361,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask,
     ) -> None:
         """Refuse what does not fit the layer, before anything is computed or kept."""
-        widths = Widths(self.embed_dim, self.key_dim, self.value_dim, self.q_proj.weight.dtype)
+        widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
         refuse_unless_fitting(widths, x, memory, values, lengths, memory_lengths)
         if packing is not None:
             refuse_unless_packing_fits(packing, x, memory, lengths, cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, DtypeError, ShapeError
@@ -13,12 +13,12 @@ from multihead.packing import Packing, refuse_unless_packed
 
 
 class Widths(NamedTuple):
-    """What a layer takes: features of x, memory and values, and their dtype."""
+    """What a layer takes: features of x, memory and values, and their dtype; None where the projections decide."""
 
     x: int
     memory: int
     values: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
 
 def batched(
@@ -39,6 +39,16 @@ def batched(
     return x_one, memory_one, values_one, True
 
 
+def dtype_of(projection: nn.Module) -> torch.dtype | None:
+    """Tell the dtype that a projection takes, or None: a quantised one keeps its weight elsewhere, or as integers."""
+    weight = projection.weight
+    return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+
+
+def _autocasts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def refuse_unless_fitting(
     widths: Widths, x: Tensor, memory: Tensor | None, values: Tensor | None, lengths: object, memory_lengths: object
 ) -> None:
@@ -54,7 +64,7 @@ def refuse_unless_fitting(
             raise ShapeError(
                 f"{name} has shape {tuple(tensor.shape)}.", f"Give (batch, length, features) with {width} features."
             )
-        if tensor.dtype != widths.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        if widths.dtype not in (None, tensor.dtype) and not _autocasts(tensor.device.type):
             raise DtypeError(
                 f"{name} has dtype {tensor.dtype}, and the layer has {widths.dtype}.",
                 f"Convert one of them, for example {name}.to({widths.dtype}).",
