@@ -1,0 +1,125 @@
+"""What each of two processes does in the tests of distributed training; started by test_distributed.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import multihead as mh
+from multihead import masks
+
+PROCESSES, EMBED, HEADS, LENGTH = 2, 16, 4, 6
+LENGTHS = (6, 3, 0, 4)
+MEMORY_LENGTHS = (2, 5, 6, 1)
+
+
+class Model(nn.Module):
+    """Self-attention over a padded batch, then cross-attention to a padded memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = mh.MultiHeadAttention(EMBED, HEADS, num_kv_heads=2, dtype=torch.float64)
+        self.across = mh.MultiHeadAttention(EMBED, HEADS, dtype=torch.float64)
+
+    def forward(self, x: Tensor, memory: Tensor, lengths: Tensor, memory_lengths: Tensor) -> Tensor:
+        x = x + self.within(x, lengths=lengths, mask=masks.Causal())
+        return x + self.across(x, memory, lengths=lengths, memory_lengths=memory_lengths)  # type: ignore[no-any-return]
+
+
+def batch() -> tuple[Tensor, ...]:
+    """Four samples: two a process."""
+    torch.manual_seed(2)
+    x, memory = torch.randn(2, 4, LENGTH, EMBED, dtype=torch.float64).unbind()
+    return x, memory, torch.tensor(LENGTHS), torch.tensor(MEMORY_LENGTHS)
+
+
+def model() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+def steps(training: nn.Module, given: tuple[Tensor, ...], *, share: float = 1.0) -> dict[str, Tensor]:
+    """Train two steps; return the gradients of the first, and the parameters after the second."""
+    optimizer = torch.optim.SGD(training.parameters(), lr=0.05)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        (training(*given).square().sum() * share).backward()
+        if step == 0:
+            found |= {f"gradient of {name}": whole(each.grad) for name, each in training.named_parameters()}
+        optimizer.step()
+    return found | {name: whole(each) for name, each in training.named_parameters()}
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def alone() -> dict[str, Tensor]:
+    """Train on the whole batch in one process."""
+    return steps(model(), batch())
+
+
+def mine(rank: int) -> tuple[Tensor, ...]:
+    """Take this process's half of the batch: samples of other lengths than the other's."""
+    return tuple(each[2 * rank : 2 * rank + 2] for each in batch())
+
+
+def by_ddp(rank: int) -> dict[str, Tensor]:
+    """Train with DistributedDataParallel, which averages gradients: the loss counts twice."""
+    found = steps(DistributedDataParallel(model()), mine(rank), share=PROCESSES)
+    return {name.replace("module.", ""): each for name, each in found.items()}
+
+
+def by_ddp_watched(rank: int) -> dict[str, Tensor]:
+    """The same while it is watched: only the samples of this process are seen."""
+    training = DistributedDataParallel(model())
+    with mh.observe(training) as seen:
+        found = steps(training, mine(rank), share=PROCESSES)
+    found = {name.replace("module.", ""): each for name, each in found.items()}
+    return found | {"samples seen": torch.tensor([each.num_samples for each in seen.layers])}
+
+
+def by_fsdp(rank: int) -> dict[str, Tensor]:
+    """Train with every layer's parameters sharded over the processes."""
+    training = copy.deepcopy(model())
+    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    for each in (training.within, training.across, training):
+        fully_shard(each, mesh=mesh)
+    assert all(isinstance(each, DTensor) for each in training.parameters())
+    return steps(training, mine(rank), share=PROCESSES)
+
+
+WAYS: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "DDP": by_ddp,
+    "DDP, watched": by_ddp_watched,
+    "FSDP2": by_fsdp,
+}
+
+
+@contextmanager
+def group(rank: int, folder: Path) -> Iterator[None]:
+    """Join the processes by a file: a port could be taken."""
+    store = dist.FileStore(str(folder / "store"), PROCESSES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
+    yield
+    dist.barrier()  # who is ready first must not hang up on the other
+    dist.destroy_process_group()
+
+
+def run(rank: int, folder: Path) -> None:
+    """Train in every way, and write what came out."""
+    torch.set_num_threads(1)
+    with group(rank, folder):
+        for way, train in WAYS.items():
+            torch.save(train(rank), folder / f"{way}, {rank}.pt")

@@ -1,0 +1,100 @@
+"""LoRA (peft) finds the four projections by name, trains them alone, and merges into them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multihead as mh
+from multihead.compat import d2l
+from tests.ecosystem.ways import EMBED, HEADS, LENGTHS, PROJECTIONS, WAYS, inputs, layer
+
+
+class Model(nn.Module):
+    """A model with one attention in it."""
+
+    def __init__(self, attend: nn.Module) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, *given: Tensor, **options: Any) -> Any:
+        return self.attend(*given, **options)
+
+
+def adapted(model: nn.Module, *names: str) -> peft.PeftModel:
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(names), init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fresh_adapter_changes_nothing_and_one_that_was_trained_merges_to_the_same_outputs(way: str) -> None:
+    given = inputs(way)
+    ours = Model(layer())
+    expected = ours(*given, **WAYS[way])
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(PROJECTIONS))
+    model = peft.get_peft_model(copy.deepcopy(ours), config)
+    assert torch.equal(model(*given, **WAYS[way]), expected)
+    target, before = torch.randn_like(expected), {name: each.clone() for name, each in model.named_parameters()}
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (model(*given, **WAYS[way]) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.95 * losses[0]
+    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    places = [f"base_model.model.attend.{name}" for name in PROJECTIONS]
+    assert changed == {f"{place}.lora_{letter}.default.weight" for place in places for letter in "AB"}
+    trained = model(*given, **WAYS[way])
+    assert not torch.allclose(trained, expected, atol=1e-3)
+    merged = model.merge_and_unload()
+    assert type(merged.attend.q_proj) is nn.Linear
+    torch.testing.assert_close(merged(*given, **WAYS[way]), trained, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_an_adapter_on_one_projection_is_a_sum_of_weights(name: str) -> None:
+    given, base = inputs("padded"), Model(layer())
+    by_hand, model = copy.deepcopy(base), adapted(base, name)
+    adapter = model.get_submodule(f"base_model.model.attend.{name}")
+    with torch.no_grad():
+        low, high = (getattr(adapter, f"lora_{letter}")["default"].weight for letter in "AB")
+        by_hand.get_submodule(f"attend.{name}").weight += 2 * high @ low  # type: ignore[operator]
+    torch.testing.assert_close(model(*given, lengths=LENGTHS), by_hand(*given, lengths=LENGTHS))
+
+
+def test_an_adapter_on_the_books_drop_in_merges_to_the_same_outputs() -> None:
+    model = adapted(Model(d2l.MultiHeadAttention(EMBED, EMBED, EMBED, EMBED, HEADS, 0.0)), "W_q", "W_k", "W_v", "W_o")
+    (x,), lengths = inputs("self-attention"), torch.tensor(LENGTHS)
+    before = model(x, x, x, lengths)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(x, x, x, lengths), before, atol=1e-5, rtol=1e-5)
+
+
+def test_the_drop_in_for_pytorchs_layer_has_to_become_a_layer_of_ours_first() -> None:
+    """It tells PyTorch's encoder not to read its packed weights, and so it tells peft, which wants to write them."""
+    drop_in = mh.compat.torch_nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    with pytest.raises(ValueError, match=r"^Only same embed for query/key/value"):
+        adapted(Model(drop_in), "attend")
+    (x,) = inputs("self-attention")
+    ours = Model(mh.compat.torch_nn.from_torch(drop_in))
+    torch.testing.assert_close(ours(x), drop_in(x, x, x)[0])
+    model = adapted(ours, *PROJECTIONS)
+    before = model(x)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(x), before, atol=1e-5, rtol=1e-5)
+    back = mh.compat.torch_nn.to_torch(merged.attend, batch_first=True)
+    torch.testing.assert_close(back(x, x, x)[0], before, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_with_adapters_is_watched_like_any_other() -> None:
+    model = adapted(Model(layer()), "q_proj", "v_proj")
+    with mh.observe(model) as seen:
+        model(*inputs("padded"), lengths=LENGTHS)
+    assert [each.name for each in seen.layers] == ["base_model.model.attend"]
