@@ -1,0 +1,196 @@
+"""How queries and keys are turned by their positions, as a value.
+
+Pair c of d turned columns is turned by position * frequency_c, frequency_c = base ** (-2 c / d), so that a score
+depends on positions through their difference alone. Angles are computed in float64, and far positions are as exact as
+near ones; the turn itself is computed in float32, in float64 for float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import SymInt, Tensor
+
+from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
+from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
+from multihead.rotary.waves import Tables, Waves, turned_columns, waves_of
+
+# What a turn is computed in, by the dtype of what is turned.
+_COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
+_COMPUTED_IN[torch.float64] = torch.float64
+
+# Equal rotaries share their tables, as those of a model's layers do; the last of them takes the tables with it.
+_SHARED: WeakValueDictionary[Any, Tables] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """How queries and keys are turned by their positions.
+
+    Args:
+        base: a larger one makes longer waves; the longest is almost 2 pi base tokens.
+        dim: how many columns of a head are turned, from the first on; all if None.
+        interleaved: whether the columns of a pair are neighbours, 2 c and 2 c + 1 (GPT-J, Cohere), or half of the
+            columns apart, c and c + d / 2 (Llama, GPT-NeoX).
+        scaling: how frequencies are changed for longer texts: `Linear`, `Llama3` or `Yarn`. NTK-aware scaling by a
+            factor is another base, base * factor ** (d / (d - 2)). Its dynamic form changes the base while a text
+            grows, and the keys turned before would be wrong: it is not offered.
+
+    Raises:
+        ArgumentError: a base that is not above 1, an odd dim, or something that is no scaling.
+
+    Source: arXiv:2104.09864.
+
+    >>> x = torch.randn(2, 8, 10, 64)  # (batch, heads, length, head_dim)
+    >>> rotary = Rotary(base=10_000.0)
+    >>> x_turned = rotary.turned(x, 0)
+    >>> torch.allclose(x_turned.norm(dim=-1), x.norm(dim=-1))
+    True
+    >>> torch.equal(x_turned[:, :, 3:], rotary.turned(x[:, :, 3:], 3))
+    True
+    """
+
+    base: float = 10_000.0
+    dim: int | None = None
+    interleaved: bool = False
+    scaling: Linear | Llama3 | Yarn | None = None
+    _tables: dict[Any, Tables] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        refuse_unless_above("base", self.base, 1)
+        if self.dim is not None:
+            refuse_unless_integer("dim", self.dim, least=2)
+            if self.dim % 2:
+                raise ArgumentError(f"dim is {self.dim}, and columns are turned in pairs.", "Give an even number.")
+        if self.scaling is not None and not isinstance(self.scaling, (Linear, Llama3, Yarn)):
+            raise ArgumentError(
+                f"scaling is a {type(self.scaling).__name__}.", "Give Linear(...), Llama3(...), Yarn(...) or None."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle what was said; the tables are made again."""
+        return {**self.__dict__, "_tables": {}}
+
+    def frequencies(self, head_dim: int) -> tuple[float, ...]:
+        """Give the angle that each pair of a head's columns is turned by from one token to the next, radians.
+
+        >>> Rotary().frequencies(4)
+        (1.0, 0.01)
+        """
+        dim = self.dim or head_dim
+        return frequencies_of(self.base, dim) if self.scaling is None else self.scaling.frequencies(self.base, dim)
+
+    def turned(self, x: Tensor, positions: int | Tensor) -> Tensor:
+        """Turn queries or keys by the positions of their tokens.
+
+        Args:
+            x: (batch, heads, length, head_dim), floating point.
+            positions: of the first token, the others following one after another; or of each token, integers
+                (batch or 1, length). A negative one turns backward.
+
+        Returns: as x; where x is a view of (batch, length, heads * head_dim), such as `split_heads` gives, so is this.
+
+        Raises:
+            ShapeError, DtypeError: what does not fit, in words.
+        """
+        return self._applied(x, self._waves(x, positions))
+
+    def both_turned(self, q: Tensor, k: Tensor, positions: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the queries and keys of the same tokens, looking their angles up once.
+
+        Args:
+            q: (batch, heads, length, head_dim).
+            k: (batch, kv_heads, length, head_dim).
+            positions: see `turned`.
+
+        >>> q, k = torch.randn(2, 8, 10, 64), torch.randn(2, 2, 10, 64)
+        >>> _, k_turned = Rotary().both_turned(q, k, 0)
+        >>> torch.equal(k_turned, Rotary().turned(k, 0))
+        True
+        """
+        waves = self._waves(q, positions)
+        together = q.shape[2:] == k.shape[2:] and q.dtype == k.dtype and q.device == k.device
+        return self._applied(q, waves), self._applied(k, waves if together else self._waves(k, positions))
+
+    def _applied(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
+        """Turn the columns that are turned, laid out as projections are: (batch, length, heads, head_dim)."""
+        one_token = x.shape[2] == 1  # heads lie side by side already
+        columns = x if one_token else x.transpose(1, 2)
+        if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
+            columns = columns.to(dtype)
+        if self.dim is None or self.dim == x.shape[3]:
+            turned = turned_columns(columns, waves, interleaved=self.interleaved)
+        else:
+            turned = turned_columns(columns[..., : self.dim], waves, interleaved=self.interleaved)
+            turned = torch.cat([turned, columns[..., self.dim :]], -1)
+        if x.dtype is not dtype:
+            turned = turned.to(x.dtype)
+        return turned if one_token else turned.transpose(1, 2)
+
+    def _waves(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
+        """Look the waves up, or compute them where a table could not be kept: in a graph or transformation of torch."""
+        self._refuse_unless_fitting(x, positions)
+        dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
+        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - its only name
+        if not transformed and type(x) is Tensor:
+            tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
+            if isinstance(positions, int):
+                return tables.between(positions, positions + x.shape[2])
+            # Elsewhere than on the CPU, asking how far the positions reach would make the host wait.
+            if isinstance(positions, Tensor) and device.type == "cpu" and (waves := tables.at(positions)) is not None:
+                return waves
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        frequencies = torch.tensor(self.frequencies(dim), dtype=exact, device=device)
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(x.shape[2], device=device) + positions
+        angles = positions[..., None] * frequencies  # (batch or none, length, pairs)
+        return waves_of(angles, self._gain, dtype, interleaved=self.interleaved)
+
+    @property
+    def _gain(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.gain
+
+    def _tables_for(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tables:
+        said = (self.base, self.interleaved, self.scaling, dim, dtype, device)
+        made = Tables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
+        tables = self._tables[dim, dtype, device] = _SHARED.setdefault(said, made)
+        return tables
+
+    def _refuse_unless_fitting(self, x: Tensor, positions: object) -> None:
+        if x.dim() != 4:
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}, and heads are turned.", "Give (batch, heads, length, head_dim)."
+            )
+        if x.dtype not in _COMPUTED_IN:
+            raise DtypeError(f"x has dtype {x.dtype}.", "Give float32, float64, bfloat16 or float16.")
+        batch, _, length, head_dim = x.shape
+        if self.dim is None and head_dim % 2:
+            raise ShapeError(
+                f"x has a head_dim of {head_dim}, and columns are turned in pairs.",
+                f"Give an even head_dim, or turn a part of the columns: Rotary(dim={head_dim - 1}).",
+            )
+        if self.dim is not None and self.dim > head_dim:
+            raise ShapeError(
+                f"x has a head_dim of {head_dim}, and {self.dim} columns of each head are to be turned.",
+                f"Give Rotary a dim of at most {head_dim}.",
+            )
+        if isinstance(positions, (int, SymInt)):
+            return
+        if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
+            given = f"a {positions.dtype} tensor" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+            raise DtypeError(
+                f"positions is {given}.",
+                "Give the position of the first token as an integer, or an integer tensor with that of each token.",
+            )
+        if positions.device != x.device:
+            raise DtypeError(
+                f"positions is on {positions.device} and x is on {x.device}.", "Move it: positions.to(x.device)."
+            )
+        if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
+            raise ShapeError(
+                f"positions has shape {tuple(positions.shape)}, and there are {batch} samples of {length} tokens.",
+                f"Give ({batch}, {length}), or (1, {length}) where all samples have the same.",
+            )

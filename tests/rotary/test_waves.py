@@ -1,0 +1,142 @@
+"""Tables of cosines and sines: exact far out, kept between calls, shared by threads and by modes of torch."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead.rotary.waves import MOST, Tables, Waves, turned_columns, waves_of
+
+CPU = torch.device("cpu")
+FREQUENCIES = (1.0, 0.01)
+both_forms = pytest.mark.parametrize("interleaved", [False, True])
+
+
+def tables(dtype: torch.dtype = torch.float64, *, interleaved: bool = False) -> Tables:
+    return Tables(FREQUENCIES, 1.5, dtype, CPU, interleaved=interleaved)
+
+
+def as_pairs(waves: Waves | Tensor) -> Tensor:
+    """The complex number that each pair is multiplied by, whatever form it is kept in: (length, pairs)."""
+    if isinstance(waves, Tensor):
+        return waves[:, 0]
+    return torch.complex(waves.cosine, waves.sine)[:, 0, len(FREQUENCIES) :]
+
+
+def written_down(low: int, high: int) -> Tensor:
+    numbers = [[1.5 * complex(math.cos(p * f), math.sin(p * f)) for f in FREQUENCIES] for p in range(low, high)]
+    return torch.tensor(numbers, dtype=torch.complex128)
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 1), (0, 200), (5, 6), (127, 129), (-3, 2), (MOST - 2, MOST + 2), (10**6, 10**6 + 3), (10**9, 10**9 + 1)],
+)
+def test_waves_are_those_of_the_positions_asked_for(low: int, high: int, interleaved: bool) -> None:
+    kept = tables(interleaved=interleaved)
+    for _ in range(2):
+        torch.testing.assert_close(as_pairs(kept.between(low, high)), written_down(low, high), rtol=0, atol=1e-14)
+    kept.between(0, 1)
+    torch.testing.assert_close(as_pairs(kept.between(low, high)), written_down(low, high), rtol=0, atol=1e-14)
+
+
+@both_forms
+def test_no_positions_have_no_waves(interleaved: bool) -> None:
+    assert len(as_pairs(tables(interleaved=interleaved).between(7, 7))) == 0
+    assert tables(interleaved=interleaved).at(torch.zeros(1, 0, dtype=torch.int64)) is None
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_waves_of_given_positions_are_rows_of_the_table(dtype: torch.dtype, interleaved: bool) -> None:
+    positions = torch.tensor([[3, 0, 200], [1, 1, 9]], dtype=dtype)
+    waves = tables(interleaved=interleaved).at(positions)
+    assert waves is not None
+    for sample, row in enumerate(positions.tolist()):
+        part = waves[sample] if isinstance(waves, Tensor) else Waves(waves.cosine[sample], waves.sine[sample], True)
+        expected = torch.cat([written_down(p, p + 1) for p in row])
+        torch.testing.assert_close(as_pairs(part), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("far", [-1, MOST])
+def test_far_positions_are_in_no_table(far: int) -> None:
+    assert tables().at(torch.tensor([[0, far]])) is None
+
+
+def test_a_float32_table_is_rounded_once() -> None:
+    far = 10**6
+    waves = tables(torch.float32).between(far, far + 4)
+    assert isinstance(waves, Waves)
+    exact = written_down(far, far + 4)
+    assert torch.equal(waves.cosine[:, 0, :2], exact.real.float())
+    assert torch.equal(waves.sine[:, 0, 2:], exact.imag.float())
+
+
+def test_the_same_positions_are_looked_up_once() -> None:
+    kept = tables()
+    assert kept.between(40, 41) is kept.between(40, 41)
+
+
+def test_a_table_grows_by_doubling() -> None:
+    kept, made = tables(), []
+    plain = kept._made
+    kept._made = lambda low, high: (made.append((low, high)), plain(low, high))[1]  # type: ignore[method-assign]
+    for position in range(600):
+        kept.between(position, position + 1)
+    assert made == [(0, 128), (0, 256), (0, 512), (0, 1024)]
+
+
+def test_threads_that_grow_a_table_together_each_get_their_waves() -> None:
+    kept = tables()
+
+    def right(start: int) -> bool:
+        return torch.equal(as_pairs(kept.between(start, start + 3)), as_pairs(tables().between(start, start + 3)))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(right, [start * 37 % 5000 for start in range(400)]))
+
+
+@both_forms
+def test_a_table_made_in_inference_mode_can_be_trained_with(interleaved: bool) -> None:
+    kept = tables(interleaved=interleaved)
+    with torch.inference_mode():
+        kept.between(0, 3)
+    x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    turned_columns(x, kept.between(0, 3), interleaved=interleaved).sum().backward()
+    assert x.grad is not None
+
+
+@both_forms
+def test_a_table_is_made_on_its_own_device_whatever_the_default(interleaved: bool) -> None:
+    with torch.device("meta"):
+        assert as_pairs(tables(interleaved=interleaved).between(0, 3)).device == CPU
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_waves_made_in_a_graph_are_those_of_the_table(dtype: torch.dtype, interleaved: bool) -> None:
+    angles = torch.arange(5)[:, None] * torch.tensor(FREQUENCIES, dtype=torch.float64)
+    x = torch.randn(2, 5, 3, 4, dtype=dtype)
+    traced = waves_of(angles, 1.5, dtype, interleaved=interleaved)
+    found = [
+        turned_columns(x, waves, interleaved=interleaved)
+        for waves in (traced, tables(dtype, interleaved=interleaved).between(0, 5))
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_neighbouring_pairs_are_turned_wherever_they_lie_in_memory(start: int) -> None:
+    """A complex view needs an even start and even steps."""
+    storage = torch.randn(2 * 5 * 3 * 5 + 1, dtype=torch.float64)
+    waves = tables(interleaved=True).between(0, 5)
+    odd = storage[start : start + 150].view(2, 5, 3, 5)[..., :4]
+    strided = torch.randn(2, 5, 3, 8, dtype=torch.float64)[..., ::2]
+    for x in (odd, strided):
+        expected = turned_columns(x.clone(memory_format=torch.contiguous_format), waves, interleaved=True)
+        assert torch.equal(turned_columns(x, waves, interleaved=True), expected)
