@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 
 
 def ran(model: ModelProto, **given: Tensor) -> Tensor:
-    """What onnxruntime makes of a model."""
+    """The output that onnxruntime makes of a model."""
+    return all_of(model, **given)["output"]
+
+
+def all_of(model: ModelProto, **given: Tensor) -> dict[str, Tensor]:
+    """All outputs that onnxruntime makes of a model, by name."""
     onnx.checker.check_model(model, full_check=True)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    (output,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
-    return torch.from_numpy(output)
+    outputs = session.run(None, {name: tensor.numpy() for name, tensor in given.items()})
+    return {each.name: torch.from_numpy(array) for each, array in zip(session.get_outputs(), outputs, strict=True)}
 
 
 def assert_same(found: Tensor, layer: MultiHeadAttention, **call: Any) -> None:
@@ -33,7 +38,12 @@ def assert_same(found: Tensor, layer: MultiHeadAttention, **call: Any) -> None:
         plain = layer(**call)
         exact = layer.double()(**{name: wide(value) for name, value in call.items()})
     layer.to(dtype)
-    assert found.dtype == dtype
+    assert_within(found, plain, exact)
+
+
+def assert_within(found: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Hold an output against the exact one, within what the plain one of the same dtype is off."""
+    assert found.dtype == plain.dtype
     assert found.shape == plain.shape
     apart, allowed = oracle.difference(found, exact), 2 * oracle.budget(exact, plain)
     assert apart <= allowed, f"{apart} apart, and {allowed} are allowed."

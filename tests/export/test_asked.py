@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"inputs": ("x", "mask")},
         ArgumentError,
         (
-            "inputs is ('x', 'mask'). Give \"x\", and what else the model takes of memory, values, lengths, "
+            "inputs is ('x', 'mask'). Give \"x\", and what else the model takes of memory, values, past, lengths, "
             "memory_lengths, keep, bias, head_gates, query_start, each once."
         ),
     ),
@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"inputs": "x"},
         ArgumentError,
         (
-            "inputs is 'x'. Give \"x\", and what else the model takes of memory, values, lengths, "
+            "inputs is 'x'. Give \"x\", and what else the model takes of memory, values, past, lengths, "
             "memory_lengths, keep, bias, head_gates, query_start, each once."
         ),
     ),
@@ -138,6 +138,30 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         "query_start is an input and is given as a number too. Give it in one of two ways.",
     ),
     (
+        {"inputs": ("x", "past", "lengths")},
+        ArgumentError,
+        (
+            "past and lengths are both inputs. "
+            "The keys before those of x are those of past, all of them tokens: give one of the two."
+        ),
+    ),
+    (
+        {"layer": MultiHeadAttention(8, 2, sinks=True), "inputs": ("x", "past")},
+        ArgumentError,
+        (
+            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which would "
+            "stand behind those of past. Give a layer without one, or leave past out."
+        ),
+    ),
+    (
+        {"inputs": ("x", "past"), "query_start": "end"},
+        ArgumentError,
+        (
+            "query_start is 'end', and past is an input. "
+            "Leave query_start out: the queries stand behind the keys of past."
+        ),
+    ),
+    (
         {"query_start": "last"},
         ArgumentError,
         "query_start is 'last'. Give an int, a tensor with one int a sample, or \"end\".",
@@ -153,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"mask": masks.Keep(KEEP.tensor[:, :1])},
         ArgumentError,
         (
-            "There are 4 queries and 6 keys, and no memory. "
+            "There are 4 queries and 6 keys, and neither memory nor past. "
             "Give as many of both: in self-attention they are the same tokens."
         ),
     ),
@@ -161,6 +185,11 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"mask": masks.Lengths((5, 3)), "batch": 3},
         MaskError,
         "Lengths((5, 3)) has 2 batch, and batch is 3. Give them the same size.",
+    ),
+    (
+        {"inputs": ("x", "past"), "queries": 5, "keys": 3},
+        ArgumentError,
+        "There are 5 queries and 3 keys, those of past among them. Give keys of at least as many.",
     ),
     ({"queries": 0}, ArgumentError, "queries is 0. Give an integer of at least 1."),
     (

@@ -26,7 +26,8 @@ def sizes(value: ValueInfoProto) -> list[int | str | None]:
 
 def test_every_input_of_the_call_is_declared_under_its_name_with_its_sizes() -> None:
     layer = MultiHeadAttention(8, 2, key_dim=6, value_dim=4, output_dim=3, dtype=torch.float16).eval()
-    made = model(layer, inputs=tuple(reversed(INPUTS)))
+    taken = tuple(name for name in reversed(INPUTS) if name != "past")
+    made = model(layer, inputs=taken)
     assert {each.name: sizes(each) for each in made.graph.input} == {
         "x": ["batch", "queries", 8],
         "memory": ["batch", "keys", 6],
@@ -38,9 +39,26 @@ def test_every_input_of_the_call_is_declared_under_its_name_with_its_sizes() -> 
         "head_gates": [None] * 3,
         "query_start": ["batch"],
     }
-    assert [each.name for each in made.graph.input] == list(INPUTS)
+    assert [each.name for each in made.graph.input] == list(reversed(taken))
     (output,) = made.graph.output
     assert (output.name, sizes(output)) == ("output", ["batch", "queries", 3])
+
+
+@pytest.mark.parametrize(("fixed", "past", "total"), [({}, "past", "keys"), ({"queries": 1, "keys": 9}, 8, 9)])
+def test_keys_and_values_of_earlier_calls_are_taken_and_given_back(
+    fixed: dict[str, int], past: int | str, total: int | str
+) -> None:
+    made = model(MultiHeadAttention(8, 2, num_kv_heads=1, value_head_dim=3).eval(), inputs=("x", "past"), **fixed)
+    found = {each.name: sizes(each) for each in (*made.graph.input, *made.graph.output)}
+    length = fixed.get("queries", "queries")
+    assert found == {
+        "x": ["batch", length, 8],
+        "past_key": ["batch", 1, past, 4],
+        "past_value": ["batch", 1, past, 3],
+        "output": ["batch", length, 8],
+        "present_key": ["batch", 1, total, 4],
+        "present_value": ["batch", 1, total, 3],
+    }
 
 
 def test_inputs_have_the_dtype_of_the_layer_where_they_are_numbers() -> None:

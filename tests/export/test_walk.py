@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ pytest.importorskip("onnx", reason="the package onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
 
 from multihead import masks
+from multihead.cache import KeyValueCache
 from multihead.export.onnx import model
 from multihead.layer import MultiHeadAttention
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 from tests import drawing
-from tests.export.running import assert_same, ran
+from tests.export.running import all_of, assert_same, assert_within, ran
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -108,3 +110,28 @@ def test_onnxruntime_gives_what_the_layer_gives(
     else:
         found = ran(model(layer, inputs=tuple(given), mask=mask, query_start=start, opset=opset), **given)
     assert_same(found, layer, **given, mask=mask, query_start=start)
+
+
+DECODED = [masks.Full(), masks.Causal(), masks.Causal() & masks.Window(3), masks.Causal() | masks.Prefix(4)]
+
+
+@pytest.mark.parametrize("mask", DECODED, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_text_decoded_piece_by_piece_is_what_the_layer_makes_of_it_with_a_cache(
+    mask: masks.Mask, dtype: torch.dtype
+) -> None:
+    rotary = None if dtype == torch.float64 else Rotary(dim=2)
+    layer = MultiHeadAttention(12, 3, num_kv_heads=1, value_head_dim=5, rotary=rotary, softcap=2.0, head_gates=True)
+    layer = layer.to(dtype).eval()
+    wide, cache, wide_cache = deepcopy(layer).double(), KeyValueCache(), KeyValueCache()
+    written = model(layer, inputs=("x", "past"), mask=mask)
+    held = {"past_key": torch.zeros(2, 1, 0, 4, dtype=dtype), "past_value": torch.zeros(2, 1, 0, 5, dtype=dtype)}
+    for length in (5, 1, 1, 3):
+        x = torch.randn(2, length, 12).to(dtype)
+        found = all_of(written, x=x, **held)
+        held = {name: found[name.replace("past", "present")] for name in held}
+        with torch.no_grad():
+            plain = layer(x, mask=mask, cache=cache)
+            exact = wide(x.double(), mask=mask, cache=wide_cache)
+        assert_within(found["output"], plain, exact)
+    assert held["past_key"].shape == (2, 1, 10, 4)

@@ -13,7 +13,7 @@ from multihead.export.visibility import Start, sizes_of
 from multihead.layer import MultiHeadAttention
 from multihead.masks.values import Mask, refuse_unless_mask
 
-INPUTS = ("x", "memory", "values", "lengths", "memory_lengths", "keep", "bias", "head_gates", "query_start")
+INPUTS = ("x", "memory", "values", "past", "lengths", "memory_lengths", "keep", "bias", "head_gates", "query_start")
 OPSETS = (23, 24, 25)
 
 
@@ -45,6 +45,11 @@ class Asked:
         return "memory" in self.inputs
 
     @property
+    def goes_on(self) -> bool:
+        """Whether keys and values of earlier calls come first."""
+        return "past" in self.inputs
+
+    @property
     def from_zero(self) -> bool:
         """Whether the first query stands at the first key."""
         return isinstance(self.start, int) and not self.start
@@ -52,7 +57,7 @@ class Asked:
     @property
     def own(self) -> bool:
         """Whether each query stands at a key of its own."""
-        return not self.crosses and self.from_zero
+        return not self.crosses and (self.from_zero or self.goes_on)
 
 
 def asked(
@@ -113,6 +118,8 @@ def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> N
             f"inputs is {inputs!r}.",
             f'Give "x", and what else the model takes of {", ".join(INPUTS[1:])}, each once.',
         )
+    if "past" in inputs:
+        _refuse_unless_alone(layer, inputs)
     if "memory" in inputs:
         return
     needless = [name for name in ("values", "memory_lengths") if name in inputs]
@@ -128,6 +135,22 @@ def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> N
         )
 
 
+def _refuse_unless_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
+    """Refuse what the operator cannot say together with keys and values of earlier calls."""
+    others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
+    if others:
+        raise ArgumentError(
+            f"past and {others[0]} are both inputs.",
+            "The keys before those of x are those of past, all of them tokens: give one of the two.",
+        )
+    if layer.bias_k is not None or layer.sinks is not None or layer.add_zero_attn:
+        raise ArgumentError(
+            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which would "
+            "stand behind those of past.",
+            "Give a layer without one, or leave past out.",
+        )
+
+
 def _start(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, query_start: int | Tensor | str | None
 ) -> Start:
@@ -135,6 +158,13 @@ def _start(
         if query_start is not None:
             raise ArgumentError("query_start is an input and is given as a number too.", "Give it in one of two ways.")
         return "query_start"
+    if "past" in inputs:
+        if query_start is not None:
+            raise ArgumentError(
+                f"query_start is {query_start!r}, and past is an input.",
+                "Leave query_start out: the queries stand behind the keys of past.",
+            )
+        return "end"
     if query_start is None:
         speaks = mask.speaks_of_positions or layer.rotary is not None or layer.position_bias is not None
         if speaks and "memory" in inputs:
@@ -171,9 +201,9 @@ def _sizes(
         )
     if isinstance(start, Tensor) and start.shape[0] > 1:
         fixed.setdefault("batch", start.shape[0])
-    crosses = "memory" in inputs
+    apart = "memory" in inputs or "past" in inputs
     named = {axis: given[axis] for axis in ("batch", "queries", "keys")}
-    if not crosses:  # queries and keys are the same tokens
+    if not apart:  # queries and keys are the same tokens
         both = named["queries"] if named["keys"] is None else named["keys"]
         length = fixed.get("queries", fixed.get("keys"))
         named |= {"queries": both if named["queries"] is None else named["queries"], "keys": both}
@@ -184,11 +214,16 @@ def _sizes(
         if size is not None and fixed.get(axis, size) != size:
             raise MaskError(f"{mask!r} has {fixed[axis]} {axis}, and {axis} is {size}.", "Give them the same size.")
         named[axis] = fixed.get(axis, size)
-    if not crosses and named["queries"] != named["keys"]:
+    if not apart and named["queries"] != named["keys"]:
         raise ArgumentError(
-            f"There are {named['queries']} queries and {named['keys']} keys, and no memory.",
+            f"There are {named['queries']} queries and {named['keys']} keys, and neither memory nor past.",
             "Give as many of both: in self-attention they are the same tokens.",
         )
-    names = {"batch": "batch", "queries": "queries" if crosses else "length", "keys": "keys" if crosses else "length"}
+    fewest, most = named["queries"], named["keys"]
+    if "past" in inputs and fewest is not None and most is not None and most < fewest:
+        raise ArgumentError(
+            f"There are {fewest} queries and {most} keys, those of past among them.", "Give keys of at least as many."
+        )
+    names = {"batch": "batch", "queries": "queries" if apart else "length", "keys": "keys" if apart else "length"}
     batch, queries, keys = (names[axis] if size is None else size for axis, size in named.items())
     return batch, queries, keys

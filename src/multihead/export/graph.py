@@ -69,9 +69,13 @@ class Graph:
 
     def output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
         """Declare what the last node gives as an output, under a name of its own."""
-        assert list(self._nodes[-1].output) == [value]
+        assert self._nodes[-1].output[0] == value
         self._nodes[-1].output[0] = self._own(name)
         self._outputs.append(self._declared(name, dtype, sizes))
+
+    def also(self, value: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
+        """Declare a value as an output under its own name."""
+        self._outputs.append(self._declared(value, dtype, sizes))
 
     def constant(self, value: Tensor, *, name: str = "constant") -> str:
         """Put down a tensor, bit by bit, whatever its dtype and device."""
@@ -91,6 +95,12 @@ class Graph:
         """Add a node with one output; an input that is left out is an empty name."""
         given = self._own(name or operator.lower())
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [given], **attributes))
+        return given
+
+    def several(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
+        """Add a node with an output for each name."""
+        given = [self._own(name) for name in names]
+        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), given, **attributes))
         return given
 
     def cast(self, value: str, dtype: torch.dtype) -> str:

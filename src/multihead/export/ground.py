@@ -41,6 +41,11 @@ class Ground:
         }
         if name in rows:
             self.graph.input(name, self.dtype, (wanted.batch, *rows[name]))
+        elif name == "past":
+            fixed = isinstance(wanted.keys, int) and isinstance(wanted.queries, int)
+            past = int(wanted.keys) - int(wanted.queries) if fixed else "past"
+            for part, width in (("past_key", layer.head_dim), ("past_value", layer.value_head_dim)):
+                self.graph.input(part, self.dtype, (wanted.batch, layer.num_kv_heads, past, width))
         elif name in ("keep", "bias", "head_gates"):
             axes = 3 if name == "head_gates" else 4
             self.graph.input(name, torch.bool if name == "keep" else self.dtype, (None,) * axes)
@@ -60,6 +65,8 @@ class Ground:
     @cached_property
     def keys(self) -> str:
         """The number of keys, a list of one integer; those that the layer adds are not counted."""
+        if self.wanted.goes_on:
+            return self.graph.node("Add", self.graph.size("past_key", 2), self.queries)
         return self.graph.size("memory", 1) if self.wanted.crosses else self.queries
 
     @cached_property

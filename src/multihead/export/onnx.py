@@ -42,8 +42,11 @@ def model(
     Args:
         layer: what to write; its parameters are copied.
         inputs: what the model takes, by the names of the layer's call: "x" (batch, queries, embed_dim), "memory",
-            "values", "lengths", "memory_lengths" and "query_start" (batch,) int64; "bias" (batch or 1, heads or 1,
-            queries or 1, keys or 1), added to the scores, and "keep" of that shape, bool, True = may be seen.
+            "values"; "lengths", "memory_lengths" (padding on the right) and "query_start" (batch,) int64; "head_gates"
+            (batch or 1, heads or 1, queries or 1); "bias" (batch or 1, heads or 1, queries or 1, keys or 1), added to
+            the scores. Beside them "keep" of that shape, bool, True = may be seen; and "past" for decoding: "past_key"
+            and "past_value" (batch, kv_heads, past, dim) come first, and "present_key" and "present_value" are given
+            back for the next call.
         mask: which keys each query may see.
         query_start: where the first query stands among the keys, see `multihead.attention`.
         opset: 23, 24 or 25, the version of the standard operators.

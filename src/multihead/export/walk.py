@@ -9,6 +9,8 @@ from multihead.export.ground import Ground
 from multihead.export.showing import Shown, shown
 from multihead.export.turning import turned
 
+PRESENT = ("present_key", "present_value")
+
 
 def forward(ground: Ground) -> None:
     """Put down the layer's forward, and its output."""
@@ -25,6 +27,9 @@ def forward(ground: Ground) -> None:
     if "lengths" in ground.inputs:
         output = graph.node("Where", ground.inside("lengths"), output, ground.nothing)
     graph.output(output, "output", ground.dtype, (wanted.batch, wanted.queries, layer.output_dim))
+    if wanted.goes_on:
+        for name, width in zip(PRESENT, (layer.head_dim, layer.value_head_dim), strict=True):
+            graph.also(name, ground.dtype, (wanted.batch, layer.num_kv_heads, wanted.keys, width))
 
 
 def _without_padding(ground: Ground) -> tuple[str, str, str]:
@@ -84,12 +89,14 @@ def _in_front(ground: Ground, row: Tensor, x: str) -> str:
 def _attended(ground: Ground, q: str, k: str, v: str, seen: Shown) -> str:
     """(batch, queries, heads * value_head_dim)."""
     layer = ground.layer
-    given = [q, k, v, seen.table, "", "", seen.lengths]
+    past = ("past_key", "past_value") if ground.wanted.goes_on else ("", "")
+    given = [q, k, v, seen.table, *past, seen.lengths]
     while not given[-1]:
         given.pop()
-    attended = ground.graph.node(
+    attended, *_ = ground.graph.several(
         "Attention",
         *given,
+        names=("attended", *(PRESENT if ground.wanted.goes_on else ())),
         q_num_heads=layer.num_heads,
         kv_num_heads=layer.num_kv_heads,
         scale=1.0 if _wide(ground) else _scale(ground),
