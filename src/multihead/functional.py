@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead import listening
-from multihead.call import Attended, AttentionCall, AttentionRequest, Work
+from multihead.call import Attended, AttentionCall, AttentionRequest, Continued
 from multihead.errors import ArgumentError, ShapeError, refuse_unless_share
+from multihead.explaining import Explanation, explained
 from multihead.kernels.choose import KERNELS, choose
 from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.tile import without_autocast, working_dtype
+from multihead.leading import Leading
 from multihead.masks import Full, Mask
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.masks.values import refuse_unless_mask
 from multihead.plan.bounds import bounds_of
-from multihead.plan.tiles import seen_share
 from multihead.probes import statistics as probes
 from multihead.probes import weights as tiles
 from multihead.reading import traced
@@ -50,10 +51,10 @@ def attention(
     A query that sees no key gives 0. What a query may not see does not reach it, not even NaN.
 
     Args:
-        q: (batch, heads, queries, head_dim).
+        q: (batch, heads, queries, head_dim); instead of the batch any number of dimensions, or none.
         k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
         v: (batch, kv_heads, keys, value_dim).
-        mask: which keys each query may see.
+        mask: which keys each query may see; of several leading dimensions it sees one batch, in their order.
         bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.Relative` where
             it depends on the distance only; -inf hides a key.
         softcap: c of c * tanh(scores / c), before the bias.
@@ -75,8 +76,13 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
+    leading = Leading.of(q)
+    if leading is not None:
+        (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
+        query_start = leading.joined_start(query_start)
     request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
-    return attend(request, kernel=kernel).output
+    output = attend(request, kernel=kernel).output
+    return output if leading is None else leading.apart(output)
 
 
 def attention_with_logsumexp(
@@ -106,9 +112,15 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
+    leading = Leading.of(q)
+    if leading is not None:
+        (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
+        query_start = leading.joined_start(query_start)
     request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
     attended = attend(request, kernel=kernel)
-    return attended.output, attended.logsumexp
+    if leading is None:
+        return attended.output, attended.logsumexp
+    return leading.apart(attended.output), leading.apart(attended.logsumexp)
 
 
 def weights(
@@ -151,8 +163,14 @@ def weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
+    leading = Leading.of(q)
+    if leading is not None:
+        (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
+        query_start = leading.joined_start(query_start)
+        logsumexp = None if logsumexp is None else leading.joined("logsumexp", logsumexp)
     request = request_of(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
-    return tiles.tile(request, _logsumexp(request, logsumexp), heads=heads, queries=queries, keys=keys)
+    tile = tiles.tile(request, _logsumexp(request, logsumexp), heads=heads, queries=queries, keys=keys)
+    return tile if leading is None else leading.apart(tile)
 
 
 def statistics(
@@ -196,39 +214,14 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
+    leading = Leading.of(q)
+    if leading is not None:
+        (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
+        query_start = leading.joined_start(query_start)
+        logsumexp = None if logsumexp is None else leading.joined("logsumexp", logsumexp)
     request = request_of(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
-    return _statistics(request, logsumexp, tuple(probes), special_keys, map_size)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call will run, and why; `str()` says it in lines.
-
-    Fields:
-        kernel: the kernel that would run.
-        refusals: the reason of each faster kernel that would not.
-        hidden_share: share of the score matrix that the mask's intervals hide, 0 to 1.
-        skipped_share: share of the score matrix that the kernel does not compute, 0 to 1.
-        dense_remainder: whether part of the mask is no interval and is read cell by cell.
-        work: cells computed and bytes held.
-    """
-
-    kernel: str
-    refusals: dict[str, str]
-    hidden_share: float
-    skipped_share: float
-    dense_remainder: bool
-    work: Work
-
-    def __str__(self) -> str:
-        lines = [f"kernel   {self.kernel}"]
-        lines += [f"refused  {name}: {reason}" for name, reason in self.refusals.items()]
-        lines.append(
-            f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
-            + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
-        )
-        lines.append(f"memory   about {_bytes(self.work.memory)} beside q, k and v")
-        return "\n".join(lines)
+    found = _statistics(request, logsumexp, tuple(probes), special_keys, map_size)
+    return found if leading is None else {name: leading.apart(value) for name, value in found.items()}
 
 
 def explain(
@@ -256,19 +249,11 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB beside q, k and v
     """
-    request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
-    bounds = bounds_of(request)
-    choice = choose(request, bounds, kernel=kernel)
-    work = KERNELS[choice.name].work(request, bounds)
-    cells = request.shape.cells
-    return Explanation(
-        kernel=choice.name,
-        refusals=choice.refusals,
-        hidden_share=1 - seen_share(bounds, keys=request.shape.key_length) if cells else 0.0,
-        skipped_share=1 - work.cells / cells if cells else 0.0,
-        dense_remainder=bounds.remainder is not None,
-        work=work,
-    )
+    leading = Leading.of(q)
+    if leading is not None:
+        (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
+        query_start = leading.joined_start(query_start)
+    return explained(request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start), kernel=kernel)
 
 
 def request_of(
@@ -284,10 +269,13 @@ def request_of(
     query_start: int | Tensor | str | None = None,
     *,
     to_come: bool = False,
+    owner: nn.Module | None = None,
+    packed_lengths: Tensor | None = None,
+    continued: Continued | None = None,
 ) -> AttentionRequest:
     """Check what a caller gave and resolve what they left out; see `attention` for the arguments and errors.
 
-    Where more keys are `to_come`, the mask may speak of them.
+    Where more keys are `to_come`, the mask may speak of them; for the others see `AttentionRequest`.
     """
     shape = AttentionShape.of(q, k, v)
     refuse_unless_mask(mask)
@@ -307,9 +295,15 @@ def request_of(
     start = resolved_query_start(
         query_start, speaks_of_positions=mask.speaks_of_positions, batch=shape.batch, queries=queries, keys=keys
     )
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    nobody: frozenset[str] = frozenset()
     return AttentionRequest(
-        q, k, v, shape, mask, shape.head_dim**-0.5 if scale is None else scale, start, bias, softcap, sinks, dropout
+        q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, nobody, owner, packed_lengths, continued
     )
+
+
+def _joined(leading: Leading, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(leading.joined(name, tensor) for name, tensor in zip("qkv", tensors, strict=False))
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
@@ -357,12 +351,3 @@ def _statistics(
 ) -> dict[str, Tensor]:
     probes.refuse_unless_known(names, special_keys)
     return probes.measured(request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

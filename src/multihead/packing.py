@@ -14,7 +14,6 @@ from multihead.masks import Causal, Documents, Full, Lengths, Mask, Window
 from multihead.masks.values import And, Or
 from multihead.reading import readable, traced
 
-
 Side = Literal["right", "left"]
 
 
@@ -119,7 +118,7 @@ class Packing:
     def unpack(self, x: Tensor) -> Tensor:
         """Put tokens back in place, padding 0: (1, tokens, dim) -> (batch, length, dim)."""
         padded = x.new_zeros(self.batch * self.length, x.shape[-1])
-        return padded.index_copy(0, self.index, x[0]).view(self.batch, self.length, x.shape[-1])
+        return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, x.shape[-1])
 
     def aligned(self) -> Packing:
         """Let every sample begin at its first place, whatever side its padding stands on."""
@@ -287,11 +286,15 @@ class Padding:
         """Put projected tokens where the attention expects them: every sample from its first place on."""
         if self.together:
             return q, k, v
-        return self.placed_queries(q), _unpacked(k, _aligned(self.columns)), _unpacked(v, _aligned(self.columns))
+        return self.placed_queries(q), self.placed_keys(k), self.placed_keys(v)
 
     def placed_queries(self, q: Tensor) -> Tensor:
         """Put projected queries where the attention expects them."""
         return q if self.together else _unpacked(q, _aligned(self.rows))
+
+    def placed_keys(self, k: Tensor) -> Tensor:
+        """Put projected keys or values where the attention expects them."""
+        return k if self.together else _unpacked(k, _aligned(self.columns))
 
     def hiding(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Join a mask with the padding: padded keys are hidden, padded queries see nothing.

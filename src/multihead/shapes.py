@@ -58,41 +58,40 @@ class AttentionShape:
             ShapeError: the sizes do not fit each other.
         """
         _refuse_unless_alike(q, k, v)
-        for name, tensor, axes in (("q", q, Q_AXES), ("k", k, K_AXES), ("v", v, V_AXES)):
-            if tensor.dim() != 4:
-                raise ShapeError(
-                    f"{name} has shape {tuple(tensor.shape)}, and attention takes {axes}.",
-                    "Split the heads first: mh.split_heads(x, num_heads).",
-                )
-        if not q.shape[0] == k.shape[0] == v.shape[0]:
+        if not q.dim() == k.dim() == v.dim() == 4:
+            for name, tensor, axes in (("q", q, Q_AXES), ("k", k, K_AXES), ("v", v, V_AXES)):
+                if tensor.dim() != 4:
+                    raise ShapeError(
+                        f"{name} has shape {tuple(tensor.shape)}, and attention takes {axes}.",
+                        "Split the heads first: mh.split_heads(x, num_heads).",
+                    )
+        (batch, heads, queries, head_dim), (k_batch, kv_heads, keys, k_dim) = q.shape, k.shape
+        v_batch, v_heads, v_keys, value_dim = v.shape
+        if not batch == k_batch == v_batch:
             raise ShapeError(
-                f"q, k and v have batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} samples.",
+                f"q, k and v have batches of {batch}, {k_batch} and {v_batch} samples.",
                 "Give all three the same batch.",
             )
-        if q.shape[3] != k.shape[3]:
+        if head_dim != k_dim:
             raise ShapeError(
-                f"q has head_dim {q.shape[3]} and k has head_dim {k.shape[3]}.", "Project both to the same head_dim."
+                f"q has head_dim {head_dim} and k has head_dim {k_dim}.", "Project both to the same head_dim."
             )
-        if 0 in (q.shape[1], q.shape[3], k.shape[1], v.shape[3]):
+        if 0 in (heads, head_dim, kv_heads, value_dim):
             raise ShapeError(
                 f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}.",
                 "Give at least one head and one feature a head.",
             )
-        if k.shape[1] != v.shape[1]:
+        if kv_heads != v_heads:
+            raise ShapeError(f"k has {kv_heads} heads and v has {v_heads}.", "Give k and v the same number of heads.")
+        if keys != v_keys:
+            raise ShapeError(f"k has {keys} keys and v has {v_keys}.", "Give every key its one value.")
+        if heads % kv_heads:
+            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ShapeError(
-                f"k has {k.shape[1]} heads and v has {v.shape[1]}.", "Give k and v the same number of heads."
-            )
-        if k.shape[2] != v.shape[2]:
-            raise ShapeError(f"k has {k.shape[2]} keys and v has {v.shape[2]}.", "Give every key its one value.")
-        if q.shape[1] % k.shape[1]:
-            fitting = [str(n) for n in range(1, q.shape[1] + 1) if q.shape[1] % n == 0]
-            raise ShapeError(
-                f"k has {k.shape[1]} heads and q has {q.shape[1]}, and {q.shape[1]} is not a multiple of {k.shape[1]}.",
+                f"k has {kv_heads} heads and q has {heads}, and {heads} is not a multiple of {kv_heads}.",
                 f"Give k and v {_either(fitting)} (grouped-query attention, arXiv:2305.13245).",
             )
-        return AttentionShape(
-            q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, q.device
-        )
+        return AttentionShape(batch, heads, kv_heads, queries, keys, head_dim, value_dim, q.dtype, q.device)
 
 
 def resolved_query_start(
@@ -136,6 +135,13 @@ def resolved_query_start(
 
 
 def _refuse_unless_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if (
+        type(q) is type(k) is type(v) is Tensor
+        and q.dtype is k.dtype is v.dtype
+        and q.is_floating_point()
+        and q.device == k.device == v.device
+    ):
+        return  # the usual case
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{name} is a {type(tensor).__name__}, and no tensor.", "Give torch tensors.")

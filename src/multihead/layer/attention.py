@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
-from multihead.cache.reach import mask_behind
-from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, refuse_unless_integer, refuse_unless_share
-from multihead.functional import attend, request_of
-from multihead.heads import head_counts, head_dim_of, merge_heads, split_heads
-from multihead.layer.inputs import (
-    Widths,
-    batched,
-    dtype_of,
-    refuse_unless_cache_fits,
-    refuse_unless_fitting,
-    refuse_unless_packing_fits,
-)
-from multihead.layer.terms import gated, in_front
+from multihead.explaining import Explanation, explained
+from multihead.functional import attend
+from multihead.heads import head_counts, head_dim_of, merge_heads
+from multihead.layer.asking import asked
+from multihead.layer.terms import gated
 from multihead.masks import Full, Mask
-from multihead.masks.behind import Behind
-from multihead.masks.values import refuse_unless_mask
-from multihead.packing import Packing, Padding, Side, can_stay_packed
-from multihead.scores.bias import Bias, added, shifted
+from multihead.packing import Packing, Side
+from multihead.scores.bias import Bias
 from multihead.scores.softcap import refuse_unless_softcap
-from multihead.shapes import resolved_query_start
 
 if TYPE_CHECKING:
     from multihead.qk_norm import QKNorm
@@ -220,108 +209,51 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
-        refuse_unless_mask(mask)
-        x, memory, values, single = batched(x, memory, values)
-        self._refuse_unless_fitting(x, memory, values, lengths, memory_lengths, packing, cache, query_start, mask)
-        memory = x if memory is None else memory
-        values = memory if values is None else values
-        # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
-        alone = bias is None and cache is None and (head_gates is None or head_gates.dim() == 1)
-        alone = alone and not isinstance(query_start, Tensor) and not query_start
-        together = memory is x and alone and self._can_stay_packed and can_stay_packed(mask)
-        if packing is None:
-            padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
-        else:
-            padding = Padding.of_packed(packing, together=together)
-        q, k, v, start, mask = self._split(x, memory, values, padding, cache, mask, query_start)
-        request = self._request(q, k, v, mask, bias, start, checked=cache is None)
-        attended = attend(replace(request, owner=self, packed_lengths=padding.packed_lengths))
-        output = attended.output  # (batch, heads, queries, value_head_dim)
-        for gates in (self.head_gates, head_gates):
-            output = output if gates is None else gated(output, gates)
+        request, padding, single = asked(
+            self,
+            x,
+            memory,
+            values,
+            mask=mask,
+            bias=bias,
+            lengths=lengths,
+            memory_lengths=memory_lengths,
+            padding_side=padding_side,
+            packing=packing,
+            cache=cache,
+            head_gates=head_gates,
+            query_start=query_start,
+        )
+        output = attend(request).output  # (batch, heads, queries, value_head_dim)
+        if self.head_gates is not None:
+            output = gated(output, self.head_gates)
+        if head_gates is not None:
+            output = gated(output, head_gates)
         merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
         merged = padding.taken(merged)
         output = merged if self.out_proj is None else self.out_proj(merged)  # (batch, queries, output_dim)
         output = padding.restored(output)
         return output[0] if single else output
 
-    def _split(
-        self,
-        x: Tensor,
-        memory: Tensor,
-        values: Tensor,
-        padding: Padding,
-        cache: KeyValueCache | None,
-        mask: Mask,
-        query_start: int | Tensor | str | None,
-    ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, Mask]:
-        """Project and place: q, k and v with their heads apart, where the first query stands, and what may be seen."""
-        remembered = cache.memory if cache is not None and memory is not x else None
-        x_tokens, memory_tokens, value_tokens = padding.without(x, memory, values)  # (batch, length, features) each
-        q = self.q_proj(x_tokens)  # (batch, length, heads * head_dim)
-        if remembered is None:
-            q, k, v = padding.placed(q, self.k_proj(memory_tokens), self.v_proj(value_tokens))
-            k = split_heads(k, self.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
-            v = split_heads(v, self.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
-        else:
-            q, k, v = padding.placed_queries(q), remembered.k, remembered.v
-        q = split_heads(q, self.num_heads)  # (batch, heads, queries, head_dim)
-        speaks = mask.speaks_of_positions or self._speaks_of_positions
-        if cache is not None and (memory is x or (speaks and query_start is None)):
-            start = cache.query_start
-        else:
-            sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
-            start = resolved_query_start(query_start, speaks_of_positions=speaks, **sizes)
-        q, k = self._turned(q, k, start, padding.positions, within=memory is x, remembered=remembered is not None)
-        if cache is None:
-            return q, k, v, start, padding.hiding(mask)
-        rows = None if padding.rows is None else padding.rows.lengths
-        if memory is x:
-            held = cache.extended(k, v, lengths=rows)
-            mask = padding.hiding(mask_behind(mask, held.key_start), held.lengths, held.k.shape[2])
-            return q, held.k, held.v, held.query_start, mask
-        if remembered is None:
-            remembered = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
-        cache.advance(q.shape[2], lengths=rows)
-        mask = padding.hiding(mask, remembered.lengths, remembered.k.shape[2])
-        return q, remembered.k, remembered.v, start, mask
+    def explain(
+        self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **call: Any
+    ) -> Explanation:
+        """Say which kernel a call of this layer would run, why others refuse it, what it skips and what it holds.
 
-    def _turned(
-        self, q: Tensor, k: Tensor, start: int | Tensor, positions: Tensor | None, *, within: bool, remembered: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Normalise queries and keys, and turn them by their positions; keys that are remembered are already."""
-        if self.qk_norm is not None:
-            q_normed, k_normed = self.qk_norm(q, k)
-            q, k = q_normed, k if remembered else k_normed
-        if self.rotary is None:
-            return q, k
-        if positions is not None:
-            return self.rotary.turned(q, positions), self.rotary.turned(k, positions)
-        if isinstance(start, Tensor):
-            of_queries: int | Tensor = start[:, None] + torch.arange(q.shape[2], device=start.device)
-        else:
-            of_queries = start
-        # The keys of x stand beside its queries where there is a cache, and from 0 on where there is none.
-        of_keys = of_queries if within and q.shape[2] == k.shape[2] else 0
-        return self.rotary.turned(q, of_queries), k if remembered else self.rotary.turned(k, of_keys)
+        Takes what a call takes, projects, and attends to nothing; a cache stays as it is.
 
-    def _request(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None, start: int | Tensor, *, checked: bool
-    ) -> AttentionRequest:
-        """Say what is asked of the attention: the keys that are added, the biases and all that is done to scores."""
-        if self.position_bias is not None:
-            given = self.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
-            bias = given if bias is None else added(bias, given, q.shape[2], k.shape[2])
-        if self.bias_k is not None and self.bias_v is not None:
-            k, v = in_front(self.bias_k, k), in_front(self.bias_v, v)
-            mask, start = Behind(1, mask), start + 1
-            bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
-        sinks: Tensor | None = self.sinks
-        if self.add_zero_attn:
-            zero = q.new_zeros(self.num_heads)
-            sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
-        dropout = self.dropout if self.training else 0.0
-        return request_of(q, k, v, mask, bias, self.softcap, sinks, self.scale, dropout, start, to_come=not checked)
+        >>> layer = MultiHeadAttention(embed_dim=32, num_heads=4)
+        >>> print(layer.explain(torch.zeros(2, 100, 32), lengths=(100, 20)))
+        kernel   native
+        skipped  ...% of the score matrix; its intervals hide 27.8%
+        memory   about ... beside q, k and v
+        """
+        call["cache"] = deepcopy(call.get("cache"))
+        request = asked(self, x, memory, values, **call).request
+        read = [name for name in ("lengths", "memory_lengths") if isinstance(call.get(name), Tensor)]
+        far = [f"{name} on {call[name].device}" for name in read if call[name].device.type not in ("cpu", "meta")]
+        waits = f"the host reads how many tokens there are, from {' and '.join(far)}" if far else None
+        return explained(request, waits=waits)
 
     def extra_repr(self) -> str:
         """Say the head counts and what else is not told by the projections."""
@@ -337,42 +269,6 @@ class MultiHeadAttention(nn.Module):
             heads += "" if getattr(self, name) is None else f", {'add_bias_kv' if name == 'bias_k' else name}=True"
         heads += ", add_zero_attn=True" if self.add_zero_attn else ""
         return heads + (f", dropout={self.dropout}" if self.dropout else "")
-
-    @property
-    def _speaks_of_positions(self) -> bool:
-        """Whether it matters where queries and keys stand, whatever the mask says."""
-        return self.rotary is not None or self.position_bias is not None
-
-    @property
-    def _can_stay_packed(self) -> bool:
-        """Whether samples may stand one behind the other: only their own tokens' distances matter."""
-        return self.bias_k is None and getattr(self.position_bias, "of_distance", True)
-
-    def _refuse_unless_fitting(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        values: Tensor | None,
-        lengths: object,
-        memory_lengths: object,
-        packing: Packing | None,
-        cache: KeyValueCache | None,
-        query_start: object,
-        mask: Mask,
-    ) -> None:
-        """Refuse what does not fit the layer, before anything is computed or kept."""
-        widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
-        refuse_unless_fitting(widths, x, memory, values, lengths, memory_lengths)
-        if packing is not None:
-            refuse_unless_packing_fits(packing, x, memory, lengths, cache)
-        if cache is not None:
-            within = memory is None or memory is x
-            absolute = self.position_bias is not None and not getattr(self.position_bias, "of_distance", True)
-            refuse_unless_cache_fits(cache, query_start, absolute_bias=absolute, within=within)
-            if within:
-                cache.refuse_unless_remembered(mask)
-            elif memory is not None:
-                cache.refuse_unless_same_memory(memory)
 
 
 def _size(name: str, value: int) -> int:

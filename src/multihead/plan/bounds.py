@@ -75,6 +75,13 @@ def key_bounds(
     device = torch.device(device)
     if mask.holds_tensors or isinstance(query_start, Tensor) or traced():
         return _planned(mask, queries, keys, query_start, device)
+    if queries == 1:  # each step of a decoding is another one: it is planned in numbers, and not kept
+        only = _interval_at(mask, query_start, keys)
+        if only is not None:
+            first, behind = max(only[0], 0), min(only[1], keys)
+            return KeyBounds(
+                *torch.tensor([[[first]], [[behind]]] if first < behind else [[[0]], [[0]]], device=device)
+            )
     return _planned_once(mask, queries, keys, query_start, device)
 
 
@@ -88,6 +95,22 @@ def bounds_of(request: AttentionRequest) -> KeyBounds:
         query_start=request.query_start,
         device=shape.device,
     )
+
+
+def _interval_at(mask: Mask, position: int, keys: int) -> tuple[int, int] | None:
+    """Tell what one query sees, where that is said without tensors; None for the other masks."""
+    if isinstance(mask, Full):
+        return 0, keys
+    if isinstance(mask, Causal):
+        return 0, position + 1
+    if isinstance(mask, Window):
+        return position - mask.size + 1, position + mask.after + 1
+    if isinstance(mask, And):
+        parts = [_interval_at(part, position, keys) for part in mask.parts]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            return max(first for first, _ in known), min(behind for _, behind in known)
+    return None
 
 
 @lru_cache(maxsize=128)

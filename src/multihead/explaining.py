@@ -1,0 +1,76 @@
+"""Say what a call will run, before it runs: nothing should be slow in silence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multihead.call import AttentionRequest, Work
+from multihead.kernels.choose import KERNELS, choose
+from multihead.plan.bounds import bounds_of
+from multihead.plan.tiles import seen_share
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call will run, and why; `str()` says it in lines.
+
+    Fields:
+        kernel: the kernel that would run.
+        refusals: the reason of each faster kernel that would not.
+        hidden_share: share of the score matrix that the mask's intervals hide, 0 to 1.
+        skipped_share: share of the score matrix that the kernel does not compute, 0 to 1.
+        dense_remainder: whether part of the mask is no interval and is read cell by cell.
+        work: cells computed and bytes held.
+        waits: what makes the host wait for the device, in one sentence, or None.
+    """
+
+    kernel: str
+    refusals: dict[str, str]
+    hidden_share: float
+    skipped_share: float
+    dense_remainder: bool
+    work: Work
+    waits: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"kernel   {self.kernel}"]
+        lines += [f"refused  {name}: {reason}" for name, reason in self.refusals.items()]
+        lines.append(
+            f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
+            + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
+        )
+        lines.append(f"memory   about {_bytes(self.work.memory)} beside q, k and v")
+        lines += [f"waits    {self.waits}"] if self.waits else []
+        return "\n".join(lines)
+
+
+def explained(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
+    """Plan a request, choose its kernel, and say what it will do; nothing is computed.
+
+    Args:
+        request: the call.
+        kernel: the name of a kernel that the caller insists on, or None.
+        waits: what is known to make the host wait beside the attention itself.
+    """
+    bounds = bounds_of(request)
+    choice = choose(request, bounds, kernel=kernel)
+    work = KERNELS[choice.name].work(request, bounds)
+    cells = request.shape.cells
+    return Explanation(
+        kernel=choice.name,
+        refusals=choice.refusals,
+        hidden_share=1 - seen_share(bounds, keys=request.shape.key_length) if cells else 0.0,
+        skipped_share=1 - work.cells / cells if cells else 0.0,
+        dense_remainder=bounds.remainder is not None,
+        work=work,
+        waits=waits,
+    )
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

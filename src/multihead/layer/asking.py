@@ -1,0 +1,230 @@
+"""From what a layer was given to what is asked of the attention: leave padding out, project, split, place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.cache import KeyValueCache
+from multihead.cache.reach import mask_behind
+from multihead.call import AttentionRequest
+from multihead.functional import request_of
+from multihead.heads import split_heads
+from multihead.layer.inputs import (
+    Widths,
+    batched,
+    dtype_of,
+    refuse_unless_cache_fits,
+    refuse_unless_fitting,
+    refuse_unless_packing_fits,
+)
+from multihead.layer.terms import in_front
+from multihead.masks import Full, Mask
+from multihead.masks.behind import Behind
+from multihead.masks.values import refuse_unless_mask
+from multihead.packing import Packing, Padding, Side, can_stay_packed
+from multihead.scores.bias import Bias, added, shifted
+from multihead.shapes import resolved_query_start
+
+if TYPE_CHECKING:
+    from multihead.layer.attention import MultiHeadAttention
+
+_FULL = Full()
+
+
+class Asked(NamedTuple):
+    """What a layer asks of the attention, and how its output is put back.
+
+    Fields:
+        request: the attention.
+        padding: where the input's padding stood.
+        single: whether the input had no batch.
+    """
+
+    request: AttentionRequest
+    padding: Padding
+    single: bool
+
+
+class _Placed(NamedTuple):
+    """Queries, keys and values with their heads apart, the position of the first query, and what may be seen."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    start: int | Tensor
+    mask: Mask
+
+
+def asked(
+    layer: MultiHeadAttention,
+    x: Tensor,
+    memory: Tensor | None,
+    values: Tensor | None,
+    *,
+    mask: Mask = _FULL,
+    bias: Bias | None = None,
+    lengths: Sequence[int] | Tensor | None = None,
+    memory_lengths: Sequence[int] | Tensor | None = None,
+    padding_side: Side = "right",
+    packing: Packing | None = None,
+    cache: KeyValueCache | None = None,
+    head_gates: Tensor | None = None,
+    query_start: int | Tensor | str | None = None,
+) -> Asked:
+    """Take what `MultiHeadAttention.forward` takes; a cache grows by it."""
+    refuse_unless_mask(mask)
+    x, memory, values, single = batched(x, memory, values)
+    widths = Widths(layer.embed_dim, layer.key_dim, layer.value_dim, dtype_of(layer.q_proj))
+    refuse_unless_fitting(widths, x, memory, values, lengths, memory_lengths)
+    within = memory is None or memory is x
+    of_distance = getattr(layer.position_bias, "of_distance", True)
+    if packing is not None:
+        refuse_unless_packing_fits(packing, x, memory, lengths, cache)
+    if cache is not None:
+        refuse_unless_cache_fits(cache, query_start, absolute_bias=not of_distance, within=within)
+        if within:
+            cache.refuse_unless_remembered(mask)
+        elif memory is not None:
+            cache.refuse_unless_same_memory(memory)
+    memory = x if memory is None else memory
+    values = memory if values is None else values
+    # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
+    together = (
+        (lengths is not None or memory_lengths is not None or packing is not None)
+        and within
+        and bias is None
+        and cache is None
+        and (query_start is None or (isinstance(query_start, int) and query_start == 0))
+        and (head_gates is None or head_gates.dim() == 1)
+        and layer.bias_k is None
+        and of_distance
+        and can_stay_packed(mask)
+    )
+    if packing is None:
+        padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
+    else:
+        padding = Padding.of_packed(packing, together=together)
+    tokens = padding.without(x, memory, values)
+    if within:
+        placed = _self_attention(layer, tokens, padding, mask, cache, query_start)
+    else:
+        placed = _cross_attention(layer, tokens, padding, mask, cache, query_start)
+    return Asked(_request(layer, placed, bias, padding.packed_lengths, cache), padding, single)
+
+
+def _self_attention(
+    layer: MultiHeadAttention,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    padding: Padding,
+    mask: Mask,
+    cache: KeyValueCache | None,
+    query_start: int | Tensor | str | None,
+) -> _Placed:
+    """Place tokens (batch, length, features) that look at each other, and at those that a cache keeps."""
+    x, memory, values = tokens
+    q, k, v = padding.placed(layer.q_proj(x), layer.k_proj(memory), layer.v_proj(values))
+    q = split_heads(q, layer.num_heads)  # (batch, heads, queries, head_dim)
+    k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
+    v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
+    if layer.qk_norm is not None:
+        q, k = layer.qk_norm(q, k)
+    start = _start(layer, mask, query_start, q, k) if cache is None else cache.query_start
+    if layer.rotary is not None:
+        place, queries = padding.positions, q.shape[2]
+        q = layer.rotary.turned(q, _positions(start, queries) if place is None else place)
+        of_keys = 0 if cache is None else _positions(start, queries)
+        k = layer.rotary.turned(k, of_keys if place is None else place)
+    if cache is None:
+        return _Placed(q, k, v, start, padding.hiding(mask))
+    held = cache.extended(k, v, lengths=None if padding.rows is None else padding.rows.lengths)
+    mask = padding.hiding(mask_behind(mask, held.key_start), held.lengths, held.k.shape[2])
+    return _Placed(q, held.k, held.v, held.query_start, mask)
+
+
+def _cross_attention(
+    layer: MultiHeadAttention,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    padding: Padding,
+    mask: Mask,
+    cache: KeyValueCache | None,
+    query_start: int | Tensor | str | None,
+) -> _Placed:
+    """Place tokens (batch, length, features) that look at a memory, which a cache keeps projected."""
+    x, memory, values = tokens
+    remembered = None if cache is None else cache.memory
+    q = split_heads(padding.placed_queries(layer.q_proj(x)), layer.num_heads)  # (batch, heads, queries, head_dim)
+    if remembered is None:
+        k, v = padding.placed_keys(layer.k_proj(memory)), padding.placed_keys(layer.v_proj(values))
+        k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
+        v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
+    else:
+        k, v = remembered.k, remembered.v
+    if layer.qk_norm is not None:
+        q, normed = layer.qk_norm(q, k)
+        k = normed if remembered is None else k
+    if cache is not None and query_start is None and _speaks_of_positions(layer, mask):
+        start = cache.query_start
+    else:
+        start = _start(layer, mask, query_start, q, k)
+    if layer.rotary is not None:
+        q = layer.rotary.turned(q, _positions(start, q.shape[2]))
+        k = layer.rotary.turned(k, 0) if remembered is None else k
+    if cache is None:
+        return _Placed(q, k, v, start, padding.hiding(mask))
+    if remembered is None:
+        remembered = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
+    cache.advance(q.shape[2], lengths=None if padding.rows is None else padding.rows.lengths)
+    mask = padding.hiding(mask, remembered.lengths, remembered.k.shape[2])
+    return _Placed(q, remembered.k, remembered.v, start, mask)
+
+
+def _speaks_of_positions(layer: MultiHeadAttention, mask: Mask) -> bool:
+    """Whether it matters where the queries stand among the keys."""
+    return mask.speaks_of_positions or layer.rotary is not None or layer.position_bias is not None
+
+
+def _start(
+    layer: MultiHeadAttention, mask: Mask, query_start: int | Tensor | str | None, q: Tensor, k: Tensor
+) -> int | Tensor:
+    speaks = _speaks_of_positions(layer, mask)
+    return resolved_query_start(
+        query_start, speaks_of_positions=speaks, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2]
+    )
+
+
+def _positions(start: int | Tensor, queries: int) -> int | Tensor:
+    """Say where queries stand that follow one another: the place of the first, or (batch, queries)."""
+    return start[:, None] + torch.arange(queries, device=start.device) if isinstance(start, Tensor) else start
+
+
+def _request(
+    layer: MultiHeadAttention,
+    placed: _Placed,
+    bias: Bias | None,
+    packed_lengths: Tensor | None,
+    cache: KeyValueCache | None,
+) -> AttentionRequest:
+    """Say what is asked of the attention: the keys that are added, the biases and all that is done to scores."""
+    q, k, v, start, mask = placed
+    if layer.position_bias is not None:
+        given = layer.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
+        bias = given if bias is None else added(bias, given, q.shape[2], k.shape[2])
+    if layer.bias_k is not None and layer.bias_v is not None:
+        k, v = in_front(layer.bias_k, k), in_front(layer.bias_v, v)
+        mask, start = Behind(1, mask), start + 1
+        bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
+    sinks: Tensor | None = layer.sinks
+    if layer.add_zero_attn:
+        # A key of 0 has the score 0 and gives no value: that is a sink.
+        zero = q.new_zeros(layer.num_heads)
+        sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
+    dropout = layer.dropout if layer.training else 0.0
+    terms = (bias, layer.softcap, sinks, layer.scale, dropout, start)
+    grows, continued = cache is not None, None if cache is None else cache.continued
+    return request_of(
+        q, k, v, mask, *terms, to_come=grows, owner=layer, packed_lengths=packed_lengths, continued=continued
+    )
