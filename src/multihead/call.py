@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from multihead.masks import Mask
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
+
+
+class Continued(NamedTuple):
+    """Where a call stands in a text that goes on from call to call.
+
+    Fields:
+        text: what identifies the text, the same object in all calls that go on from one another.
+        key_start: how many keys of the text stand before the call's first one, an int or (batch,).
+        lengths: (batch,), how many queries of each sample are real; None = all.
+        position: where the first query stands among all queries, an int or (batch,), if the keys are those of another
+            sequence; else None.
+    """
+
+    text: object
+    key_start: int | Tensor = 0
+    lengths: Tensor | None = None
+    position: int | Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +50,7 @@ class AttentionRequest:
         wanted: names of the statistics that somebody listens for.
         owner: the module that asked, or None.
         packed_lengths: (samples,), where the one row of the batch holds packed samples; else None.
+        continued: where the call stands in a text that a cache keeps; else None.
     """
 
     q: Tensor
@@ -48,6 +67,7 @@ class AttentionRequest:
     wanted: frozenset[str] = frozenset()
     owner: nn.Module | None = None
     packed_lengths: Tensor | None = None
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,6 +78,44 @@ class TestWhatItTells:
             assert again.k[:, :, :5].equal(held.k)
             assert (copied.query_start, cache.query_start) == (6, 5)
 
+    def test_gradients_flow_through_a_copy(self) -> None:
+        cache, k = KeyValueCache(), tokens(5).requires_grad_()
+        cache.extended(k, tokens(5, dim=5))
+        copy.deepcopy(cache).extended(tokens(1), tokens(1, dim=5)).k.sum().backward()
+        assert k.grad is not None
+        assert k.grad.eq(1).all()
+        other = KeyValueCache()
+        other.remember(k * 2, tokens(5, dim=5))
+        memory = copy.deepcopy(other).memory
+        assert memory is not None
+        assert torch.autograd.grad(memory.k.sum(), k)[0].eq(2).all()
+
+    def test_calls_that_go_on_from_one_another_are_of_one_text(self, cache: KeyValueCache) -> None:
+        assert cache.continued is None
+        step(cache, 5)
+        first = cache.continued
+        step(cache, 200, lengths=(200, 3))
+        then = cache.continued
+        assert first is not None
+        assert then is not None
+        assert then.text is first.text
+        assert then.lengths is not None
+        assert then.lengths.tolist() == [200, 3]
+        for change in (lambda: cache.crop((204, 8)), lambda: cache.reorder((1, 0)), cache.reset):
+            change()
+            assert cache.continued is None
+            step(cache)
+            assert cache.continued is not None
+            assert cache.continued.text is not then.text
+            then = cache.continued
+
+    def test_queries_of_a_cross_attention_have_a_position(self, cache: KeyValueCache) -> None:
+        cache.remember(tokens(7), tokens(7, dim=5))
+        cache.advance(5)
+        cache.advance(1)
+        assert cache.continued is not None
+        assert cache.continued.position == 5
+
     def test_it_moves_to_a_device(self, cache: KeyValueCache) -> None:
         step(cache, 5, lengths=(2, 5))
         assert cache.to("cpu") is cache

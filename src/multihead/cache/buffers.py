@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy, deepcopy
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,13 @@ class Buffers:
         # (batch, kv_heads, room + 1, dim): padding goes to the last place, see places.py.
         self.k = k.new_zeros(*k.shape[:2], (capacity or 0) + 1, k.shape[3])
         self.v = v.new_zeros(*v.shape[:2], (capacity or 0) + 1, v.shape[3])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Buffers:
+        """Copy them with their gradients, as torch does not."""
+        copied = copy(self)
+        copied.progress = deepcopy(self.progress, memo)
+        copied.change(torch.clone)
+        return copied
 
     def extended(self, k: Tensor, v: Tensor, real: Tensor | None) -> Held:
         """Append new tokens, of which the first `real` (batch,) of each sample are no padding."""

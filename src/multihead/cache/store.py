@@ -12,6 +12,7 @@ from multihead.cache.buffers import SPARE, Buffers, Held, refuse_unless_alike
 from multihead.cache.places import counts_of
 from multihead.cache.progress import Progress
 from multihead.cache.reach import has_key_axis, reach_of
+from multihead.call import Continued
 from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_unless_integer
 from multihead.masks import Mask
 from multihead.reading import readable
@@ -33,6 +34,10 @@ class Memory(NamedTuple):
     def changed(self, change: Callable[[Tensor], Tensor]) -> Memory:
         """Return what is made of each tensor."""
         return Memory(change(self.k), change(self.v), None if self.lengths is None else change(self.lengths))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Memory:
+        """Copy it with its gradients, as torch does not."""
+        return self.changed(torch.clone)
 
 
 class KeyValueCache:
@@ -77,6 +82,12 @@ class KeyValueCache:
         self.memory: Memory | None = None
         self._buffers: Buffers | None = None
         self._progress: Progress | None = None  # that of the buffers, or of the queries of a cross-attention
+        self._begin_text()
+
+    def _begin_text(self) -> None:
+        """Let what comes be another text: it does not go on from all that came."""
+        self._text = object()
+        self._continued: Continued | None = None
 
     @property
     def query_start(self) -> int | Tensor:
@@ -94,6 +105,11 @@ class KeyValueCache:
         """(batch,), int64: how many tokens of each sample have come, those forgotten included."""
         progress = self._progress
         return torch.zeros(0, dtype=torch.int64) if progress is None else progress.each + progress.forgotten
+
+    @property
+    def continued(self) -> Continued | None:
+        """Where the last call stands in the text, for those who listen; None before it, and in a compiled graph."""
+        return None if torch.compiler.is_compiling() else self._continued
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +156,10 @@ class KeyValueCache:
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         real = None if lengths is None else counts_of(lengths, batch=len(k), most=k.shape[2], device=k.device)
-        return buffers.extended(k, v, real)
+        held = buffers.extended(k, v, real)
+        if not torch.compiler.is_compiling():
+            self._continued = Continued(self._text, held.key_start, real)
+        return held
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first tokens and take the others back, as speculative decoding does with what it rejects.
@@ -171,9 +190,12 @@ class KeyValueCache:
                 f"{SPARE} can be taken back.",
                 "Take back fewer, or keep all tokens: KeyValueCache().",
             )
+        if not isinstance(places, Tensor) and places == progress.longest:
+            return
+        self._begin_text()
         if self._buffers is None:
             progress.put(places)
-        elif isinstance(places, Tensor) or places < progress.longest:
+        else:
             self._buffers.crop(places)
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
@@ -193,6 +215,7 @@ class KeyValueCache:
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
             )
+        self._begin_text()
         progress.choose(chosen)
         if self._buffers is not None:
             self._buffers.change(lambda tensor: tensor.index_select(0, chosen))
@@ -240,7 +263,10 @@ class KeyValueCache:
         real = None
         if lengths is not None:
             real = counts_of(lengths, batch=progress.batch, most=queries, device=progress.device)
-        return progress.add(queries, real)
+        start = progress.add(queries, real)
+        if not torch.compiler.is_compiling():
+            self._continued = Continued(self._text, 0, real, start)
+        return start
 
     def refuse_unless_same_memory(self, memory: Tensor) -> None:
         """Refuse another memory than the one that is remembered: (batch, keys, features)."""

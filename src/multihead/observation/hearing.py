@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall
+from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
+from multihead.masks.behind import Behind
 from multihead.observation.choice import Choice
 from multihead.observation.pieces import KeyRows, Piece
 from multihead.observation.record import LayerRecord, Record, SampleRecord
@@ -31,7 +32,8 @@ class _Last:
         batch: number of samples.
         query_stop: place behind its last query, in the sequence.
         keys: number of its keys.
-        edge: (2, batch, kv_heads, head_dim), its first key, and its last query's (in cross-attention its last).
+        edge: (2, batch, kv_heads, head_dim), its first key, and its last query's (in cross-attention its last); None
+            where a cache says what goes on from what.
         special: (batch, tokens so far) bool, or None where the ids are not known.
         samples: where its samples were noted.
         leads: a sample: place of its first key in the sequence.
@@ -40,7 +42,7 @@ class _Last:
     batch: int
     query_stop: int
     keys: int
-    edge: Tensor
+    edge: Tensor | None
     special: Tensor | None
     samples: list[SampleRecord] = field(default_factory=list)
     leads: list[int] = field(default_factory=list)
@@ -59,7 +61,7 @@ class Ear:
     special_ids: tuple[int, ...]
     map_size: int
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _last: dict[str, _Last] = field(default_factory=dict)
+    _last: dict[tuple[str, object], _Last] = field(default_factory=dict)  # of each layer and text
     _counts: dict[str, int] = field(default_factory=dict)
     _pass: int = -1
     _pass_goes_on: bool = False  # whether self-attention in this pass went on from a cache
@@ -87,31 +89,40 @@ class Ear:
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
 
     def _hear(self, call: AttentionCall, name: str, full: str) -> None:
-        request, told = call.request, huggingface.origin()
-        offset = told.key_offset if told is not None else 0
+        request, told, continued = call.request, huggingface.origin(), call.request.continued
+        offset: int | Tensor = told.key_offset if told is not None else 0
         crosses = huggingface.crosses(request.owner, name) if request.owner is not None else False
-        last = self._last.get(full)
+        if continued is not None:
+            offset, crosses = continued.key_start, continued.position is not None
+        last = self._last.get((full, None if continued is None else continued.text))
         goes_on = last is not None and self._goes_on(call, last, offset, crosses=crosses)
         self._pass_goes_on |= goes_on and not crosses
         layer = self._layers.setdefault(full, LayerRecord(full))
         chosen = self.choice.takes(full, list(self._layers).index(full))
         if crosses and not request.mask.speaks_of_positions:
             # Queries have no place among the keys of another sequence: they are counted from its beginning.
-            start = last.query_stop if goes_on and last is not None else 0
-            if start != request.query_start:
+            start: int | Tensor = last.query_stop if goes_on and last is not None else 0
+            if continued is not None and continued.position is not None:
+                start = continued.position
+            if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), without_positions(call.attended))
         special = self._special_keys(call, name, last if goes_on else None, offset, crosses=crosses)
         now = _noted(call, offset, special if not crosses else None, crosses=crosses)
         if goes_on and last is not None:
             now.samples, now.leads = last.samples, last.leads
-        self._last[full] = now
+        self._last[full, None if continued is None else continued.text] = now
         if chosen:
             self._note(call, layer, now, special, offset, goes_on=goes_on, name=name)
 
-    def _goes_on(self, call: AttentionCall, last: _Last, offset: int, *, crosses: bool) -> bool:
+    def _goes_on(self, call: AttentionCall, last: _Last, offset: int | Tensor, *, crosses: bool) -> bool:
         """Tell whether a call goes on from the last one of its layer: the same keys, and more."""
         request = call.request
-        if isinstance(request.query_start, Tensor) or request.packed_lengths is not None:
+        if request.continued is not None:
+            # A key that is added in front has no place among others once the first ones of the text are forgotten.
+            return not isinstance(request.mask, Behind) or not bool(torch.as_tensor(offset).any())
+        if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
+            return False
+        if request.packed_lengths is not None or last.edge is None:
             return False
         if request.shape.batch != last.batch or request.k.shape[1::2] != last.edge.shape[2:]:
             return False
@@ -126,7 +137,7 @@ class Ear:
         return torch.equal(request.k[:, :, index], last.edge[1])
 
     def _special_keys(
-        self, call: AttentionCall, name: str, last: _Last | None, offset: int, *, crosses: bool
+        self, call: AttentionCall, name: str, last: _Last | None, offset: int | Tensor, *, crosses: bool
     ) -> Tensor | None:
         """Tell which tokens so far are special: (batch, tokens) bool, or None where the ids are not known."""
         if not self.special_ids:
@@ -140,7 +151,7 @@ class Ear:
             return flags if ids.shape[0] == len(request.packed_lengths) else None
         if crosses:
             return flags if tuple(ids.shape) == (request.shape.batch, request.shape.key_length) else None
-        if isinstance(request.query_start, Tensor):
+        if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return None
         if tuple(ids.shape) != (request.shape.batch, request.shape.query_length):
             return None
@@ -154,25 +165,29 @@ class Ear:
         layer: LayerRecord,
         now: _Last,
         special: Tensor | None,
-        offset: int,
+        offset: int | Tensor,
         *,
         goes_on: bool,
         name: str,
     ) -> None:
         """Cut a call into its samples, measure each, and add it to the record."""
         told = huggingface.origin()
-        real = None if told is None else self._real_queries(call, name, offset)
+        real = _real_queries_of_cache(call.request)
+        if told is not None:
+            real = self._real_queries(call, name, told.key_offset)
         padding = None if told is None else told.padding
+        offsets = torch.as_tensor(offset).expand(call.request.shape.batch).tolist()
         if not goes_on:
             now.samples, now.leads = [], []
         for index, span in enumerate(spans(call.request, queries=real, keys=padding)):
+            place = offsets[span.sample] + span.keys[0]
             if not goes_on:
-                now.leads.append(offset + span.keys[0])
+                now.leads.append(place)
                 keys = None if self.keep == "statistics" else KeyRows()
                 now.samples.append(SampleRecord(layer.name, [], keys, self.map_size))
                 layer.samples.append(now.samples[-1])
-            flags = _flags_of_keys(special, span, index, offset, call)
-            start = offset + span.keys[0] - now.leads[index] if call.request.packed_lengths is None else 0
+            flags = _flags_of_keys(special, span, index, offsets[span.sample], call)
+            start = place - now.leads[index] if call.request.packed_lengths is None else 0
             alone = cut(call, span)
             if real is not None:
                 alone = without_queries(alone, real[span.sample, slice(*span.queries)])
@@ -258,13 +273,22 @@ class Ear:
             )
 
 
-def _noted(call: AttentionCall, offset: int, special: Tensor | None, *, crosses: bool) -> _Last:
-    request = call.request
+def _noted(call: AttentionCall, offset: int | Tensor, special: Tensor | None, *, crosses: bool) -> _Last:
+    request, keys = call.request, call.request.shape.key_length
+    if request.continued is not None:
+        return _Last(request.shape.batch, 0, keys, None, special)
     start = 0 if isinstance(request.query_start, Tensor) else request.query_start
-    stop = offset + start + request.shape.query_length
-    keys = request.shape.key_length
-    edge = torch.stack([request.k[:, :, 0], request.k[:, :, -1 if crosses else min(stop - offset, keys) - 1]])
+    stop = int(offset) + start + request.shape.query_length
+    edge = torch.stack([request.k[:, :, 0], request.k[:, :, -1 if crosses else min(stop - int(offset), keys) - 1]])
     return _Last(request.shape.batch, stop, keys, edge.detach().clone(), special)
+
+
+def _real_queries_of_cache(request: AttentionRequest) -> Tensor | None:
+    """Tell which queries of a call that goes through a cache are no padding: (batch, queries) bool, or None."""
+    if request.continued is None or request.continued.lengths is None:
+        return None
+    token = torch.arange(request.shape.query_length, device=request.shape.device)
+    return token < request.continued.lengths[:, None]
 
 
 def _flags_of_keys(special: Tensor | None, span: Span, index: int, offset: int, call: AttentionCall) -> Tensor | None:
