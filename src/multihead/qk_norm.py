@@ -1,0 +1,169 @@
+"""Queries and keys normalised before they meet, so that no score can run away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ShapeError
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """How queries and keys are normalised, after the projection and before rotary positions.
+
+    "rms" divides features by the root of their mean square, so that a query and a key have the length sqrt(head_dim):
+    with the layer's usual scale 1 / sqrt(head_dim), scores lie within sqrt(head_dim) times the learned weights. Each
+    feature has a learned weight of its own, which begins at 1 and multiplies as it is (Qwen 3, OLMo 2; a Gemma 3
+    checkpoint holds the weight less 1).
+
+    "l2" makes queries and keys unit vectors, and a score a cosine times a learned scale, one a head. The scale is
+    multiplied into the queries, and sqrt(head_dim) too, so that the layer's usual scale 1 / sqrt(head_dim) cancels: do
+    not give the layer another scale.
+
+    Args:
+        kind: "rms" or "l2".
+        eps: added to the mean square ("rms") or the sum of squares ("l2") before the root; 0 stays 0.
+        learned: whether there are learned weights, or scales.
+        over: "head" normalises each head's features; "all" those of all heads together, with a weight for each of
+            them ("rms" only).
+        initial_scale: what the scale of each head begins with, or always is if not learned ("l2" only).
+
+    Raises:
+        ArgumentError: a word that is none of these, or a number out of range.
+
+    Source: "rms" over a head: Qwen 3, arXiv:2505.09388; over all: OLMo 2, arXiv:2501.00656. "l2": arXiv:2010.04245,
+        with a scale a head as in arXiv:2111.09883.
+
+    >>> norms = QKNorm("rms").made(8, 2, 64)
+    >>> q, k = norms(torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64))
+    >>> torch.allclose(q.norm(dim=-1), torch.tensor(8.0))
+    True
+    """
+
+    kind: Literal["rms", "l2"] = "rms"
+    eps: float = 1e-6
+    learned: bool = True
+    over: Literal["head", "all"] = "head"
+    initial_scale: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("rms", "l2"):
+            raise ArgumentError(f"kind is {self.kind!r}.", 'Give "rms" or "l2".')
+        if self.over not in ("head", "all"):
+            raise ArgumentError(f"over is {self.over!r}.", 'Give "head" or "all".')
+        if self.kind == "l2" and self.over == "all":
+            raise ArgumentError('kind is "l2" and over is "all".', 'Unit vectors are of one head: give over="head".')
+        for name in ("eps", "initial_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ArgumentError(f"{name} is {value!r}.", "Give a number above 0.")
+
+    def made(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QKNorms:
+        """Make the module that normalises so, with parameters of its own."""
+        return QKNorms(self, num_heads, num_kv_heads, head_dim, device=device, dtype=dtype)
+
+
+class QKNorms(nn.Module):
+    """The norms of one layer's queries and keys; `QKNorm.made` makes them.
+
+    Its parameters are `q_weight` and `k_weight`, (head_dim,) or (heads * head_dim,) each, or `scale`, (heads,).
+    """
+
+    def __init__(
+        self,
+        qk_norm: QKNorm,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.qk_norm, self.num_heads, self.num_kv_heads, self.head_dim = qk_norm, num_heads, num_kv_heads, head_dim
+
+        def weight(kind: str, size: int) -> nn.Parameter | None:
+            learned = qk_norm.learned and qk_norm.kind == kind
+            return nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if learned else None
+
+        together = qk_norm.over == "all"
+        self.q_weight = weight("rms", num_heads * head_dim if together else head_dim)
+        self.k_weight = weight("rms", num_kv_heads * head_dim if together else head_dim)
+        self.scale = weight("l2", num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set weights to 1, and scales to where they begin."""
+        for weight, value in ((self.q_weight, 1.0), (self.k_weight, 1.0), (self.scale, self.qk_norm.initial_scale)):
+            if weight is not None:
+                nn.init.constant_(weight, value)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise queries and keys.
+
+        Args:
+            q: (batch, heads, queries, head_dim).
+            k: (batch, kv_heads, keys, head_dim).
+
+        Returns: as q and k, dtypes and layouts too; computed in float32, in float64 for float64.
+
+        Raises:
+            ShapeError: other heads than those it was made for.
+        """
+        for name, x, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads)):
+            if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != self.head_dim:
+                raise ShapeError(
+                    f"{name} has shape {tuple(x.shape)}.",
+                    f"Give (batch, heads, length, head_dim) with {heads} heads of {self.head_dim} columns.",
+                )
+        if self.qk_norm.kind == "l2":
+            scale: Tensor | float = self.qk_norm.initial_scale
+            if self.scale is not None:
+                scale = self.scale[:, None]  # (heads, 1)
+            return self._unit(q, scale, 1.0), self._unit(k, 1.0, self.head_dim**-0.5)
+        return self._normalised(q, self.q_weight), self._normalised(k, self.k_weight)
+
+    def extra_repr(self) -> str:
+        """Say what was asked for."""
+        return repr(self.qk_norm)
+
+    def _normalised(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        columns = x.transpose(1, 2)  # (batch, length, heads, head_dim), as a projection lays them out
+        if self.qk_norm.over == "all":
+            columns = columns.flatten(2)
+        normed = _divided(columns, self.qk_norm.eps, weight)
+        if self.qk_norm.over == "all":
+            normed = normed.unflatten(2, (-1, self.head_dim))
+        return normed.to(x.dtype).transpose(1, 2)
+
+    def _unit(self, x: Tensor, scale: Tensor | float, factor: float) -> Tensor:
+        # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim)
+        normed = _divided(x.transpose(1, 2), self.qk_norm.eps / self.head_dim, None)
+        if isinstance(scale, Tensor):
+            scale = scale.to(normed.dtype)
+        return (normed * (scale * factor)).to(x.dtype).transpose(1, 2)
+
+
+def _divided(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
+    """Divide by the root of the mean square, in float32 or float64."""
+    x = x if x.dtype == torch.float64 else x.float()
+    normed = x * x.square().mean(-1, keepdim=True).add(eps).rsqrt()
+    if weight is None:
+        return normed
+    weight = weight.to(normed.dtype)
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - its only name
+    if torch.is_grad_enabled() or transformed:
+        return normed * weight
+    return normed.mul_(weight)  # no second tensor of that size: memory that is new costs more than the product
