@@ -28,8 +28,9 @@ def turned(ground: Ground, q: str, k: str) -> tuple[str, str]:
             "Convert it first: layer.float().",
         )
     of_queries = _waves(ground, ground.place.positions)
-    # The keys of x stand beside its queries, those of a memory from 0 on.
-    of_keys = _waves(ground, ground.place.columns) if wanted.crosses else of_queries
+    # Keys stand from 0 on, and behind those of earlier calls where there are some, as the queries do.
+    same = wanted.goes_on or (not wanted.crosses and wanted.from_zero)
+    of_keys = of_queries if same else _waves(ground, ground.place.columns)
     return _by(ground, q, of_queries, layer.num_heads), _by(ground, k, of_keys, layer.num_kv_heads)
 
 
