@@ -277,3 +277,43 @@ class TestRefusals:
             "The cache has room for 13 tokens, and these would be 14. "
             "Make it larger, KeyValueCache(capacity=14), or begin anew: cache.reset()."
         )
+
+
+class TestARefusedCall:
+    @pytest.mark.parametrize("kind", CACHES)
+    @pytest.mark.parametrize("prompt", [0, 3, 9])
+    def test_it_leaves_the_cache_as_it_was(self, kind: str, prompt: int) -> None:
+        layer, x, cache = made(rotary=Rotary()), text(), CACHES[kind]()
+        wrong = masks.Keep(torch.ones(2, 99, dtype=torch.bool), "heads queries")
+        with torch.no_grad():
+            found = [layer(x[:, :prompt], cache=cache, mask=NEAR)] if prompt else []
+            for given in (slice(prompt, prompt + 1), slice(prompt, LENGTH)):
+                with pytest.raises(MaskError, match="has 2 heads, and the call has 4"):
+                    layer(x[:, given] * torch.nan, cache=cache, mask=NEAR & wrong)
+                with pytest.raises(ShapeError, match="head_gates has shape"):
+                    layer(x[:, given], cache=cache, mask=NEAR, head_gates=torch.ones(3))
+            assert cache.length == prompt
+            found.append(layer(x[:, prompt:], cache=cache, mask=NEAR))
+            assert_same(torch.cat(found, 1), layer(x, mask=NEAR))
+
+    def test_it_leaves_samples_of_different_lengths_as_they_were(self) -> None:
+        layer, x = made(rotary=Rotary()), text()
+        for cache_of in CACHES.values():
+            cache = cache_of()
+            with torch.no_grad():
+                layer(x[:, :5], cache=cache, mask=NEAR, lengths=(5, 2))
+                with pytest.raises(ShapeError, match="head_gates has shape"):
+                    layer(x[:, :4] * torch.nan, cache=cache, mask=NEAR, lengths=(1, 4), head_gates=torch.ones(3))
+                assert cache.lengths.tolist() == [5, 2]
+                found = layer(torch.stack([x[0, 5:8], x[1, 2:5]]), cache=cache, mask=NEAR)
+                for sample, length in enumerate((5, 2)):
+                    whole = layer(x[sample : sample + 1, : length + 3], mask=NEAR)[0]
+                    assert_same(found[sample], whole[length:])
+
+    def test_it_remembers_no_memory(self) -> None:
+        layer, x, cache = made(), text(), KeyValueCache()
+        with pytest.raises(ShapeError, match="head_gates has shape"):
+            layer(x, text(length=9), cache=cache, head_gates=torch.ones(3))
+        assert cache.memory is None
+        assert cache.length == 0
+        layer(x, text(length=8), cache=cache)

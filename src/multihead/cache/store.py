@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -160,6 +162,22 @@ class KeyValueCache:
         if not torch.compiler.is_compiling():
             self._continued = Continued(self._text, held.key_start, real)
         return held
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """Take back what is appended in this context where it ends in an error, so that a call can be made again."""
+        if torch.compiler.is_compiling():
+            yield
+            return
+        memory, continued, progress, buffers = self.memory, self._continued, copy(self._progress), copy(self._buffers)
+        try:
+            yield
+        except BaseException:
+            self.memory, self._continued, self._progress, self._buffers = memory, continued, progress, buffers
+            if buffers is not None and progress is not None:
+                buffers.progress = progress
+                buffers.crop(progress.start)  # what was appended may stand in their last places
+            raise
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first tokens and take the others back, as speculative decoding does with what it rejects.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -209,26 +210,27 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
-        request, padding, single = asked(
-            self,
-            x,
-            memory,
-            values,
-            mask=mask,
-            bias=bias,
-            lengths=lengths,
-            memory_lengths=memory_lengths,
-            padding_side=padding_side,
-            packing=packing,
-            cache=cache,
-            head_gates=head_gates,
-            query_start=query_start,
-        )
-        output = attend(request).output  # (batch, heads, queries, value_head_dim)
-        if self.head_gates is not None:
-            output = gated(output, self.head_gates)
-        if head_gates is not None:
-            output = gated(output, head_gates)
+        with nullcontext() if cache is None else cache.unless_refused():
+            request, padding, single = asked(
+                self,
+                x,
+                memory,
+                values,
+                mask=mask,
+                bias=bias,
+                lengths=lengths,
+                memory_lengths=memory_lengths,
+                padding_side=padding_side,
+                packing=packing,
+                cache=cache,
+                head_gates=head_gates,
+                query_start=query_start,
+            )
+            output = attend(request).output  # (batch, heads, queries, value_head_dim)
+            if self.head_gates is not None:
+                output = gated(output, self.head_gates)
+            if head_gates is not None:
+                output = gated(output, head_gates)
         merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
         merged = padding.taken(merged)
         output = merged if self.out_proj is None else self.out_proj(merged)  # (batch, queries, output_dim)
