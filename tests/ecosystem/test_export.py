@@ -1,0 +1,114 @@
+"""torch.export: a layer with its mask becomes a program for any batch and length, and gives what it gave."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from multihead import masks
+from tests.ecosystem.ways import EMBED, layer
+
+SIZES = ((3, 7), (2, 2), (5, 13), (8, 31))  # (batch, length)
+MASKS: dict[str, Callable[[Tensor], masks.Mask]] = {
+    "full": lambda _: masks.Full(),
+    "causal": lambda _: masks.Causal(),
+    "window": lambda _: masks.Causal() & masks.Window(3),
+    "lengths": masks.Lengths,
+    "causal lengths": lambda lengths: masks.Causal() & masks.Lengths(lengths),
+    "prefix": lambda lengths: masks.Causal() | masks.Prefix(lengths),
+}
+
+
+class Masked(nn.Module):
+    """A layer with its mask inside; the lengths come from outside."""
+
+    def __init__(self, mask: Callable[[Tensor], masks.Mask]) -> None:
+        super().__init__()
+        self.attend, self.mask = layer(num_kv_heads=2), mask
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.attend(x, mask=self.mask(lengths))  # type: ignore[no-any-return]
+
+
+class Padded(nn.Module):
+    """A layer that leaves padding out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = layer()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.attend(x, lengths=lengths, mask=masks.Causal())  # type: ignore[no-any-return]
+
+
+class Crossing(nn.Module):
+    """Cross-attention to a padded memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = layer()
+
+    def forward(self, x: Tensor, memory: Tensor, memory_lengths: Tensor) -> Tensor:
+        return self.attend(x, memory, memory_lengths=memory_lengths)  # type: ignore[no-any-return]
+
+
+def given(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, length, EMBED), torch.randint(0, length + 1, (batch,))
+
+
+def exported(model: nn.Module) -> ExportedProgram:
+    """Export a model of x and lengths, for any batch and length."""
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
+    shapes = {"x": {0: batch, 1: length}, "lengths": {0: batch}}
+    return torch.export.export(model, given(3, 7), dynamic_shapes=shapes)
+
+
+def assert_same(program: ExportedProgram, model: nn.Module) -> None:
+    again = program.module()
+    for size in SIZES:
+        inputs = given(*size)
+        torch.testing.assert_close(again(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_layer_with_its_mask_inside_is_exported_for_any_batch_and_length(name: str) -> None:
+    model = Masked(MASKS[name]).eval()
+    assert_same(exported(model), model)
+
+
+def test_a_layer_that_leaves_padding_out_is_exported_for_any_batch_and_lengths() -> None:
+    model = Padded().eval()
+    assert_same(exported(model), model)
+
+
+def test_cross_attention_is_exported_with_two_lengths_of_its_own() -> None:
+    model = Crossing().eval()
+    batch, queries, keys = Dim("batch", min=2, max=64), Dim("queries", min=2, max=512), Dim("keys", min=2, max=512)
+    shapes = {"x": {0: batch, 1: queries}, "memory": {0: batch, 1: keys}, "memory_lengths": {0: batch}}
+    x, memory, lengths = torch.randn(3, 7, EMBED), *given(3, 9)
+    again = torch.export.export(model, (x, memory, lengths), dynamic_shapes=shapes).module()
+    for count, keys_here in SIZES:
+        x, (memory, lengths) = torch.randn(count, 5, EMBED), given(count, keys_here)
+        torch.testing.assert_close(again(x, memory, lengths), model(x, memory, lengths))
+
+
+def test_a_program_is_saved_and_loaded() -> None:
+    model, kept = Padded().eval(), io.BytesIO()
+    torch.export.save(exported(model), kept)
+    kept.seek(0)
+    assert_same(torch.export.load(kept), model)
+
+
+def test_a_program_holds_the_attention_as_one_operator_and_the_parameters_by_their_names() -> None:
+    program = exported(Masked(MASKS["causal"]).eval())
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert sum("multihead" in call for call in calls) == 1
+    names = [
+        f"attend.{name}.{part}" for name in ("q_proj", "k_proj", "v_proj", "out_proj") for part in ("weight", "bias")
+    ]
+    assert list(program.state_dict) == names
