@@ -168,14 +168,6 @@ def test_explaining_computes_nothing_and_takes_empty_calls() -> None:
     assert "memory   about 0 bytes" in str(explain(Q[:0], K[:0], V[:0], kernel="sdpa"))
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")],
-)
-def test_memory_is_said_in_units_one_can_read(count: int, said: str) -> None:
-    assert functional._bytes(count) == said
-
-
 def test_a_request_is_resolved_once() -> None:
     request = request_of(Q, K, V, query_start="end")
     assert request.query_start == 0

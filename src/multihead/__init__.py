@@ -1,13 +1,21 @@
 """Multi-head attention for PyTorch that is fast on any mask and can be seen through, head by head."""
 
-from multihead import compat, masks
+from multihead import compat, masks, scores
+from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
+from multihead.kernels.strictness import strict
 from multihead.layer import MultiHeadAttention
 from multihead.observation.observe import observe
+from multihead.packing import pack, unpack
+from multihead.qk_norm import QKNorm
+from multihead.rotary import Rotary
 
 __all__ = [
+    "KeyValueCache",
     "MultiHeadAttention",
+    "QKNorm",
+    "Rotary",
     "attention",
     "attention_with_logsumexp",
     "compat",
@@ -15,8 +23,12 @@ __all__ = [
     "masks",
     "merge_heads",
     "observe",
+    "pack",
+    "scores",
     "split_heads",
     "statistics",
+    "strict",
+    "unpack",
     "weights",
 ]
 __version__ = "0.1.0"

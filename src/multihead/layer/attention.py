@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from multihead.layer.asking import asked
 from multihead.layer.terms import gated
 from multihead.masks import Full, Mask
 from multihead.packing import Packing, Side
+from multihead.qk_norm import QKNorm
+from multihead.rotary import Rotary
 from multihead.scores.bias import Bias
 from multihead.scores.softcap import refuse_unless_softcap
-
-if TYPE_CHECKING:
-    from multihead.qk_norm import QKNorm
-    from multihead.rotary import Rotary
 
 _FULL = Full()
 
