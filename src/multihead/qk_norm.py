@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ShapeError
+from multihead.reading import traced
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,6 @@ def _divided(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
     if weight is None:
         return normed
     weight = weight.to(normed.dtype)
-    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - its only name
-    if torch.is_grad_enabled() or transformed:
+    if torch.is_grad_enabled() or traced():
         return normed * weight
     return normed.mul_(weight)  # no second tensor of that size: memory that is new costs more than the product

@@ -15,6 +15,7 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
+from multihead.reading import traced
 from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
 from multihead.rotary.waves import Tables, Waves, turned_columns, waves_of
 
@@ -134,8 +135,7 @@ class Rotary:
         """Look the waves up, or compute them where a table could not be kept: in a graph or transformation of torch."""
         self._refuse_unless_fitting(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
-        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - its only name
-        if not transformed and type(x) is Tensor:
+        if not traced() and type(x) is Tensor:
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
                 return tables.between(positions, positions + x.shape[2])

@@ -79,4 +79,4 @@ def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: t
     tensor([[-1,  0,  1,  2]])
     """
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    return torch.arange(1 - queries, keys, device=device)[None] - start
+    return torch.arange(1 - queries, max(keys, 1 - queries), device=device)[None] - start

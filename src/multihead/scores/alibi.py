@@ -1,0 +1,91 @@
+"""ALiBi: a key counts less the further it stands from its query, each head at a slope of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import refuse_unless_integer
+from multihead.scores.relative import Relative, offsets
+
+
+def slopes_of(num_heads: int) -> tuple[float, ...]:
+    """Give each head's slope, per token: 2 ** (-8 h / heads) for h = 1, 2, ... where heads is a power of two.
+
+    For another number come the slopes of the power of two below it, and then every second one of those of the power
+    above, as in the paper's own code.
+
+    Source: arXiv:2108.12409, section 3 and its published code.
+
+    >>> slopes_of(8) == tuple(2.0**-h for h in range(1, 9))
+    True
+    >>> [round(slope, 3) for slope in slopes_of(3)]
+    [0.062, 0.004, 0.25]
+    """
+    refuse_unless_integer("num_heads", num_heads)
+    below = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * h / below) for h in range(1, below + 1)]
+    above = [2.0 ** (-8 * h / (2 * below)) for h in range(1, 2 * below + 1, 2)]
+    return tuple((slopes + above)[:num_heads])
+
+
+class Alibi(nn.Module):
+    """A bias of -slope * |distance|, which has no parameters.
+
+    Args:
+        num_heads: number of query heads.
+        device: where the slopes are kept, in float32.
+
+    Raises:
+        ArgumentError: num_heads is no positive integer.
+
+    Source: arXiv:2108.12409. Keys behind the query, which the paper hides, count less with their distance too.
+
+    >>> bias = Alibi(2)(queries=2, keys=3)
+    >>> bias.tile(2, 3)[0, 0] * 16  # the first of two heads has the slope 1 / 16
+    tensor([[-0., -1., -2.],
+            [-1., -0., -1.]])
+    """
+
+    slopes: Tensor
+
+    def __init__(self, num_heads: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        slopes = slopes_of(num_heads)
+        self.register_buffer("slopes", torch.empty(len(slopes), dtype=torch.float32, device=device), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Write the slopes down, as is needed after `to_empty`: no state_dict carries them."""
+        with torch.no_grad():
+            self.slopes.copy_(torch.tensor(slopes_of(self.num_heads)))
+
+    def forward(
+        self,
+        queries: int,
+        keys: int,
+        *,
+        query_start: int | Tensor = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Relative:
+        """Make the bias of a call.
+
+        Args:
+            queries: number of queries.
+            keys: number of keys.
+            query_start: where the first query stands among the keys; a tensor (batch,) has one a sample.
+            device: of the bias; that of the slopes if None.
+            dtype: of the bias; float32 if None.
+
+        Returns: `Relative` with values (batch or 1, heads, queries + keys - 1).
+        """
+        slopes = self.slopes.float() if device is None else self.slopes.to(device, torch.float32)
+        distance = offsets(queries, keys, query_start=query_start, device=slopes.device).abs()
+        values = distance[:, None] * -slopes[:, None]  # (batch or 1, heads, queries + keys - 1)
+        return Relative(values if dtype is None else values.to(dtype))
+
+    def extra_repr(self) -> str:
+        """Say the number of heads."""
+        return f"num_heads={self.num_heads}"
