@@ -15,6 +15,7 @@ from multihead.kernels.tile import scores, seen, without_autocast
 from multihead.masks import Full
 from multihead.plan.bounds import bounds_of
 from multihead.probes.weights import tile
+from multihead.reading import traced
 
 
 def attend_with_weights(request: AttentionRequest) -> tuple[Tensor, Tensor]:
@@ -75,14 +76,10 @@ class Remembered:
 
 
 def _weights(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _opaque(request, logsumexp)
-    return found
-
-
-def _computed(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the weights of a call that has run, in the working dtype; and its values, cleaned of hidden NaN."""
     shape = request.shape
-    if not (torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)) and not request.dropout:
+    follows = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
+    if not follows and not request.dropout and not traced():
         return tile(request, logsumexp), request.v
     bounds = bounds_of(request)
     with without_autocast(shape.device):
@@ -91,7 +88,7 @@ def _computed(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Ten
         hidden = None if isinstance(request.mask, Full) else ~seen(cleaned)
         cells = cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
         empty = (logsumexp == -torch.inf)[..., None]  # (batch, heads, queries, 1)
-        if bool(empty.any()):  # the softmax of nothing is 0 / 0, in its gradient too
+        if traced() or bool(empty.any()):  # the softmax of nothing is 0 / 0, in its gradient too
             weights = cells.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
         else:
             weights = cells.softmax(-1)
@@ -99,7 +96,3 @@ def _computed(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Ten
             weights = poisoned(Attended(weights, logsumexp), bad_rows).output
             weights = weights if hidden is None else weights.masked_fill(hidden, 0)
     return weights, cleaned.v
-
-
-# As in functional.py: what reads values is one step between two graphs of torch.compile.
-_opaque = torch.compiler.disable(_computed, reason="the plan of an attention reads values")
