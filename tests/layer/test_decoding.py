@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from multihead.rotary import Linear, Llama3, Rotary, Yarn
 from multihead.scores.alibi import Alibi
 from multihead.scores.learned import LearnedBias
 from multihead.scores.t5 import T5Bias
+from tests import oracle
 from tests.cache.stepping import of_rows
 
 LENGTH, WINDOW, WIDTH = 14, 4, 24
@@ -37,8 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotary, llama 3": {"rotary": Rotary(scaling=Llama3(factor=4.0, original_length=8))},
     "rotary, yarn": {"rotary": Rotary(scaling=Yarn(factor=4.0, original_length=8))},
     "ALiBi": {"position_bias": Alibi(4), "num_kv_heads": 2},
-    "T5 bias": {"position_bias": T5Bias(4, 8, 12, both_ways=False), "scale": 1.0},
-    "learned bias": {"position_bias": LearnedBias(4, LENGTH, LENGTH)},
+    "T5 bias": {"position_bias": T5Bias(4, 8, 12, both_ways=False, dtype=torch.float64), "scale": 1.0},
+    "learned bias": {"position_bias": LearnedBias(4, LENGTH, LENGTH, dtype=torch.float64)},
     "norms": {"qk_norm": QKNorm("rms"), "num_kv_heads": 2},
     "norms of all heads": {"qk_norm": QKNorm("rms", over="all"), "rotary": Rotary()},
     "unit vectors": {"qk_norm": QKNorm("l2")},
@@ -154,6 +156,17 @@ def test_any_option_mask_cache_and_chunks_go_together(data: st.DataObject) -> No
     chunks = [stop - first for first, stop in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
     with torch.no_grad():
         assert_same(stepwise(layer, x, chunks, CACHES[kind](), mask), layer(x, mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", CACHES)
+def test_lower_precision_loses_no_more_than_in_one_pass(kind: str, dtype: torch.dtype) -> None:
+    exactly = made(num_kv_heads=2, rotary=Rotary(), qk_norm=QKNorm("rms"), sinks=True)
+    layer, x = deepcopy(exactly).to(dtype), text()
+    with torch.no_grad():
+        exact, plain = exactly(x, mask=NEAR), layer(x.to(dtype), mask=NEAR)
+        found = stepwise(layer, x.to(dtype), [4, 1, 1, 3, 1, 4], CACHES[kind](), NEAR)
+    assert oracle.difference(found, exact) <= 2 * oracle.budget(exact, plain)
 
 
 class TestSamplesOfDifferentLengths:
