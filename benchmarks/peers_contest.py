@@ -142,6 +142,9 @@ def raced(
 ) -> dict[str, Pairs]:
     """Run ours and the peers in rounds, each round in an order of its own; a peer leaves when its time is spent.
 
+    Every peer has an equal share of half of the budget. The other half is the two quickest peers', since on them it
+    depends which is the best, and by how much.
+
     Args:
         ours: runs in every round.
         peers: by their names.
@@ -151,7 +154,11 @@ def raced(
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
     chance = random.Random(0)
-    while racing := [name for name in peers if _goes_on(pairs[name], budget / len(peers), most)]:
+    while racing := [
+        name
+        for name in peers
+        if _goes_on(pairs[name], budget / (4 if name in _leading(pairs) else 2 * len(peers)), most)
+    ]:
         order = [OURS, *racing]
         chance.shuffle(order)
         took = {name: seconds(_times(calls, ours if name == OURS else peers[name])) for name in order}
@@ -164,9 +171,18 @@ def _goes_on(pairs: Pairs, share: float, most: int) -> bool:
     """Tell whether a peer needs another round."""
     if not pairs:
         return True
-    behind = statistics.median(theirs / mine for mine, theirs in pairs)
-    least = next(rounds for limit, rounds in LEAST_ROUNDS if behind < limit)
+    least = next(rounds for limit, rounds in LEAST_ROUNDS if _behind(pairs) < limit)
     return len(pairs) < least or (len(pairs) < most and sum(theirs for _, theirs in pairs) < share)
+
+
+def _leading(pairs: dict[str, list[tuple[float, float]]]) -> list[str]:
+    """Name the two peers that have been the quickest so far."""
+    return sorted((name for name in pairs if pairs[name]), key=lambda name: _behind(pairs[name]))[:2]
+
+
+def _behind(pairs: Pairs) -> float:
+    """Return how many times as long as ours a peer has taken so far."""
+    return statistics.median(theirs / mine for mine, theirs in pairs)
 
 
 def _times(calls: int, run: Run) -> Callable[[], None]:

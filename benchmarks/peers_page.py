@@ -50,7 +50,7 @@ def in_short(case: Case, row: Row) -> tuple[str, ...]:
     error = "" if row.error is None else f"{row.error:.1e}"
     if row.best is None:
         return case.name, row.dtype, "", row.note or "no peer was timed", meant(case), "", error
-    ours = f"{row.milliseconds:.3g} ms"
+    ours = f"{row.milliseconds:.3g} ms" if row.milliseconds < 1000 else f"{row.milliseconds:,.0f} ms"
     told = meant(case) + ("" if is_met(case, row) else ", not met")
     return case.name, row.dtype, row.best.peer, finding(case, row.best), told, ours, error
 

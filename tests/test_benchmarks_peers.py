@@ -32,7 +32,8 @@ TINY = [
     Case("causal", "causal", 2, 8),
     Case("training", "causal", 2, 8, training=True),
 ]
-PARTNERS = [(case, peer) for case in TINY for peer in peers_of(case)]
+PARTNERS = [(case, peer, "fp32") for case in TINY for peer in peers_of(case)]
+PARTNERS += [(case, peer, "bf16") for case, peer, _ in PARTNERS if case.name in ("full", "decoding", "training")]
 AHEAD = Case("a case", "ragged", 1, 8, parts=(3,))
 LEVEL = Case("another case", "full", 1, 8)
 PERCENT = Case("percent", "full", 1, 8, overhead="%")
@@ -91,9 +92,10 @@ def test_masks_show_what_the_case_says(kind: str, seen: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("case", "peer"), PARTNERS, ids=[f"{case.name}-{peer.name.replace(' ', '-')}" for case, peer in PARTNERS]
+    ("case", "peer", "dtype"),
+    PARTNERS,
+    ids=[f"{case.name}-{peer.name.replace(' ', '-')}-{dtype}" for case, peer, dtype in PARTNERS],
 )
 def test_a_peer_with_the_same_weights_computes_the_same(
     case: Case, peer: Peer, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +175,7 @@ def test_a_contender_that_cannot_or_fails_says_why_and_the_others_go_on() -> Non
     ]
 
 
-@pytest.mark.parametrize(("budget", "rounds"), [(4.0, (7, 5, 3, 1)), (80.0, (10, 7, 4, 1))])
+@pytest.mark.parametrize(("budget", "rounds"), [(4.0, (7, 5, 3, 1)), (80.0, (10, 7, 3, 1)), (160.0, (20, 14, 4, 1))])
 def test_ratios_are_those_of_the_same_round(
     budget: float, rounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +287,28 @@ def test_a_page_without_a_place_for_the_table_stays(two_cases: list[str]) -> Non
     assert peers_page.retold("a page", [row(AHEAD)]) == "a page"
     assert peers_page.told([row(AHEAD)])[1] == ("another case", "not measured")
     assert two_cases == []
+
+
+@pytest.mark.parametrize("readme", peers.READMES, ids=lambda path: path.name)
+def test_the_readme_shows_the_newest_results(readme: Path) -> None:
+    newest = max(peers.RESULTS.glob("*-peers.md")).read_text(encoding="utf-8").splitlines()
+    head = next(line for line in newest if line.startswith("| case | dtype | best peer |"))
+    table = newest[newest.index(head) + 2 :]
+    rows = [line.strip("| ").split(" | ") for line in table[: table.index("")]]
+    told = [f"{finding}, {best}" for _, _, best, finding, *_ in rows if best]
+    page = readme.read_text(encoding="utf-8")
+    assert [each for each in told if each not in page] == []
+    assert all(f"| {case.name} |" in page for case in CASES)
+
+
+def test_strict_counts_the_rows_that_are_not_what_is_meant(
+    two_cases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers.main.main(["--strict", "--no-save"], standalone_mode=False)
+    monkeypatch.setattr(peers, "_measured", lambda case, *_: row(case, standing(0.5, high=0.6)))
+    with pytest.raises(click.ClickException, match=r"^2 rows are not what is meant\.$"):
+        peers.main.main(["--strict", "--no-save"], standalone_mode=False)
+    assert len(two_cases) == 2
 
 
 def test_a_text_that_fits_no_case_is_refused_with_those_there_are(two_cases: list[str]) -> None:
