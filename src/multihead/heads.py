@@ -94,8 +94,9 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
             f"x has the shape {tuple(x.shape)}, and must be (batch, length, heads * head_dim).",
             "Give a tensor with three axes.",
         )
-    head_dim = head_dim_of(x.shape[2], num_heads, name="The last axis of x")
-    x_split = x.view(x.shape[0], x.shape[1], num_heads, head_dim)  # (batch, length, heads, head_dim)
+    batch, length, width = x.shape
+    head_dim = head_dim_of(width, num_heads, name="The last axis of x")
+    x_split = x.view(batch, length, num_heads, head_dim)  # (batch, length, heads, head_dim)
     return x_split.transpose(1, 2)  # (batch, heads, length, head_dim)
 
 
@@ -138,7 +139,7 @@ def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat")
 
 
 def _check_at_least_one(name: str, value: int) -> None:
-    if not isinstance(value, int | SymInt) or value < 1:
+    if not isinstance(value, (int, SymInt)) or value < 1:
         raise ArgumentError(
             f"{name} is {value!r}, and must be a whole number of at least 1.",
             "Give 1 or more.",

@@ -79,9 +79,7 @@ def key_bounds(
         only = _interval_at(mask, query_start, keys)
         if only is not None:
             first, behind = max(only[0], 0), min(only[1], keys)
-            return KeyBounds(
-                *torch.tensor([[[first]], [[behind]]] if first < behind else [[[0]], [[0]]], device=device)
-            )
+            return _only(first, behind, device) if first < behind else _only(0, 0, device)
     return _planned_once(mask, queries, keys, query_start, device)
 
 
@@ -111,6 +109,12 @@ def _interval_at(mask: Mask, position: int, keys: int) -> tuple[int, int] | None
         if len(known) == len(parts):
             return max(first for first, _ in known), min(behind for _, behind in known)
     return None
+
+
+@lru_cache(maxsize=256)
+def _only(first: int, behind: int, device: torch.device) -> KeyBounds:
+    """Return the bounds of one query."""
+    return KeyBounds(torch.full((1, 1), first, device=device), torch.full((1, 1), behind, device=device))
 
 
 @lru_cache(maxsize=128)
