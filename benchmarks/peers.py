@@ -45,7 +45,7 @@ Job = tuple[str, Case]
 def main(only: str, seconds: float, resume: bool, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
     """Time our layer beside the layers of others, in turns, in one process a case, each checked against float64 first.
 
-    A peer that is not installed is named as such: pip install --no-deps --group peers. Everything takes about ten
+    A peer that is not installed is named as such: pip install --no-deps --group peers. Everything takes about twelve
     minutes.
     """
     rows = compare(only=only, seconds=seconds, resume=resume, save=save)
@@ -68,8 +68,8 @@ def compare(*, only: str, seconds: float, resume: bool, save: bool) -> list[Row]
     everything = jobs()
     chosen = [(dtype, case) for dtype, case in everything if only.lower() in f"{case.name}, {dtype}".lower()]
     if not chosen:
-        names = ", ".join(case.name for case in CASES)
-        raise click.UsageError(f"No case's name or dtype holds {only!r}. There are: {names}; {', '.join(DTYPES)}.")
+        names = "; ".join(case.name for case in CASES)
+        raise click.UsageError(f"No case's name or dtype holds {only!r}. There are: {names}; {'; '.join(DTYPES)}.")
     if save and chosen == everything and not resume:
         JOURNAL.unlink(missing_ok=True)
     kept = {(row.dtype, row.case): row for row in read(JOURNAL)}  # the newest row of each

@@ -48,14 +48,14 @@ def row(case: Case, *standings: Standing, dtype: str = "fp32") -> Row:
     return Row(case.name, dtype, standings or (standing(2.0),), 1.5, 2e-7, commit="c0ffee")
 
 
-def run_or_skip(make: Callable[[Trial], Contender], given: Trial) -> Callable[[], Tensor]:
+def run_or_skip(peer: Peer, given: Trial) -> Callable[[], Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what others warn of when they are imported is theirs
         try:
-            return run_of(given, make(given))
+            return run_of(given, peer.make(given))
         except CannotError as reason:
             if "not installed" in str(reason):
-                pytest.skip(str(reason))
+                pytest.skip(f"{peer.name}: {reason}")
             raise
 
 
@@ -104,7 +104,7 @@ def test_a_peer_with_the_same_weights_computes_the_same(
     given = trial(case, dtype, embed=32, heads=4)
     with torch.no_grad():
         try:
-            run = run_or_skip(peer.make, given)
+            run = run_or_skip(peer, given)
         except CannotError as reason:
             assert (case.kind == "decoding" and "it keeps no keys" in str(reason)) or (  # noqa: PT017 - either is right
                 case.training and "no backward pass" in str(reason)
@@ -130,7 +130,7 @@ def test_a_cache_goes_on_from_step_to_step(peer: Peer, monkeypatch: pytest.Monke
     k, v = given.held
     with torch.no_grad():
         try:
-            run = run_or_skip(peer.make, given)
+            run = run_or_skip(peer, given)
         except CannotError:
             return
         for _ in range(3):
@@ -312,7 +312,7 @@ def test_strict_counts_the_rows_that_are_not_what_is_meant(
 
 
 def test_a_text_that_fits_no_case_is_refused_with_those_there_are(two_cases: list[str]) -> None:
-    sentence = r"^No case's name or dtype holds 'nothing'\. There are: a case, another case; fp32\.$"
+    sentence = r"^No case's name or dtype holds 'nothing'\. There are: a case; another case; fp32\.$"
     with pytest.raises(click.UsageError, match=sentence):
         peers.compare(only="nothing", seconds=1.0, resume=False, save=False)
     assert two_cases == []
