@@ -177,7 +177,11 @@ def _either(mask: Or, parts: list[KeyBounds], extent: _Extent) -> KeyBounds:
 
 def _behind(mask: Behind, extent: _Extent) -> KeyBounds:
     """Move intervals behind the keys that all see; what begins further on leaves a gap."""
-    inner = _bounds(mask.mask, replace(extent, positions=extent.positions - mask.count, keys=extent.keys - mask.count))
+    keys = extent.keys - mask.count
+    if extent.readable and keys <= 0:  # a part of a call may end with the keys that all see
+        nothing = torch.zeros_like(extent.positions)
+        return KeyBounds(nothing, nothing + extent.keys)
+    inner = _bounds(mask.mask, replace(extent, positions=extent.positions - mask.count, keys=keys))
     empty = inner.start >= inner.stop
     behind = inner.stop.masked_fill(empty, 0) + mask.count
     touching = not mask.count or (
