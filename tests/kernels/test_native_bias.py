@@ -82,3 +82,13 @@ def test_there_is_none_without_a_bias() -> None:
     with pytest.raises(ArgumentError) as refusal:
         BiasGradient.of(request_of(q, q, q))
     assert str(refusal.value) == "There is no bias. Ask for the gradient of a bias where there is one."
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 1), (1, 0), (0, 0), (0, 3)])
+def test_a_relative_bias_without_queries_or_keys_is_read_nowhere(queries: int, keys: int) -> None:
+    """Its first number would stand one before the memory of no numbers, at an address below 0."""
+    bias = Relative(torch.zeros(1, 1, max(queries + keys - 1, 0)))
+    q, k = torch.randn(1, 2, queries, 4), torch.randn(1, 2, keys, 4)
+    output, logsumexp = attention_with_logsumexp(q, k, k, bias=bias, kernel="native")
+    assert output.shape == (1, 2, queries, 4)
+    assert bool((logsumexp == -torch.inf).all())

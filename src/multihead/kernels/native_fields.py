@@ -123,6 +123,8 @@ def put_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
     """Put in the bias of some rows: along a diagonal of a Relative one number, a row further on one number back."""
     if isinstance(bias, Relative):
         values = bias.values
+        if not values.numel():
+            return  # no query, and an address before no memory is none
         first = AT["bias_batch"]
         steps = (stride if size > 1 else 0 for size, stride in zip(values.shape[:2], values.stride(), strict=False))
         fields[AT["bias"]] = values.data_ptr() + values.element_size() * (queries - 1 - (rows.rows.start or 0))
