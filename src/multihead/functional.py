@@ -23,7 +23,7 @@ from multihead.masks.values import refuse_unless_mask
 from multihead.plan.bounds import bounds_of
 from multihead.probes import statistics as probes
 from multihead.probes import weights as tiles
-from multihead.reading import traced
+from multihead.reading import transformed
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
@@ -308,7 +308,7 @@ def _joined(leading: Leading, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    if traced() or not listening.listeners():  # a graph cannot tell anybody, and a transform's tensors hold no numbers
+    if not listening.listeners() or transformed():  # a transform's tensors hold no numbers to tell anybody of
         return _run(request, kernel)
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)

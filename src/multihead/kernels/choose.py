@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import torch
+
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import (
+    flex,
     library,
     native,
     native_operator,  # noqa: F401 - a graph finds the operator registered
@@ -17,7 +20,6 @@ from multihead.kernels import (
 from multihead.kernels.rules import slower
 from multihead.kernels.strictness import refuse_if_strict
 from multihead.plan.bounds import KeyBounds
-from multihead.reading import traced
 
 
 class Kernel(Protocol):
@@ -45,6 +47,7 @@ class Kernel(Protocol):
 KERNELS: dict[str, Kernel] = {
     "native": cast(Kernel, native),
     "sdpa": cast(Kernel, sdpa),
+    "flex": cast(Kernel, flex),
     "reference": cast(Kernel, reference),
 }
 
@@ -73,7 +76,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
     refusals: dict[str, str] = {}
     for name in KERNELS if kernel is None else (kernel,):
         reason = KERNELS[name].refusal(request, bounds)
-        if reason is None and name == "native" and kernel is None and not traced():
+        if reason is None and name == "native" and kernel is None and not torch.compiler.is_compiling():
             reason = slower(request, bounds, library.chosen().name)
         if reason is None:
             if name == "reference" and kernel is None:

@@ -28,7 +28,7 @@ from multihead.kernels.native_statistics import Measuring
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import dense, without_tensors
 from multihead.plan.bounds import KeyBounds
-from multihead.reading import transformed
+from multihead.reading import traced
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
@@ -49,9 +49,9 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
-    if transformed():
-        return "it reads memory, and a transform of torch.func hands it tensors that have none"
     if not torch.compiler.is_compiling():  # a graph calls it as an operator, with plain tensors
+        if traced():
+            return "it reads memory, and a transform of torch.func hands it tensors that have none"
         for tensor in (request.q, request.k, request.v):
             if type(tensor) not in _PLAIN:
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"

@@ -16,6 +16,7 @@ from multihead.heads import split_heads
 from multihead.layer.inputs import (
     Widths,
     batched,
+    child,
     dtype_of,
     refuse_unless_cache_fits,
     refuse_unless_fitting,
@@ -78,7 +79,7 @@ def asked(
     """Take what `MultiHeadAttention.forward` takes; a cache grows by it."""
     refuse_unless_mask(mask)
     x, memory, values, single = batched(x, memory, values)
-    widths = Widths(layer.embed_dim, layer.key_dim, layer.value_dim, dtype_of(layer.q_proj))
+    widths = Widths(layer.embed_dim, layer.key_dim, layer.value_dim, dtype_of(child(layer, "q_proj")))
     refuse_unless_fitting(widths, x, memory, values, lengths, memory_lengths)
     within = memory is None or memory is x
     of_distance = getattr(layer.position_bias, "of_distance", True)
@@ -126,7 +127,8 @@ def _self_attention(
 ) -> _Placed:
     """Place tokens (batch, length, features) that look at each other, and at those that a cache keeps."""
     x, memory, values = tokens
-    q, k, v = padding.placed(layer.q_proj(x), layer.k_proj(memory), layer.v_proj(values))
+    q_proj, k_proj, v_proj = child(layer, "q_proj"), child(layer, "k_proj"), child(layer, "v_proj")
+    q, k, v = padding.placed(q_proj(x), k_proj(memory), v_proj(values))
     q = split_heads(q, layer.num_heads)  # (batch, heads, queries, head_dim)
     k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
     v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)

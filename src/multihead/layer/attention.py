@@ -225,13 +225,12 @@ class MultiHeadAttention(nn.Module):
                 query_start=query_start,
             )
             output = attend(request).output  # (batch, heads, queries, value_head_dim)
-            if self.head_gates is not None:
-                output = gated(output, self.head_gates)
-            if head_gates is not None:
-                output = gated(output, head_gates)
+            for gates in (self.head_gates, head_gates):
+                output = output if gates is None else gated(output, gates)
         merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
         merged = padding.taken(merged)
-        output = merged if self.out_proj is None else self.out_proj(merged)  # (batch, queries, output_dim)
+        out_proj = self.out_proj
+        output = merged if out_proj is None else out_proj(merged)  # (batch, queries, output_dim)
         output = padding.restored(output)
         return output[0] if single else output
 
