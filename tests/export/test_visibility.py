@@ -38,6 +38,17 @@ def test_nodes_show_what_the_mask_shows(data: st.DataObject, size: drawing.Sizes
     assert torch.equal(found.expand(size.cells), oracle.shown(mask, size.cells, start))
 
 
+def test_a_tensor_behind_other_keys_speaks_of_those_behind_them() -> None:
+    mask = Behind(2, masks.Drop(torch.tensor([True, False, True]), "keys")) & masks.Lengths((5, 4))
+    expected = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]]).bool()
+    assert torch.equal(computed(mask, 1, 5, 0)[:, 0, 0], expected)
+
+
+def test_a_prefix_of_no_key_shows_none() -> None:
+    assert not always_sees(masks.Prefix(0), own=True)
+    assert always_sees(masks.Prefix(1), own=False)
+
+
 @given(st.data(), drawing.sizes(longest=6))
 def test_where_every_query_is_said_to_see_a_key_it_does(data: st.DataObject, size: drawing.Sizes) -> None:
     mask, own = data.draw(drawing.trees(size)), data.draw(st.booleans())

@@ -19,7 +19,11 @@ from multihead import masks
 from multihead.cache import KeyValueCache
 from multihead.export.onnx import model
 from multihead.layer import MultiHeadAttention
+from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
+from multihead.scores.alibi import Alibi
+from multihead.scores.learned import LearnedBias
+from multihead.scores.t5 import T5Bias
 from tests import drawing
 from tests.export.running import all_of, assert_same, assert_within, ran
 
@@ -37,12 +41,31 @@ def rotaries(draw: Draw, head_dim: int) -> Rotary | None:
 
 
 @st.composite
+def norms(draw: Draw) -> QKNorm | None:
+    """A norm of queries and keys, or none."""
+    kind = draw(st.sampled_from((None, None, "rms", "l2")))
+    if kind is None:
+        return None
+    over = "head" if kind == "l2" else draw(st.sampled_from(("head", "all")))
+    return QKNorm(kind, eps=draw(st.sampled_from((1e-6, 0.1))), learned=draw(st.booleans()), over=over)
+
+
+def position_biases(size: drawing.Sizes) -> st.SearchStrategy[torch.nn.Module | None]:
+    """A position bias that fits the heads, or none."""
+    several = st.builds(T5Bias, st.just(size.heads), st.just(8), st.just(6), both_ways=st.booleans())
+    table = st.just(2 * size.keys + size.queries)
+    learned = st.builds(LearnedBias, st.just(size.heads), table, table)
+    return st.one_of(st.none(), st.builds(Alibi, st.just(size.heads)), several, learned)
+
+
+@st.composite
 def layers(draw: Draw, size: drawing.Sizes, *, crosses: bool) -> MultiHeadAttention:
     """A layer with any of its options, in eval mode."""
     embed_dim = draw(st.sampled_from((4, 10)))
     wider = draw(st.booleans()) and crosses
     projects = draw(st.booleans())
     dtype = draw(st.sampled_from((torch.float32, torch.float32, torch.float16, torch.float64)))
+    position_bias = draw(position_biases(size))
     layer = MultiHeadAttention(
         embed_dim,
         size.heads,
@@ -57,13 +80,14 @@ def layers(draw: Draw, size: drawing.Sizes, *, crosses: bool) -> MultiHeadAttent
         merge=draw(st.sampled_from(("concat", "mean"))),
         output_projection=projects,
         rotary=draw(rotaries(size.head_dim)) if dtype != torch.float64 else None,
+        qk_norm=draw(norms()),
+        position_bias=position_bias,
         softcap=draw(st.sampled_from((None, None, 1.5))),
         sinks=draw(st.booleans()),
         head_gates=draw(st.booleans()),
-        add_bias_kv=draw(st.booleans()),
+        add_bias_kv=position_bias is None and draw(st.booleans()),
         add_zero_attn=draw(st.booleans()),
-        dtype=dtype,
-    )
+    ).to(dtype)
     for name, parameter in layer.named_parameters():
         if "proj.weight" not in name:
             torch.nn.init.normal_(parameter)
@@ -91,6 +115,8 @@ def calls(draw: Draw) -> tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask
     if draw(st.integers(0, 2)) == 0:
         bias = torch.randn([draw(st.sampled_from((1, n))) for n in size.cells])
         given["bias"] = bias.masked_fill(torch.rand(bias.shape) < 0.3, -torch.inf).to(dtype)
+    if draw(st.integers(0, 2)) == 0:
+        given["keep"] = torch.rand([draw(st.sampled_from((1, n))) for n in size.cells]) < 0.8
     if draw(st.integers(0, 3)) == 0:
         given["head_gates"] = torch.randn([draw(st.sampled_from((1, n))) for n in size.cells[:3]]).to(dtype)
     start = draw(drawing.starts(size)) if crosses or draw(st.integers(0, 3)) == 0 else None
@@ -109,6 +135,8 @@ def test_onnxruntime_gives_what_the_layer_gives(
         found = ran(written, **given, query_start=start)
     else:
         found = ran(model(layer, inputs=tuple(given), mask=mask, query_start=start, opset=opset), **given)
+    if "keep" in given:
+        mask = mask & masks.Keep(given.pop("keep"))
     assert_same(found, layer, **given, mask=mask, query_start=start)
 
 

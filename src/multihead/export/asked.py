@@ -105,9 +105,6 @@ def _checked(layer: object) -> MultiHeadAttention:
                 f"{name} is a {type(projection).__name__}, and what it computes is not known here.",
                 "Give a layer of plain nn.Linear projections; adapters such as LoRA are merged into them first.",
             )
-    for name in ("qk_norm", "position_bias"):
-        if getattr(layer, name) is not None:
-            raise ArgumentError(f"The layer has a {name}, and no operator says it.", f"Give a layer without {name}.")
     return layer
 
 

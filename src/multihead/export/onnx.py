@@ -61,7 +61,9 @@ def model(
         MaskError: the mask does not fit the layer or the sizes.
 
     A query that sees no key gives 0 as the layer does, and what lies in padding given by lengths is never read. What
-    is not promised: NaN in a key that a mask hides reaches the output in most runtimes.
+    is not promised: NaN in a key that a mask hides reaches the output in most runtimes. The operator takes any mask
+    but `Full` and `Causal` as a table of queries x keys, and biases and sinks as one a head, which a runtime holds;
+    lengths with `Full` need none from opset 24 on.
 
     Source: onnx.ai/onnx/operators/onnx__Attention.html.
 

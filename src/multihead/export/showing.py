@@ -7,6 +7,7 @@ from functools import reduce
 
 import torch
 
+from multihead.export.biasing import may_hide, position_bias
 from multihead.export.ground import Ground
 from multihead.export.visibility import always_sees, visible
 from multihead.masks import Causal, Full
@@ -46,8 +47,8 @@ def shown(ground: Ground) -> Shown:
     table, boolean = _table(ground, _seen(ground), bias)
     # A real query of a padded sample sees itself, or the first key; what padding sees is thrown away. A key that the
     # layer adds is seen by all, and a sink takes all of the weight where there is nothing else.
-    all_see = bias is None and "keep" not in ground.inputs and always_sees(mask, own=wanted.own)
-    all_see = all_see and not (lengths is not None and wanted.crosses)
+    hides = may_hide(ground) or "bias" in ground.inputs or "keep" in ground.inputs
+    all_see = not hides and always_sees(mask, own=wanted.own) and not (lengths is not None and wanted.crosses)
     some = "" if all_see or added or sinks else _some(ground, table, boolean=boolean)
     if added:
         table = _in_front(ground, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
@@ -68,7 +69,8 @@ def sinks_of(ground: Ground) -> torch.Tensor:
 
 def _bias(ground: Ground) -> str | None:
     """Broadcasting to (batch, heads, queries, keys): what is added to the scores, if anything is."""
-    return "bias" if "bias" in ground.inputs else None
+    given, own = "bias" if "bias" in ground.inputs else None, position_bias(ground)
+    return ground.graph.node("Add", own, given) if own and given else own or given
 
 
 def _seen(ground: Ground) -> str | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from multihead.export.ground import Ground
+from multihead.export.norming import normalised
 from multihead.export.showing import Shown, shown
 from multihead.export.turning import turned
 
@@ -16,10 +17,13 @@ def forward(ground: Ground) -> None:
     """Put down the layer's forward, and its output."""
     graph, layer, wanted = ground.graph, ground.layer, ground.wanted
     x, memory, values = _without_padding(ground)
-    q = _projected(ground, "q_proj", x, times=_scale(ground) if _wide(ground) else 1.0)
+    folded = _wide(ground) and layer.qk_norm is None
+    q = _projected(ground, "q_proj", x, times=_scale(ground) if folded else 1.0)
     k = _projected(ground, "k_proj", memory)  # (batch, keys, kv_heads * head_dim)
     v = _projected(ground, "v_proj", values)  # (batch, keys, kv_heads * value_head_dim)
-    q, k = turned(ground, q, k)
+    q, k = turned(ground, *normalised(ground, q, k))
+    if _wide(ground) and not folded:
+        q = graph.node("Mul", q, graph.constant(torch.tensor(_scale(ground), dtype=ground.dtype), name="scale"))
     k, v = _with_added_keys(ground, k, v)
     attended = _attended(ground, q, k, v, shown(ground))  # (batch, queries, heads * value_head_dim)
     merged = _merged(ground, _gated(ground, attended))
@@ -48,7 +52,7 @@ def _without_padding(ground: Ground) -> tuple[str, str, str]:
 
 
 def _wide(ground: Ground) -> bool:
-    """Whether the scale must be written into the weights: as an attribute, it would be float32."""
+    """Whether the scale must be multiplied in: as an attribute it would be float32."""
     return ground.dtype == torch.float64
 
 
