@@ -55,8 +55,9 @@ class TestGradients:
         assert x.grad is not None
 
     @each
-    def test_a_tangent_passes_without_a_gradient(self, rotary: Rotary) -> None:
-        x, direction = drawn(), drawn()
+    @pytest.mark.parametrize("followed", [False, True], ids=["alone", "beside a gradient"])
+    def test_a_tangent_passes(self, rotary: Rotary, followed: bool) -> None:
+        x, direction = drawn().requires_grad_(followed), drawn()
         with forward_ad.dual_level():
             turned = forward_ad.unpack_dual(rotary.turned(forward_ad.make_dual(x, direction), 3))
         torch.testing.assert_close(turned.tangent, rotary.turned(direction, 3))

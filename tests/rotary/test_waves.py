@@ -35,7 +35,17 @@ def written_down(low: int, high: int) -> Tensor:
 @both_forms
 @pytest.mark.parametrize(
     ("low", "high"),
-    [(0, 1), (0, 200), (5, 6), (127, 129), (-3, 2), (MOST - 2, MOST + 2), (10**6, 10**6 + 3), (10**9, 10**9 + 1)],
+    [
+        (0, 1),
+        (0, 200),
+        (5, 6),
+        (127, 129),
+        (-3, 2),
+        (MOST - 2, MOST + 2),
+        (MOST, MOST + 2000),
+        (10**6, 10**6 + 3),
+        (10**9, 10**9 + 1),
+    ],
 )
 def test_waves_are_those_of_the_positions_asked_for(low: int, high: int, interleaved: bool) -> None:
     kept = tables(interleaved=interleaved)
@@ -132,11 +142,12 @@ def test_waves_made_in_a_graph_are_those_of_the_table(dtype: torch.dtype, interl
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_neighbouring_pairs_are_turned_wherever_they_lie_in_memory(start: int) -> None:
-    """A complex view needs an even start and even steps."""
+    """A complex view needs an even start, even steps, and neighbours side by side."""
     storage = torch.randn(2 * 5 * 3 * 5 + 1, dtype=torch.float64)
     waves = tables(interleaved=True).between(0, 5)
-    odd = storage[start : start + 150].view(2, 5, 3, 5)[..., :4]
-    strided = torch.randn(2, 5, 3, 8, dtype=torch.float64)[..., ::2]
-    for x in (odd, strided):
+    odd_start = storage[start : start + 120].view(2, 5, 3, 4)
+    odd_steps = storage[start : start + 150].view(2, 5, 3, 5)[..., :4]
+    apart = torch.randn(2, 5, 3, 8, dtype=torch.float64)[..., ::2]
+    for x in (odd_start, odd_steps, apart):
         expected = turned_columns(x.clone(memory_format=torch.contiguous_format), waves, interleaved=True)
         assert torch.equal(turned_columns(x, waves, interleaved=True), expected)

@@ -64,8 +64,9 @@ def test_the_bias_comes_in_the_dtype_and_on_the_device_asked_for() -> None:
 
 def test_a_module_of_half_precision_keeps_its_distances_exact() -> None:
     """600 and 601 are one number in bfloat16, and the slope of the first of 8 heads is a half."""
-    values = Alibi(8).bfloat16()(1, 602).values[0, 0]
-    assert values[600] - values[601] == 0.5
+    for device in (None, "cpu"):
+        values = Alibi(8).bfloat16()(1, 602, device=device).values[0, 0]
+        assert values[600] - values[601] == 0.5
 
 
 def test_it_has_no_parameters_and_nothing_to_save() -> None:
