@@ -12,6 +12,9 @@ from torch import nn
 from multihead import MultiHeadAttention
 from multihead.compat.torch_nn import MultiheadAttention, from_torch, to_torch
 from multihead.errors import ArgumentError
+from multihead.qk_norm import QKNorm
+from multihead.rotary import Rotary
+from multihead.scores import Alibi
 
 
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
@@ -50,14 +53,16 @@ def test_weights_are_copies_that_learn_where_the_originals_did() -> None:
     assert to_torch(layer).in_proj_bias.requires_grad
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_added_keys_are_refused(option: str) -> None:
-    sentence = (
-        f"The nn.MultiheadAttention was made with {option}=True, and multihead.MultiHeadAttention adds no keys. "
-        "Keep it as compat.torch_nn.MultiheadAttention, which does: compat.torch_nn.replace(model)."
-    )
-    with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
-        from_torch(nn.MultiheadAttention(12, 3, **{option: True}))  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [("add_bias_kv",), ("add_zero_attn",), ("add_bias_kv", "add_zero_attn")])
+def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
+    original = nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, **dict.fromkeys(options, True))  # type: ignore[arg-type]
+    layer = from_torch(original)
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    expected = original(x, x, x)[0]
+    assert torch.allclose(layer(x), expected, atol=1e-12)
+    back = to_torch(layer)
+    assert torch.allclose(back(x, x, x)[0], expected, atol=1e-12)
+    assert list(back.state_dict()) == list(original.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -73,6 +78,12 @@ def test_added_keys_are_refused(option: str) -> None:
         ({"head_dim": 5}, "has heads of 5 features and values of 5|heads and values of embed_dim / num_heads = 4"),
         ({"output_dim": 7}, "has output_dim 7|output_dim=12"),
         ({"scale": 1.0}, "has the scale 1.0|the scale 1 / sqrt(head_dim) = 0.5"),
+        ({"rotary": Rotary()}, "turns queries and keys (rotary)|rotary=None"),
+        ({"qk_norm": QKNorm()}, "normalises queries and keys|qk_norm=None"),
+        ({"position_bias": Alibi(3)}, "has a position bias|position_bias=None"),
+        ({"softcap": 5.0}, "has the softcap 5.0|softcap=None"),
+        ({"sinks": True}, "has learned sinks|sinks=False"),
+        ({"head_gates": True}, "has gates on its heads|head_gates=False"),
     ],
 )
 def test_what_pytorchs_layer_cannot_say_is_refused(options: dict[str, Any], sentence: str) -> None:

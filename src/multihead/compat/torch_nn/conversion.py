@@ -24,20 +24,11 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     Args:
         module: the original, or its drop-in.
 
-    Raises:
-        ArgumentError: it adds keys (add_bias_kv, add_zero_attn), which our layer does not.
-
     >>> original = nn.MultiheadAttention(16, 2, batch_first=True)
     >>> x = torch.randn(3, 5, 16)
     >>> torch.allclose(from_torch(original)(x), original(x, x, x)[0], atol=1e-6)
     True
     """
-    if module.bias_k is not None or module.add_zero_attn:
-        option = "add_bias_kv" if module.bias_k is not None else "add_zero_attn"
-        raise ArgumentError(
-            f"The nn.MultiheadAttention was made with {option}=True, and multihead.MultiHeadAttention adds no keys.",
-            "Keep it as compat.torch_nn.MultiheadAttention, which does: compat.torch_nn.replace(model).",
-        )
     out = module.out_proj
     layer = MultiHeadAttention(
         module.embed_dim,
@@ -46,6 +37,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         value_dim=module.vdim,
         bias=out.bias is not None,
         dropout=module.dropout,
+        add_bias_kv=module.bias_k is not None,
+        add_zero_attn=module.add_zero_attn,
         device="meta",  # no random number is drawn for weights that are given
         dtype=out.weight.dtype,
     )
@@ -57,6 +50,9 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     sources["out_proj.weight"] = out.weight
     if out.bias is not None:
         sources |= {"out_proj.bias": out.bias, **_divided(module.in_proj_bias, "bias")}
+    for name, row in (("bias_k", module.bias_k), ("bias_v", module.bias_v)):
+        if row is not None:  # (1, 1, embed_dim) there, a row a head here
+            sources[name] = row.detach().view(module.num_heads, -1).requires_grad_(row.requires_grad)
     return _filled(layer, sources).train(module.training)
 
 
@@ -86,6 +82,8 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
         bias=layer.out_proj.bias is not None,
         kdim=layer.key_dim,
         vdim=layer.value_dim,
+        add_bias_kv=layer.bias_k is not None,
+        add_zero_attn=layer.add_zero_attn,
         batch_first=batch_first,
         device="meta",
         dtype=layer.out_proj.weight.dtype,
@@ -98,6 +96,9 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
         sources["in_proj_weight"] = _stacked([part.weight for part in projections])
     if layer.out_proj.bias is not None:
         sources |= {"out_proj.bias": layer.out_proj.bias, "in_proj_bias": _stacked([part.bias for part in projections])}
+    for name, row in (("bias_k", layer.bias_k), ("bias_v", layer.bias_v)):
+        if row is not None:
+            sources[name] = row.detach().view(1, 1, -1).requires_grad_(row.requires_grad)
     return _filled(module, sources).train(layer.training)
 
 
@@ -135,6 +136,12 @@ def _refuse_unless_sayable(layer: MultiHeadAttention) -> None:
         (layer.output_dim != layer.embed_dim, f"has output_dim {layer.output_dim}", f"output_dim={layer.embed_dim}"),
         (layer.scale is not None and not math.isclose(layer.scale, usual), f"has the scale {layer.scale}",
          f"the scale 1 / sqrt(head_dim) = {usual:g}"),
+        (layer.rotary is not None, "turns queries and keys (rotary)", "rotary=None"),
+        (layer.qk_norm is not None, "normalises queries and keys", "qk_norm=None"),
+        (layer.position_bias is not None, "has a position bias", "position_bias=None"),
+        (layer.softcap is not None, f"has the softcap {layer.softcap}", "softcap=None"),
+        (layer.sinks is not None, "has learned sinks", "sinks=False"),
+        (layer.head_gates is not None, "has gates on its heads", "head_gates=False"),
     )  # fmt: skip
     for found, finding, mend in findings:
         if found:
