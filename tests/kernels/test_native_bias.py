@@ -84,7 +84,7 @@ def test_there_is_none_without_a_bias() -> None:
     assert str(refusal.value) == "There is no bias. Ask for the gradient of a bias where there is one."
 
 
-@pytest.mark.parametrize("queries, keys", [(0, 1), (1, 0), (0, 0), (0, 3)])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 1), (1, 0), (0, 0), (0, 3)])
 def test_a_relative_bias_without_queries_or_keys_is_read_nowhere(queries: int, keys: int) -> None:
     """Its first number would stand one before the memory of no numbers, at an address below 0."""
     bias = Relative(torch.zeros(1, 1, max(queries + keys - 1, 0)))
