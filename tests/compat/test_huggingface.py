@@ -1,4 +1,4 @@
-"""The attention of BERT, GPT-2 and Llama against the originals: outputs, gradients, and what is refused."""
+"""The attention of BERT, GPT-2, Llama and Qwen 3 against the originals: outputs, gradients, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen3Config
 from transformers.models.bert.modeling_bert import BertAttention
 from transformers.models.camembert.modeling_camembert import CamembertAttention
 from transformers.models.electra.modeling_electra import ElectraAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.roberta.modeling_roberta import RobertaAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaAttention
 
 import multihead as mh
 from multihead import masks
-from multihead.compat.huggingface import from_bert, from_gpt2, from_llama
-from multihead.errors import ModelError, ShapeError
+from multihead.compat.huggingface import from_bert, from_gpt2, from_llama, from_qwen3
+from multihead.errors import ModelError
 from tests.compat.originals import BOUNDS
 
 LIKE_BERT = (BertAttention, RobertaAttention, XLMRobertaAttention, CamembertAttention, ElectraAttention)
@@ -51,7 +52,27 @@ def gpt2(dtype: torch.dtype = torch.float64, *, cross: bool = False, **options: 
 def llama(dtype: torch.dtype = torch.float64, *, heads: int = 4, kv_heads: int = 2, **options: Any) -> Any:
     options = {"hidden_size": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **options}
     config = LlamaConfig(attn_implementation="sdpa", **options)  # its eager softmax is float32 whatever the dtype
-    return prepared(LlamaAttention(config, layer_idx=0), dtype), LlamaRotaryEmbedding(config)
+    return prepared(LlamaAttention(config, layer_idx=0), dtype)
+
+
+def qwen3(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    config = Qwen3Config(attn_implementation="sdpa", num_hidden_layers=1, **{**sizes, **options})
+    return prepared(Qwen3Attention(config, layer_idx=0), dtype)
+
+
+def turns_of(original: Any, layer: mh.MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines as the library gives them; in float64 exact ones, because it computes them in float32."""
+    cosine, sine = LlamaRotaryEmbedding(original.config)(x, torch.arange(x.shape[1])[None])
+    if x.dtype == torch.float32:
+        return cosine, sine
+    assert layer.rotary is not None
+    frequencies = torch.tensor(layer.rotary.frequencies(layer.head_dim), dtype=torch.float64).repeat(2)
+    angles = torch.arange(x.shape[1])[None, :, None] * frequencies
+    gain = layer.rotary.scaling.gain if layer.rotary.scaling else 1.0
+    exact = angles.cos() * gain, angles.sin() * gain
+    torch.testing.assert_close((cosine, sine), exact, rtol=0, atol=5e-6)
+    return exact
 
 
 def additive(shown: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,21 +130,95 @@ def test_gpt2s_cross_attention_takes_memory() -> None:
     assert_equal(lambda x: original(x, encoder_hidden_states=memory)[0], lambda x: layer(x, memory), x)
 
 
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
+    "yarn of its lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16},
+    "yarn with one scale of two": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+    },
+    "yarn with both": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+}
+
+
+def roped(name: str) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10_000.0, **ROPES[name]}, "max_position_embeddings": 64}
+
+
+LLAMAS = [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"attention_bias": True}, {"head_dim": 6}]
+
+
 @dtypes
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"attention_bias": True}, {"head_dim": 6}])
+@pytest.mark.parametrize("options", [*LLAMAS, *(roped(name) for name in ROPES)], ids=str)
 def test_llamas_attention_is_equal_its_rotation_included(options: dict[str, Any], dtype: torch.dtype) -> None:
-    original, rotary = llama(dtype, **options)
+    original = llama(dtype, **options)
     layer = from_llama(original)
-    assert list(layer.state_dict()) == list(original.state_dict())
-    original.load_state_dict(layer.state_dict())
     x = torch.randn(BATCH, LENGTH, 16, dtype=dtype)
-    turns = rotary(x, torch.arange(LENGTH)[None])
+    turns = turns_of(original, layer, x)
     hidden = additive(CAUSAL & SEEN[:, None, None], dtype)
     theirs = lambda x: original(x, position_embeddings=turns, attention_mask=hidden)[0]
-    assert_equal(theirs, lambda x: layer(x, turns, mask=masks.Causal() & masks.Lengths((LENGTH, 4))), x)
+    assert_equal(theirs, lambda x: layer(x, mask=masks.Causal() & masks.Lengths((LENGTH, 4))), x)
     hidden_behind = additive(CAUSAL, dtype)
     theirs = lambda x: original(x, position_embeddings=turns, attention_mask=hidden_behind)[0]
-    assert_equal(theirs, lambda x: layer(x, turns), x)
+    assert_equal(theirs, lambda x: layer(x, mask=masks.Causal()), x)
+
+
+@dtypes
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"rms_norm_eps": 0.3}, roped("yarn")], ids=str)
+def test_qwen3s_attention_is_equal_its_norms_and_rotation_included(options: Any, dtype: torch.dtype) -> None:
+    original = qwen3(dtype, **options)
+    layer = from_qwen3(original)
+    x = torch.randn(BATCH, LENGTH, 16, dtype=dtype)
+    if dtype == torch.float64:  # its norm rounds to float32 on the way
+        for norm in (original.q_norm, original.k_norm):
+            norm.forward = lambda x, norm=norm: nn.functional.rms_norm(
+                x, norm.weight.shape, norm.weight, norm.variance_epsilon
+            )
+    turns, hidden = turns_of(original, layer, x), additive(CAUSAL, dtype)
+    theirs = lambda x: original(x, position_embeddings=turns, attention_mask=hidden)[0]
+    assert_equal(theirs, lambda x: layer(x, mask=masks.Causal()), x)
+
+
+def test_a_window_of_qwen3_is_a_mask() -> None:
+    options = {
+        "use_sliding_window": True,
+        "sliding_window": 2,
+        "max_window_layers": 0,
+        "layer_types": ["sliding_attention"],
+    }
+    original = qwen3(torch.float32, **options)
+    layer, x = from_qwen3(original), torch.randn(BATCH, LENGTH, 16)
+    near = CAUSAL & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-1)
+    theirs = lambda x: original(
+        x, position_embeddings=turns_of(original, layer, x), attention_mask=additive(near, torch.float32)
+    )[0]
+    assert_equal(theirs, lambda x: layer(x, mask=masks.Causal() & masks.Window(original.sliding_window)), x)
+
+
+def test_llama_decodes_step_by_step() -> None:
+    layer = from_llama(llama())
+    x, cache = torch.randn(BATCH, LENGTH, 16, dtype=torch.float64), mh.KeyValueCache()
+    whole = layer(x, mask=masks.Causal())
+    steps = [layer(x[:, i : i + 1], mask=masks.Causal(), cache=cache) for i in range(LENGTH)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=1e-12)
 
 
 def test_a_query_that_sees_no_key_gives_zero_where_the_originals_give_the_mean_of_all_values() -> None:
@@ -136,10 +231,8 @@ def test_a_query_that_sees_no_key_gives_zero_where_the_originals_give_the_mean_o
     assert (actual[0] == 0).all()
     torch.testing.assert_close(expected[0], original.value(x[0]).mean(0).expand(LENGTH, 12), rtol=0, atol=1e-12)
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-12)
-    attention, rotary = llama()
     x = torch.randn(BATCH, LENGTH, 16, dtype=torch.float64)
-    turns = rotary(x, torch.arange(LENGTH)[None])
-    assert (from_llama(attention)(x, turns, mask=masks.Lengths(lengths))[0] == 0).all()
+    assert (from_llama(llama())(x, mask=masks.Lengths(lengths))[0] == 0).all()
 
 
 def test_dropout_and_mode_come_along_and_the_weights_are_copies() -> None:
@@ -150,18 +243,54 @@ def test_dropout_and_mode_come_along_and_the_weights_are_copies() -> None:
     assert layer.dropout == original.self.dropout.p == 0.1
     nn.init.zeros_(layer.q_proj.weight)
     assert (original.self.query.weight != 0).any()
-    for made, share in ((from_gpt2(gpt2(attn_pdrop=0.2)), 0.2), (from_llama(llama(attention_dropout=0.3)[0]), 0.3)):
+    for made, share in ((from_gpt2(gpt2(attn_pdrop=0.2)), 0.2), (from_llama(llama(attention_dropout=0.3)), 0.3)):
         assert made.dropout == share
         assert not made.training
 
 
 def test_what_comes_out_can_be_watched() -> None:
-    original, rotary = llama(torch.float32)
-    layer, x = from_llama(original), torch.randn(1, LENGTH, 16)
+    layer, x = from_llama(llama(torch.float32)), torch.randn(1, LENGTH, 16)
     with mh.observe(layer) as seen:
-        layer(x, rotary(x, torch.arange(LENGTH)[None]))
-    assert seen["RotaryAttention"].num_heads == 4
-    assert "num_heads=4, num_kv_heads=2, head_dim=4" in str(layer)
+        layer(x, mask=masks.Causal())
+    assert seen["MultiHeadAttention"].num_heads == 4
+    assert "rotary=Rotary(base=10000.0, dim=None, interleaved=False, scaling=None)" in str(layer)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "finding"),
+    [
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "its frequencies change while a text grows, and keys that were turned before would be wrong",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]},
+            "its frequencies change at a length, and keys that were turned before would be wrong",
+        ),
+        ({"rope_type": "proportional"}, "there is no such scaling here"),
+    ],
+    ids=["dynamic", "longrope", "proportional"],
+)
+def test_other_rope_types_are_refused_in_words(parameters: dict[str, Any], finding: str) -> None:
+    original = llama()
+    original.config.rope_parameters = {"rope_theta": 10_000.0, **parameters}
+    sentence = (
+        f"from_llama was given a layer whose rope_type is {parameters['rope_type']!r}: {finding}. It takes "
+        '"default", "linear", "llama3" and "yarn"; to watch a model of any kind use mh.observe(model).'
+    )
+    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
+        from_llama(original)
+
+
+def test_a_part_that_llama_does_not_turn_is_refused_in_words() -> None:
+    original = llama()
+    original.config.rope_parameters = {**original.config.rope_parameters, "partial_rotary_factor": 0.5}
+    sentence = (
+        "from_llama was given a layer whose partial_rotary_factor is 0.5, and its class turns all columns. "
+        "Mend the config of the model."
+    )
+    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
+        from_llama(original)
 
 
 def test_other_classes_are_refused_in_words() -> None:
@@ -179,21 +308,12 @@ def test_other_classes_are_refused_in_words() -> None:
         ModelError, f"from_llama was given a Linear, and takes the attention of a Llama layer: LlamaAttention. {mend}"
     ):
         from_llama(nn.Linear(2, 2))
+    with refused(
+        ModelError, f"from_qwen3 was given a Linear, and takes the attention of a Qwen 3 layer: Qwen3Attention. {mend}"
+    ):
+        from_qwen3(nn.Linear(2, 2))
     families = ("Bert", "Camembert", "Electra", "Roberta", "XLMRoberta")
     names = ", ".join(sorted(f + kind for f in families for kind in ("Attention", "CrossAttention", "SelfAttention")))
     finding = f"from_bert was given a GPT2Attention, and takes the attention of a BERT layer, or its .self: {names}."
     with refused(ModelError, f"{finding} {mend}"):
         from_bert(gpt2())
-
-
-def test_inputs_that_do_not_fit_llamas_layer_are_refused_in_words() -> None:
-    original, rotary = llama()
-    layer, x = from_llama(original), torch.randn(BATCH, LENGTH, 16, dtype=torch.float64)
-    cosine, sine = rotary(x, torch.arange(LENGTH)[None])
-    with pytest.raises(
-        ShapeError, match=r"^x has shape \(2, 6, 15\)\. Give \(batch, length, features\) with 16 features\.$"
-    ):
-        layer(x[..., 1:], (cosine, sine))
-    sentence = "The sine has shape (1, 5, 4). Give (batch or 1, length, head_dim) = (2, 6, 4)."
-    with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):
-        layer(x, (cosine, sine[:, 1:]))

@@ -1,22 +1,20 @@
-"""Take the attention modules of BERT, GPT-2 and Llama out of a Hugging Face model, with equal outputs.
+"""Take the attention modules of BERT, GPT-2, Llama and Qwen 3 out of a Hugging Face model, with equal outputs.
 
 A query that sees no key gives 0 before the output projection; the originals give it the mean of all values.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionRequest
-from multihead.errors import ModelError, ShapeError
-from multihead.functional import attend, request_of
-from multihead.heads import merge_heads, split_heads
+from multihead.errors import ModelError
 from multihead.layer import MultiHeadAttention
-from multihead.masks import Causal, Mask
+from multihead.masks import Causal
+from multihead.qk_norm import QKNorm
+from multihead.rotary import Linear, Llama3, Rotary, Yarn
 
 _CAUSAL = Causal()
 # Families whose attention is BERT's, copied.
@@ -120,86 +118,21 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     return layer.train(module.training)
 
 
-class RotaryAttention(nn.Module):
-    """Grouped attention whose queries and keys are turned by their positions, as Llama does; made by `from_llama`.
+def from_llama(module: nn.Module) -> MultiHeadAttention:
+    """Make our layer of a Llama attention, its rotation included.
 
-    The turn depends on the position, so that no weights of a `MultiHeadAttention` could hold it: it is given with
-    each call. The state_dict is that of the original: q_proj, k_proj, v_proj, o_proj.
-
-    Source: rotary position embedding, arXiv:2104.09864, in the form of Llama: the halves of a head's columns are
-        turned against each other.
-    """
-
-    def __init__(self, projections: dict[str, nn.Linear], *, head_dim: int, scale: float, dropout: float) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = projections["q_proj"], projections["k_proj"]
-        self.v_proj, self.o_proj = projections["v_proj"], projections["o_proj"]
-        self.num_heads = self.q_proj.out_features // head_dim
-        self.num_kv_heads = self.k_proj.out_features // head_dim
-        self.head_dim, self.scale, self.dropout = head_dim, scale, dropout
-
-    def forward(
-        self,
-        x: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        *,
-        mask: Mask = _CAUSAL,
-    ) -> Tensor:
-        """Attend within x.
-
-        Args:
-            x: (batch, length, features).
-            position_embeddings: cosine and sine of each position's angles, (batch or 1, length, head_dim) each, such
-                as `model.rotary_emb(x, position_ids)` gives.
-            mask: which keys each query may see.
-
-        Returns: (batch, length, features).
-
-        Raises:
-            ShapeError, DtypeError, MaskError: what does not fit, in words.
-        """
-        if x.dim() != 3 or x.shape[2] != self.q_proj.in_features:
-            raise ShapeError(
-                f"x has shape {tuple(x.shape)}.",
-                f"Give (batch, length, features) with {self.q_proj.in_features} features.",
-            )
-        cosine, sine = position_embeddings
-        for name, angles in (("cosine", cosine), ("sine", sine)):
-            if (
-                angles.dim() != 3
-                or angles.shape[0] not in (1, len(x))
-                or angles.shape[1:] != (x.shape[1], self.head_dim)
-            ):
-                raise ShapeError(
-                    f"The {name} has shape {tuple(angles.shape)}.",
-                    f"Give (batch or 1, length, head_dim) = {(len(x), x.shape[1], self.head_dim)}.",
-                )
-        q = _turned(split_heads(self.q_proj(x), self.num_heads), cosine, sine)  # (batch, heads, length, head_dim)
-        k = _turned(split_heads(self.k_proj(x), self.num_kv_heads), cosine, sine)  # (batch, kv_heads, length, head_dim)
-        v = split_heads(self.v_proj(x), self.num_kv_heads)  # (batch, kv_heads, length, head_dim)
-        dropout = self.dropout if self.training else 0.0
-        request: AttentionRequest = request_of(q, k, v, mask, scale=self.scale, dropout=dropout)
-        output = attend(replace(request, owner=self)).output
-        return self.o_proj(merge_heads(output))  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        """Say the head counts."""
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-
-
-def from_llama(module: nn.Module) -> RotaryAttention:
-    """Make a layer with equal outputs of a Llama attention, its rotation included.
-
-    `MultiHeadAttention` has no rotation, and without it outputs would not be equal: what comes is a
-    `RotaryAttention`, which takes the position embeddings with each call, as the original does. It keeps no cache.
+    Llama is causal: call the layer with `mask=masks.Causal()`. The original is given the cosines and sines of its
+    positions and computes them in float32; ours computes them itself, in float64, and at far positions the originals
+    are the less exact.
 
     Args:
-        module: a `LlamaAttention`, for example `model.layers[0].self_attn`.
+        module: a `LlamaAttention`, for example `model.layers[0].self_attn`. Its config says how it turns: rope types
+            "default", "linear", "llama3" and "yarn".
 
-    Returns: a layer with copies of the weights, in train or eval mode as the module; causal unless told otherwise.
+    Returns: a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
-        ModelError: another class.
+        ModelError: another class, or another rope type.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
@@ -207,32 +140,107 @@ def from_llama(module: nn.Module) -> RotaryAttention:
     >>> x = torch.randn(2, 5, 16)
     >>> turns = llama.rotary_emb(x, torch.arange(5)[None])
     >>> expected = llama.layers[0].self_attn(x, position_embeddings=turns, attention_mask=None)[0]
-    >>> torch.allclose(from_llama(llama.layers[0].self_attn)(x, turns), expected, atol=1e-6)
+    >>> torch.allclose(from_llama(llama.layers[0].self_attn)(x, mask=_CAUSAL), expected, atol=1e-6)
     True
     """
     _refuse_unless_named(module, {"LlamaAttention"}, "from_llama", "the attention of a Llama layer")
+    return _turning(module, "from_llama", None)
+
+
+def from_qwen3(module: nn.Module) -> MultiHeadAttention:
+    """Make our layer of a Qwen 3 attention, its rotation and the norms of its queries and keys included.
+
+    Qwen 3 is causal: call the layer with `mask=masks.Causal()`, and where the module has a `sliding_window`, with
+    `mask=masks.Causal() & masks.Window(module.sliding_window)`.
+
+    Args:
+        module: a `Qwen3Attention`, for example `model.layers[0].self_attn`; rope types as in `from_llama`.
+
+    Returns: a layer with copies of the weights, in train or eval mode as the module.
+
+    Raises:
+        ModelError: another class, or another rope type.
+
+    >>> from transformers import Qwen3Config, Qwen3Model
+    >>> sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
+    >>> qwen = Qwen3Model(Qwen3Config(vocab_size=5, num_hidden_layers=1, head_dim=8, **sizes)).eval()
+    >>> from_qwen3(qwen.layers[0].self_attn)(torch.randn(2, 5, 16), mask=_CAUSAL).shape
+    torch.Size([2, 5, 16])
+    """
+    _refuse_unless_named(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
     source: Any = module
-    projections = {}
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        linear = getattr(source, name)
-        projections[name] = nn.Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            device=linear.weight.device,
-            dtype=linear.weight.dtype,
-        )
-        _copy(projections[name], linear.weight, linear.bias)
-    made = RotaryAttention(
-        projections, head_dim=source.head_dim, scale=source.scaling, dropout=float(source.attention_dropout)
+    layer = _turning(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
+    assert layer.qk_norm is not None
+    with torch.no_grad():
+        for ours, theirs in ((layer.qk_norm.q_weight, source.q_norm), (layer.qk_norm.k_weight, source.k_norm)):
+            assert ours is not None
+            ours.copy_(theirs.weight)
+    return layer
+
+
+def _turning(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAttention:
+    """Make our layer of an attention whose queries and keys are turned, and perhaps normalised."""
+    projections = (source.q_proj, source.k_proj, source.v_proj, source.o_proj)
+    layer = MultiHeadAttention(
+        embed_dim=source.q_proj.in_features,
+        num_heads=source.q_proj.out_features // source.head_dim,
+        num_kv_heads=source.k_proj.out_features // source.head_dim,
+        head_dim=source.head_dim,
+        bias=any(linear.bias is not None for linear in projections),
+        dropout=float(source.attention_dropout),
+        scale=source.scaling,
+        rotary=_rotary_of(source.config, function),
+        qk_norm=qk_norm,
+        device=source.q_proj.weight.device,
+        dtype=source.q_proj.weight.dtype,
     )
-    return made.train(module.training)
+    assert layer.out_proj is not None
+    ours = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    for projection, linear in zip(ours, projections, strict=True):
+        _copy(projection, linear.weight, linear.bias)
+    return layer.train(source.training)
 
 
-def _turned(x_heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair (column c, column c + head_dim / 2) by its position's angle."""
-    left, right = x_heads.chunk(2, -1)
-    return x_heads * cosine[:, None] + torch.cat([-right, left], -1) * sine[:, None]
+def _rotary_of(config: Any, function: str) -> Rotary:
+    """Read how queries and keys are turned off the config of a model."""
+    said = config.rope_parameters
+    kind, base = said["rope_type"], float(said["rope_theta"])
+    if (part := said.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(
+            f"{function} was given a layer whose partial_rotary_factor is {part}, and its class turns all columns.",
+            "Mend the config of the model.",
+        )
+    if kind == "default":
+        return Rotary(base=base)
+    if kind == "linear":
+        return Rotary(base=base, scaling=Linear(said["factor"]))
+    if kind == "llama3":
+        length = said["original_max_position_embeddings"]
+        return Rotary(
+            base=base, scaling=Llama3(said["factor"], said["low_freq_factor"], said["high_freq_factor"], length)
+        )
+    if kind == "yarn":
+        length = said["original_max_position_embeddings"]
+        # Both or none count, as in the library.
+        scales = {name: said.get(name) for name in ("mscale", "mscale_all_dim")}
+        yarn = Yarn(
+            said["factor"] or config.max_position_embeddings / length,
+            length,
+            beta_fast=said.get("beta_fast") or 32.0,
+            beta_slow=said.get("beta_slow") or 1.0,
+            attention_factor=said.get("attention_factor"),
+            truncate=said.get("truncate", True),
+            **(scales if all(scales.values()) else {}),
+        )
+        return Rotary(base=base, scaling=yarn)
+    reason = {
+        "dynamic": "its frequencies change while a text grows, and keys that were turned before would be wrong",
+        "longrope": "its frequencies change at a length, and keys that were turned before would be wrong",
+    }.get(kind, "there is no such scaling here")
+    raise ModelError(
+        f"{function} was given a layer whose rope_type is {kind!r}: {reason}.",
+        'It takes "default", "linear", "llama3" and "yarn"; to watch a model of any kind use mh.observe(model).',
+    )
 
 
 def _copy(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
