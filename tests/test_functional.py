@@ -120,10 +120,11 @@ def test_an_explanation_names_the_kernel_its_skipped_share_and_its_memory() -> N
 @needs_native
 def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     lines = str(explain(Q.double(), K.double(), V.double(), softcap=5.0, dropout=0.1)).splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "kernel   reference",
         "refused  native: it computes float32 and bfloat16, and the tensors are float64",
         "refused  sdpa: PyTorch's fused CPU kernel has no dropout",
+        "refused  flex: it pays on CUDA, and the tensors are on cpu",
     ]
     insisted = explain(Q, K, V, kernel="reference", dropout=0.1)
     assert (insisted.kernel, insisted.refusals, insisted.skipped_share) == ("reference", {}, 0.0)

@@ -26,7 +26,11 @@ def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
     choice = choose(request_of(DOUBLE, DOUBLE, DOUBLE, softcap=2.0), BOUNDS)
     assert (choice.name, choice.refusals) == (
         "reference",
-        not_double | {"sdpa": "PyTorch's fused kernels have no softcap"},
+        not_double
+        | {
+            "sdpa": "PyTorch's fused kernels have no softcap",
+            "flex": "it pays on CUDA, and the tensors are on cpu",
+        },
     )
 
 
@@ -47,4 +51,4 @@ def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
 def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
     with pytest.raises(ArgumentError) as refusal:
         choose(request_of(Q, Q, Q), BOUNDS, kernel="fast")
-    assert str(refusal.value) == "There is no kernel 'fast'. Give one of native, sdpa, reference, or None."
+    assert str(refusal.value) == "There is no kernel 'fast'. Give one of native, sdpa, flex, reference, or None."

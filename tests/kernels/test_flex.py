@@ -1,0 +1,352 @@
+"""The kernel for CUDA, tested without: flex_attention's plain form, its blocks compiled for the CPU, its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks
+from multihead.call import AttentionRequest
+from multihead.errors import SlowPathError, SlowPathWarning
+from multihead.functional import attention_with_logsumexp, request_of
+from multihead.kernels import flex, reference
+from multihead.kernels.strictness import strict
+from multihead.plan.bounds import bounds_of
+from multihead.scores.relative import Relative
+from tests import oracle
+from tests.agreeing import assert_within_budget
+from tests.drawing import Drawn, calls, sizes, starts, trees
+
+Q = torch.randn(1, 2, 4, 16)
+MASK = masks.Causal() & masks.Lengths((3, 0))
+
+
+@contextmanager
+def taking_calls_on_the_cpu() -> Iterator[None]:
+    """Let the kernel take calls on the CPU, in flex_attention's plain form: it has a gradient there, if unlocked."""
+    from torch.nn.attention import flex_attention as room
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "refusal", lambda request, bounds: None)
+        patch.setattr(flex, "_compiled", lambda: flex._flex)
+        patch.setattr(room, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        patch.setattr(room, "_validate_device", lambda q, k, v: None)
+        yield
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    with taking_calls_on_the_cpu():
+        yield
+
+
+def on_cuda(q: Tensor = Q, v: Tensor | None = None, **options: Any) -> AttentionRequest:
+    """A request that says its tensors are on a GPU."""
+    request = request_of(q, q, q if v is None else v, **options)
+    return replace(request, shape=replace(request.shape, device=torch.device("cuda", 0)))
+
+
+def said(request: AttentionRequest) -> str | None:
+    on_cpu = replace(request, shape=replace(request.shape, device=torch.device("cpu")))
+    return flex.refusal(request, bounds_of(on_cpu))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A device that has all that the kernel needs."""
+    monkeypatch.setattr(flex, "_triton_is_missing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return monkeypatch
+
+
+def test_it_is_for_cuda() -> None:
+    request = request_of(Q, Q, Q)
+    assert flex.refusal(request, bounds_of(request)) == "it pays on CUDA, and the tensors are on cpu"
+
+
+def test_what_it_computes_is_not_refused(gpu: pytest.MonkeyPatch) -> None:
+    bias = torch.zeros(1, 1, 4, 4, requires_grad=True)
+    options = {"softcap": 2.0, "sinks": torch.zeros(2), "mask": masks.Keep(torch.eye(4) > 0, "queries keys")}
+    assert said(on_cuda(**options)) is None
+    assert said(on_cuda(Q.bfloat16(), Q[..., :1].repeat(1, 1, 1, 24).bfloat16())) is None
+    with torch.no_grad():
+        assert said(on_cuda(bias=bias)) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (on_cuda(Q.double()), "it computes float32, float16 and bfloat16, and the tensors are float64"),
+        (on_cuda(dropout=0.1), "flex_attention has no dropout"),
+        (on_cuda(Q[:, :, :0]), "flex_attention takes no call without samples, queries or keys"),
+        (on_cuda(Q[:0]), "flex_attention takes no call without samples, queries or keys"),
+        (on_cuda(Q[..., :8]), "flex_attention's kernels are for heads of 16 to 256 columns, and head_dim is 8"),
+        (
+            on_cuda(v=torch.randn(1, 2, 4, 300)),
+            "flex_attention's kernels are for heads of 16 to 256 columns, and value_dim is 300",
+        ),
+        (
+            on_cuda(bias=torch.zeros(1, 1, 4, 4, requires_grad=True)),
+            "flex_attention adds the gradients of a bias up one cell at a time",
+        ),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_in_words(
+    gpu: pytest.MonkeyPatch, request_: AttentionRequest, reason: str
+) -> None:
+    assert said(request_) == reason
+
+
+def test_a_machine_that_cannot_compile_it_is_told_what_it_lacks(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert said(on_cuda()) == "Triton needs a device of compute capability 7.0"
+    gpu.setattr(flex, "_triton_is_missing", lambda: True)
+    assert said(on_cuda()) == "PyTorch compiles flex_attention by Triton, which is not installed"
+
+
+def test_transforms_and_exported_programs_take_another_kernel(gpu: pytest.MonkeyPatch) -> None:
+    reasons = []
+    torch.func.vmap(lambda x: x + len(reasons.append(said(on_cuda())) or ""))(torch.zeros(2))
+    gpu.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert [*reasons, said(on_cuda())] == [
+        "flex_attention has no rules for the transforms of torch.func",
+        "an exported flex_attention would write queries x keys wherever it is not compiled",
+    ]
+
+
+@settings(max_examples=25)
+@given(calls(longest=9))
+def test_outputs_and_gradients_are_within_the_budget(case: Drawn) -> None:
+    with taking_calls_on_the_cpu():
+        assert_within_budget(case, "flex")
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("values", [torch.randn(1, 1, 8), torch.randn(2, 4, 8), torch.randn(1, 4, 8).double()])
+def test_a_bias_of_the_distance_is_never_written_out(values: Tensor) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 6, 16)
+    whole = Relative(values).tile(3, 6)
+    expected = mh.attention(q, k, k, bias=whole, kernel="reference")
+    torch.testing.assert_close(mh.attention(q, k, k, bias=Relative(values), kernel="flex"), expected)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_query_that_sees_no_key_is_0_and_takes_no_gradient() -> None:
+    q, k, v = (torch.randn(2, 2, 4, 16, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(1, 1, 4, 1)
+    bias[:, :, 2] = -torch.inf
+    output, logsumexp = attention_with_logsumexp(q, k, v, mask=MASK, bias=bias, kernel="flex")
+    for empty in (output[1], output[0, :, 2]):
+        assert torch.equal(empty, torch.zeros_like(empty))
+    assert bool((logsumexp[1] == -torch.inf).all())
+    assert bool((logsumexp[0, :, 2] == -torch.inf).all())
+    (output.sum() + logsumexp[0, :, :2].sum()).backward()  # type: ignore[no-untyped-call]
+    assert all(tensor.grad is not None and bool((tensor.grad[1] == 0).all()) for tensor in (q, k, v))
+    assert q.grad is not None
+    assert bool((q.grad[0, :, 2] == 0).all())
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_nan_that_a_query_may_not_see_does_not_reach_it() -> None:
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 16)
+    expected = mh.attention(q, k, k, mask=masks.Lengths((2,)), kernel="flex")
+    k[:, :, 2:] = torch.nan
+    assert torch.equal(mh.attention(q, k, k, mask=masks.Lengths((2,)), kernel="flex"), expected)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_output_is_laid_out_as_q_is() -> None:
+    q = torch.randn(2, 5, 4 * 16).view(2, 5, 4, 16).transpose(1, 2)  # as heads are split from a projection
+    output = mh.attention(q, q, q, kernel="flex")
+    assert output.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_second_derivative_is_led_around_it_with_a_warning() -> None:
+    found = []
+    for kernel in ("flex", "reference"):
+        torch.manual_seed(0)
+        q, k, v, sinks = (torch.randn(2, 2, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(4))
+        sinks = sinks[0, :, 0, 0].detach().requires_grad_()
+        output, logsumexp = attention_with_logsumexp(q, k, v, mask=MASK, sinks=sinks, kernel=kernel)
+        loss = output.square().sum() + logsumexp.masked_fill(logsumexp == -torch.inf, 0).sin().sum()
+        if kernel == "flex":
+            with pytest.warns(SlowPathWarning) as told:
+                first = torch.autograd.grad(loss, [q, k, v, sinks], create_graph=True)
+            assert str(told[0].message) == (
+                "Kernel 'flex' has no second derivative, and create_graph=True asks for it: the reference kernel "
+                "computes the call again, and holds queries x keys. Give kernel='reference' to have it compute the "
+                "call at once."
+            )
+        else:
+            first = torch.autograd.grad(loss, [q, k, v, sinks], create_graph=True)
+        square = sum(each.square().sum() for each in first)
+        assert isinstance(square, Tensor)
+        found.append([*first, *torch.autograd.grad(square, [q, k, v, sinks])])
+    for given_, expected in zip(*found, strict=True):
+        torch.testing.assert_close(given_, expected)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_pytorch_cannot_compile_the_reference_kernel_computes_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def failing(*_: object, **__: object) -> None:
+        raise FailOnRecompileLimitHit("8")
+
+    monkeypatch.setattr(flex, "_compiled", lambda: failing)
+    with pytest.warns(SlowPathWarning) as told:
+        output = mh.attention(Q, Q, Q, kernel="flex")
+    assert str(told[0].message) == (
+        "PyTorch could not compile flex_attention for this call (FailOnRecompileLimitHit): the reference kernel "
+        "computes it, and holds queries x keys. Give calls of fewer kinds, or raise "
+        "torch.compiler.config.recompile_limit, if the limit was hit."
+    )
+    request = request_of(Q, Q, Q)
+    assert torch.equal(output, reference.attend(request, bounds_of(request)).output)
+    with strict(), pytest.raises(SlowPathError, match=r"^PyTorch could not compile flex_attention for this call"):
+        mh.attention(Q, Q, Q, kernel="flex")
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_in_a_graph_of_the_caller_it_is_part_of_the_graph() -> None:
+    torch.compiler.reset()
+    q, k = (torch.randn(2, heads, 6, 16, requires_grad=True) for heads in (4, 2))
+    mask = masks.Causal() & masks.Lengths(torch.tensor([6, 3]))
+
+    def run(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
+        options: dict[str, Any] = {"mask": masks.Causal() & masks.Lengths(lengths), "kernel": "flex"}
+        return mh.attention(q, k, k, softcap=2.0, **options)
+
+    graph = torch.compile(run, backend="eager", fullgraph=True)
+    output = graph(q, k, torch.tensor([6, 3]))
+    expected = mh.attention(q, k, k, mask=mask, softcap=2.0, kernel="reference")
+    torch.testing.assert_close(output, expected)
+    for found, right in zip(
+        torch.autograd.grad(output.sin().sum(), (q, k)), torch.autograd.grad(expected.sin().sum(), (q, k)), strict=True
+    ):
+        torch.testing.assert_close(found, right)
+
+
+def test_a_graph_asks_it_whether_it_refuses(gpu: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    request = on_cuda()
+    bounds = bounds_of(request_of(Q, Q, Q))
+
+    def reasons(x: Tensor) -> tuple[Tensor, list[str | None]]:
+        found = [flex.refusal(request, bounds)]
+
+        def transformed(y: Tensor) -> Tensor:
+            found.append(flex.refusal(request, bounds))
+            return y + 1
+
+        return torch.func.vmap(transformed)(x), found
+
+    _, found = torch.compile(reasons, backend="eager", fullgraph=True)(torch.zeros(2))
+    assert found == [None, "flex_attention has no rules for the transforms of torch.func"]
+
+
+@pytest.mark.parametrize("mask", [masks.Causal() & masks.Window(100), masks.Documents((200, 100, 50))])
+def test_compiled_it_computes_the_blocks_of_the_plan(mask: masks.Mask) -> None:
+    """The compiled form that the CPU has gives no logsumexp, so flex_attention is called by hand."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    q, k, v = (torch.randn(2, heads, 400, 32) for heads in (4, 2, 2))
+    bias = Relative(torch.randn(1, 4, 799))
+    request = request_of(q, k, v, mask=mask, bias=bias, softcap=3.0)
+    bounds = bounds_of(request)
+    blocks = flex.block_mask(request, bounds, backward=False)
+    assert blocks.sparsity() > 10
+    assert blocks.full_kv_num_blocks is not None
+    if isinstance(mask, masks.Documents):
+        assert int(blocks.full_kv_num_blocks.sum()) == 1
+    with torch.no_grad():
+        output = torch.compile(flex_attention, fullgraph=True)(
+            q, k, v, score_mod=flex.score_mod(request), block_mask=blocks, enable_gqa=True
+        )
+    assert isinstance(output, Tensor)
+    torch.testing.assert_close(output, mh.attention(q, k, v, mask=mask, bias=bias, softcap=3.0, kernel="reference"))
+
+
+def test_scales_and_softcaps_are_compiled_as_constants() -> None:
+    """A second float would be taken for an input of the kernel, which Triton's templates have no place for."""
+    torch.compiler.reset()
+    scales = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        (call,) = (node for node in graph.graph.nodes if "flex_attention" in str(node.target))
+        scales.append(call.args[5])
+        assert all(isinstance(given, Tensor) for given in inputs)
+        return graph.forward
+
+    compiled = torch.compile(flex._flex, backend=backend, fullgraph=True)
+    for scale, softcap in ((0.25, 2.0), (0.5, 3.0), (0.75, 4.0)):
+        request = request_of(Q, Q, Q, scale=scale, softcap=softcap)
+        output, _ = flex._computed(request, bounds_of(request), compiled)
+        expected = mh.attention(Q, Q, Q, scale=scale, softcap=softcap, kernel="reference")
+        torch.testing.assert_close(output, expected)
+    assert scales == [0.25, 0.5, 0.75]
+
+
+def test_work_counts_the_cells_of_its_blocks() -> None:
+    q = torch.zeros(2, 3, 300, 16)
+    causal = request_of(q, q, q, mask=masks.Causal())
+    work = flex.work(causal, bounds_of(causal))
+    assert work.cells == 2 * 3 * (128 * 128 + 128 * 256 + 44 * 300)
+    rows, lists = 2 * 3 * 300, 2 * 4 * 3 * 3
+    assert work.memory == rows * (16 * 4 + 4) + lists
+    looked_up = request_of(q, q, q, mask=masks.Keep(torch.eye(300).roll(1, 0) + torch.eye(300) > 0, "queries keys"))
+    assert flex.work(looked_up, bounds_of(looked_up)).memory == rows * (16 * 4 + 4) + lists + 2 * 3 * 300 * 300
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_blocks_hold_every_cell_that_is_seen_and_a_full_one_no_other(data: st.DataObject) -> None:
+    size = data.draw(sizes())
+    mask, start = data.draw(trees(size, depth=2)), data.draw(starts(size))
+    q, k = torch.zeros(size.batch, size.heads, size.queries, 1), torch.zeros(size.batch, 1, size.keys, 1)
+    request = request_of(q, k, k, mask=mask, query_start=start)
+    bounds = bounds_of(request)
+    block = data.draw(st.sampled_from((1, 2, 3, 5)))
+    made = flex.block_mask(request, bounds, backward=True, block=block)
+    cells = torch.meshgrid(*(torch.arange(n) for n in size.cells), indexing="ij")
+    seen = flex.mask_mod(request, bounds)(*cells)  # (batch, heads, queries, keys)
+    assert torch.equal(seen, oracle.shown(mask, size.cells, start))
+    partial = _listed(made.kv_num_blocks, made.kv_indices)
+    full = _listed(made.full_kv_num_blocks, made.full_kv_indices)
+    assert not bool((partial & full).any())
+    partial, full = (_cells(each, block).expand(size.batch, -1, -1) for each in (partial, full))
+    within = (slice(None), slice(size.queries), slice(size.keys))
+    assert not bool((seen.any(1) & ~(partial | full)[within]).any())
+    assert not bool((full[within] & ~seen.all(1)).any())
+    assert not bool(full[:, size.queries :].any())
+    assert not bool(full[:, :, size.keys :].any())
+    assert torch.equal(_listed(made.q_num_blocks, made.q_indices).mT, _listed(made.kv_num_blocks, made.kv_indices))
+
+
+def _listed(counts: Tensor | None, indices: Tensor | None) -> Tensor:
+    """(batch or 1, blocks of queries, blocks of keys) bool, from flex_attention's lists."""
+    assert counts is not None
+    assert indices is not None
+    found = torch.zeros(indices.shape[0], *indices.shape[2:], dtype=torch.bool)
+    for place in torch.cartesian_prod(torch.arange(found.shape[0]), torch.arange(found.shape[1])).tolist():
+        sample, row = place
+        found[sample, row, indices[sample, 0, row, : int(counts[sample, 0, row])].long()] = True
+    return found
+
+
+def _cells(blocks: Tensor, block: int) -> Tensor:
+    return blocks.repeat_interleave(block, 1).repeat_interleave(block, 2)
