@@ -195,6 +195,35 @@ class TestCrop:
         assert str(refused.value) == "The cache is empty. Crop it after the first call."
 
 
+def refuse(cache: KeyValueCache, k: Tensor, v: Tensor) -> None:
+    """Append in a call that ends in an error."""
+    with cache.unless_refused():
+        cache.extended(k, v)
+        raise ValueError("refused")
+
+
+class TestARefusedCall:
+    def test_what_it_appended_is_taken_back_and_leaves_no_trace(self, cache: KeyValueCache) -> None:
+        first = step(cache, 5, lengths=(5, 3))
+        with pytest.raises(ValueError, match="refused"):
+            refuse(cache, torch.full((2, 3, 90, 4), torch.nan), tokens(90, dim=5))
+        assert cache.lengths.tolist() == [5, 3]
+        held = step(cache, 2, lengths=(2, 0))
+        assert held.k[:, :, :3].equal(first.k[:, :, :3])
+        assert held.k.isfinite().all()
+
+    def test_a_first_call_leaves_the_cache_empty(self, cache: KeyValueCache) -> None:
+        with pytest.raises(ValueError, match="refused"):
+            refuse(cache, tokens(5), tokens(5, dim=5))
+        assert repr(cache).endswith(": empty")
+        assert cache.continued is None
+
+    def test_a_call_that_is_not_refused_stays(self, cache: KeyValueCache) -> None:
+        with cache.unless_refused():
+            step(cache, 5)
+        assert cache.length == 5
+
+
 class TestReorder:
     def test_a_sample_goes_on_from_the_one_it_was_chosen_from(self, cache: KeyValueCache) -> None:
         first = step(cache, 5, lengths=(5, 3))
