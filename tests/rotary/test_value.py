@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import re
 from collections.abc import Callable
@@ -120,12 +121,19 @@ class TestTheValue:
     def test_it_says_what_it_is(self) -> None:
         assert repr(Rotary(dim=4)) == "Rotary(base=10000.0, dim=4, interleaved=False, scaling=None)"
 
+    def test_it_is_written_down_by_what_was_said(self) -> None:
+        rotary = Rotary(dim=4, scaling=Linear(2.0))
+        rotary.turned(drawn(), 0)
+        said = {"base": 10_000.0, "dim": 4, "interleaved": False, "scaling": {"factor": 2.0}}
+        assert dataclasses.asdict(rotary) == said
+        assert dataclasses.replace(rotary, scaling=None) == Rotary(dim=4)
+
     def test_a_copy_is_equal_and_carries_no_tables(self) -> None:
         rotary = Rotary(scaling=Yarn(4.0, 32))
         rotary.turned(drawn(), 0)
         for copied in (copy.deepcopy(rotary), copy.copy(rotary), pickle.loads(pickle.dumps(rotary))):
             assert copied == rotary
-            assert copied._tables == {}
+            assert "_tables" not in vars(copied)
             assert torch.equal(copied.turned(x := drawn(), 2), rotary.turned(x, 2))
 
 

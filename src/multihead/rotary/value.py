@@ -7,7 +7,8 @@ near ones; the turn itself is computed in float32, in float64 for float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -58,7 +59,6 @@ class Rotary:
     dim: int | None = None
     interleaved: bool = False
     scaling: Linear | Llama3 | Yarn | None = None
-    _tables: dict[Any, Tables] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         refuse_unless_above("base", self.base, 1)
@@ -73,7 +73,7 @@ class Rotary:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle what was said; the tables are made again."""
-        return {**self.__dict__, "_tables": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
     def frequencies(self, head_dim: int) -> tuple[float, ...]:
         """Give the angle that each pair of a head's columns is turned by from one token to the next, radians.
@@ -118,7 +118,8 @@ class Rotary:
 
     def _applied(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
         """Turn the columns that are turned, laid out as projections are: (batch, length, heads, head_dim)."""
-        one_token = x.shape[2] == 1  # heads lie side by side already
+        # Heads of one token lie side by side already. How many tokens there are may be unknown where a graph is made.
+        one_token = not torch.compiler.is_compiling() and x.shape[2] == 1
         columns = x if one_token else x.transpose(1, 2)
         if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
             columns = columns.to(dtype)
@@ -148,6 +149,11 @@ class Rotary:
             positions = torch.arange(x.shape[2], device=device) + positions
         angles = positions[..., None] * frequencies  # (batch or none, length, pairs)
         return waves_of(angles, self._gain, dtype, interleaved=self.interleaved)
+
+    @cached_property
+    def _tables(self) -> dict[Any, Tables]:
+        """Those in use, by width, dtype and device: found without asking what this rotary is equal to."""
+        return {}
 
     @property
     def _gain(self) -> float:

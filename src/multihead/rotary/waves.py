@@ -52,7 +52,11 @@ def turned_columns(x: Tensor, waves: Waves | Tensor, *, interleaved: bool) -> Te
         if x.requires_grad and torch.is_grad_enabled():
             return _Turn.apply(x, waves.cosine, waves.sine)  # type: ignore[no-any-return, no-untyped-call]
         return _turned_halves(x, waves.cosine, waves.sine)
-    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(x.shape[-1] // 2, -1)
+    if interleaved:
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        partner = torch.cat((second, first), -1)  # a roll asks whether there are tokens, which a graph may not know
     return torch.addcmul(partner * waves.sine, x, waves.cosine)
 
 
