@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import multihead as mh
 from multihead import masks
-from multihead.kernels.strictness import strict
 from tests.ecosystem.ways import BATCH, EMBED, KEYS, QUERIES, layer
 
 Values = dict[str, Tensor]
@@ -176,7 +175,7 @@ def test_a_strict_context_holds_while_a_graph_is_made() -> None:
     """Dynamo wraps what is raised while it traces, and repeats its sentence."""
     compiled = torch.compile(layer(dtype=torch.float64), backend="aot_eager", fullgraph=True)
     x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
-    with strict(), pytest.raises(InternalTorchDynamoError, match=r"^SlowPathError: The reference kernel would run"):
+    with mh.strict(), pytest.raises(InternalTorchDynamoError, match=r"^SlowPathError: The reference kernel would run"):
         compiled(x, mask=masks.Causal())
 
 

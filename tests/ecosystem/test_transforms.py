@@ -14,7 +14,6 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.kernels import library
-from multihead.kernels.strictness import strict
 from tests import oracle
 from tests.ecosystem.ways import EMBED, HEADS, LENGTHS, QUERIES, WAYS, inputs, layer, results
 
@@ -148,7 +147,7 @@ def test_explain_says_inside_a_transform_that_the_reference_kernel_runs() -> Non
 def test_a_strict_context_refuses_a_transform() -> None:
     q, _, _ = qkv()
     with (
-        strict(),
+        mh.strict(),
         pytest.raises(SlowPathError, match=r"^The reference kernel would run, which holds queries x keys"),
     ):
         vmap(lambda q: mh.attention(q, q, q))(q[None])
@@ -184,7 +183,7 @@ def test_a_second_derivative_is_that_of_the_truth_and_says_what_it_costs(name: s
 
 
 def test_a_strict_context_refuses_a_second_derivative() -> None:
-    with strict(), pytest.raises(SlowPathError, match=r"^Kernel '\w+' has no second derivative"):
+    with mh.strict(), pytest.raises(SlowPathError, match=r"^Kernel '\w+' has no second derivative"):
         second_derivative(mh.attention, qkv())
 
 

@@ -15,6 +15,7 @@ from multihead.kernels.tile import seen
 from multihead.plan.bounds import KeyBounds
 from multihead.probes.pooling import PooledMap
 from multihead.scores.bias import values_of, with_values
+from multihead.scores.relative import Relative
 
 ROWS = 256  # queries whose cells are counted in one step, where each must be looked at
 
@@ -44,7 +45,10 @@ def asked(
         map_size: most rows and columns of the pooled map.
     """
     if request.bias is not None:
-        request = replace(request, bias=with_values(request.bias, values_of(request.bias).float()))
+        values = values_of(request.bias).float()
+        # The kernel reads numbers along a diagonal one after the other.
+        values = values.contiguous() if isinstance(request.bias, Relative) else values
+        request = replace(request, bias=with_values(request.bias, values))
     found = one_pass(request, bounds, names, special_keys) if ONE_PASS & set(names) else {}
     if SECOND_PASS & set(names):
         blank = _blank_map(request, map_size)

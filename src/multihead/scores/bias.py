@@ -39,7 +39,9 @@ def _refuse_unless_relative_fits(bias: Relative, shape: AttentionShape) -> None:
     given, sizes = tuple(bias.values.shape), (shape.batch, shape.num_heads, shape.query_length + shape.key_length - 1)
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
-    if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or given[2] != max(sizes[2], 0):
+    # Where a graph is made lengths may be unknown: its operator looks again.
+    fits = torch.compiler.is_compiling() or given[2] == max(sizes[2], 0)
+    if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or not fits:
         raise ShapeError(
             f"bias is Relative with values of shape {given}, and there are {shape.query_length} queries and "
             f"{shape.key_length} keys.",

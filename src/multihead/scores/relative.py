@@ -79,4 +79,5 @@ def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: t
     tensor([[-1,  0,  1,  2]])
     """
     start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
-    return torch.arange(1 - queries, max(keys, 1 - queries), device=device)[None] - start
+    behind = keys if torch.compiler.is_compiling() else max(keys, 1 - queries)  # a graph has no case of no tokens
+    return torch.arange(1 - queries, behind, device=device)[None] - start
