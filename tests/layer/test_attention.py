@@ -374,3 +374,13 @@ def test_a_compiled_layer_gives_what_the_layer_gives(name: str) -> None:
     torch.testing.assert_close(compiled(x, mask=MASKS[name]), layer(x, mask=MASKS[name]))
     padded = compiled(x, mask=MASKS[name], lengths=torch.tensor(LENGTHS))
     torch.testing.assert_close(padded, layer(x, mask=MASKS[name], lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_the_end_of_fewer_keys_than_queries_stands_before_the_first_query(queries: int) -> None:
+    layer = mh.MultiHeadAttention(EMBED, HEADS, dtype=torch.float64)
+    x, memory = floats(BATCH, queries, EMBED), floats(BATCH, 2, EMBED)
+    output = layer(x, memory, mask=masks.Causal(), query_start="end")
+    seen = torch.arange(2) <= torch.arange(2 - queries, 2)[:, None]
+    expected = layer(x, memory, mask=masks.Keep(seen, "queries keys"))
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)

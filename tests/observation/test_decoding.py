@@ -188,3 +188,21 @@ def test_statistics_alone_are_kept_of_a_decoding_too() -> None:
     whole = watched(layer, [{"x": x, "mask": CAUSAL}], keep="statistics").layers[0].means()
     for name, value in whole.items():
         assert torch.allclose(found[name], value, atol=1e-10), name
+
+
+def test_a_later_step_that_sees_no_key_gives_the_first_one_no_weight() -> None:
+    layer, x = drawn()
+    hidden = CAUSAL & masks.Lengths((0, LENGTH))
+    seen = watched(layer, steps(x, (5, 7), mask=hidden, cache=KeyValueCache()))
+    assert bool((seen.layers[0].sample(0).statistics["first_mass"] == 0).all())
+    whole = watched(layer, [{"x": x, "mask": hidden}])
+    assert_same(LayerRecord("", [seen.layers[0].sample(1)]), LayerRecord("", [whole.layers[0].sample(1)]))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_batch_of_nothing_but_padding_is_watched(first: int) -> None:
+    """There is no key to tell by whether a later call goes on from it."""
+    layer, x = drawn()
+    calls = [{"x": x, "lengths": lengths} for lengths in ((first, first), (0, 0), (3, 1))]
+    seen = watched(layer, calls)
+    assert [sample.num_queries for sample in seen.layers[0].samples] == [first, first, 0, 0, 3, 1]

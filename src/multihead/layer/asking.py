@@ -193,9 +193,12 @@ def _start(
     layer: MultiHeadAttention, mask: Mask, query_start: int | Tensor | str | None, q: Tensor, k: Tensor
 ) -> int | Tensor:
     speaks = _speaks_of_positions(layer, mask)
-    return resolved_query_start(
+    start = resolved_query_start(
         query_start, speaks_of_positions=speaks, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2]
     )
+    if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as a number nobody may give it
+        return torch.full((q.shape[0],), start, device=q.device)
+    return start
 
 
 def _positions(start: int | Tensor, queries: int) -> int | Tensor:

@@ -122,7 +122,7 @@ class Ear:
             return not isinstance(request.mask, Behind) or not bool(torch.as_tensor(offset).any())
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
-        if request.packed_lengths is not None or last.edge is None:
+        if request.packed_lengths is not None or last.edge is None or not request.shape.key_length:
             return False
         if request.shape.batch != last.batch or request.k.shape[1::2] != last.edge.shape[2:]:
             return False
@@ -209,7 +209,7 @@ class Ear:
         if not first and "first_mass" in found:
             # Of a later call the first key that its queries see need not be the first of the sample.
             found["first_mass"] = (
-                tile(request, call.attended.logsumexp, keys=slice(0, 1))[..., 0]
+                tile(request, call.attended.logsumexp, keys=slice(0, 1)).sum(-1)  # of no key, where none is left
                 if key_start == 0
                 else torch.zeros_like(found["first_mass"])
             )
@@ -279,6 +279,8 @@ def _noted(call: AttentionCall, offset: int | Tensor, special: Tensor | None, *,
         return _Last(request.shape.batch, 0, keys, None, special)
     start = 0 if isinstance(request.query_start, Tensor) else request.query_start
     stop = int(offset) + start + request.shape.query_length
+    if not keys:
+        return _Last(request.shape.batch, stop, keys, None, special)
     edge = torch.stack([request.k[:, :, 0], request.k[:, :, -1 if crosses else min(stop - int(offset), keys) - 1]])
     return _Last(request.shape.batch, stop, keys, edge.detach().clone(), special)
 
