@@ -121,8 +121,19 @@ def test_more_than_the_capacity_is_refused_when_the_graph_runs() -> None:
     cache = KeyValueCache(capacity=4)
     layer(x[:, :3], cache=cache, mask=CAUSAL)
     step(x[:, 3:4], cache=cache, mask=CAUSAL)
-    with pytest.raises(RuntimeError, match=r"^The cache has room for 4 tokens, and these would be more\.$"):
+    with pytest.raises(RuntimeError, match=r"^The cache has no room for these tokens\."):
         step(x[:, 4:5], cache=cache, mask=CAUSAL)
+
+
+def test_caches_of_other_capacities_share_a_graph_after_the_second() -> None:
+    layer, x = drawn()
+    step, times = compiled(layer)
+    for capacity in (6, 9, 12, 20):
+        cache = KeyValueCache(capacity=capacity)
+        found = [layer(x[:, :3], cache=cache, mask=CAUSAL)]
+        found += [step(x[:, i : i + 1], cache=cache, mask=CAUSAL) for i in range(3, 6)]
+        assert_same(found, layer(x[:, :6], mask=CAUSAL))
+    assert len(times) <= 2
 
 
 def test_a_growing_cache_in_a_graph_gives_the_same_and_is_compiled_a_few_times() -> None:

@@ -112,8 +112,9 @@ class Buffers:
         """Refuse, when the graph runs, what no number of the graph can tell."""
         capacity = self.capacity or 0
         fits = places < capacity if real is None else (places < capacity) | ~real
+        # The sentence names no number: of another capacity, a graph has a symbol.
         torch._assert_async(  # noqa: SLF001 - torch has no public word for a check inside a graph
-            fits.all(), f"The cache has room for {capacity} tokens, and these would be more."
+            fits.all(), "The cache has no room for these tokens. Give it a larger capacity, or call cache.reset()."
         )
 
     def _handed(self, first: int, stop: int, start: int | Tensor, lengths: Tensor | None) -> Held:
