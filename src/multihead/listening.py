@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from multihead.call import AttentionCall
+from multihead.reading import runs_backward
 
 
 class Listener(Protocol):
@@ -50,11 +51,7 @@ def wanted() -> frozenset[str]:
 
 def publish(call: AttentionCall) -> None:
     """Tell every listener of a call, once: not again where a backward pass computes a checkpointed one anew."""
-    if _runs_backward():
+    if runs_backward():
         return
     for listener in listeners():
         listener.hear(call)
-
-
-def _runs_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public word for it

@@ -36,6 +36,15 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public word for it
 
 
+def runs_backward() -> bool:
+    """Whether a backward pass runs this code: activation checkpointing computes forward passes anew in it.
+
+    >>> runs_backward()
+    False
+    """
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public word for it
+
+
 def readable(device: torch.device) -> bool:
     """Whether reading a value costs nothing: on the CPU, and neither in a graph nor in a transform.
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from multihead.cache import buffers
 from multihead.cache.buffers import Buffers, Held
@@ -134,6 +135,22 @@ def test_a_backward_pass_of_queries_alone_reads_keys_that_were_handed_out_before
     score.backward()
     assert q.grad is not None
     assert torch.allclose(q.grad[:, :, 0], keys.sum(2))
+
+
+def test_a_call_that_a_backward_pass_computes_anew_is_refused() -> None:
+    found, _, _ = filled(3)
+
+    def call(k: Tensor) -> Tensor:
+        return found.extended(k, k.new_zeros(2, 3, 1, 5), None).k.sum().sin()
+
+    output = checkpoint(call, tokens(1, requires_grad=True), use_reentrant=False)
+    assert isinstance(output, Tensor)
+    with pytest.raises(ArgumentError) as refused:
+        output.backward()
+    assert str(refused.value) == (
+        "A backward pass computes this call anew, as activation checkpointing does, and a cache would take its tokens "
+        "a second time. Call the layer without a cache, or outside of the checkpoint."
+    )
 
 
 class TestRefusals:

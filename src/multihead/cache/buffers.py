@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.cache.places import kept, put
 from multihead.cache.progress import Progress
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.reading import traced
+from multihead.reading import runs_backward, traced
 
 LEAST = 64
 """Tokens that growing buffers have room for at first."""
@@ -80,6 +80,12 @@ class Buffers:
         # Where a gradient flows, or somebody traces this code, new tensors are made and none is written.
         grows = k.requires_grad or v.requires_grad or self.k.requires_grad
         follows = not in_graph and (traced() or (grows and torch.is_grad_enabled()))
+        if follows and not torch.compiler.is_compiling() and runs_backward():
+            raise ArgumentError(
+                "A backward pass computes this call anew, as activation checkpointing does, and a cache would take its "
+                "tokens a second time.",
+                "Call the layer without a cache, or outside of the checkpoint.",
+            )
         if not in_graph:
             self._make_room(new, real, follows=follows)
         start = self.progress.add(new, real)
