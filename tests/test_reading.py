@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multihead.reading import constant_in_graphs, readable, traced, transformed
+from multihead.reading import constant_in_graphs, readable, runs_backward, traced, transformed
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -49,3 +49,12 @@ def test_a_constant_of_a_graph_is_asked_for_while_it_is_made() -> None:
     compiled = torch.compile(lambda x: x + answer(), backend="eager", fullgraph=True)
     assert [int(compiled(torch.zeros(()))) for _ in range(3)] == [7, 7, 7]
     assert len(calls) == 1
+
+
+def test_a_backward_pass_is_told_from_a_forward_one() -> None:
+    told: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: told.append(runs_backward()))
+    told.append(runs_backward())
+    x.sum().backward()
+    assert told == [False, True]
