@@ -18,7 +18,7 @@ from torch import SymInt, Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
 from multihead.reading import traced
 from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
-from multihead.rotary.waves import Tables, Waves, turned_columns, waves_of
+from multihead.rotary.waves import Tables, Waves, exact_on, turned_columns, waves_of
 
 # What a turn is computed in, by the dtype of what is turned.
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
@@ -143,8 +143,9 @@ class Rotary:
             # Elsewhere than on the CPU, asking how far the positions reach would make the host wait.
             if isinstance(positions, Tensor) and device.type == "cpu" and (waves := tables.at(positions)) is not None:
                 return waves
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        frequencies = torch.tensor(self.frequencies(dim), dtype=exact, device=device)
+            frequencies = tables.frequencies
+        else:
+            frequencies = torch.tensor(self.frequencies(dim), dtype=exact_on(device), device=device)
         if not isinstance(positions, Tensor):
             positions = torch.arange(x.shape[2], device=device) + positions
         angles = positions[..., None] * frequencies  # (batch or none, length, pairs)

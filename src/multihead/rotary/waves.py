@@ -22,6 +22,11 @@ class Waves(NamedTuple):
     from_table: bool  # if so, torch transforms nothing here, and what is turned can be worked on in place
 
 
+def exact_on(device: torch.device) -> torch.dtype:
+    """Give the dtype that angles are computed in: float64, or float32 where there is none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def waves_of(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bool) -> Waves:
     """Make the waves of angles, with operations that any transformation of torch can follow.
 
@@ -122,6 +127,7 @@ class Tables:
     ) -> None:
         self._frequencies, self._gain, self._interleaved = np.array(frequencies), gain, interleaved
         self._dtype, self._device, self._lock = dtype, device, Lock()
+        self.frequencies = self._kept(self._frequencies, exact_on(device))  # (pairs,)
         self._held: _Stretch | None = None
         self._last: _Stretch | None = None  # decoding asks for the same positions, layer after layer
 
