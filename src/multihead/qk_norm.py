@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ShapeError
-from multihead.reading import traced
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,4 @@ class QKNorms(nn.Module):
 def _divided(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
     """Divide by the root of the mean square, in float32 or float64."""
     x = x if x.dtype == torch.float64 else x.float()
-    normed = x * x.square().mean(-1, keepdim=True).add(eps).rsqrt()
-    if weight is None:
-        return normed
-    weight = weight.to(normed.dtype)
-    if torch.is_grad_enabled() or traced():
-        return normed * weight
-    return normed.mul_(weight)  # no second tensor of that size: memory that is new costs more than the product
+    return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
