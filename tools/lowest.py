@@ -8,15 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# What those lowest versions bring along in versions of their own: the others stay pinned, so that pip need not search.
+FREE = frozenset({"huggingface-hub", "ml-dtypes", "setuptools", "tokenizers", "typer", "markdown-it-py", "protobuf"})
 _RANGE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)>=(?P<version>[0-9.]+)")
 
 
 def main() -> None:
-    """Print a line a package: those that are needed, and those of the extras."""
+    """Print a line a package: the lower ends of the ranges, and the pins of what the tests need besides."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras: Iterable[list[str]] = project["optional-dependencies"].values()
-    for line in lowest([*project["dependencies"], *(each for extra in extras for each in extra)]):
-        print(line)
+    ends = lowest([*project["dependencies"], *(each for extra in extras for each in extra)])
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    print(*ends, *others(pinned, ends), sep="\n")
 
 
 def lowest(requirements: Iterable[str]) -> list[str]:
@@ -37,6 +40,20 @@ def lowest(requirements: Iterable[str]) -> list[str]:
             raise ValueError(f"{requirement!r} is no range of the form name>=version. Write it so.")
         found.append(f"{matched['name']}=={matched['version']}")
     return found
+
+
+def others(pinned: Iterable[str], ends: Iterable[str]) -> list[str]:
+    """Keep the pins of packages that are neither at their lower end nor free.
+
+    >>> others(["# pins", "torch==2.13.0", "pytest==9.2.0", "setuptools==84.2.1"], ["torch==2.11"])
+    ['pytest==9.2.0']
+    """
+    taken = FREE | {_name(line) for line in ends}
+    return [line for line in pinned if "==" in line and _name(line) not in taken]
+
+
+def _name(line: str) -> str:
+    return line.split("==", maxsplit=1)[0].lower().replace("_", "-")
 
 
 if __name__ == "__main__":
