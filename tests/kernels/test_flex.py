@@ -20,7 +20,7 @@ from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import flex, reference
 from multihead.kernels.strictness import strict
-from multihead.plan.bounds import bounds_of
+from multihead.plan.bounds import bounds_of, key_bounds
 from multihead.scores.relative import Relative
 from tests import oracle
 from tests.agreeing import assert_within_budget
@@ -172,7 +172,48 @@ def test_the_output_is_laid_out_as_q_is() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_a_second_derivative_is_led_around_it_with_a_warning() -> None:
+def test_the_output_may_be_written_in_place_and_a_gradient_that_needs_it_says_so() -> None:
+    q = torch.randn(1, 2, 4, 16, requires_grad=True)
+    output = mh.attention(q, q, q, kernel="flex")
+    output.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_one_gradient_alone_can_be_asked_for(wanted: str) -> None:
+    torch.manual_seed(0)
+    given_ = dict(zip("qkv", torch.randn(3, 1, 2, 4, 16).unbind(), strict=True))
+    given_[wanted].requires_grad_()
+    found = [
+        torch.autograd.grad(mh.attention(**given_, mask=masks.Causal(), kernel=kernel).sin().sum(), given_[wanted])[0]
+        for kernel in ("flex", "reference")
+    ]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_gradient_of_the_logsumexp_alone_can_be_asked_for() -> None:
+    q = torch.randn(1, 2, 4, 16, requires_grad=True)
+    found = [
+        torch.autograd.grad(attention_with_logsumexp(q, q.detach(), q.detach(), kernel=kernel)[1].sum(), q)[0]
+        for kernel in ("flex", "reference")
+    ]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own look at q
+def test_a_second_derivative_is_led_around_it_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None
+) -> None:
+    """As on CUDA, whose compiled gradient raises where its derivative is asked for, and in the plain form."""
+    torch.compiler.reset()
+    if backend is not None:
+        compiled = torch.compile(flex._flex, backend=backend, fullgraph=True)
+        monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     found = []
     for kernel in ("flex", "reference"):
         torch.manual_seed(0)
@@ -312,6 +353,25 @@ def test_work_counts_the_cells_of_its_blocks() -> None:
     assert flex.work(looked_up, bounds_of(looked_up)).memory == rows * (16 * 4 + 4) + lists + 2 * 3 * 300 * 300
 
 
+def test_a_block_under_a_remainder_is_never_full() -> None:
+    kept = torch.arange(9) % 3 > 0
+    bounds = key_bounds(masks.Keep(kept, "keys"), queries=8, keys=9)
+    assert bounds.remainder is not None
+    blocks = flex.blocks_of(bounds, keys=9, block=2)
+    assert torch.equal(blocks.full, blocks.behind_full)
+    assert (blocks.first.tolist(), blocks.behind.tolist()) == ([[0] * 4], [[5] * 4])
+
+
+def test_the_compiler_of_the_cpu_gives_no_logsumexp_so_the_reference_kernel_steps_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(flex, "refusal", lambda request, bounds: None)
+    with torch.no_grad(), pytest.warns(SlowPathWarning, match=r"\(InductorError\)"):
+        output = mh.attention(Q, Q, Q, kernel="flex")
+    assert torch.equal(output, mh.attention(Q, Q, Q, kernel="reference"))
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_blocks_hold_every_cell_that_is_seen_and_a_full_one_no_other(data: st.DataObject) -> None:
@@ -326,7 +386,11 @@ def test_blocks_hold_every_cell_that_is_seen_and_a_full_one_no_other(data: st.Da
     seen = flex.mask_mod(request, bounds)(*cells)  # (batch, heads, queries, keys)
     assert torch.equal(seen, oracle.shown(mask, size.cells, start))
     partial = _listed(made.kv_num_blocks, made.kv_indices)
-    full = _listed(made.full_kv_num_blocks, made.full_kv_indices)
+    if made.full_kv_num_blocks is None:
+        assert bounds.remainder is not None or min(size.queries, size.keys) < block
+        full = torch.zeros_like(partial)
+    else:
+        full = _listed(made.full_kv_num_blocks, made.full_kv_indices)
     assert not bool((partial & full).any())
     partial, full = (_cells(each, block).expand(size.batch, -1, -1) for each in (partial, full))
     within = (slice(None), slice(size.queries), slice(size.keys))

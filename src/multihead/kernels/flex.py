@@ -152,23 +152,24 @@ def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, 
     """Write the plan down as flex_attention takes it: lists of blocks, and what masks a cell of those not full."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    keys = request.shape.key_length
+    queries, keys = request.shape.query_length, request.shape.key_length
     blocks = blocks_of(bounds, keys=keys, block=block)
     ahead = (blocks.full - blocks.first)[..., None]  # (batch or 1, blocks of queries, 1), partial ones before full ones
     count = -(-keys // block)
     each = torch.arange(count, device=bounds.start.device)
     # Entries behind the number of blocks are not computed, and have to be blocks that exist.
     partial = torch.where(each < ahead, blocks.first[..., None] + each, blocks.behind_full[..., None] + each - ahead)
-    full = blocks.full[..., None] + each
-    masked = blocks.behind - blocks.behind_full + ahead[..., 0]
+    full = (blocks.full[..., None] + each).clamp(max=count - 1)
+    # Where no block can be full, as in decoding, the kernel is told so, and divides the partial ones evenly.
+    some = bounds.remainder is None and queries >= block and keys >= block
     return BlockMask.from_kv_blocks(
-        _for_all_heads(masked),
+        _for_all_heads(blocks.behind - blocks.behind_full + ahead[..., 0]),
         _for_all_heads(partial.clamp(max=count - 1)),
-        _for_all_heads(blocks.behind_full - blocks.full),
-        _for_all_heads(full.clamp(max=count - 1)),
+        _for_all_heads(blocks.behind_full - blocks.full) if some else None,
+        _for_all_heads(full) if some else None,
         BLOCK_SIZE=(block, block),
         mask_mod=mask_mod(request, bounds),
-        seq_lengths=(request.shape.query_length, keys),
+        seq_lengths=(queries, keys),
         compute_q_blocks=backward,  # the same lists by key, which only gradients read
     )
 
@@ -292,7 +293,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -316,7 +317,7 @@ class _Exit(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks take their share outside
         ctx.set_materialize_grads(False)
-        return output.view_as(output), logsumexp.view_as(logsumexp)
+        return output.detach(), logsumexp.detach()  # no views: those of a function may not be written in place
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
