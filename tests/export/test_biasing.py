@@ -74,6 +74,20 @@ def test_a_bias_that_is_not_ours_is_written_down_for_one_size() -> None:
     assert_same(ran(made, x=x, memory=memory), layer, x=x, memory=memory, query_start=3)
 
 
+def test_a_query_whose_bias_hides_all_keys_gives_0() -> None:
+    layer, x, memory = layer_with(Nearest(), dtype=torch.float64), torch.randn(2, 4, 12), torch.randn(2, 3, 12)
+    made = model(layer, inputs=("x", "memory"), query_start=2, queries=4, keys=3)
+    found = ran(made, x=x.double(), memory=memory.double())
+    assert_same(found, layer, x=x.double(), memory=memory.double(), query_start=2)
+
+
+def test_a_query_that_stands_before_all_places_of_a_learned_bias_takes_the_first() -> None:
+    layer, x, memory = layer_with(LearnedBias(3, 9, 9)), torch.randn(2, 4, 12), torch.randn(2, 9, 12)
+    start = torch.tensor([-2, 5])
+    found = ran(model(layer, inputs=("x", "memory", "query_start")), x=x, memory=memory, query_start=start)
+    assert_same(found, layer, x=x, memory=memory, query_start=start)
+
+
 def test_a_bias_that_is_not_ours_is_refused_where_sizes_may_change() -> None:
     with pytest.raises(ArgumentError) as refusal:
         model(layer_with(Nearest()), queries=None)

@@ -149,7 +149,8 @@ def test_a_text_decoded_piece_by_piece_is_what_the_layer_makes_of_it_with_a_cach
     mask: masks.Mask, dtype: torch.dtype
 ) -> None:
     rotary = None if dtype == torch.float64 else Rotary(dim=2)
-    layer = MultiHeadAttention(12, 3, num_kv_heads=1, value_head_dim=5, rotary=rotary, softcap=2.0, head_gates=True)
+    terms: dict[str, Any] = {"rotary": rotary, "qk_norm": QKNorm(), "position_bias": Alibi(3), "softcap": 2.0}
+    layer = MultiHeadAttention(12, 3, num_kv_heads=1, value_head_dim=5, head_gates=True, **terms)
     layer = layer.to(dtype).eval()
     wide, cache, wide_cache = deepcopy(layer).double(), KeyValueCache(), KeyValueCache()
     written = model(layer, inputs=("x", "past"), mask=mask)
