@@ -46,10 +46,10 @@ class TestWhatItTells:
         assert isinstance(held.query_start, Tensor)
         assert (held.query_start + held.key_start).tolist() == [200, 150]
 
-    def test_where_lengths_are_given_positions_are_tensors(self, cache: KeyValueCache) -> None:
-        held = step(cache, 3, lengths=(3, 3))
-        assert isinstance(held.query_start, Tensor)
-        assert held.query_start.tolist() == [0, 0]
+    def test_lengths_without_padding_keep_samples_alike(self, cache: KeyValueCache) -> None:
+        assert step(cache, 3, lengths=(3, 3)).query_start == 0
+        assert step(cache, 2, lengths=torch.tensor([2, 2])).query_start == 3
+        assert isinstance(step(cache, 2, lengths=(2, 1)).query_start, Tensor)
 
     @pytest.mark.parametrize(
         ("options", "said"),

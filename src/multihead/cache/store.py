@@ -158,6 +158,8 @@ class KeyValueCache:
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         real = None if lengths is None else counts_of(lengths, batch=len(k), most=k.shape[2], device=k.device)
+        if real is not None and not torch.compiler.is_compiling() and bool((real == k.shape[2]).all()):
+            real = None  # no padding after all: samples that were alike stay so
         held = buffers.extended(k, v, real)
         if not torch.compiler.is_compiling():
             self._continued = Continued(self._text, held.key_start, real)
