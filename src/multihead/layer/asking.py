@@ -136,10 +136,12 @@ def _self_attention(
         q, k = layer.qk_norm(q, k)
     start = _start(layer, mask, query_start, q, k) if cache is None else cache.query_start
     if layer.rotary is not None:
-        place, queries = padding.positions, q.shape[2]
-        q = layer.rotary.turned(q, _positions(start, queries) if place is None else place)
-        of_keys = 0 if cache is None else _positions(start, queries)
-        k = layer.rotary.turned(k, of_keys if place is None else place)
+        within_samples = padding.positions
+        place = _positions(start, q.shape[2]) if within_samples is None else within_samples
+        if cache is None and within_samples is None and (isinstance(place, Tensor) or place):
+            q, k = layer.rotary.turned(q, place), layer.rotary.turned(k, 0)  # keys stand from the first place on
+        else:
+            q, k = layer.rotary.both_turned(q, k, place)
     if cache is None:
         return _Placed(q, k, v, start, padding.hiding(mask))
     held = cache.extended(k, v, lengths=None if padding.rows is None else padding.rows.lengths)
@@ -167,7 +169,7 @@ def _cross_attention(
         k, v = remembered.k, remembered.v
     if layer.qk_norm is not None:
         q, normed = layer.qk_norm(q, k)
-        k = normed if remembered is None else k
+        k = normed if remembered is None else k  # what is remembered is normed already
     if cache is not None and query_start is None and _speaks_of_positions(layer, mask):
         start = cache.query_start
     else:
