@@ -1,0 +1,98 @@
+"""The list of broken lines does not rot, and the tool tells a mutant that is noticed from one that is not."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from tools import mutants
+from tools.broken import MUTANTS, Mutant
+from tools.mutants import MutantError, Verdict
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
+def test_what_a_mutant_breaks_stands_in_its_file_exactly_once(mutant: Mutant) -> None:
+    source = (mutants.SOURCES / mutant.file).read_text(encoding="utf-8")
+    assert source.count(mutant.text) == 1
+    assert mutant.text != mutant.replacement
+    assert compile(source.replace(mutant.text, mutant.replacement), mutant.file, "exec")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
+def test_the_tests_of_a_mutant_exist(mutant: Mutant) -> None:
+    paths = [word for word in mutant.tests if word.startswith("tests/")]
+    assert paths
+    assert [path for path in paths if not (mutants.ROOT / path.split("::")[0]).is_file()] == []
+
+
+def test_every_mutant_breaks_something_of_its_own() -> None:
+    assert len({(each.part, each.breaks) for each in MUTANTS}) == len(MUTANTS)
+    assert len({(each.file, each.text) for each in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_text_that_is_not_there_once_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "softcap.py").write_text("a = 1\nb = 1\n", encoding="utf-8")
+    broken = Mutant("softcap", "", "softcap.py", " = 1", " = 2", ())
+    sentence = r"^softcap.py holds ' = 1' 2 times. Mend tools/broken.py: once is right.$"
+    with pytest.raises(MutantError, match=sentence):
+        mutants.mutated(broken, tmp_path)
+
+
+def test_a_broken_copy_is_what_its_test_imports_and_the_test_notices() -> None:
+    """One mutant from end to end; the unbroken copy passes, so it is the broken line that is noticed."""
+    softcap = next(each for each in MUTANTS if each.part == "softcap")
+    verdict = mutants.judged(softcap)
+    assert verdict.outcome == "caught"
+    assert verdict.test.startswith("tests/scores/test_softcap.py::")
+    same = softcap._replace(replacement=softcap.text)
+    assert mutants.judged(same).outcome == "survived"
+
+
+def test_a_test_that_could_not_begin_has_noticed_nothing() -> None:
+    softcap = next(each for each in MUTANTS if each.part == "softcap")
+    verdict = mutants.judged(softcap._replace(tests=("tests/no_such_file.py",)))
+    assert verdict.outcome == "no verdict"
+    assert "no_such_file" in verdict.test
+
+
+def test_mutants_are_chosen_by_part_file_or_breakage() -> None:
+    assert {each.part for each in mutants.chosen("rotary")} == {"rotary"}
+    assert {each.file for each in mutants.chosen("kernels/sdpa")} == {"kernels/sdpa.py"}
+    assert mutants.chosen(None) == MUTANTS
+
+
+def test_the_table_names_what_was_noticed_and_by_whom() -> None:
+    console = Console(width=200, record=True, file=StringIO())
+    caught, missed = MUTANTS[0], MUTANTS[1]
+    rows = [
+        (caught, Verdict("caught", "tests/test_heads.py::test_it[1]", 2.4)),
+        (missed, Verdict("survived", "", 1.0)),
+    ]
+    console.print(mutants.table_of(rows))
+    text = console.export_text()
+    assert caught.breaks in text
+    assert "test_heads.py::test_it[1]" in text
+    assert "survived" in text
+
+
+def test_a_word_that_no_mutant_holds_is_refused_in_words() -> None:
+    result = CliRunner().invoke(mutants.main, ["--only", "nothing of the kind"])
+    assert result.exit_code == 2
+    assert "No mutant holds 'nothing of the kind'. The parts are: native kernel, sdpa kernel," in result.output
+
+
+def test_help_shows_examples() -> None:
+    result = CliRunner().invoke(mutants.main, ["--help"])
+    assert result.exit_code == 0
+    assert "python -m tools.mutants --only rotary" in result.output
+
+
+def test_a_mutant_that_goes_unnoticed_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = {"caught": 0, "survived": 1, "no verdict": 1}
+    for outcome, status in verdicts.items():
+        monkeypatch.setattr(mutants, "judged", lambda _, outcome=outcome: Verdict(outcome, "", 0.0))
+        assert CliRunner().invoke(mutants.main, ["--only", "softcap"]).exit_code == status

@@ -1,0 +1,209 @@
+"""Break the library on purpose, a line at a time, and see that a test notices.
+
+Each mutant of tools/broken.py is put into a copy of src/multihead, beside the native library that is built, and its
+test runs against the copy. A mutant that no test notices says that a test is missing.
+
+    python -m tools.mutants [--only WORD]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from multihead.kernels import library
+from tools.broken import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "src" / "multihead"
+LIMIT = 600  # seconds that a test may take
+
+# An editable install puts a finder before all paths, which would import the sources and not the copy. Hypothesis looks
+# for the smallest example only where somebody will read it.
+_RUN = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+sys.path.insert(0, sys.argv[1])
+import multihead
+assert multihead.__file__.startswith(sys.argv[1]), multihead.__file__
+from multihead.kernels import library
+assert sys.argv[2] == str(library.absence() is None), library.absence()
+from hypothesis import Phase, settings
+settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.generate))
+settings.load_profile("unshrunk")
+import pytest
+sys.exit(pytest.main(sys.argv[3:]))
+"""
+
+Outcome = Literal["caught", "survived", "no verdict"]
+
+
+class Verdict(NamedTuple):
+    """What became of a mutant.
+
+    Fields:
+        outcome: whether its test noticed; "no verdict" where the test did not run as a test does.
+        test: the first test that failed, or what was said instead.
+        seconds: how long it took.
+    """
+
+    outcome: Outcome
+    test: str
+    seconds: float
+
+
+class MutantError(Exception):
+    """A mutant whose text does not stand in its file exactly once."""
+
+
+def mutated(mutant: Mutant, package: Path) -> None:
+    """Break a copy of the package.
+
+    Raises:
+        MutantError: the text is not in the file, or more than once.
+    """
+    path = package / mutant.file
+    source = path.read_text(encoding="utf-8")
+    count = source.count(mutant.text)
+    if count != 1:
+        raise MutantError(f"{mutant.file} holds {mutant.text!r} {count} times. Mend tools/broken.py: once is right.")
+    path.write_text(source.replace(mutant.text, mutant.replacement), encoding="utf-8")
+
+
+def copied(folder: Path) -> Path:
+    """Copy the package and the native library that is built, and return the copy."""
+    package = folder / "multihead"
+    shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
+    built = library.path()
+    if built is not None:
+        shutil.copy(built, package / "kernels" / built.name)
+    return package
+
+
+def run(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run some tests against the package in a folder."""
+    # What finds one example in ten runs is no guard: examples are the same each time.
+    environment = {**os.environ, "CI": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    native = str(library.absence() is None)
+    # Hypothesis is imported before pytest's plugin of it, which would like to be first.
+    quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    options = ("-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *quiet)
+    return subprocess.run(
+        [sys.executable, "-c", _RUN, str(folder), native, *options, *tests],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def judged(mutant: Mutant) -> Verdict:
+    """Break a copy, run the mutant's tests, and say whether one failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="multihead-mutant-") as folder:
+        mutated(mutant, copied(Path(folder)))
+        try:
+            finished = run(mutant.tests, Path(folder))
+        except subprocess.TimeoutExpired:
+            return Verdict("no verdict", f"it ran more than {LIMIT} seconds", time.monotonic() - began)
+    outcome, test = verdict_of(finished.returncode, finished.stdout, finished.stderr)
+    return Verdict(outcome, test, time.monotonic() - began)
+
+
+def verdict_of(status: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
+    """Read what pytest said: a failed test has noticed, tests that could not begin have not.
+
+    >>> verdict_of(1, "FAILED tests/test_heads.py::test_a[1] - assert 1 == 2", "")
+    ('caught', 'tests/test_heads.py::test_a[1]')
+    >>> verdict_of(0, "12 passed", "")
+    ('survived', '')
+    """
+    if status == 0:
+        return "survived", ""
+    failed = re.search(r"^FAILED (\S+::.*?)(?: - .*)?$", stdout, re.MULTILINE)
+    if status == 1 and failed is not None:
+        return "caught", failed[1]
+    said = (stderr.strip() or stdout.strip() or f"pytest ended with {status}").splitlines()
+    return "no verdict", said[-1]
+
+
+def chosen(word: str | None) -> tuple[Mutant, ...]:
+    """Return the mutants whose part, file or breakage holds a word; all without one."""
+    if word is None:
+        return MUTANTS
+    return tuple(each for each in MUTANTS if word.lower() in f"{each.part} {each.file} {each.breaks}".lower())
+
+
+def table_of(verdicts: Sequence[tuple[Mutant, Verdict]]) -> Table:
+    """Lay out one row a mutant."""
+    table = Table("part", "broken", "caught by", "seconds", box=None, pad_edge=False)
+    table.columns[2].overflow, table.columns[3].justify = "fold", "right"
+    for mutant, verdict in verdicts:
+        style = None if verdict.outcome == "caught" else "bold red"
+        said = verdict.test if verdict.outcome == "caught" else f"{verdict.outcome} {verdict.test}".strip()
+        cells = (mutant.part, mutant.breaks, said.removeprefix("tests/"), f"{verdict.seconds:.0f}")
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells), style=style)
+    return table
+
+
+EXAMPLES = """
+\b
+Examples:
+  make mutants                                 all of them, some minutes
+  python -m tools.mutants --only rotary        those of one part
+  python -m tools.mutants --only kernels/sdpa  those of one file
+  python -m tools.mutants --list               what there is, and which tests must notice
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.option("--only", metavar="WORD", help="Take the mutants whose part, file or breakage holds this word.")
+@click.option("--list", "listed", is_flag=True, help="Print the mutants and their tests, and run nothing.")
+def main(only: str | None, *, listed: bool) -> None:
+    """Break the library on purpose, a line at a time, and see that a test notices.
+
+    Ends with 1 if one goes unnoticed.
+    """
+    mutants, console = chosen(only), Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a file has no edge
+    if not mutants:
+        parts = ", ".join(dict.fromkeys(each.part for each in MUTANTS))
+        raise click.UsageError(f"No mutant holds {only!r}. The parts are: {parts}.")
+    if listed:
+        for each in mutants:
+            console.print(f"{each.part}: {each.breaks} ({' '.join(each.tests)})", markup=False, highlight=False)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    verdicts: list[tuple[Mutant, Verdict]] = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(mutants))
+        for each in mutants:
+            progress.update(task, description=f"{each.part}: {each.breaks}")
+            verdicts.append((each, judged(each)))
+            if verdicts[-1][1].outcome != "caught":
+                progress.print(f"{each.part}: {each.breaks}: {verdicts[-1][1].outcome}", markup=False)
+            progress.advance(task)
+    console.print(table_of(verdicts))
+    missed = sum(verdict.outcome != "caught" for _, verdict in verdicts)
+    console.print(f"{len(verdicts) - missed} of {len(verdicts)} were noticed.")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
