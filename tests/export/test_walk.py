@@ -1,4 +1,7 @@
-"""What onnxruntime gives is what the layer gives, whatever its options, mask, inputs and sizes."""
+"""What a runtime gives is what the layer gives, whatever its options, mask, inputs and sizes.
+
+Two runtimes: onnxruntime, and the evaluator of the ONNX package, which follows the words of the standard.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from multihead.scores.alibi import Alibi
 from multihead.scores.learned import LearnedBias
 from multihead.scores.t5 import T5Bias
 from tests import drawing
-from tests.export.running import all_of, assert_same, assert_within, ran
+from tests.export.running import all_of, assert_same, assert_within, evaluated, ran
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -125,16 +128,19 @@ def calls(draw: Draw) -> tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask
     return layer, given, draw(drawing.trees(size, depth=2)), start
 
 
-@given(calls(), st.sampled_from((23, 24, 25)), st.booleans())
-def test_onnxruntime_gives_what_the_layer_gives(
-    call: tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask, Any], opset: int, start_is_given: bool
+@given(calls(), st.sampled_from((23, 24, 25)), st.booleans(), st.sampled_from((ran, ran, evaluated)))
+def test_a_runtime_gives_what_the_layer_gives(
+    call: tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask, Any],
+    opset: int,
+    start_is_given: bool,
+    run: Callable[..., Tensor],
 ) -> None:
     layer, given, mask, start = call
     if start_is_given and isinstance(start, Tensor):
         written = model(layer, inputs=(*given, "query_start"), mask=mask, opset=opset)
-        found = ran(written, **given, query_start=start)
+        found = run(written, **given, query_start=start)
     else:
-        found = ran(model(layer, inputs=tuple(given), mask=mask, query_start=start, opset=opset), **given)
+        found = run(model(layer, inputs=tuple(given), mask=mask, query_start=start, opset=opset), **given)
     if "keep" in given:
         mask = mask & masks.Keep(given.pop("keep"))
     assert_same(found, layer, **given, mask=mask, query_start=start)
