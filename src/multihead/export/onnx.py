@@ -61,7 +61,8 @@ def model(
         MaskError: the mask does not fit the layer or the sizes.
 
     A query that sees no key gives 0 as the layer does, and what lies in padding given by lengths is never read. What
-    is not promised: NaN in a key that a mask hides reaches the output in most runtimes. The operator takes any mask
+    is not promised: NaN in a key that a mask hides reaches the output in most runtimes, and onnxruntime 1.31 refuses a
+    batch, queries or keys of 0, and has no bfloat16 on the CPU. The operator takes any mask
     but `Full` and `Causal` as a table of queries x keys, and biases and sinks as one a head, which a runtime holds;
     lengths with `Full` need none from opset 24 on.
 
