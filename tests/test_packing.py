@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import pytest
 import torch
@@ -74,3 +75,9 @@ def test_lengths_that_do_not_fit_are_refused_in_words(
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
         Packing.of(lengths, batch=2, length=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_first_token_of_every_sample_stands_at_0_whatever_its_padding(side: Literal["right", "left"]) -> None:
+    packing = Packing.of((2, 0, 3), batch=3, length=3, side=side)
+    assert packing.positions.tolist() == [[0, 1, 0, 1, 2]]

@@ -37,6 +37,11 @@ def test_positions_before_the_first_key_see_nothing_before_them() -> None:
     assert visible(Documents((2,)), place)[0, 0].tolist() == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
 
 
+def test_what_stands_behind_all_documents_sees_nothing_and_is_not_seen() -> None:
+    shown = visible(Documents((1, 1)), Place.of(4, 4))[0, 0]
+    assert shown.tolist() == [[True, False, False, False], [False, True, False, False], [False] * 4, [False] * 4]
+
+
 UNFIT: list[tuple[Mask, str]] = [
     (Lengths((1, 2, 3)), "Lengths((1, 2, 3)) speaks of 3 samples, and the batch has 2. Give one row a sample."),
     (Prefix((1, 2, 3)), "Prefix((1, 2, 3)) speaks of 3 samples, and the batch has 2. Give one row a sample."),
