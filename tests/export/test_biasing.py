@@ -88,6 +88,12 @@ def test_a_query_that_stands_before_all_places_of_a_learned_bias_takes_the_first
     assert_same(found, layer, x=x, memory=memory, query_start=start)
 
 
+def test_with_more_queries_than_keys_the_first_stand_before_all_places() -> None:
+    layer, x, memory = layer_with(LearnedBias(3, 9, 9)), torch.randn(2, 4, 12), torch.randn(2, 2, 12)
+    found = ran(model(layer, inputs=("x", "memory"), query_start="end"), x=x, memory=memory)
+    assert_same(found, layer, x=x, memory=memory, query_start="end")
+
+
 def test_a_bias_that_is_not_ours_is_refused_where_sizes_may_change() -> None:
     with pytest.raises(ArgumentError) as refusal:
         model(layer_with(Nearest()), queries=None)

@@ -123,8 +123,6 @@ def calls(draw: Draw) -> tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask
     if draw(st.integers(0, 3)) == 0:
         given["head_gates"] = torch.randn([draw(st.sampled_from((1, n))) for n in size.cells[:3]]).to(dtype)
     start = draw(drawing.starts(size)) if crosses or draw(st.integers(0, 3)) == 0 else None
-    if isinstance(start, str) and size.keys < size.queries:
-        start = 0
     return layer, given, draw(drawing.trees(size, depth=2)), start
 
 

@@ -72,9 +72,12 @@ def _learned(ground: Ground, module: LearnedBias) -> str:
     graph = ground.graph
     table = graph.constant(module.weight.to(ground.dtype), name="learned")  # (heads, places, key places)
     rows = graph.node("Squeeze", ground.place.positions, graph.ints(1, 3))  # (batch or 1, queries)
-    if isinstance(ground.wanted.start, Tensor) or ground.wanted.start == "query_start":
-        # A query of another start for each sample may be padding that stands at no place: it takes the nearest.
-        rows = graph.node("Max", graph.node("Min", rows, graph.ints(module.queries - 1)), graph.ints(0))
+    start = ground.wanted.start
+    if isinstance(start, Tensor) or start == "query_start":
+        # A query may be padding that stands at no place: it takes the nearest. Elsewhere, one too far is an error.
+        rows = graph.node("Min", rows, graph.ints(module.queries - 1))
+    if not isinstance(start, int):  # so does one that stands before the first key
+        rows = graph.node("Max", rows, graph.ints(0))
     found = graph.node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key places)
     found = graph.node("Slice", found, graph.ints(0), ground.keys, graph.ints(3))
     return graph.node("Transpose", found, perm=[1, 0, 2, 3], name="learned_bias")
