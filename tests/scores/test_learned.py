@@ -110,3 +110,11 @@ def test_places_beyond_the_table_are_refused_in_words(queries: int, keys: int, s
 def test_a_size_that_is_none_is_refused_in_words() -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape('keys is 0. Give an integer of at least 1.')}$"):
         LearnedBias(2, 6, 0)
+
+
+def test_a_query_before_the_first_place_takes_the_first_one() -> None:
+    """An int below 0 once cut rows from the end of the table."""
+    bias = LearnedBias(1, 7, 7)
+    nn.init.normal_(bias.weight)
+    assert torch.equal(bias(3, 2, query_start=-1), bias(3, 2, query_start=torch.tensor([-1])))
+    assert torch.equal(bias(3, 2, query_start=-1)[0, 0], bias.weight[0, [0, 0, 1], :2])

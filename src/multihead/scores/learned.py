@@ -76,6 +76,8 @@ class LearnedBias(nn.Module):
             ShapeError: places that the table does not have.
         """
         weight = self.weight.to(device=device, dtype=dtype)
+        if not isinstance(query_start, Tensor) and query_start < 0:  # some stand before the first place
+            query_start = torch.tensor([query_start])
         if not isinstance(query_start, Tensor):
             self._refuse_unless_within(query_start + queries, keys)
             return weight[None, :, query_start : query_start + queries, :keys]
