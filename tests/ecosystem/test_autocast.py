@@ -10,6 +10,7 @@ from torch import Tensor
 
 import multihead as mh
 from tests.ecosystem.ways import WAYS, inputs, layer, results
+from tests.kernel_names import EACH
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -87,3 +88,12 @@ def test_training_under_autocast_with_a_gradient_scaler_lowers_the_loss() -> Non
         scaler.update()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("kernel", EACH)
+def test_attention_of_float32_tensors_is_computed_in_float32_by_every_kernel(kernel: str) -> None:
+    """Autocast would make the matrix products of a kernel that is written in PyTorch half precision."""
+    q, k, v = torch.randn(3, 2, 3, 40, 8).unbind()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = mh.attention(q, k, v, mask=mh.masks.Causal(), kernel=kernel)
+    assert torch.equal(output, mh.attention(q, k, v, mask=mh.masks.Causal(), kernel=kernel))
