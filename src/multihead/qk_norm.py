@@ -160,4 +160,8 @@ class QKNorms(nn.Module):
 def _divided(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
     """Divide by the root of the mean square, in float32 or float64."""
     x = x if x.dtype == torch.float64 else x.float()
+    if torch.compiler.is_compiling():
+        # The rms_norm of torch 2.11 asks whether there are tokens, which a graph may not know.
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return normed if weight is None else normed * weight.to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
