@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import functional
 from multihead.cache import KeyValueCache
+from multihead.plan import rectangles
 from tests import oracle
 from tests.agreeing import SLACK
 from tests.layer.layer_drawing import LayerCase, Leaves, built, leaves
@@ -28,13 +29,19 @@ Results = dict[str, Tensor]
 
 @contextmanager
 def only(kernel: str | None) -> Iterator[None]:
-    """Let every call inside run by one kernel, or by the one that is chosen; a refusal is an error."""
-    with (
-        nullcontext()
-        if kernel is None
-        else mock.patch.object(functional, "choose", partial(_chosen, functional.choose, kernel))
-    ):
-        yield
+    """Let every call inside run by one kernel, or by the one that is chosen; a refusal is an error.
+
+    Rectangles are as small as they are cheap, so that short calls are covered by several of them, as long ones are.
+    """
+    chosen = functional.choose if kernel is None else partial(_chosen, functional.choose, kernel)
+    try:
+        with (
+            mock.patch.object(functional, "choose", chosen),
+            mock.patch.multiple(rectangles, CALL_CELLS=1, BLOCK_ROWS=3),
+        ):
+            yield
+    finally:
+        rectangles.rectangles.cache_clear()
 
 
 def _chosen(choose: Any, only_kernel: str, request: Any, bounds: Any, *, kernel: str | None = None) -> Any:
