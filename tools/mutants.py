@@ -168,18 +168,23 @@ Examples:
   python -m tools.mutants --only rotary        those of one part
   python -m tools.mutants --only kernels/sdpa  those of one file
   python -m tools.mutants --list               what there is, and which tests must notice
+  python -m tools.mutants --against tests/layer/test_agreement.py
+                                               which of them one test file notices alone
 """
 
 
 @click.command(epilog=EXAMPLES)
 @click.option("--only", metavar="WORD", help="Take the mutants whose part, file or breakage holds this word.")
+@click.option("--against", metavar="PATH", help="Run these tests instead of those that each mutant names.")
 @click.option("--list", "listed", is_flag=True, help="Print the mutants and their tests, and run nothing.")
-def main(only: str | None, *, listed: bool) -> None:
+def main(only: str | None, against: str | None, *, listed: bool) -> None:
     """Break the library on purpose, a line at a time, and see that a test notices.
 
     Ends with 1 if one goes unnoticed.
     """
     mutants, console = chosen(only), Console()
+    if against is not None:
+        mutants = tuple(each._replace(tests=tuple(against.split())) for each in mutants)
     if not console.is_terminal:
         console = Console(width=200)  # a file has no edge
     if not mutants:

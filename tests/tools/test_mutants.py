@@ -96,3 +96,9 @@ def test_a_mutant_that_goes_unnoticed_ends_with_1(monkeypatch: pytest.MonkeyPatc
     for outcome, status in verdicts.items():
         monkeypatch.setattr(mutants, "judged", lambda _, outcome=outcome: Verdict(outcome, "", 0.0))
         assert CliRunner().invoke(mutants.main, ["--only", "softcap"]).exit_code == status
+
+
+def test_other_tests_can_be_asked_in_the_place_of_those_that_must_notice() -> None:
+    listed = CliRunner().invoke(mutants.main, ["--list", "--only", "softcap", "--against", "tests/test_heads.py -x"])
+    assert listed.exit_code == 0
+    assert listed.output == "softcap: scores are not stretched back (tests/test_heads.py -x)\n"
