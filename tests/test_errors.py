@@ -11,6 +11,8 @@ from multihead.errors import (
     ArgumentError,
     DtypeError,
     MultiheadError,
+    SlowPathError,
+    SlowPathWarning,
     refuse_unless_integer,
     refuse_unless_share,
 )
@@ -33,8 +35,10 @@ def test_an_error_survives_pickling(kind: type[MultiheadError]) -> None:
 
 
 def test_errors_are_caught_as_what_python_would_raise() -> None:
-    others = set(KINDS) - {MultiheadError, DtypeError}
+    others = set(KINDS) - {MultiheadError, DtypeError, SlowPathError}
     assert issubclass(DtypeError, TypeError)
+    assert issubclass(SlowPathError, RuntimeError)
+    assert issubclass(SlowPathWarning, UserWarning)
     assert all(issubclass(kind, ValueError) for kind in others)
     assert issubclass(ArgumentError, MultiheadError)
 
