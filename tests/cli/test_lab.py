@@ -33,7 +33,7 @@ def test_every_answer_is_printed_and_the_page_is_written(tmp_path: Path, lang: s
     out = tmp_path / "lab.html"
     result = run("--lang", lang, "--out", str(out))
     assert result.exit_code == 0
-    assert result.output.startswith(title)
+    assert result.output.lstrip("\n").startswith(title)
     assert row in said(result.output)
     assert "(1, 2, 4, 4)" in result.output
     assert out.read_text("utf-8").startswith("<!doctype html>")
