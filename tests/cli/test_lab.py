@@ -71,5 +71,5 @@ def test_what_can_be_counted_is_counted_for_real(tmp_path: Path) -> None:
 def test_bad_input_is_answered_in_one_line(tmp_path: Path, args: tuple[str, ...], sentence: str) -> None:
     result = run("--out", str(tmp_path / "x"), *args)
     assert result.exit_code == 2
-    assert result.stderr.startswith(sentence)
+    assert result.stderr.lstrip("\n").startswith(sentence)
     assert not (tmp_path / "x").exists()
