@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.alone import alone, runs_here
+from benchmarks.journal import kept_rows
 from benchmarks.machine import commit
 from benchmarks.native_cases import CASES, Accuracy, Case
 from benchmarks.native_page import absent, cells, machine_line, page, paired_with_cases, retold
@@ -135,14 +136,8 @@ def retell(rows: list[Row], instruction_set: str) -> None:
 
 
 def read(journal: Path) -> list[Row]:
-    """Read the rows that were kept; a line that was cut off is none."""
-    rows = []
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []:
-        try:
-            rows.append(Row.from_dict(json.loads(line)))
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    return rows
+    """Read the rows that were kept."""
+    return kept_rows(journal, Row.from_dict)
 
 
 def _measured(case: Case | Accuracy, seconds: float, instruction_set: str) -> Row:

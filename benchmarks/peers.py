@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.alone import alone
+from benchmarks.journal import kept_rows
 from benchmarks.machine import commit, features
 from benchmarks.peers_cases import CASES, DTYPES, Case
 from benchmarks.peers_contest import Row, measured
@@ -108,14 +109,8 @@ def write(rows: list[Row]) -> None:
 
 
 def read(journal: Path) -> list[Row]:
-    """Read the rows that were kept; a line that was cut off is none."""
-    rows = []
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []:
-        try:
-            rows.append(Row.from_dict(json.loads(line)))
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    return rows
+    """Read the rows that were kept."""
+    return kept_rows(journal, Row.from_dict)
 
 
 def _measured(case: Case, dtype: str, seconds: float) -> Row:

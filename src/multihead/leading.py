@@ -8,7 +8,6 @@ from torch import Tensor
 
 from multihead.errors import ShapeError
 from multihead.scores.bias import Bias
-from multihead.scores.relative import Relative
 
 
 class Leading(NamedTuple):
@@ -47,7 +46,7 @@ class Leading(NamedTuple):
     def joined_bias(self, bias: Bias | None) -> Bias | None:
         """Make one dimension of the leading ones of a bias, each of them 1 or that of q; four dimensions stay."""
         count = len(self.sizes)
-        if not isinstance(bias, Tensor) or isinstance(bias, Relative) or bias.dim() != count + 3:
+        if not isinstance(bias, Tensor) or bias.dim() != count + 3:
             return bias
         if all(size == 1 for size in bias.shape[:count]):
             return bias.reshape(1, *bias.shape[count:])

@@ -131,12 +131,8 @@ class MultiHeadAttention(nn.Module):
                 "add_bias_kv and position_bias are both given, and the learned key stands at no position.",
                 "Leave one of them out.",
             )
-        self.rotary, self.softcap, self.position_bias, self.add_zero_attn = (
-            rotary,
-            softcap,
-            position_bias,
-            add_zero_attn,
-        )
+        self.rotary, self.position_bias = rotary, position_bias
+        self.softcap, self.add_zero_attn = softcap, add_zero_attn
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         self.qk_norm = None if qk_norm is None else qk_norm.made(*heads, device=device, dtype=dtype)
 
