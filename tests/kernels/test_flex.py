@@ -297,6 +297,25 @@ def test_a_graph_asks_it_whether_it_refuses(gpu: pytest.MonkeyPatch) -> None:
     assert found == [None, "flex_attention has no rules for the transforms of torch.func"]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_told_from_a_graph(gpu: pytest.MonkeyPatch, strict: bool) -> None:
+    """In torch 2.11 a compiler that looks into `torch.compiler.is_exporting` says True in every graph."""
+    request = on_cuda()
+    bounds = bounds_of(request_of(Q, Q, Q))
+
+    class Asking(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            reason = flex.refusal(request, bounds)
+            return x if reason is None else x + len(reason)
+
+    torch.compiler.reset()
+    x = torch.zeros(1)
+    compiled = torch.compile(Asking(), backend="eager", fullgraph=True)
+    exported = torch.export.export(Asking(), (x,), strict=strict).module()
+    reason = "an exported flex_attention would write queries x keys wherever it is not compiled"
+    assert (compiled(x).item(), exported(x).item()) == (0, len(reason))
+
+
 @pytest.mark.parametrize("mask", [masks.Causal() & masks.Window(100), masks.Documents((200, 100, 50))])
 def test_compiled_it_computes_the_blocks_of_the_plan(mask: masks.Mask) -> None:
     """The compiled form that the CPU has gives no logsumexp, so flex_attention is called by hand."""

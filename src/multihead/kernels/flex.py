@@ -47,7 +47,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return missing
     if _transformed():
         return "flex_attention has no rules for the transforms of torch.func"
-    if torch.compiler.is_exporting():
+    if _exporting():
         return "an exported flex_attention would write queries x keys wherever it is not compiled"
     if shape.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it computes float32, float16 and bfloat16, and the tensors are {str(shape.dtype).split('.')[-1]}"
@@ -343,6 +343,11 @@ def _missing(device: torch.device) -> str | None:
 @cache
 def _triton_is_missing() -> bool:
     return find_spec("triton") is None
+
+
+@constant_in_graphs  # torch 2.11 takes the question itself for True in every graph
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
 
 
 @constant_in_graphs  # a compiler that traces a transform has really entered it
