@@ -20,7 +20,7 @@ from benchmarks.native_rows import Row, identity, is_met, meant, measured
 from multihead.kernels import library
 
 RESULTS = Path(__file__).parent / "results"
-READMES = [RESULTS.parents[1] / name for name in ("README.md", "README.zh.md")]
+PAGES = [RESULTS.parents[1] / "docs" / name for name in ("measured.md", "measured.zh.md")]
 SECONDS = 3.0  # that a case is timed
 JOURNALS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
 
@@ -121,7 +121,7 @@ def compare(instruction_set: str, *, only: str, seconds: float, resume: bool, sa
 
 
 def write(rows: list[Row], instruction_set: str) -> None:
-    """Write the page of an instruction set, dated, and the READMEs where every case has its row."""
+    """Write the page of an instruction set, dated, and the pages of docs/ where every case has its row."""
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{dt.date.today().isoformat()}-native-{instruction_set}.md"
     target.write_text("\n".join(page(rows, instruction_set)) + "\n", encoding="utf-8")
@@ -130,9 +130,9 @@ def write(rows: list[Row], instruction_set: str) -> None:
 
 
 def retell(rows: list[Row], instruction_set: str) -> None:
-    """Put the results in short into the READMEs, where they have a place for this instruction set."""
-    for readme in READMES:
-        readme.write_text(retold(readme.read_text(encoding="utf-8"), rows, instruction_set), encoding="utf-8")
+    """Put the results in short into the pages that tell them, where they have a place for this instruction set."""
+    for told in PAGES:
+        told.write_text(retold(told.read_text(encoding="utf-8"), rows, instruction_set), encoding="utf-8")
 
 
 def read(journal: Path) -> list[Row]:

@@ -147,7 +147,7 @@ def two_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(native, "_measured", measure)
     monkeypatch.setattr(native, "JOURNALS", tmp_path / "journals")
     monkeypatch.setattr(native, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(native, "READMES", [])
+    monkeypatch.setattr(native, "PAGES", [])
     return measured
 
 
