@@ -138,8 +138,8 @@ class TestKeeping:
         with mh.observe(tower, keep="statistics") as seen:
             tower(*inputs())
         sample = seen["layers.1"].sample()
-        assert sample.keys is None
-        assert sample.pieces[0].q is None
+        assert sample.k is None
+        assert sample.q is None
         assert torch.equal(sample.visible(), torch.ones(6, 6, dtype=torch.bool).tril())
         with pytest.raises(ProbeError) as caught:
             sample.weights(0)
@@ -164,7 +164,7 @@ class TestKeeping:
         with mh.observe(layer) as seen:
             layer(torch.randn(1, 5, 16, requires_grad=True)).sum().backward()
         sample = seen.layers[0].sample()
-        kept = [sample.pieces[0].q, sample.weights(), *sample.statistics.values()]
+        kept = [sample.q.whole(), sample.weights(), *sample.statistics.values()]
         assert not any(tensor.requires_grad for tensor in kept if tensor is not None)
         assert layer.q_proj.weight.grad is not None
 

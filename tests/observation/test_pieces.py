@@ -5,30 +5,30 @@ from __future__ import annotations
 import torch
 
 from multihead.functional import request_of
-from multihead.observation.pieces import KeyRows, Piece
+from multihead.observation.pieces import Piece, Rows, grow_keys
 
 HEADS = 4
 K = torch.randn(1, HEADS, 10, 8, generator=torch.Generator().manual_seed(0))
 
 
 def test_only_what_is_new_is_taken_of_a_growing_cache() -> None:
-    rows = KeyRows()
-    rows.grow(K[:, :, :4], start=0, device=torch.device("cpu"))
-    rows.grow(K[:, :, :6], start=0, device=torch.device("cpu"))
-    rows.grow(K[:, :, 3:9], start=3, device=torch.device("cpu"))
+    rows = Rows(2)
+    grow_keys(rows, K[:, :, :4], start=0, device=torch.device("cpu"))
+    grow_keys(rows, K[:, :, :6], start=0, device=torch.device("cpu"))
+    grow_keys(rows, K[:, :, 3:9], start=3, device=torch.device("cpu"))
     assert [chunk.shape[2] for chunk in rows._chunks] == [4, 2, 3]
     assert torch.equal(rows.between(0, 9), K[:, :, :9])
     assert rows.length == 9
 
 
 def test_keys_that_were_dropped_before_anybody_saw_them_are_zero() -> None:
-    rows = KeyRows()
-    rows.grow(K[:, :, :2], start=3, device=torch.device("cpu"))
+    rows = Rows(2)
+    grow_keys(rows, K[:, :, :2], start=3, device=torch.device("cpu"))
     assert torch.equal(rows.between(0, 5)[:, :, :3], torch.zeros(1, HEADS, 3, 8))
     assert torch.equal(rows.between(3, 5), K[:, :, :2])
 
 
 def test_a_piece_knows_its_place_among_the_keys_of_its_sample() -> None:
     request = request_of(K[:, :, :2], K[:, :, :5], K[:, :, :5], query_start=3)
-    piece = Piece(request, 4, torch.zeros(1, HEADS, 2), {}, None)
+    piece = Piece(request, 4)
     assert (piece.num_queries, piece.query_start, piece.key_stop) == (2, 7, 9)

@@ -14,9 +14,11 @@ from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
 from multihead.masks.behind import Behind
 from multihead.observation.choice import Choice
-from multihead.observation.pieces import KeyRows, Piece
-from multihead.observation.record import LayerRecord, Record, SampleRecord
-from multihead.observation.trimming import Span, cut, spans, without_queries
+from multihead.observation.pieces import Piece, Rows, grow_keys, kept
+from multihead.observation.reading import read_ids
+from multihead.observation.record import LayerRecord, Record
+from multihead.observation.sample import SampleRecord
+from multihead.observation.trimming import cut, spans, without_queries
 from multihead.probes.statistics import of_call, without_positions
 from multihead.probes.weights import tile
 from multihead.scores.bias import values_of, with_values
@@ -34,7 +36,6 @@ class _Last:
         keys: number of its keys.
         edge: (2, batch, kv_heads, head_dim), its first key, and its last query's (in cross-attention its last); None
             where a cache says what goes on from what.
-        special: (batch, tokens so far) bool, or None where the ids are not known.
         samples: where its samples were noted.
         leads: a sample: place of its first key in the sequence.
     """
@@ -43,7 +44,6 @@ class _Last:
     query_stop: int
     keys: int
     edge: Tensor | None
-    special: Tensor | None
     samples: list[SampleRecord] = field(default_factory=list)
     leads: list[int] = field(default_factory=list)
 
@@ -106,13 +106,12 @@ class Ear:
                 start = continued.position
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), without_positions(call.attended))
-        special = self._special_keys(call, name, last if goes_on else None, offset, crosses=crosses)
-        now = _noted(call, offset, special if not crosses else None, crosses=crosses)
+        now = _noted(call, offset, crosses=crosses)
         if goes_on and last is not None:
             now.samples, now.leads = last.samples, last.leads
         self._last[full, None if continued is None else continued.text] = now
         if chosen:
-            self._note(call, layer, now, special, offset, goes_on=goes_on, name=name)
+            self._note(call, layer, now, offset, goes_on=goes_on, crosses=crosses, name=name)
 
     def _goes_on(self, call: AttentionCall, last: _Last, offset: int | Tensor, *, crosses: bool) -> bool:
         """Tell whether a call goes on from the last one of its layer: the same keys, and more."""
@@ -136,38 +135,15 @@ class Ear:
             return False
         return torch.equal(request.k[:, :, index], last.edge[1])
 
-    def _special_keys(
-        self, call: AttentionCall, name: str, last: _Last | None, offset: int | Tensor, *, crosses: bool
-    ) -> Tensor | None:
-        """Tell which tokens so far are special: (batch, tokens) bool, or None where the ids are not known."""
-        if not self.special_ids:
-            return None
-        given = self.inputs.memory_of(name) if crosses else self.inputs.queries_of(name)
-        if given.ids is None:
-            return None
-        ids, request = given.ids, call.request
-        flags = torch.isin(ids, torch.tensor(self.special_ids, device=ids.device)).to(request.shape.device)
-        if request.packed_lengths is not None:
-            return flags if ids.shape[0] == len(request.packed_lengths) else None
-        if crosses:
-            return flags if tuple(ids.shape) == (request.shape.batch, request.shape.key_length) else None
-        if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
-            return None
-        if tuple(ids.shape) != (request.shape.batch, request.shape.query_length):
-            return None
-        if last is not None:
-            return None if last.special is None else torch.cat([last.special, flags], 1)
-        return flags if offset + request.query_start == 0 else None
-
     def _note(
         self,
         call: AttentionCall,
         layer: LayerRecord,
         now: _Last,
-        special: Tensor | None,
         offset: int | Tensor,
         *,
         goes_on: bool,
+        crosses: bool,
         name: str,
     ) -> None:
         """Cut a call into its samples, measure each, and add it to the record."""
@@ -177,33 +153,27 @@ class Ear:
             real = self._real_queries(call, name, told.key_offset)
         padding = None if told is None else told.padding
         offsets = torch.as_tensor(offset).expand(call.request.shape.batch).tolist()
+        ids = read_ids(self.inputs, call.request, name, crosses=crosses)
         if not goes_on:
             now.samples, now.leads = [], []
         for index, span in enumerate(spans(call.request, queries=real, keys=padding)):
             place = offsets[span.sample] + span.keys[0]
             if not goes_on:
                 now.leads.append(place)
-                keys = None if self.keep == "statistics" else KeyRows()
-                now.samples.append(SampleRecord(layer.name, [], keys, self.map_size))
+                now.samples.append(self._blank(layer.name, crosses=crosses))
                 layer.samples.append(now.samples[-1])
-            flags = _flags_of_keys(special, span, index, offsets[span.sample], call)
+            sample = now.samples[index]
+            ids.add_to(sample, span, index, offsets[span.sample] - now.leads[index])
             start = place - now.leads[index] if call.request.packed_lengths is None else 0
             alone = cut(call, span)
             if real is not None:
                 alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-            self._add(now.samples[index], alone, start, flags, first=not goes_on)
-            self.record.add(layer, now.samples[index])
+            self._add(sample, alone, start, first=not goes_on)
+            self.record.add(layer, sample)
 
-    def _add(
-        self,
-        sample: SampleRecord,
-        call: AttentionCall,
-        key_start: int,
-        special: Tensor | None,
-        *,
-        first: bool,
-    ) -> None:
+    def _add(self, sample: SampleRecord, call: AttentionCall, key_start: int, *, first: bool) -> None:
         request = call.request
+        special = self._special_keys(sample, key_start, key_start + request.shape.key_length, request.shape.device)
         names = [name for name in self.probes if name != "special_mass" or special is not None]
         found = of_call(call, names, special_keys=special, map_size=self.map_size)
         if not first and "first_mass" in found:
@@ -214,9 +184,9 @@ class Ear:
                 else torch.zeros_like(found["first_mass"])
             )
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        kept = self.keep != "statistics"
+        keeps = self.keep != "statistics"
         bias = request.bias
-        if bias is not None and not kept and not bool((values_of(bias) == -torch.inf).any()):
+        if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
             bias = None  # it hides no key, and nothing else of it will be asked for
         nothing = torch.empty(0)
         request = replace(
@@ -225,22 +195,36 @@ class Ear:
             k=nothing,
             v=nothing,
             owner=None,
+            wanted=frozenset(),
             shape=replace(request.shape, device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
             sinks=None,  # their share is in the logsumexp
             query_start=int(request.query_start),
+            continued=None,
         )
-        if sample.keys is not None:
-            sample.keys.grow(call.request.k, start=key_start, device=device)
-        sample.pieces.append(
-            Piece(
-                request=request,
-                key_start=key_start,
-                logsumexp=call.attended.logsumexp.detach().to(device, copy=True),
-                statistics={name: value[0].cpu() for name, value in found.items()},
-                q=call.request.q.detach().to(device, copy=True) if kept else None,
-            )
+        if sample.k is not None:
+            grow_keys(sample.k, call.request.k, start=key_start, device=device)
+        sample.add(
+            Piece(request, key_start),
+            kept(call.attended.logsumexp, device),
+            {name: value[0].cpu() for name, value in found.items()},
+            kept(call.request.q, device) if keeps else None,
         )
+
+    def _special_keys(self, sample: SampleRecord, start: int, stop: int, device: torch.device) -> Tensor | None:
+        """Tell which of some keys are special: (1, keys) bool, or None where their ids are not known."""
+        ids = sample.keys_read.ids
+        if not self.special_ids or ids is None or ids.length < stop:
+            return None
+        flags = torch.isin(ids.between(start, stop), torch.tensor(self.special_ids))
+        return flags[None].to(device)
+
+    def _blank(self, name: str, *, crosses: bool) -> SampleRecord:
+        """Begin a sample."""
+        one = SampleRecord(name, self.map_size, crosses=crosses)
+        if self.keep != "statistics":
+            one.q, one.k = Rows(2), Rows(2)
+        return one
 
     def _real_queries(self, call: AttentionCall, name: str, offset: int) -> Tensor | None:
         """Tell which queries of a Hugging Face model's call are no padding: (batch, queries) bool, or None."""
@@ -273,16 +257,16 @@ class Ear:
             )
 
 
-def _noted(call: AttentionCall, offset: int | Tensor, special: Tensor | None, *, crosses: bool) -> _Last:
+def _noted(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _Last:
     request, keys = call.request, call.request.shape.key_length
     if request.continued is not None:
-        return _Last(request.shape.batch, 0, keys, None, special)
+        return _Last(request.shape.batch, 0, keys, None)
     start = 0 if isinstance(request.query_start, Tensor) else request.query_start
     stop = int(offset) + start + request.shape.query_length
     if not keys:
-        return _Last(request.shape.batch, stop, keys, None, special)
+        return _Last(request.shape.batch, stop, keys, None)
     edge = torch.stack([request.k[:, :, 0], request.k[:, :, -1 if crosses else min(stop - int(offset), keys) - 1]])
-    return _Last(request.shape.batch, stop, keys, edge.detach().clone(), special)
+    return _Last(request.shape.batch, stop, keys, edge.detach().clone())
 
 
 def _real_queries_of_cache(request: AttentionRequest) -> Tensor | None:
@@ -291,13 +275,3 @@ def _real_queries_of_cache(request: AttentionRequest) -> Tensor | None:
         return None
     token = torch.arange(request.shape.query_length, device=request.shape.device)
     return token < request.continued.lengths[:, None]
-
-
-def _flags_of_keys(special: Tensor | None, span: Span, index: int, offset: int, call: AttentionCall) -> Tensor | None:
-    """Cut the flags of one sample's keys out of those of the sequence: (1, keys)."""
-    if special is None:
-        return None
-    if call.request.packed_lengths is not None:
-        return special[index : index + 1, : span.keys[1] - span.keys[0]]
-    flags = special[span.sample : span.sample + 1, offset + span.keys[0] : offset + span.keys[1]]
-    return torch.nn.functional.pad(flags, (0, span.keys[1] - span.keys[0] - flags.shape[1]))

@@ -62,7 +62,7 @@ def observe(
     """
     _refuse_unless_sensible(model, keep, probes, special_ids, map_size)
     root = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    record = Record()
+    record = Record(title=type(root).__name__)
     with ExitStack() as stack:
         stack.enter_context(huggingface.installed(root))
         if "torch._dynamo" in sys.modules:  # a compiled graph tells nobody what it computes

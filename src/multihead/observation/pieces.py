@@ -1,37 +1,98 @@
-"""What is kept of one call in one sample, and the keys of a sample as they come."""
+"""Where the calls of one sample stand, and the rows that grow as they come."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
+from multihead.masks import Causal, Full, Mask, Window
+from multihead.masks.values import And
+
+
+@dataclass(eq=False)
+class Rows:
+    """A tensor that grows along one axis: what comes stands behind what is there.
+
+    Chunks are put together when they are read and not when they come, so that a decoding of many steps copies
+    each row once.
+
+    Args:
+        axis: the axis that grows.
+        chunks: what is there.
+    """
+
+    axis: int
+    chunks: Iterable[Tensor] = ()
+    _chunks: list[Tensor] = field(init=False)
+    _length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._chunks = list(self.chunks)
+        self.chunks = ()
+        self._length = sum(chunk.shape[self.axis] for chunk in self._chunks)
+
+    @property
+    def length(self) -> int:
+        """How many rows there are."""
+        return self._length
+
+    def add(self, chunk: Tensor) -> None:
+        """Put rows behind those that are there."""
+        self._chunks.append(chunk)
+        self._length += chunk.shape[self.axis]
+
+    def whole(self) -> Tensor:
+        """Return all rows."""
+        if len(self._chunks) > 1:
+            self._chunks = [torch.cat(self._chunks, self.axis)]
+        return self._chunks[0]
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Return the rows from one place to another."""
+        return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
+
+
+def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
+    """Take the keys that are new out of a call's keys (1, kv_heads, keys, head_dim), whose first stands at `start`."""
+    missing = start - rows.length
+    if missing > 0:  # keys that no query at hand may see: a cache had dropped them
+        rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
+    if start + k.shape[2] > rows.length:
+        rows.add(kept(k[:, :, rows.length - start :], device))
+
+
+def kept(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy what a model may write over, its numbers one after the other."""
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One call, cut to one sample and free of padding.
+    """One call, or several that are as good as one, cut to one sample and free of padding.
 
     Fields:
         request: what was asked, with a batch of one; its q, k and v are empty.
         key_start: where its first key stands among the keys of the sample.
-        logsumexp: (1, heads, queries), nats.
-        statistics: (heads, queries) each; `received` (heads, keys), `pooled_map` (heads, rows, columns).
-        q: (1, heads, queries, head_dim), or None where only statistics were kept.
+        row_start: where its first query stands among the queries of the sample.
     """
 
     request: AttentionRequest
-    key_start: int
-    logsumexp: Tensor
-    statistics: dict[str, Tensor]
-    q: Tensor | None
+    key_start: int = 0
+    row_start: int = 0
 
     @property
     def num_queries(self) -> int:
         """How many queries it has."""
         return self.request.shape.query_length
+
+    @property
+    def row_stop(self) -> int:
+        """The place behind its last query, among the queries of the sample."""
+        return self.row_start + self.num_queries
 
     @property
     def key_stop(self) -> int:
@@ -43,28 +104,60 @@ class Piece:
         """Where its first query stands among the keys of the sample."""
         return self.key_start + int(self.request.query_start)
 
+    def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Piece:
+        """Keep some of its queries and keys, counted in the sample; it is one call, or was joined from calls."""
+        if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):
+            return self
+        shape = replace(self.request.shape, query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
+        start = self.query_start + rows[0] - self.row_start - keys[0]
+        return Piece(replace(self.request, shape=shape, query_start=start), keys[0], rows[0])
 
-@dataclass(eq=False)
-class KeyRows:
-    """The keys of one sample as they came: (1, kv_heads, keys, head_dim) once put together."""
 
-    _chunks: list[Tensor] = field(default_factory=list)
+def joined(piece: Piece, later: Piece) -> Piece | None:
+    """Join a piece and the one that goes on from it, where one mask says what both may see; else None.
 
-    @property
-    def length(self) -> int:
-        """How many keys there are."""
-        return sum(chunk.shape[2] for chunk in self._chunks)
+    So it is in most decodings: each query sees its own key and those before it, whatever is asked in one call.
+    """
+    first, second = piece.request, later.request
+    mask = _of_both(piece, later)
+    if mask is None or first.bias is not None or second.bias is not None:
+        return None
+    if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_from(mask, piece, later):
+        return None
+    if later.query_start != piece.query_start + piece.num_queries or later.key_stop < piece.key_stop:
+        return None
+    shape = replace(
+        first.shape,
+        query_length=piece.num_queries + later.num_queries,
+        key_length=later.key_stop - piece.key_start,
+    )
+    return replace(piece, request=replace(first, shape=shape, mask=mask))
 
-    def grow(self, k: Tensor, *, start: int, device: torch.device) -> None:
-        """Take the keys that are new out of a call's keys, whose first stands at `start`."""
-        missing = start - self.length
-        if missing > 0:  # keys that no query at hand may see: a cache had dropped them
-            self._chunks.append(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-        if start + k.shape[2] > self.length:
-            self._chunks.append(k[:, :, self.length - start :].detach().to(device, copy=True))
 
-    def between(self, start: int, stop: int) -> Tensor:
-        """Return the keys from one place to another: (1, kv_heads, keys, head_dim)."""
-        if len(self._chunks) > 1:
-            self._chunks = [torch.cat(self._chunks, 2)]
-        return self._chunks[0][:, :, start:stop]
+def _sees_from(mask: Mask, piece: Piece, later: Piece) -> bool:
+    """Whether the later queries see no key before their call's first one, if they are given those of both calls."""
+    if later.key_start == piece.key_start:
+        return True
+    sizes = [part.size for part in (mask.parts if isinstance(mask, And) else (mask,)) if isinstance(part, Window)]
+    return bool(sizes) and piece.key_start <= later.key_start <= later.query_start - min(sizes) + 1
+
+
+def _of_both(piece: Piece, later: Piece) -> Mask | None:
+    """Return the mask of two pieces, if it hides from the first what came with the second."""
+    masks = [_plain(each.request) for each in (piece, later)]
+    within = all(
+        int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (piece, later)
+    )
+    return masks[0] if within and masks[0] == masks[1] and _hides_later(masks[0]) else None
+
+
+def _plain(request: AttentionRequest) -> Mask:
+    """Call it causal where one query at the end of its keys sees them all."""
+    at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
+    return Causal() if at_end and request.mask == Full() else request.mask
+
+
+def _hides_later(mask: Mask) -> bool:
+    """Whether a query sees no key behind its own, and a key's distance alone says whether it does."""
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    return any(isinstance(part, Causal) for part in parts) and all(isinstance(part, (Causal, Window)) for part in parts)

@@ -1,0 +1,267 @@
+"""Open a saved record: everything in the file is checked before it is believed, and nothing of it is executed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.errors import InputError, MultiheadError
+from multihead.functional import request_of
+from multihead.observation.pieces import Piece, Rows
+from multihead.observation.record import LayerRecord, Record
+from multihead.observation.sample import OF_MAPS, PER_KEY, SampleRecord
+from multihead.observation.saving import FORMAT, VERSION
+from multihead.observation.texts import Reading, Text
+from multihead.observation.written import read_bias, read_mask
+
+MOST = 1 << 40  # tokens, and anything else that is counted
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def load(file: str | os.PathLike[str]) -> Record:
+    """Open a record; see `Record.load`."""
+    target = os.fspath(file)
+    metadata, tensors = _opened(target)
+    if metadata.get("format") != FORMAT:
+        raise InputError(
+            f"{target!r} is a safetensors file, and no record of multihead.", "Give a file that Record.save wrote."
+        )
+    version = metadata.get("version", "")
+    if not re.fullmatch(r"[0-9]{1,9}", version, re.ASCII) or int(version) < 1:
+        raise _damaged(target, f"its version is {version!r}")
+    if int(version) > VERSION:
+        raise InputError(
+            f"{target!r} was saved by a newer multihead: its format has version {int(version)}, and this one reads "
+            f"{VERSION}.",
+            "Update multihead: pip install --upgrade multihead.",
+        )
+    try:
+        return _record(metadata, tensors)
+    except _WrongError as error:
+        raise _damaged(target, str(error)) from None
+    except InputError as error:
+        raise _damaged(target, str(error.finding).rstrip(".")) from error
+    except (MultiheadError, KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
+        raise _damaged(target, "what it says does not fit together") from error
+
+
+class _WrongError(Exception):
+    """Something in a file is not what it should be."""
+
+
+def _damaged(target: str, what: str) -> InputError:
+    return InputError(f"{target!r} is damaged: {what}.", "Save the record anew.")
+
+
+def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Map a file into memory: its metadata and tensors.
+
+    Raises:
+        InputError: there is no such file, it is no safetensors file, or it is cut.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(target, framework="pt", device="cpu") as opened:
+            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InputError(f"There is no file {target!r}.", "Check its name.") from None
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if Path(target).is_dir():
+            raise InputError(f"{target!r} is a folder.", "Give a file that Record.save wrote.") from None
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"{target!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
+        if _begins_as_safetensors(target):
+            raise InputError(
+                f"{target!r} is cut or damaged: it begins as a safetensors file, and does not go on as one.",
+                "Copy it again, or save the record anew.",
+            ) from error
+        raise InputError(f"{target!r} is no safetensors file.", "Give a file that Record.save wrote.") from error
+
+
+def _begins_as_safetensors(target: str) -> bool:
+    with Path(target).open("rb") as file:
+        start = file.read(9)
+    return len(start) < 9 or start[8:] == b"{"
+
+
+def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
+    said = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "what it says")
+    if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
+        raise _WrongError("its id is none")
+    texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
+    layers = []
+    for each in _of(said["layers"], list, "the layers"):
+        name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
+        samples = [_Sample(one, name, tensors, texts).read() for one in _of(each["samples"], list, "the samples")]
+        if not samples or len({one.num_heads for one in samples}) > 1:
+            raise _WrongError(f"the samples of layer {name!r} do not fit each other")
+        layers.append(LayerRecord(name, samples))
+    order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
+    calls = []
+    for layer, sample, call in order:
+        one = layers[_within(layer, len(layers))].samples
+        chosen = one[_within(sample, len(one))]
+        calls.append((chosen, _within(call, len(chosen.calls))))
+    return Record(layers, _of(said["title"], str, "its title"), metadata["id"], calls)
+
+
+def _refused_constant(name: str) -> float:
+    raise _WrongError(f"{name} is no number")
+
+
+def _of(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _WrongError(f"{what} should be a {kind.__name__}, and is a {type(value).__name__}")
+    return value
+
+
+def _count(value: Any, what: str, *, least: int = 0) -> int:
+    if not least <= _of(value, int, what) <= MOST:
+        raise _WrongError(f"{what} is {value}")
+    return int(value)
+
+
+def _within(index: int, length: int) -> int:
+    if not 0 <= index < length:
+        raise _WrongError("a call is of no sample that is there")
+    return index
+
+
+def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: torch.dtype) -> Tensor:
+    """Refuse a tensor of another shape or dtype; None fits any size."""
+    fits = tensor.dim() == len(shape) and all(
+        size in (None, given) for size, given in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype not in dtypes:
+        raise _WrongError(f"{what} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def _text(said: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
+    ids = None if said["ids"] is None else _shaped(tensors[said["ids"]], (None,), "a text's ids", torch.int64)
+    tokens, special = said["tokens"], said["special"]
+    if tokens is not None:
+        tokens = [_of(each, str, "a token") for each in _of(tokens, list, "the tokens")]
+    if special is not None:
+        special = [bool(_count(each, "a mark")) for each in _of(special, list, "the marks")]
+    if len({len(each) for each in (ids, tokens, special) if each is not None}) != 1:
+        raise _WrongError("the tokens of a text are not as many as its ids")
+    return Text(ids, tokens, special)
+
+
+class _Sample:
+    """Reads one sample."""
+
+    def __init__(self, said: Any, name: str, tensors: dict[str, Tensor], texts: list[Text]) -> None:
+        self.said = _of(said, dict, "a sample")
+        self.name, self.tensors, self.texts = name, tensors, texts
+        self.heads = _count(self.said["heads"], "a number of heads", least=1)
+        self.kv_heads = _count(self.said["kv_heads"], "a number of key/value heads", least=1)
+        self.head_dim = _count(self.said["head_dim"], "a width", least=1)
+        self.value_dim = _count(self.said["value_dim"], "a width", least=1)
+        if self.said["dtype"] not in DTYPES:
+            raise _WrongError(f"there is no dtype {self.said['dtype']!r}")
+        self.dtype = DTYPES[self.said["dtype"]]
+
+    def read(self) -> SampleRecord:
+        one = SampleRecord(self.name, _count(self.said["map_size"], "map_size", least=1))
+        one.crosses = _of(self.said["crosses"], bool, "crosses")
+        for each in _of(self.said["pieces"], list, "the pieces"):
+            rows = one.pieces[-1].row_stop if one.pieces else 0
+            one.pieces.append(self.piece(_of(each, dict, "a piece"), rows))
+        if not one.pieces:
+            raise _WrongError("a sample has no calls")
+        queries, keys = one.num_queries, one.num_keys
+        self.read_tensors(one, queries, keys)
+        one.calls = self.calls(one)
+        one.put(self.statistics(queries, keys))
+        if (text := self.text("text", keys)) is not None:
+            one.keys_read = Reading.of(text)
+        if (text := self.text("query_text", queries)) is not None:
+            one.queries_read = Reading.of(text)
+        return one
+
+    def piece(self, said: dict[str, Any], row_start: int) -> Piece:
+        """Read where a call stands; the request is checked as if it were asked anew."""
+        queries, keys = _count(said["queries"], "a number of queries"), _count(said["keys"], "a number of keys")
+        numbers = [said["scale"], *([] if said["softcap"] is None else [said["softcap"]])]
+        if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
+            raise _WrongError("a scale is no number")
+        start = _of(said["query_start"], int, "a query's place")
+        if abs(start) > MOST:
+            raise _WrongError(f"a query's place is {start}")
+        blank = torch.empty((), dtype=self.dtype)  # as large as q, k and v, and without their memory
+        request = request_of(
+            blank.expand(1, self.heads, queries, self.head_dim),
+            blank.expand(1, self.kv_heads, keys, self.head_dim),
+            blank.expand(1, self.kv_heads, keys, self.value_dim),
+            read_mask(said["mask"], self.tensors),
+            read_bias(said["bias"], self.tensors),
+            None if said["softcap"] is None else float(said["softcap"]),
+            None,
+            float(said["scale"]),
+            0.0,
+            start,
+        )
+        nothing = torch.empty(0)
+        key_start = _count(said["key_start"], "a key's place")
+        return Piece(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
+
+    def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
+        name = self.tensor_name()
+        row = torch.float64 if self.dtype == torch.float64 else torch.float32
+        one.logsumexp.add(_shaped(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row))
+        if _of(self.said["kept"], bool, "kept"):
+            q, k = self.tensors[f"{name}.q"], self.tensors[f"{name}.k"]
+            one.q = Rows(2, [_shaped(q, (1, self.heads, queries, self.head_dim), "q", self.dtype)])
+            one.k = Rows(2, [_shaped(k, (1, self.kv_heads, None, self.head_dim), "k", self.dtype)])
+            if one.k.length < keys:
+                raise _WrongError(f"k has {one.k.length} keys of {keys}")
+
+    def tensor_name(self) -> str:
+        return str(_of(self.said["name"], str, "a name"))
+
+    def calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Read where the calls begin and end: one behind the other, each within a piece."""
+        said = _shaped(self.tensors[self.said["calls"]], (None, 4), "calls", torch.int64).tolist()
+        found: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        pieces = iter(one.pieces)
+        piece, place = next(pieces), 0
+        for first, behind, first_key, behind_key in said:
+            while first >= piece.row_stop and first < one.num_queries:
+                piece = next(pieces)
+            rows = place == first <= behind <= piece.row_stop
+            if not rows or not piece.key_start <= first_key <= behind_key <= piece.key_stop:
+                raise _WrongError("the calls of a sample do not follow each other")
+            found.append(((first, behind), (first_key, behind_key)))
+            place = behind
+        if place != one.num_queries or not found:
+            raise _WrongError("the calls of a sample do not follow each other")
+        return found
+
+    def statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
+        found = {}
+        for name, place in _of(self.said["statistics"], dict, "the statistics").items():
+            shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
+            shape = (self.heads, None, None) if name in OF_MAPS else shape
+            kinds = (torch.float32, torch.float64, torch.int64)
+            found[name] = _shaped(self.tensors[place], shape, name, *kinds)
+        return found
+
+    def text(self, which: str, length: int) -> Text | None:
+        index = self.said[which]
+        if index is None:
+            return None
+        text = self.texts[_within(_count(index, "a text"), len(self.texts))]
+        if text.length != length:
+            raise _WrongError(f"a text has {text.length} tokens, and its layer {length}")
+        return text

@@ -1,0 +1,400 @@
+"""One sample in one layer: its statistics, and any part of its map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError, ProbeError, refuse_unless_integer
+from multihead.kernels.tile import seen
+from multihead.observation.pieces import Piece, Rows, joined
+from multihead.observation.summaries import Of, summed_up
+from multihead.observation.texts import Reading, Text
+from multihead.probes.regions import Blocks, blocks
+from multihead.probes.weights import head_indices, tile
+
+PER_KEY = frozenset({"received", "coverage"})
+OF_MAPS = frozenset({"pooled_map"})
+
+
+@dataclass(eq=False)
+class SampleRecord:
+    """One sample (one text) in one layer, without its padding; calls of a decoding are joined into one.
+
+    Fields:
+        name: the layer's name.
+        map_size: most rows and columns of the pooled map.
+        logsumexp: (1, heads, queries), nats.
+        q: (1, heads, queries, head_dim), or None where only statistics were kept.
+        k: (1, kv_heads, keys, head_dim), or None where only statistics were kept.
+        pieces: where its calls stand, joined where they are as good as one.
+        calls: of each call its queries and its keys, first and behind the last.
+        crosses: whether its keys are another text than its queries (cross-attention).
+        keys_read: the text that its keys were made of.
+        queries_read: the text that its queries were made of, where it is another one.
+    """
+
+    name: str
+    map_size: int
+    logsumexp: Rows = field(default_factory=lambda: Rows(2))
+    q: Rows | None = None
+    k: Rows | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    calls: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    crosses: bool = False
+    keys_read: Reading = field(default_factory=Reading)
+    queries_read: Reading = field(default_factory=Reading)
+    _per_query: dict[str, Rows] = field(default_factory=dict)  # (heads, queries)
+    _others: dict[str, Tensor] = field(default_factory=dict)  # what is no number a query
+    _pooled: tuple[int, Tensor] | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """How many query heads the layer has."""
+        return self.pieces[0].request.shape.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and a key."""
+        return self.pieces[0].request.shape.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that attention was asked for in."""
+        return self.pieces[0].request.shape.dtype
+
+    @property
+    def num_queries(self) -> int:
+        """How many queries the sample has."""
+        return self.pieces[-1].row_stop
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys the sample has."""
+        return max(piece.key_stop for piece in self.pieces)
+
+    @property
+    def query_start(self) -> int:
+        """Where the first query stands among the keys."""
+        return self.pieces[0].query_start
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether q and k were kept, so that any part of the map can be had."""
+        return self.q is not None
+
+    @property
+    def text(self) -> Text:
+        """The text that its keys were made of, one token a key."""
+        return self.keys_read.text(self.num_keys)
+
+    @property
+    def query_text(self) -> Text:
+        """The text that its queries were made of, one token a query."""
+        if self.crosses:
+            return self.queries_read.text(self.num_queries)
+        return self.text.part(self.query_start, self.query_start + self.num_queries)
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What was measured of each query: (heads, queries) each, on the CPU.
+
+        `received` and `coverage` are (heads, keys), `pooled_map` (heads, rows, columns); of a decoding the latter
+        is had only where q and k were kept.
+        """
+        found = self.per_query | self._others
+        if len(self.calls) > 1 and "pooled_map" in found:
+            del found["pooled_map"]  # the blocks of one call are not those of all
+            if self.keeps_weights and (self._pooled is None or self._pooled[0] != len(self.calls)):
+                self._pooled = (len(self.calls), self.map(bins=self.map_size))
+            if self._pooled is not None and self._pooled[0] == len(self.calls):
+                found["pooled_map"] = self._pooled[1]
+        return found
+
+    @property
+    def per_query(self) -> dict[str, Tensor]:
+        """Those of the statistics that are one number a query: (heads, queries) each."""
+        return {name: rows.whole() for name, rows in self._per_query.items()}
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """Means over the queries that see a key: (heads,) float64 each.
+
+        `previous_mass` and `next_mass` are means over the queries that have such a key.
+        """
+        return self.summary()
+
+    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
+        """Sum up each statistic over the queries that see a key, see `summaries.summed_up`: (heads,) float64 each."""
+        return summed_up([self], of)
+
+    def put(self, statistics: dict[str, Tensor]) -> None:
+        """Take in what was measured of all its calls."""
+        self._others = {name: value for name, value in statistics.items() if name in PER_KEY | OF_MAPS}
+        self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
+        if "pooled_map" in statistics:
+            self._pooled = (len(self.calls), statistics["pooled_map"])
+
+    def add(self, piece: Piece, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
+        """Take in a call that goes on from those before it; its keys are added to `k` by whoever heard them.
+
+        Args:
+            piece: the call; its rows are counted anew.
+            logsumexp: (1, heads, queries).
+            statistics: what was measured, without the batch.
+            q: (1, heads, queries, head_dim), or None where only statistics are kept.
+        """
+        first = not self.calls
+        piece = replace(piece, row_start=self.logsumexp.length)
+        self.calls.append(((piece.row_start, piece.row_stop), (piece.key_start, piece.key_stop)))
+        both = joined(self.pieces[-1], piece) if self.pieces else None
+        if both is None:
+            self.pieces.append(piece)
+        else:
+            self.pieces[-1] = both
+        self.logsumexp.add(logsumexp)
+        if self.q is not None and q is not None:
+            self.q.add(q)
+        per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | OF_MAPS}
+        if first:
+            self.put(statistics)
+            return
+        # What one of the calls has not, the whole has not.
+        self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
+        for name, rows in self._per_query.items():
+            shifted = per_query[name]
+            rows.add(shifted + piece.key_start * (shifted >= 0) if name == "largest_key" else shifted)
+        self._others = {name: value for name, value in self._others.items() if name in statistics}
+        if "received" in self._others:
+            self._others["received"] = _added(self._others["received"], statistics["received"], piece.key_start)
+        if "coverage" in self._others:
+            if "received" in self._others:
+                self._others["coverage"] = self._others["received"].clamp(max=1)
+            else:
+                del self._others["coverage"]  # shares that were cut off at 1 do not add up
+
+    def call(self, index: int) -> SampleRecord:
+        """Return one of its calls alone."""
+        rows, keys = self.calls[index]
+        piece = next(each for each in self.pieces if each.row_start <= rows[0] and rows[1] <= each.row_stop)
+        alone = SampleRecord(self.name, self.map_size, crosses=self.crosses)
+        alone.logsumexp.add(self.logsumexp.between(*rows))
+        alone.q = None if self.q is None else Rows(2, [self.q.between(*rows)])
+        alone.k = self.k
+        alone.pieces, alone.calls = [replace(piece.cut(rows, keys), row_start=0)], [((0, rows[1] - rows[0]), keys)]
+        alone.keys_read = Reading.of(self.keys_read.text(self.num_keys).part(0, keys[1]))
+        alone.queries_read = Reading.of(self.queries_read.text(self.num_queries).part(*rows))
+        alone._per_query = {name: Rows(1, [each.between(*rows)]) for name, each in self._per_query.items()}
+        alone._others = dict(self._others) if len(self.calls) == 1 else {}
+        return alone
+
+    def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """Compute a tile of the attention map, exactly.
+
+        Args:
+            head: which head, or None for all.
+            queries: which queries.
+            keys: which keys.
+
+        Returns: (queries, keys), or (heads, queries, keys) without a head; float32 (float64 for float64).
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: there is no such head.
+        """
+        heads = slice(None) if head is None else head
+        found = []
+        for piece, rows in self._rows(queries):
+            request, logsumexp = self.request_of(piece)
+            columns = self._columns(piece, keys)
+            found.append(tile(request, logsumexp, heads=heads, queries=rows, keys=columns)[0].cpu())
+        if not found:
+            self._refuse_unless_kept()
+        cells = self._assembled(found, queries, keys, self.num_heads if head is None else 1)
+        return cells if head is None else cells[0]
+
+    def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """Tell which keys each query may see.
+
+        Returns: (queries, keys) bool; (heads, queries, keys) where heads may see different keys.
+        """
+        found = [seen(piece.request, rows, self._columns(piece, keys))[0].cpu() for piece, rows in self._rows(queries)]
+        heads = max((each.shape[0] for each in found), default=1)
+        cells = self._assembled([each.expand(heads, -1, -1) for each in found], queries, keys, heads)
+        return cells if heads > 1 else cells[0]
+
+    def blocks(
+        self,
+        head: int | None = None,
+        *,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+        block: int | tuple[int, int],
+        without_first_key: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Blocks:
+        """Sum the weights of each block of a rectangle of the map, and count the cells that may be seen.
+
+        Blocks are counted from the first query and key of the rectangle; the last ones may be smaller. What is held
+        is the blocks and a strip of the map, never queries x keys.
+
+        Args:
+            head: which head, or None for all.
+            queries: which queries, one after the other.
+            keys: which keys, one after the other.
+            block: queries and keys a block, or one number for both.
+            without_first_key: whether the key 0 counts as hidden.
+            cancelled: asked between strips; once it says True the work ends with `CancelledError`.
+
+        Returns: sums and counts, (heads or 1, row blocks, column blocks) each.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: a head that does not exist, a slice with steps, or an empty block.
+        """
+        self._refuse_unless_kept()
+        heads = head_indices(slice(None) if head is None else head, self.num_heads).tolist()
+        size = (block, block) if isinstance(block, int) else block
+        for length in size:
+            refuse_unless_integer("block", length)
+        rows, columns = _ends(queries, self.num_queries), _ends(keys, self.num_keys)
+        counted = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), size, strict=True)]
+        sums = torch.zeros(len(heads), *counted, dtype=torch.float64)
+        found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
+        for piece in self.pieces:
+            request, logsumexp = self.request_of(piece)
+            for row, upright in _on_grid((piece.row_start, piece.row_stop), rows, size[0]):
+                for column, across in _on_grid((piece.key_start, piece.key_stop), columns, size[1]):
+                    part = blocks(
+                        request,
+                        logsumexp,
+                        heads=heads,
+                        queries=_moved(upright, piece.row_start),
+                        keys=_moved(across, piece.key_start),
+                        block=size,
+                        without_first_key=without_first_key and piece.key_start == 0,
+                        cancelled=cancelled,
+                    )
+                    target = (
+                        slice(None),
+                        slice(row, row + part.sums.shape[1]),
+                        slice(column, column + part.sums.shape[2]),
+                    )
+                    found.sums[target] += part.sums.cpu()
+                    found.counts[target] += part.counts.cpu()
+        return found
+
+    def map(
+        self,
+        head: int | None = None,
+        *,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+        bins: int | tuple[int, int] = 256,
+    ) -> Tensor:
+        """Draw a rectangle of the map together into few cells.
+
+        Args:
+            head: which head, or None for all.
+            queries: which queries, one after the other.
+            keys: which keys, one after the other.
+            bins: most rows and columns of what is drawn; bins have equal sizes, but for the last.
+
+        Returns: (row bins, column bins), or (heads, row bins, column bins) without a head; float32, the mean weight
+            over the cells of a bin that may be seen, NaN where none may.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: a head that does not exist, a slice with steps, or no bins.
+        """
+        most = (bins, bins) if isinstance(bins, int) else bins
+        for each in most:
+            refuse_unless_integer("bins", each)
+        rows, columns = _ends(queries, self.num_queries), _ends(keys, self.num_keys)
+        height, width = (
+            max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
+        )
+        means = self.blocks(head, queries=queries, keys=keys, block=(height, width)).means().float()
+        return means if head is None else means[0]
+
+    def request_of(self, piece: Piece) -> tuple[AttentionRequest, Tensor]:
+        """Return a piece as a call that can be computed again, and its logsumexp (1, heads, queries).
+
+        Raises:
+            ProbeError: only statistics were kept.
+        """
+        self._refuse_unless_kept()
+        assert self.q is not None
+        assert self.k is not None
+        k = self.k.between(piece.key_start, piece.key_stop)
+        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop), k=k, v=k)
+        return request, self.logsumexp.between(piece.row_start, piece.row_stop)
+
+    def _refuse_unless_kept(self) -> None:
+        if not self.keeps_weights:
+            raise ProbeError(
+                f'{self.name} was observed with keep="statistics", so its weights are not at hand.',
+                'Observe with keep="cpu" or keep="device".',
+            )
+
+    def _rows(self, queries: slice) -> Iterator[tuple[Piece, slice]]:
+        """Say which rows of which pieces a slice of the queries touches, steps not yet taken."""
+        first, behind, _ = queries.indices(self.num_queries)
+        for piece in self.pieces:
+            low, high = max(first - piece.row_start, 0), min(behind - piece.row_start, piece.num_queries)
+            if low < high:
+                yield piece, slice(low, high)
+
+    def _columns(self, piece: Piece, keys: slice) -> slice:
+        """Say which of a piece's keys a slice of the sample's keys touches, steps not yet taken."""
+        first, behind, _ = keys.indices(self.num_keys)
+        low = min(max(first, piece.key_start), piece.key_stop)
+        return slice(low - piece.key_start, max(low, min(behind, piece.key_stop)) - piece.key_start)
+
+    def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
+        """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the slices."""
+        first, behind, step = queries.indices(self.num_queries)
+        left, right, key_step = keys.indices(self.num_keys)
+        whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
+        for (piece, _), each in zip(self._rows(slice(first, behind)), tiles, strict=True):
+            row = each.new_zeros(heads, each.shape[1], max(right - left, 0))
+            place = piece.key_start + self._columns(piece, keys).start - left
+            row[:, :, place : place + each.shape[2]] = each
+            whole.append(row)
+        return torch.cat(whole, 1)[:, ::step, ::key_step]
+
+
+def _added(total: Tensor, more: Tensor, start: int) -> Tensor:
+    """Add what the keys of a later call receive: (heads, keys so far) and (heads, its keys)."""
+    longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
+    longer[:, start : start + more.shape[1]] += more
+    return longer
+
+
+def _ends(chosen: slice, length: int) -> tuple[int, int]:
+    first, behind, step = chosen.indices(length)
+    if step != 1:
+        raise ArgumentError(f"A part of the map is asked for with steps of {step}.", "Give slices without steps.")
+    return first, max(first, behind)
+
+
+def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Cut what is there of what is asked at the first line of the grid: block and ends of each part.
+
+    >>> list(_on_grid((3, 20), (0, 18), 8))
+    [(0, (3, 8)), (1, (8, 18))]
+    """
+    first, behind = max(there[0], asked[0]), min(there[1], asked[1])
+    line = asked[0] + -(-(first - asked[0]) // size) * size
+    if first < min(line, behind):
+        yield (first - asked[0]) // size, (first, min(line, behind))
+    if line < behind:
+        yield (line - asked[0]) // size, (line, behind)
+
+
+def _moved(ends: tuple[int, int], start: int) -> slice:
+    return slice(ends[0] - start, ends[1] - start)
