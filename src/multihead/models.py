@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,11 @@ CONTINUED = "⤷"
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _INCOMPLETE = "\ufffd"  # what decoding gives for some bytes of a character
+_SAVE_ANEW = "Save it anew with model.save_pretrained(folder)."
+_GGUF_NEEDS = ("gguf", "accelerate")
+
+Stage = Callable[[str], None]
+"""Told what begins now: "weights" or "tokenizer"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,18 +92,28 @@ class Encoded:
     offsets: list[tuple[int, int]]
 
     @property
+    def stop(self) -> int:
+        """Where the last token ends in the text, characters; 0 where the tokenizer tells no places."""
+        return max((stop for _, stop in self.offsets), default=0)
+
+    @property
     def special_ids(self) -> list[int]:
         """The ids of the marks in this text: what `observe(special_ids=...)` takes."""
         return sorted({id_ for id_, mark in zip(self.ids[0].tolist(), self.special, strict=True) if mark})
 
 
-def load(model: str, *, device: str = "cpu", dtype: str = "auto") -> LoadedModel:
+def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None) -> LoadedModel:
     """Load a model and its tokenizer, without a word to the terminal.
 
+    A GGUF file, which some packages carry, is read where the packages gguf and accelerate are installed; that takes
+    about 20 s for 135 million parameters, most of it for the tokens' names.
+
     Args:
-        model: a folder, the name of an installed package that carries a model, or a name on the Hugging Face hub.
+        model: a folder, a GGUF file, the name of an installed package that carries a model, or a name on the Hugging
+            Face hub.
         device: where it computes, such as "cpu" or "cuda".
         dtype: of its parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
+        stage: called with "weights" and with "tokenizer" when their reading begins.
 
     Raises:
         ModelError: there is no such model, it cannot be read, or transformers is not installed.
@@ -108,22 +123,31 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto") -> LoadedModel
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
     place = _device(device)
     transformers = _transformers()
-    folder = _folder(model)
-    source = model if folder is None else str(folder)
+    found = _file(model)
+    source = _source(model, found)
+    tell = stage or (lambda name: None)
     with quiet():
-        network = _pretrained(transformers, model, source, folder is not None, dtype)
+        tell("weights")
+        network = _pretrained(transformers, model, source, found is not None, dtype)
+        tell("tokenizer")
         tokenizer = _tokenizer(transformers, source)
-    return LoadedModel(model, _title(model, folder), network.to(place).eval(), tokenizer)
+    return LoadedModel(model, _title(model, found), network.to(place).eval(), tokenizer)
 
 
-def encode(loaded: LoadedModel, text: str) -> Encoded:
+def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Encoded:
     """Turn a text into the model's tokens, and say of each what it shows of the text.
 
     A character that takes several tokens, as Chinese characters and emoji do where tokens are bytes, stands
     whole on the first of them.
 
+    Args:
+        loaded: the model.
+        text: what it is to read.
+        tokens: cut the text so that it has at most so many tokens, the model's own marks with; None cuts nothing.
+
     Raises:
         InputError: the text is empty, or longer than the model takes.
+        ArgumentError: so few tokens that the model's marks leave none for the text.
         ModelError: the model came without a tokenizer.
     """
     if loaded.tokenizer is None:
@@ -131,8 +155,9 @@ def encode(loaded: LoadedModel, text: str) -> Encoded:
     if not text.strip():
         raise InputError("The text is empty.", "Give at least one word.")
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
+    cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
     with quiet():
-        found = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, truncation=False)
+        found = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
     ids = [int(each) for each in found["input_ids"]]
     most = loaded.max_tokens
     if not ids:
@@ -146,12 +171,12 @@ def encode(loaded: LoadedModel, text: str) -> Encoded:
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
     if fast:
         offsets = [(int(start), int(end)) for start, end in found["offset_mapping"]]
-        tokens = _tokens_by_place(loaded.tokenizer, ids, offsets, special, text)
+        shown = _tokens_by_place(loaded.tokenizer, ids, offsets, special, text)
     else:
         offsets = [(0, 0)] * len(ids)
-        tokens = _tokens_by_decoding(loaded.tokenizer, ids, special)
+        shown = tokens_of(loaded.tokenizer, ids, special)
     rows = torch.tensor([ids])
-    return Encoded(rows, torch.ones_like(rows), tokens, special, unknown, offsets)
+    return Encoded(rows, torch.ones_like(rows), shown, special, unknown, offsets)
 
 
 @contextmanager
@@ -163,13 +188,26 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_bar_of_gguf():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _without_bar_of_gguf() -> Iterator[None]:
+    """Reading a GGUF file draws a progress bar of its own, which nothing of transformers' settings reaches."""
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    bar = getattr(reading, "tqdm", None)
+    reading.tqdm = lambda items, *given, **said: items
+    try:
+        yield
+    finally:
+        reading.tqdm = bar
 
 
 def _transformers() -> Any:
@@ -191,12 +229,15 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _folder(model: str) -> Path | None:
-    """Find the folder of a model on this machine: the one named, or the one inside an installed package."""
+def _file(model: str) -> Path | None:
+    """Find the file that describes a model on this machine: its config.json, or a GGUF file, which describes itself.
+
+    It is the one named, the one in the folder named, or the one inside an installed package.
+    """
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f'The folder "{model}" holds no config.json.', "Give the folder a model was saved to.")
+        return _file_in(path, model)
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return path
     package = model.replace("-", "_")
     if not package.isidentifier():
@@ -204,8 +245,43 @@ def _folder(model: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     found = [config for place in places for config in place.rglob("config.json") if _describes_model(config)]
+    found = found or [file for place in places for file in place.rglob("*.gguf")]
     # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
-    return min(found, key=lambda config: (len(config.parts), str(config))).parent if found else None
+    return min(found, key=lambda file: (len(file.parts), str(file))) if found else None
+
+
+def _file_in(folder: Path, model: str) -> Path:
+    """Find the file that describes the model in a folder."""
+    if (folder / "config.json").is_file():
+        return folder / "config.json"
+    found = sorted(folder.glob("*.gguf"))
+    if not found:
+        raise ModelError(f'The folder "{model}" holds no config.json.', "Give the folder a model was saved to.")
+    if len(found) > 1:
+        raise ModelError(
+            f'The folder "{model}" holds {len(found)} GGUF files.',
+            f'Give one of them, such as "{folder / found[0].name}".',
+        )
+    return found[0]
+
+
+def _source(model: str, found: Path | None) -> dict[str, str]:
+    """Say where a model is, as `from_pretrained` takes it.
+
+    Raises: ModelError where it is a GGUF file, and what reads those is not installed.
+    """
+    if found is None:
+        return {"pretrained_model_name_or_path": model}
+    if found.name == "config.json":
+        return {"pretrained_model_name_or_path": str(found.parent)}
+    missing = [name for name in _GGUF_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"{model} is a GGUF file, and reading it needs {' and '.join(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed.",
+            f"Run pip install {' '.join(missing)}.",
+        )
+    return {"pretrained_model_name_or_path": str(found.parent), "gguf_file": found.name}
 
 
 def _describes_model(config: Path) -> bool:
@@ -216,23 +292,29 @@ def _describes_model(config: Path) -> bool:
     return isinstance(said, dict) and "model_type" in said
 
 
-def _title(model: str, folder: Path | None) -> str:
-    if folder is None:
+def _title(model: str, found: Path | None) -> str:
+    if found is None:
         return model.rsplit("/", 1)[-1]
-    return Path(model).expanduser().resolve().name if Path(model).expanduser() == folder else model
+    path = Path(model).expanduser()
+    if path == found:
+        return found.stem
+    return path.resolve().name if path == found.parent else model
 
 
-def _pretrained(transformers: Any, model: str, source: str, is_here: bool, dtype: str) -> Any:  # noqa: FBT001
+def _pretrained(transformers: Any, model: str, source: dict[str, str], is_here: bool, dtype: str) -> Any:  # noqa: FBT001
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
     for head in _HEADS:
         try:
-            return getattr(transformers, head).from_pretrained(source, dtype=choice, trust_remote_code=False)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise _unreadable(model, error) from error
-        except (OSError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
-            if is_here:
-                raise _unreadable(model, error) from error
+            return getattr(transformers, head).from_pretrained(**source, dtype=choice, trust_remote_code=False)
+        except Exception as error:  # a broken file fails in whatever way its bytes lead to
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+                continue
+            if is_here or isinstance(error, ValueError):
+                mend = "Fetch or convert it anew." if "gguf_file" in source else _SAVE_ANEW
+                said = str(error).strip().splitlines()
+                raise ModelError(
+                    f"{model} cannot be read: {said[0].rstrip('.') if said else type(error).__name__}.", mend
+                ) from error
             raise ModelError(
                 f'"{model}" is no folder, no installed package that carries a model, and no model of the Hugging Face '
                 "hub that is on this machine or can be fetched now.",
@@ -241,21 +323,21 @@ def _pretrained(transformers: Any, model: str, source: str, is_here: bool, dtype
     raise ModelError(f"{model} is no model of text with attention.", "Give an encoder or a language model.")
 
 
-def _unreadable(model: str, error: Exception) -> ModelError:
-    said = str(error).strip().splitlines()
-    return ModelError(
-        f"{model} cannot be read: {said[0].rstrip('.') if said else type(error).__name__}.",
-        "Save it anew with model.save_pretrained(folder).",
-    )
-
-
-def _tokenizer(transformers: Any, source: str) -> Any:
+def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower where its file is broken
         return None  # a model of images has none; encode() says so where one is needed
     # Where its files are missing the library makes one up that knows its marks alone, and no word.
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
+
+
+def _length(loaded: LoadedModel, tokens: int) -> int:
+    """Refuse fewer tokens than the model's marks and one of the text."""
+    least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
+    if tokens < least:
+        raise ArgumentError(f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, its own marks with.")
+    return tokens
 
 
 def _tokens_by_place(
@@ -275,8 +357,8 @@ def _tokens_by_place(
     return shown
 
 
-def _tokens_by_decoding(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
-    """Decode token by token; tokens that are parts of a character are decoded together."""
+def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
+    """Say what each token shows, decoded one by one; tokens that are parts of a character are decoded together."""
     shown: list[str] = []
     first = 0
     for index, (id_, mark) in enumerate(zip(ids, special, strict=True)):
