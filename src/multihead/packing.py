@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,8 +214,7 @@ def can_stay_packed(mask: Mask) -> bool:
     return isinstance(mask, (Full, Causal, Window))
 
 
-@dataclass(frozen=True, eq=False)
-class Padding:
+class Padding(NamedTuple):
     """How the padding of one layer call is left out, of projections and attention both.
 
     Fields:
@@ -225,6 +224,8 @@ class Padding:
         keys: padded number of keys.
         together: whether the samples' tokens stay in one row through the attention, as documents.
         packed: whether the input came as packed tokens, and the output is to stay so.
+        placed_rows: where the attention expects the queries' tokens: as rows, but from a sample's first place on.
+        placed_columns: where it expects the keys' tokens.
     """
 
     rows: Packing | None
@@ -233,6 +234,8 @@ class Padding:
     keys: int
     together: bool
     packed: bool = False
+    placed_rows: Packing | None = None
+    placed_columns: Packing | None = None
 
     @staticmethod
     def of(
@@ -254,15 +257,17 @@ class Padding:
             together: whether the attention could take all samples in one row.
             side: on which side of the tokens the padding stands.
         """
+        if lengths is None and memory_lengths is None:
+            return _NO_PADDING
         lengths = memory_lengths if memory is x and lengths is None else lengths
         rows = _packing("lengths", lengths, x, side)
         columns = rows if memory is x else _packing("memory_lengths", memory_lengths, memory, side)
-        return Padding(rows, columns, x.shape[1], memory.shape[1], together and rows is not None)
+        return _placed(Padding(rows, columns, x.shape[1], memory.shape[1], together and rows is not None))
 
     @staticmethod
     def of_packed(packing: Packing, *, together: bool) -> Padding:
         """Take a batch that comes packed."""
-        return Padding(packing, packing, packing.length, packing.length, together, packed=True)
+        return _placed(Padding(packing, packing, packing.length, packing.length, together, packed=True))
 
     @property
     def packed_lengths(self) -> Tensor | None:
@@ -284,17 +289,15 @@ class Padding:
 
     def placed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Put projected tokens where the attention expects them: every sample from its first place on."""
-        if self.together:
-            return q, k, v
         return self.placed_queries(q), self.placed_keys(k), self.placed_keys(v)
 
     def placed_queries(self, q: Tensor) -> Tensor:
         """Put projected queries where the attention expects them."""
-        return q if self.together else _unpacked(q, _aligned(self.rows))
+        return _unpacked(q, self.placed_rows)
 
     def placed_keys(self, k: Tensor) -> Tensor:
         """Put projected keys or values where the attention expects them."""
-        return k if self.together else _unpacked(k, _aligned(self.columns))
+        return _unpacked(k, self.placed_columns)
 
     def hiding(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
@@ -317,17 +320,29 @@ class Padding:
 
     def taken(self, merged: Tensor) -> Tensor:
         """Take the tokens out of the merged heads, before the output projection."""
-        return merged if self.together else _packed(merged, _aligned(self.rows))
+        return _packed(merged, self.placed_rows)
 
     def restored(self, output: Tensor) -> Tensor:
         """Put the output back in place: (batch, queries, features), 0 in padding; packed tokens stay packed."""
         return output if self.packed else _unpacked(output, self.rows)
 
 
+_NO_PADDING = Padding(None, None, queries=0, keys=0, together=False)  # how many does not matter without padding
+
+
 def _packing(name: str, lengths: Sequence[int] | Tensor | None, x: Tensor, side: Side) -> Packing | None:
     if lengths is None:
         return None
     return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
+
+
+def _placed(padding: Padding) -> Padding:
+    """Say where the attention expects the tokens too, once for queries, keys, values and the output."""
+    if padding.together:
+        return padding
+    rows = _aligned(padding.rows)
+    columns = rows if padding.columns is padding.rows else _aligned(padding.columns)
+    return padding._replace(placed_rows=rows, placed_columns=columns)
 
 
 def _aligned(packing: Packing | None) -> Packing | None:

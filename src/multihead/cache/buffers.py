@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import NamedTuple
 
 import torch
@@ -60,16 +60,10 @@ class Buffers:
         self.k = k.new_zeros(*k.shape[:2], (capacity or 0) + 1, k.shape[3])
         self.v = v.new_zeros(*v.shape[:2], (capacity or 0) + 1, v.shape[3])
 
-    def __copy__(self) -> Buffers:
-        """Copy it as it is, in a microsecond: a cache does so in every step."""
-        copied = Buffers.__new__(Buffers)
-        copied.__dict__.update(self.__dict__)
-        return copied
-
     def __deepcopy__(self, memo: dict[int, object]) -> Buffers:
         """Copy them with their gradients, as torch does not."""
-        copied = copy(self)
-        copied.progress = deepcopy(self.progress, memo)
+        copied = Buffers.__new__(Buffers)
+        copied.__dict__.update(self.__dict__, progress=deepcopy(self.progress, memo))
         copied.change(torch.clone)
         return copied
 
@@ -78,8 +72,8 @@ class Buffers:
         new = k.shape[2]
         in_graph = self.capacity is not None and torch.compiler.is_compiling()
         # Where a gradient flows, or somebody traces this code, new tensors are made and none is written.
-        grows = k.requires_grad or v.requires_grad or self.k.requires_grad
-        follows = not in_graph and (traced() or (grows and torch.is_grad_enabled()))
+        grows = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.k.requires_grad)
+        follows = not in_graph and (grows or traced())
         if follows and not torch.compiler.is_compiling() and runs_backward():
             raise ArgumentError(
                 "A backward pass computes this call anew, as activation checkpointing does, and a cache would take its "
@@ -125,7 +119,7 @@ class Buffers:
 
     def _handed(self, first: int, stop: int, start: int | Tensor, lengths: Tensor | None) -> Held:
         """Hand out the places from `first` to `stop`."""
-        k, v = self.k.narrow(2, first, stop - first), self.v.narrow(2, first, stop - first)
+        k, v = self.k[:, :, first:stop], self.v[:, :, first:stop]
         if self.window is None:
             return Held(k, v, start, lengths)
         held = Held(k, v, start, lengths, self.progress.forgotten + first)

@@ -29,7 +29,7 @@ def put(buffer: Tensor, new: Tensor, places: int | Tensor, *, real: Tensor | Non
         if follows:
             return torch.cat([buffer.narrow(2, 0, places), new], 2)
         # `.data` has a version counter of its own: a backward pass may still read the places before these.
-        buffer.data.narrow(2, places, new.shape[2]).copy_(new)
+        buffer.data[:, :, places : places + new.shape[2]] = new
         return buffer
     if real is not None:
         new = new.masked_fill(~real[:, None, :, None], 0)

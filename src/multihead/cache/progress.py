@@ -28,12 +28,6 @@ class Progress:
         self._alike = True
         self.forgotten: int | Tensor = 0  # tokens that stood before the first place
 
-    def __copy__(self) -> Progress:
-        """Copy it as it is, in a microsecond: a cache does so in every step."""
-        copied = Progress.__new__(Progress)
-        copied.__dict__.update(self.__dict__)
-        return copied
-
     @property
     def position(self) -> int | Tensor:
         """The position of the next token, those forgotten counted; a tensor (batch,) where samples differ."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -165,21 +164,9 @@ class KeyValueCache:
             self._continued = Continued(self._text, held.key_start, real)
         return held
 
-    @contextmanager
-    def unless_refused(self) -> Iterator[None]:
+    def unless_refused(self) -> AbstractContextManager[object]:
         """Take back what is appended in this context where it ends in an error, so that a call can be made again."""
-        if torch.compiler.is_compiling():
-            yield
-            return
-        memory, continued, progress, buffers = self.memory, self._continued, copy(self._progress), copy(self._buffers)
-        try:
-            yield
-        except BaseException:
-            self.memory, self._continued, self._progress, self._buffers = memory, continued, progress, buffers
-            if buffers is not None and progress is not None:
-                buffers.progress = progress
-                buffers.crop(progress.start)  # what was appended may stand in their last places
-            raise
+        return nullcontext() if torch.compiler.is_compiling() else _TakingBack(self)
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first tokens and take the others back, as speculative decoding does with what it rejects.
@@ -327,3 +314,23 @@ class KeyValueCache:
         if self._progress is None:
             raise ArgumentError("The cache is empty.", f"{verb} it after the first call.")
         return self._progress
+
+
+class _TakingBack:
+    """Put a cache back as it was, where a context ends in an error."""
+
+    # A class, and no generator: a step of a decoding goes through it, whose memory is read anew each time.
+    def __init__(self, cache: KeyValueCache) -> None:
+        parts = (cache, cache._progress, cache._buffers)  # noqa: SLF001 - it is a part of the cache
+        self.was = [(part, vars(part).copy()) for part in parts if part is not None]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return
+        for part, fields in self.was:
+            vars(part).update(fields)
+            if isinstance(part, Buffers):
+                part.crop(part.progress.start)  # what was appended may stand in their last places

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -27,7 +26,7 @@ class Kernel(Protocol):
 
     @property
     def KEEPS_NAN_APART(self) -> bool:  # noqa: N802 - a constant of the module
-        """Whether NaN and inf that a query may not see can be handed to the kernel as they are."""
+        """Whether NaN and inf that a query may not see can be handed to the kernel as they are, and autocast too."""
         ...
 
     def refusal(self, request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -52,8 +51,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The kernel that runs, and why others do not.
 
     Fields:

@@ -184,6 +184,9 @@ def forward(job: Job) -> tuple[Tensor, Tensor]:
         output = job.request.v.new_empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim)
         output = output.transpose(1, 2)
     logsumexp = room(shape.batch, shape.num_heads, shape.query_length)
+    if job.bounds.remainder is None:
+        _run(job, Rows(WHOLE, job.bounds, None), output, logsumexp, measuring)
+        return output, logsumexp
     for rows in blocks(job.request, job.bounds):
         if rows.rows is WHOLE:
             _run(job, rows, output, logsumexp, measuring)

@@ -23,6 +23,8 @@ DENSE_BYTES = 8 << 20
 
 Fields = list[float]
 
+_CPU = torch.device("cpu")
+
 # Where in a call's fields the usual ones stand: a call should cost microseconds.
 _Q, _K, _START, _STOP = (AT[name] for name in ("q", "k", "start", "stop"))
 _BOUNDS_BATCH, _DTYPE, _SCALE = AT["bounds_batch"], AT["dtype"], AT["scale"]
@@ -151,7 +153,7 @@ def put_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
 
 def room(*size: int) -> Tensor:
     """Make room for float32 numbers that the kernel writes, whatever default dtype and device are set."""
-    return torch.empty(size, dtype=torch.float32, device="cpu")
+    return torch.empty(*size, dtype=torch.float32, device=_CPU)
 
 
 def features_beside(tensor: Tensor) -> Tensor:

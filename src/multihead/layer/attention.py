@@ -225,7 +225,7 @@ class MultiHeadAttention(nn.Module):
                 output = output if gates is None else gated(output, gates)
         merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
         merged = padding.taken(merged)
-        out_proj = self.out_proj
+        out_proj = self._modules.get("out_proj")  # as an attribute it is looked for half a microsecond longer
         output = merged if out_proj is None else out_proj(merged)  # (batch, queries, output_dim)
         output = padding.restored(output)
         return output[0] if single else output

@@ -73,13 +73,15 @@ def key_bounds(
     ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
     """
     device = torch.device(device)
-    if mask.holds_tensors or isinstance(query_start, Tensor) or traced():
+    if isinstance(query_start, Tensor) or traced():
         return _planned(mask, queries, keys, query_start, device)
-    if queries == 1:  # each step of a decoding is another one: it is planned in numbers, and not kept
+    if queries == 1:  # each step of a decoding is another one: it is planned in numbers
         only = _interval_at(mask, query_start, keys)
         if only is not None:
             first, behind = max(only[0], 0), min(only[1], keys)
             return _only(first, behind, device) if first < behind else _only(0, 0, device)
+    if mask.holds_tensors:
+        return _planned(mask, queries, keys, query_start, device)
     return _planned_once(mask, queries, keys, query_start, device)
 
 
