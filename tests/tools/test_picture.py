@@ -24,7 +24,7 @@ def test_cells_of_one_shade_beside_each_other_are_one_stroke_and_zero_is_none() 
 
 def test_every_head_of_every_layer_is_drawn() -> None:
     model = torch.nn.Sequential(mh.MultiHeadAttention(8, 2), mh.MultiHeadAttention(8, 4))
-    with torch.no_grad(), mh.observe(model, keep="statistics", map_size=picture.MAP) as record:
+    with torch.no_grad(), mh.observe(model, keep="statistics", probes=["pooled_map"], map_size=picture.MAP) as record:
         model(torch.randn(1, 5, 8))
     drawn = picture.drawn(record)
     assert drawn.count('<g transform="translate(0 1.0)') == 2 + 4

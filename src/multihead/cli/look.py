@@ -145,6 +145,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
 
     from multihead.listening import listen
     from multihead.observation.observe import observe
+    from multihead.probes.statistics import DEFAULT
 
     with _bar(notes) as progress:
         total = getattr(loaded.model.config, "num_hidden_layers", None)
@@ -158,7 +159,12 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
 
         with (
             torch.no_grad(),
-            observe(loaded.reader, layers=layers, special_ids=encoded.special_ids) as record,
+            observe(
+                loaded.reader,
+                layers=layers,
+                probes=(*DEFAULT, "received", "pooled_map"),
+                special_ids=encoded.special_ids,
+            ) as record,
             listen(Counter()),
         ):
             loaded.reader(**loaded.arguments(encoded))

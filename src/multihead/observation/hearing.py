@@ -15,15 +15,19 @@ from multihead.hooks.inputs import Inputs
 from multihead.masks.behind import Behind
 from multihead.observation.choice import Choice
 from multihead.observation.pieces import Piece, Rows, grow_keys, kept
+from multihead.observation.projections import output_weight
 from multihead.observation.reading import read_ids
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import SampleRecord
 from multihead.observation.trimming import cut, spans, without_queries
-from multihead.probes.statistics import of_call, without_positions
+from multihead.probes.beside import Beside, Pool
+from multihead.probes.probe import Probe
+from multihead.probes.statistics import of_call, possible, without_positions
 from multihead.probes.weights import tile
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics"]
+OF_TOKENS = frozenset({"duplicate", "induction"})
 
 
 @dataclass(eq=False)
@@ -57,9 +61,11 @@ class Ear:
     inputs: Inputs
     choice: Choice
     keep: Keep
-    probes: tuple[str, ...]
+    probes: tuple[Probe, ...]
     special_ids: tuple[int, ...]
     map_size: int
+    map_pool: Pool
+    root: nn.Module
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _last: dict[tuple[str, object], _Last] = field(default_factory=dict)  # of each layer and text
     _counts: dict[str, int] = field(default_factory=dict)
@@ -69,7 +75,7 @@ class Ear:
     @property
     def wanted(self) -> frozenset[str]:
         """What a kernel may compute on the way: what needs no knowledge of tokens."""
-        return frozenset(self.probes) - {"special_mass", "pooled_map"}
+        return frozenset(probe.name for probe in self.probes if not probe.needs and probe.axes != "map")
 
     def hear(self, call: AttentionCall) -> None:
         """Take note of one call."""
@@ -168,21 +174,19 @@ class Ear:
             alone = cut(call, span)
             if real is not None:
                 alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-            self._add(sample, alone, start, first=not goes_on)
+            self._add(sample, alone, start, call.request.owner, first=not goes_on)
             self.record.add(layer, sample)
 
-    def _add(self, sample: SampleRecord, call: AttentionCall, key_start: int, *, first: bool) -> None:
+    def _add(
+        self, sample: SampleRecord, call: AttentionCall, key_start: int, owner: nn.Module | None, *, first: bool
+    ) -> None:
         request = call.request
-        special = self._special_keys(sample, key_start, key_start + request.shape.key_length, request.shape.device)
-        names = [name for name in self.probes if name != "special_mass" or special is not None]
-        found = of_call(call, names, special_keys=special, map_size=self.map_size)
-        if not first and "first_mass" in found:
-            # Of a later call the first key that its queries see need not be the first of the sample.
-            found["first_mass"] = (
-                tile(request, call.attended.logsumexp, keys=slice(0, 1)).sum(-1)  # of no key, where none is left
-                if key_start == 0
-                else torch.zeros_like(found["first_mass"])
-            )
+        beside = self._beside(sample, call, key_start, owner, first=first)
+        # A token of another text is not the query's own.
+        probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
+        found = of_call(call, possible(probes, request, beside), beside)
+        if "induction_mass" in found and key_start > 0:
+            found["induction_mass"] = found["induction_mass"] + _behind_dropped_key(sample, call, key_start)
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         keeps = self.keep != "statistics"
         bias = request.bias
@@ -211,17 +215,33 @@ class Ear:
             kept(call.request.q, device) if keeps else None,
         )
 
-    def _special_keys(self, sample: SampleRecord, start: int, stop: int, device: torch.device) -> Tensor | None:
-        """Tell which of some keys are special: (1, keys) bool, or None where their ids are not known."""
-        ids = sample.keys_read.ids
-        if not self.special_ids or ids is None or ids.length < stop:
-            return None
-        flags = torch.isin(ids.between(start, stop), torch.tensor(self.special_ids))
-        return flags[None].to(device)
+    def _beside(
+        self, sample: SampleRecord, call: AttentionCall, start: int, owner: nn.Module | None, *, first: bool
+    ) -> Beside:
+        """Say what is known beside q and k of a call whose first key stands at `start`."""
+        shape = call.request.shape
+        read, stop = sample.keys_read.ids, start + shape.key_length
+        needs = frozenset[str]().union(*(probe.needs for probe in self.probes))
+        ids = special = weight = None
+        if read is not None and read.length >= stop and needs & {"ids", "special_keys"}:
+            ids = read.between(start, stop)[None].to(shape.device)
+            special = torch.isin(ids, torch.tensor(self.special_ids, device=shape.device)) if self.special_ids else None
+        if "output_weight" in needs and owner is not None:
+            width = shape.num_heads * shape.value_dim
+            weight = output_weight(owner, self.root, self.names[id(owner)], width=width)
+        return Beside(
+            special_keys=special,
+            ids=ids,
+            output_weight=weight,
+            # Of a later call the first key that its queries see need not be the first of the sample.
+            first_key=None if first else -start,
+            map_size=self.map_size,
+            map_pool=self.map_pool,
+        )
 
     def _blank(self, name: str, *, crosses: bool) -> SampleRecord:
         """Begin a sample."""
-        one = SampleRecord(name, self.map_size, crosses=crosses)
+        one = SampleRecord(name, self.map_size, self.map_pool, crosses=crosses)
         if self.keep != "statistics":
             one.q, one.k = Rows(2), Rows(2)
         return one
@@ -255,6 +275,19 @@ class Ear:
                 f"No layer that ran is called {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
+
+
+def _behind_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:
+    """Weigh the call's first key for the queries of the token before it, which a cache has dropped from the keys.
+
+    Returns: (1, heads, queries), what is to be added to their `induction_mass`.
+    """
+    ids, request = sample.keys_read.ids, call.request
+    assert ids is not None
+    place = start + int(request.query_start)
+    alike = ids.between(place, place + request.shape.query_length) == ids.between(start - 1, start)
+    first = tile(request, call.attended.logsumexp.detach(), keys=slice(0, 1))[..., 0]
+    return first * alike.to(first.device)
 
 
 def _noted(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _Last:

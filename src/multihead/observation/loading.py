@@ -174,6 +174,9 @@ class _Sample:
 
     def read(self) -> SampleRecord:
         one = SampleRecord(self.name, _count(self.said["map_size"], "map_size", least=1))
+        if self.said["map_pool"] not in ("mean", "max"):
+            raise _WrongError(f"map_pool is {self.said['map_pool']!r}")
+        one.map_pool = self.said["map_pool"]
         one.crosses = _of(self.said["crosses"], bool, "crosses")
         for each in _of(self.said["pieces"], list, "the pieces"):
             rows = one.pieces[-1].row_stop if one.pieces else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,10 @@ from multihead.hooks.inputs import noticed
 from multihead.observation.choice import Choice
 from multihead.observation.hearing import Ear, Keep
 from multihead.observation.record import Record
-from multihead.probes.statistics import MAP_SIZE, PROBES, refuse_unless_known
+from multihead.probes.beside import MAP_SIZE, Pool
+from multihead.probes.catalogue import DEFAULT
+from multihead.probes.probe import Probe
+from multihead.probes.statistics import Wanted, resolved
 
 
 @contextmanager
@@ -25,9 +29,11 @@ def observe(
     *,
     layers: Sequence[int | str] | int | str | None = None,
     keep: Keep = "cpu",
-    probes: Sequence[str] | None = None,
+    probes: Sequence[Wanted] | None = None,
     special_ids: Sequence[int] = (),
+    tokenizer: Any = None,
     map_size: int = MAP_SIZE,
+    map_pool: Pool = "mean",
 ) -> Iterator[Record]:
     """Watch every head of a model while it runs.
 
@@ -42,9 +48,14 @@ def observe(
             "encoder.*", or a part such as "layer.3"; None keeps all.
         keep: where q and k are kept for later tiles of the map: in the memory of the "cpu", on the "device" of
             the model, or nowhere ("statistics").
-        probes: which statistics, see `multihead.probes.statistics`; all if None.
-        special_ids: the token ids that `special_mass` counts, such as those of [CLS] and [SEP].
+        probes: which statistics, by name, or as `multihead.probes` makes them, such as `probes.offset_mass(-5)`;
+            None takes those that cost next to nothing, `multihead.probes.DEFAULT`. One that needs what a call does not
+            have is left out there: token ids, special tokens, an output projection, learned sinks.
+        special_ids: the token ids that `special_mass` counts, such as those of [CLS] and [SEP]; with a tokenizer its
+            own, if they are left out.
+        tokenizer: a Hugging Face tokenizer that names the tokens of the texts; see `Record.name_tokens`.
         map_size: most rows and columns of the pooled map.
+        map_pool: what a block of the pooled map holds, the "mean" or the "max" of its weights.
 
     Returns: a record that fills while the model runs.
 
@@ -60,7 +71,11 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
-    _refuse_unless_sensible(model, keep, probes, special_ids, map_size)
+    if tokenizer is not None and not special_ids:
+        special_ids = tuple(tokenizer.all_special_ids)
+    chosen = resolved(DEFAULT if probes is None else probes)
+    _refuse_unless_sensible(model, keep, map_size, map_pool)
+    _refuse_unless_told(chosen)
     root = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     record = Record(title=type(root).__name__)
     with ExitStack() as stack:
@@ -74,31 +89,34 @@ def observe(
             inputs=inputs,
             choice=Choice.of(layers),
             keep=keep,
-            probes=_names(probes, special_ids),
+            probes=chosen,
             special_ids=tuple(special_ids),
             map_size=map_size,
+            map_pool=map_pool,
+            root=root,
         )
         stack.enter_context(listening.listen(ear))
         yield record
+    if tokenizer is not None:
+        record.name_tokens(tokenizer)
     ear.refuse_unless_heard(root)
 
 
-def _names(probes: Sequence[str] | None, special_ids: Sequence[int]) -> tuple[str, ...]:
-    chosen = tuple(PROBES) if probes is None else tuple(dict.fromkeys(probes))
-    return chosen if special_ids else tuple(name for name in chosen if name != "special_mass")
-
-
-def _refuse_unless_sensible(
-    model: object, keep: object, probes: Sequence[str] | None, special_ids: Sequence[int], map_size: object
-) -> None:
+def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_pool: object) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"The model is a {type(model).__name__}, and no module.", "Give a torch.nn.Module.")
     if keep not in ("cpu", "device", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device" or "statistics".')
+    if map_pool not in ("mean", "max"):
+        raise ArgumentError(f"map_pool is {map_pool!r}.", 'Give "mean" or "max".')
     refuse_unless_integer("map_size", map_size)
-    if probes is not None:
-        refuse_unless_known(tuple(probes), torch.empty(0))
-        if "special_mass" in probes and not special_ids:
+
+
+def _refuse_unless_told(probes: Sequence[Probe]) -> None:
+    """Refuse statistics that no call could have, since nothing says which tokens they count."""
+    for probe in probes:
+        if "sets" in probe.needs:
             raise ProbeError(
-                "special_mass was asked for, and nothing says which tokens are special.", "Give special_ids."
+                f"{probe.name} was asked for, and nothing says which tokens it counts.",
+                f"Give their ids: probes.tokens_mass({probe.name.removesuffix('_mass')!r}, ids).",
             )

@@ -160,4 +160,5 @@ def _plain(request: AttentionRequest) -> Mask:
 def _hides_later(mask: Mask) -> bool:
     """Whether a query sees no key behind its own, and a key's distance alone says whether it does."""
     parts = mask.parts if isinstance(mask, And) else (mask,)
-    return any(isinstance(part, Causal) for part in parts) and all(isinstance(part, (Causal, Window)) for part in parts)
+    of_distance = all(isinstance(part, (Causal, Window)) for part in parts)
+    return of_distance and any(isinstance(part, Causal) or part.after == 0 for part in parts)  # type: ignore[attr-defined]

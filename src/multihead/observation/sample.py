@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, ProbeError, refuse_unless_integer
+from multihead.errors import ProbeError, refuse_unless_integer
 from multihead.kernels.tile import seen
+from multihead.observation.areas import ends, joined_blocks
 from multihead.observation.pieces import Piece, Rows, joined
 from multihead.observation.summaries import Of, summed_up
 from multihead.observation.texts import Reading, Text
-from multihead.probes.regions import Blocks, blocks
+from multihead.probes.beside import Pool
+from multihead.probes.regions import Blocks
 from multihead.probes.weights import head_indices, tile
 
 PER_KEY = frozenset({"received", "coverage"})
@@ -28,6 +30,7 @@ class SampleRecord:
     Fields:
         name: the layer's name.
         map_size: most rows and columns of the pooled map.
+        map_pool: what a block of it holds, the "mean" or the "max" of its weights.
         logsumexp: (1, heads, queries), nats.
         q: (1, heads, queries, head_dim), or None where only statistics were kept.
         k: (1, kv_heads, keys, head_dim), or None where only statistics were kept.
@@ -40,6 +43,7 @@ class SampleRecord:
 
     name: str
     map_size: int
+    map_pool: Pool = "mean"
     logsumexp: Rows = field(default_factory=lambda: Rows(2))
     q: Rows | None = None
     k: Rows | None = None
@@ -109,7 +113,11 @@ class SampleRecord:
         found = self.per_query | self._others
         if len(self.calls) > 1 and "pooled_map" in found:
             del found["pooled_map"]  # the blocks of one call are not those of all
-            if self.keeps_weights and (self._pooled is None or self._pooled[0] != len(self.calls)):
+            if (
+                self.keeps_weights
+                and self.map_pool == "mean"
+                and (self._pooled is None or self._pooled[0] != len(self.calls))
+            ):
                 self._pooled = (len(self.calls), self.map(bins=self.map_size))
             if self._pooled is not None and self._pooled[0] == len(self.calls):
                 found["pooled_map"] = self._pooled[1]
@@ -181,7 +189,7 @@ class SampleRecord:
         """Return one of its calls alone."""
         rows, keys = self.calls[index]
         piece = next(each for each in self.pieces if each.row_start <= rows[0] and rows[1] <= each.row_stop)
-        alone = SampleRecord(self.name, self.map_size, crosses=self.crosses)
+        alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses)
         alone.logsumexp.add(self.logsumexp.between(*rows))
         alone.q = None if self.q is None else Rows(2, [self.q.between(*rows)])
         alone.k = self.k
@@ -257,36 +265,18 @@ class SampleRecord:
             ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         """
         self._refuse_unless_kept()
-        heads = head_indices(slice(None) if head is None else head, self.num_heads).tolist()
         size = (block, block) if isinstance(block, int) else block
         for length in size:
             refuse_unless_integer("block", length)
-        rows, columns = _ends(queries, self.num_queries), _ends(keys, self.num_keys)
-        counted = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), size, strict=True)]
-        sums = torch.zeros(len(heads), *counted, dtype=torch.float64)
-        found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
-        for piece in self.pieces:
-            request, logsumexp = self.request_of(piece)
-            for row, upright in _on_grid((piece.row_start, piece.row_stop), rows, size[0]):
-                for column, across in _on_grid((piece.key_start, piece.key_stop), columns, size[1]):
-                    part = blocks(
-                        request,
-                        logsumexp,
-                        heads=heads,
-                        queries=_moved(upright, piece.row_start),
-                        keys=_moved(across, piece.key_start),
-                        block=size,
-                        without_first_key=without_first_key and piece.key_start == 0,
-                        cancelled=cancelled,
-                    )
-                    target = (
-                        slice(None),
-                        slice(row, row + part.sums.shape[1]),
-                        slice(column, column + part.sums.shape[2]),
-                    )
-                    found.sums[target] += part.sums.cpu()
-                    found.counts[target] += part.counts.cpu()
-        return found
+        return joined_blocks(
+            ((piece, *self.request_of(piece)) for piece in self.pieces),
+            heads=head_indices(slice(None) if head is None else head, self.num_heads).tolist(),
+            rows=ends(queries, self.num_queries),
+            columns=ends(keys, self.num_keys),
+            block=size,
+            without_first_key=without_first_key,
+            cancelled=cancelled,
+        )
 
     def map(
         self,
@@ -314,7 +304,7 @@ class SampleRecord:
         most = (bins, bins) if isinstance(bins, int) else bins
         for each in most:
             refuse_unless_integer("bins", each)
-        rows, columns = _ends(queries, self.num_queries), _ends(keys, self.num_keys)
+        rows, columns = ends(queries, self.num_queries), ends(keys, self.num_keys)
         height, width = (
             max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
         )
@@ -373,28 +363,3 @@ def _added(total: Tensor, more: Tensor, start: int) -> Tensor:
     longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
     longer[:, start : start + more.shape[1]] += more
     return longer
-
-
-def _ends(chosen: slice, length: int) -> tuple[int, int]:
-    first, behind, step = chosen.indices(length)
-    if step != 1:
-        raise ArgumentError(f"A part of the map is asked for with steps of {step}.", "Give slices without steps.")
-    return first, max(first, behind)
-
-
-def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Cut what is there of what is asked at the first line of the grid: block and ends of each part.
-
-    >>> list(_on_grid((3, 20), (0, 18), 8))
-    [(0, (3, 8)), (1, (8, 18))]
-    """
-    first, behind = max(there[0], asked[0]), min(there[1], asked[1])
-    line = asked[0] + -(-(first - asked[0]) // size) * size
-    if first < min(line, behind):
-        yield (first - asked[0]) // size, (first, min(line, behind))
-    if line < behind:
-        yield (line - asked[0]) // size, (line, behind)
-
-
-def _moved(ends: tuple[int, int], start: int) -> slice:
-    return slice(ends[0] - start, ends[1] - start)

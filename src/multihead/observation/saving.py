@@ -134,6 +134,7 @@ def _written_sample(one: SampleRecord, tensors: Tensors, texts: _Texts, name: st
         "value_dim": shape.value_dim,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "map_size": one.map_size,
+        "map_pool": one.map_pool,
         "kept": kept,
         "crosses": one.crosses,
         "text": texts.put(one.text),

@@ -1,0 +1,88 @@
+"""Put blocks of a map together from the calls that a text was seen in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError
+from multihead.observation.pieces import Piece
+from multihead.probes.regions import Blocks, blocks
+
+
+def joined_blocks(
+    parts: Iterable[tuple[Piece, AttentionRequest, Tensor]],
+    *,
+    heads: Sequence[int],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    block: tuple[int, int],
+    without_first_key: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+) -> Blocks:
+    """Sum the weights of each block of a rectangle of a map, and count the cells that may be seen.
+
+    A call may begin within a block: what is before the next line of the grid is then summed apart.
+
+    Args:
+        parts: the calls, each with what can be computed of it and its logsumexp (1, heads, queries).
+        heads: which heads.
+        rows: the first query, and the one behind the last.
+        columns: the first key, and the one behind the last.
+        block: queries and keys a block.
+        without_first_key: whether the key 0 counts as hidden.
+        cancelled: asked between strips; once it says True the work ends with `CancelledError`.
+    """
+    size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
+    sums = torch.zeros(len(heads), *size, dtype=torch.float64)
+    found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
+    for piece, request, logsumexp in parts:
+        for row, upright in _on_grid((piece.row_start, piece.row_stop), rows, block[0]):
+            for column, across in _on_grid((piece.key_start, piece.key_stop), columns, block[1]):
+                part = blocks(
+                    request,
+                    logsumexp,
+                    heads=heads,
+                    queries=_moved(upright, piece.row_start),
+                    keys=_moved(across, piece.key_start),
+                    block=block,
+                    without_first_key=without_first_key and piece.key_start == 0,
+                    cancelled=cancelled,
+                )
+                target = slice(row, row + part.sums.shape[1]), slice(column, column + part.sums.shape[2])
+                found.sums[:, target[0], target[1]] += part.sums.cpu()
+                found.counts[:, target[0], target[1]] += part.counts.cpu()
+    return found
+
+
+def ends(chosen: slice, length: int) -> tuple[int, int]:
+    """Return the first place of a slice and the one behind its last.
+
+    Raises:
+        ArgumentError: it has steps.
+    """
+    first, behind, step = chosen.indices(length)
+    if step != 1:
+        raise ArgumentError(f"A part of the map is asked for with steps of {step}.", "Give slices without steps.")
+    return first, max(first, behind)
+
+
+def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Cut what is there of what is asked at the first line of the grid: block and ends of each part.
+
+    >>> list(_on_grid((3, 20), (0, 18), 8))
+    [(0, (3, 8)), (1, (8, 18))]
+    """
+    first, behind = max(there[0], asked[0]), min(there[1], asked[1])
+    line = asked[0] + -(-(first - asked[0]) // size) * size
+    if first < min(line, behind):
+        yield (first - asked[0]) // size, (first, min(line, behind))
+    if line < behind:
+        yield (line - asked[0]) // size, (line, behind)
+
+
+def _moved(ends: tuple[int, int], start: int) -> slice:
+    return slice(ends[0] - start, ends[1] - start)

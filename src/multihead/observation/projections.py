@@ -1,0 +1,57 @@
+"""Find what a layer multiplies the outputs of its heads by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+NAMES = ("out_proj", "o_proj", "c_proj", "out_lin", "Wo", "W_o", "o", "dense")
+"""What families call it: we, OPT, CLIP and Whisper; Llama; GPT-2; DistilBERT; ModernBERT; d2l; T5; ALBERT, GPT-NeoX."""
+
+
+def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -> Tensor | None:
+    """Find the output projection of an attention layer, by name: in it, or in what stands beside it as `output`.
+
+    Args:
+        owner: the module that asks for attention.
+        root: the model it is in.
+        name: where it is in that.
+        width: heads * value_dim, which its input must have.
+
+    Returns: (embed_dim, heads * value_dim), as `nn.Linear` has it, or None where there is none that fits. What a head
+        is multiplied by before (`head_gates`) is counted in.
+
+    >>> import multihead as mh
+    >>> output_weight(layer := mh.MultiHeadAttention(8, 2), layer, "", width=8) is layer.out_proj.weight
+    True
+    """
+    for module in _candidates(owner, root, name):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            continue
+        # transformers' Conv1D, of GPT-2, holds its weight as (input, output).
+        found = weight.mT if type(module).__name__ == "Conv1D" else weight
+        if found.shape[1] == width:
+            return _gated(found, getattr(owner, "head_gates", None), width)
+    return None
+
+
+def _candidates(owner: nn.Module, root: nn.Module, name: str) -> Iterator[nn.Module]:
+    places = [owner]
+    if "." in name:
+        parent = root.get_submodule(name.rpartition(".")[0])
+        beside = getattr(parent, "output", None)  # BERT and ViT: attention.self and attention.output.dense
+        places += [beside] if isinstance(beside, nn.Module) else []
+    for place in places:
+        for each in NAMES:
+            module = getattr(place, each, None)
+            if isinstance(module, nn.Module):
+                yield module
+
+
+def _gated(weight: Tensor, gates: object, width: int) -> Tensor:
+    if not isinstance(gates, Tensor) or gates.dim() != 1:
+        return weight
+    return weight * torch.repeat_interleave(gates, width // len(gates))
