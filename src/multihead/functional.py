@@ -21,8 +21,10 @@ from multihead.masks import Full, Mask
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.masks.values import refuse_unless_mask
 from multihead.plan.bounds import bounds_of
-from multihead.probes import statistics as probes
+from multihead.probes import Beside, Probe
+from multihead.probes import statistics as measuring
 from multihead.probes import weights as tiles
+from multihead.probes.statistics import NOTHING
 from multihead.reading import transformed
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
@@ -184,9 +186,9 @@ def statistics(
     scale: float | None = None,
     query_start: int | Tensor | str | None = None,
     logsumexp: Tensor | None = None,
-    probes: Iterable[str] = probes.DEFAULT,
-    special_keys: Tensor | None = None,
-    map_size: int = probes.MAP_SIZE,
+    v: Tensor | None = None,
+    probes: Iterable[str | Probe] | None = None,
+    beside: Beside = NOTHING,
 ) -> dict[str, Tensor]:
     """Measure every head exactly, in memory that grows with the length and not with its square.
 
@@ -200,15 +202,17 @@ def statistics(
         scale: see `attention`.
         query_start: see `attention`.
         logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first.
-        probes: names of the statistics, see `multihead.probes.statistics`.
-        special_keys: (batch, keys) bool, the keys that `special_mass` counts.
-        map_size: the most rows and columns of `pooled_map`.
+        v: (batch, kv_heads, keys, value_dim), for `contribution` and `output_norm`.
+        probes: names of statistics, or what the functions of `multihead.probes` make; None = those of
+            `multihead.probes.DEFAULT` for which nothing is missing.
+        beside: what some of them need beside q and k, such as which keys are special.
 
-    Returns: a dict from name to tensor, (batch, heads, queries) each; `received` is (batch, heads, keys),
-        `pooled_map` (batch, heads, rows, columns). float32 (float64 for float64), `largest_key` int64.
+    Returns: a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
+        (batch, heads, keys), `pooled_map` (batch, heads, rows, columns). float32 (float64 for float64), `largest_key`
+        int64.
 
     Raises:
-        ProbeError: a name is unknown, or `special_mass` is asked for without `special_keys`.
+        ProbeError: a name is unknown, or a statistic needs what was not given, such as `special_mass` its keys.
 
     >>> q, k = torch.zeros(2, 1, 2, 4, 8).unbind()
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
@@ -219,8 +223,9 @@ def statistics(
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
         query_start = leading.joined_start(query_start)
         logsumexp = None if logsumexp is None else leading.joined("logsumexp", logsumexp)
-    request = request_of(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
-    found = _statistics(request, logsumexp, tuple(probes), special_keys, map_size)
+        v = None if v is None else leading.joined("v", v)
+    request = request_of(q, k, k if v is None else v, mask, bias, softcap, sinks, scale, 0.0, query_start)
+    found = _statistics(request, logsumexp, probes, beside, has_values=v is not None)
     return found if leading is None else {name: leading.apart(value) for name, value in found.items()}
 
 
@@ -345,9 +350,14 @@ def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
 def _statistics(
     request: AttentionRequest,
     logsumexp: Tensor | None,
-    names: tuple[str, ...],
-    special_keys: Tensor | None,
-    map_size: int,
+    wanted: Iterable[str | Probe] | None,
+    beside: Beside,
+    *,
+    has_values: bool,
 ) -> dict[str, Tensor]:
-    probes.refuse_unless_known(names, special_keys)
-    return probes.measured(request, _logsumexp(request, logsumexp), names, special_keys=special_keys, map_size=map_size)
+    if wanted is None:
+        chosen = measuring.possible(measuring.DEFAULT, request, beside, has_values=has_values)
+    else:
+        chosen = measuring.resolved(wanted)
+        measuring.refuse_unless_possible(chosen, request, beside, has_values=has_values)
+    return measuring.measured(request, _logsumexp(request, logsumexp), chosen, beside, has_values=has_values)

@@ -8,9 +8,12 @@ import torch
 from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.tile import seen
-from multihead.plan.bounds import bounds_of
-from multihead.probes.asked import asked
-from multihead.probes.statistics import PROBES, _streamed
+from multihead.probes.asked import asked, given
+from multihead.probes.beside import Beside
+from multihead.probes.gathers import at_offset, on_first
+from multihead.probes.probe import Part
+from multihead.probes.subject import Subject
+from multihead.probes.sums import STREAMED, streamed
 from tests.kernel_names import needs_native
 from tests.oracle import pooled
 
@@ -22,6 +25,8 @@ MASKS = [
     masks.Window(30) | masks.Prefix(3),
     masks.Keep(torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(3)) < 0.3),
 ]
+GATHERED: set[Part] = {("at", 0), ("at", -1), ("at", 1), ("first", 1)}
+PARTS: set[Part] = GATHERED | (STREAMED - {"duplicate", "induction"})
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
@@ -31,13 +36,29 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     bias = torch.randn(1, 4, 1, 300).masked_fill(torch.rand(1, 4, 1, 300) < 0.1, -torch.inf) if biased else None
     special = torch.rand(2, 300) < 0.2
     request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
-    bounds = bounds_of(request)
     _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
-    given = asked(request, bounds, logsumexp, tuple(PROBES), special_keys=special, map_size=64)
-    tiled = _streamed(request, bounds, logsumexp, tuple(PROBES), special_keys=special, map_size=64)
-    assert list(given) == list(PROBES)
-    for name, value in tiled.items():
-        torch.testing.assert_close(given[name], value, atol=2e-5, rtol=2e-5, equal_nan=True, msg=name)
+    subject = Subject.of(request, logsumexp, Beside(special_keys=special))
+    assert given(subject, PARTS | {("on", "special"), "duplicate"}) == PARTS | {("on", "special")}
+    found = asked(subject, PARTS | {("on", "special")})
+    tiled, on_special = streamed(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
+    assert on_special is not None
+    tiled |= {part: at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "at"}
+    tiled |= {("first", 1): on_first(subject, 1), ("on", "special"): on_special[..., 0]}
+    for part, value in tiled.items():
+        # What a row that sees nothing comes to is decided later.
+        left_out = torch.zeros_like(value, dtype=torch.bool)
+        if value.shape == logsumexp.shape:
+            left_out = logsumexp == -torch.inf
+        expected = value.to(found[part].dtype).masked_fill(left_out, 0)
+        got = found[part].masked_fill(left_out, 0)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True, msg=str(part))
+
+
+def test_the_kernel_is_not_asked_for_what_it_would_measure_otherwise() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    beside = Beside(first_key=1, map_pool="max")
+    subject = Subject.of(request_of(q, q, q), torch.zeros(1, 1, 2), beside)
+    assert given(subject, {("first", 1), "pooled", ("on", "special"), "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
@@ -45,10 +66,9 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     request = request_of(
         q, k, k, masks.Causal() & masks.Keep(torch.rand(70, 130) < 0.7, "queries keys"), query_start=50
     )
-    bounds = bounds_of(request)
     output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
     assert output.shape == (1, 2, 70, 8)
-    found = asked(request, bounds, logsumexp, ("pooled_map",), special_keys=None, map_size=16)["pooled_map"]
+    found = asked(Subject.of(request, logsumexp, Beside(map_size=16)), {"pooled"})["pooled"]
     shown = seen(request).expand(1, 2, 70, 130)
     cells = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~shown, -torch.inf)
     weights = (cells - logsumexp.double()[..., None]).exp().nan_to_num(0)

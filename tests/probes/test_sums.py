@@ -7,36 +7,50 @@ import torch
 
 from multihead import masks
 from multihead.functional import request_of
-from multihead.plan.bounds import key_bounds
 from multihead.probes import sums
-from multihead.probes.sums import of_sample
+from multihead.probes.beside import Beside
+from multihead.probes.subject import Subject
+from multihead.probes.sums import streamed
 
 
-def summed(mask: masks.Mask, streams: set[str]) -> sums.Sums:
+def subject(mask: masks.Mask) -> Subject:
     q = torch.randn(1, 2, 20, 4, dtype=torch.float64)
-    request = request_of(q, q, q, mask=mask)
-    logsumexp = torch.zeros(2, 20, dtype=torch.float64)
-    bounds = key_bounds(mask, queries=20, keys=20)
-    return of_sample(request, bounds, logsumexp, 0, streams=frozenset(streams), special_keys=None, map_size=4)
+    return Subject.of(request_of(q, q, q, mask=mask), torch.zeros(1, 2, 20, dtype=torch.float64), Beside(map_size=4))
 
 
-def test_only_the_sums_that_are_needed_are_made() -> None:
-    found = summed(masks.Full(), {"largest"})
-    assert bool((found.largest > 0).all())
-    assert bool((found.surprisal == 0).all() & (found.mass == 0).all() & (found.received == 0).all())
-    assert bool((found.pooled.sums == 0).all())
+def test_only_the_parts_that_are_needed_are_made() -> None:
+    found, weighed = streamed(subject(masks.Full()), ("largest",))
+    assert list(found) == ["largest"]
+    assert bool((found["largest"] > 1).all())
+    assert weighed is None
 
 
 def test_tiles_that_the_bounds_hide_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of 5 tokens in tiles of 5 queries: each tile takes the keys of one document."""
     monkeypatch.setattr(sums, "ROWS", 5)
-    widths = []
-    scores = sums.scores
+    looked_at = []
+    tiles = sums._tiles
 
-    def noted(request: object, queries: slice, keys: slice) -> torch.Tensor:
-        widths.append(keys.stop - keys.start)
-        return scores(request, queries, keys)  # type: ignore[arg-type]
+    def noted(stream: sums._Stream, group: sums._Group, rows: slice) -> object:
+        for tile in tiles(stream, group, rows):
+            looked_at.extend((rows.start, key) for key in range(*tile.columns))
+            yield tile
 
-    monkeypatch.setattr(sums, "scores", noted)
-    summed(masks.Documents((5, 5, 5)), {"received"})
-    assert widths == [5, 5, 5]  # and the last five queries, which see nothing, cost nothing
+    monkeypatch.setattr(sums, "_tiles", noted)
+    streamed(subject(masks.Documents((5, 5, 5))), ("received",))
+    # And the last five queries, which see nothing, cost nothing.
+    assert looked_at == [(first, key) for first in (0, 5, 10) for key in range(first, first + 5)]
+
+
+def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 8, 9, 4, dtype=torch.float64), torch.randn(2, 4, 9, 4, dtype=torch.float64)
+    request = request_of(q, k, k, mask=masks.Causal())
+    logsumexp = torch.randn(2, 8, 9, dtype=torch.float64)
+    together = Subject.of(request, logsumexp, Beside(map_size=4))
+    parts = ("surprisal", "largest_key", "received", "pooled")
+    whole, _ = streamed(together, parts)
+    monkeypatch.setattr(sums, "CELLS", sums.ROWS * sums.WIDTH * 6)
+    assert [group.heads for group in sums._groups(together)] == [slice(0, 6), slice(6, 8)] * 2
+    grouped, _ = streamed(together, parts)
+    for part in parts:
+        torch.testing.assert_close(grouped[part], whole[part], equal_nan=True, atol=1e-12, rtol=0)

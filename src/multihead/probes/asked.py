@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -10,78 +10,86 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels import native
-from multihead.kernels.native_statistics import ONE_PASS, SECOND_PASS, one_pass, second_pass
-from multihead.kernels.tile import seen
-from multihead.plan.bounds import KeyBounds
+from multihead.kernels.native_statistics import ONE_PASS, one_pass, second_pass
 from multihead.probes.pooling import PooledMap
+from multihead.probes.probe import Part
+from multihead.probes.subject import Subject
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
-ROWS = 256  # queries whose cells are counted in one step, where each must be looked at
+# What the kernel's statistics are called here.
+_OF_ONE_PASS: dict[Part, str] = {
+    "surprisal": "entropy",
+    "mean_distance": "mean_distance",
+    "distance_spread": "distance_spread",
+    "largest": "largest_weight",
+    "largest_key": "largest_key",
+    ("at", 0): "self_mass",
+    ("at", -1): "previous_mass",
+    ("at", 1): "next_mass",
+    ("first", 1): "first_mass",
+    ("on", "special"): "special_mass",
+}
+assert set(_OF_ONE_PASS.values()) | {"effective_keys"} == ONE_PASS
 
 
-def takes(request: AttentionRequest, bounds: KeyBounds) -> bool:
+def takes(subject: Subject) -> bool:
     """Tell whether the native kernel can measure a call."""
-    return native.refusal(request, bounds) is None
+    return native.refusal(subject.request, subject.bounds) is None
 
 
-def asked(
-    request: AttentionRequest,
-    bounds: KeyBounds,
-    logsumexp: Tensor,
-    names: Sequence[str],
-    *,
-    special_keys: Tensor | None,
-    map_size: int,
-) -> dict[str, Tensor]:
+def given(subject: Subject, parts: Collection[Part]) -> frozenset[Part]:
+    """Tell which parts the kernel gives: a set's name is its own, the first key that of the call."""
+    known = set(_OF_ONE_PASS) | {"received"}
+    if subject.beside.map_pool == "mean":
+        known.add("pooled")
+    if subject.beside.first_key is not None:
+        known.remove(("first", 1))
+    if subject.beside.special_keys is None:
+        known.remove(("on", "special"))
+    return frozenset(parts) & known
+
+
+def asked(subject: Subject, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Measure a call in one pass over its keys, and what each key receives in a second one.
 
     Args:
-        request: the call; gradients are not followed.
-        bounds: its plan.
-        logsumexp: (batch, heads, queries), nats.
-        names: which statistics.
-        special_keys: (batch, keys) bool, or None.
-        map_size: most rows and columns of the pooled map.
+        subject: the call; gradients are not followed.
+        parts: some of those that are `given`.
     """
+    request = subject.request
     if request.bias is not None:
         values = values_of(request.bias).float()
         # The kernel reads numbers along a diagonal one after the other.
         values = values.contiguous() if isinstance(request.bias, Relative) else values
         request = replace(request, bias=with_values(request.bias, values))
-    found = one_pass(request, bounds, names, special_keys) if ONE_PASS & set(names) else {}
-    if SECOND_PASS & set(names):
-        blank = _blank_map(request, map_size)
-        cell = (blank.row_block, blank.column_block) if "pooled_map" in names else None
-        found["received"], sums = second_pass(request, bounds, logsumexp, cell=cell)
-        if sums is not None:
-            means = [blank.sums]  # what an empty batch takes its shape from
-            for sample in range(request.shape.batch):
-                pooled = _blank_map(request, map_size)
-                pooled.sums.copy_(sums[sample])
-                _count(pooled, request, bounds, sample)
-                means.append(pooled.means())
-            found["pooled_map"] = torch.stack(means)[1:]
-    return {name: found[name].float() if found[name].is_floating_point() else found[name] for name in names}
+    found: dict[Part, Tensor] = {}
+    names = {part: _OF_ONE_PASS[part] for part in parts if part in _OF_ONE_PASS}
+    if names:
+        measured = one_pass(request, subject.bounds, names.values(), subject.beside.special_keys)
+        found |= {part: measured[name] for part, name in names.items()}
+    if "received" in parts or "pooled" in parts:
+        found |= _second(subject, request, mapped="pooled" in parts)
+    return {part: found[part] for part in parts}
 
 
-def _blank_map(request: AttentionRequest, map_size: int) -> PooledMap:
-    """Lay out the map of one sample."""
+def _second(subject: Subject, request: AttentionRequest, *, mapped: bool) -> dict[Part, Tensor]:
+    """Sum what each key receives, and pool the map where it is wanted."""
     shape = request.shape
-    return PooledMap.zero(
-        shape.num_heads, shape.query_length, shape.key_length, size=map_size, device=torch.device("cpu")
-    )
 
+    def blank() -> PooledMap:
+        sizes = (shape.num_heads, shape.query_length, shape.key_length)
+        return PooledMap.zero(*sizes, size=subject.beside.map_size, device=torch.device("cpu"))
 
-def _count(pooled: PooledMap, request: AttentionRequest, bounds: KeyBounds, sample: int) -> None:
-    """Count the cells of one sample's map that may be seen."""
-    if bounds.remainder is None and request.bias is None:
-        row = 0 if bounds.shared else sample
-        pooled.count_intervals(bounds.start[row], bounds.stop[row])
-        return
-    shape = request.shape
-    for first in range(0, shape.query_length, ROWS):
-        rows = slice(first, min(first + ROWS, shape.query_length))
-        shown = seen(request, rows)
-        shown = shown[sample if shown.shape[0] > 1 else 0]  # (heads or 1, rows, keys or 1)
-        pooled.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows, (0, shape.key_length))
+    cell = (blank().row_block, blank().column_block) if mapped else None
+    received, sums = second_pass(request, subject.bounds, subject.logsumexp.float(), cell=cell)
+    found: dict[Part, Tensor] = {"received": received}
+    if sums is not None:
+        means = [blank().sums]  # what an empty batch takes its shape from
+        for sample in range(shape.batch):
+            pooled = blank()
+            pooled.sums.copy_(sums[sample])
+            pooled.count(request, subject.bounds, sample)
+            means.append(pooled.means())
+        found["pooled"] = torch.stack(means)[1:]
+    return found

@@ -1,4 +1,4 @@
-"""Pool an attention map into blocks: the mean over the cells of a block that may be seen."""
+"""Pool an attention map into blocks: the mean, or the largest, of the weights of a block that may be seen."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from multihead.call import AttentionRequest
+from multihead.kernels.tile import seen
+from multihead.plan.bounds import KeyBounds
+
+ROWS = 256  # queries whose cells are counted in one step, where each must be looked at
+
 
 @dataclass(frozen=True, eq=False)
 class PooledMap:
-    """The sums and counts of a map's blocks.
+    """The sums and counts of a map's blocks, or their largest weights.
 
     Fields:
         sums: (heads, row blocks, column blocks), float64, sum of the weights.
         counts: (heads, row blocks, column blocks), float64, number of cells that may be seen.
+        largest: (heads, row blocks, column blocks), float64, the largest weight, -inf where no cell may be seen.
         row_block: queries a block.
         column_block: keys a block.
     """
 
     sums: Tensor
     counts: Tensor
+    largest: Tensor
     row_block: int
     column_block: int
 
@@ -30,31 +38,55 @@ class PooledMap:
         row_block, column_block = max(1, -(-queries // size)), max(1, -(-keys // size))
         rows, columns = -(-queries // row_block), -(-keys // column_block)
         sums = torch.zeros(heads, rows, columns, dtype=torch.float64, device=device)
-        return PooledMap(sums, torch.zeros_like(sums), row_block, column_block)
+        return PooledMap(sums, torch.zeros_like(sums), torch.full_like(sums, -torch.inf), row_block, column_block)
 
     def row_blocks(self, cells: Tensor, rows: slice) -> Tensor:
         """Sum cells (heads, rows, columns) over the rows of each block: (heads, row blocks touched, columns)."""
-        block = torch.arange(rows.start, rows.stop, device=cells.device) // self.row_block
-        block = block - block[0]
-        member = torch.nn.functional.one_hot(block).to(cells.dtype)  # (rows, row blocks touched)
+        block = self._blocks_of(rows, cells.device)
+        member = torch.nn.functional.one_hot(block - block[0]).to(cells.dtype)  # (rows, row blocks touched)
         return member.mT @ cells
 
-    def add(self, by_row_block: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
-        """Add a tile whose rows are summed already, and count its cells that may be seen."""
+    def add(self, weights: Tensor, rows: slice, columns: tuple[int, int]) -> None:
+        """Add the weights of a tile, 0 where hidden: (heads, rows, columns)."""
+        by_row_block = self.row_blocks(weights, rows)
         first = rows.start // self.row_block
-        block = torch.arange(*columns, device=by_row_block.device) // self.column_block
-        target = slice(first, first + by_row_block.shape[1])
-        self.sums[:, target].index_add_(2, block, by_row_block.double())
-        if shown is None:
-            shown = torch.ones(
-                1, rows.stop - rows.start, columns[1] - columns[0], dtype=torch.bool, device=block.device
-            )
-        self.count_cells(shown, rows, columns)
+        block = torch.arange(*columns, device=weights.device) // self.column_block
+        self.sums[:, first : first + by_row_block.shape[1]].index_add_(2, block, by_row_block.double())
 
-    def count_cells(self, shown: Tensor, rows: slice, columns: tuple[int, int]) -> None:
-        """Count the cells that may be seen among some rows and columns: (heads or 1, rows, columns) bool."""
+    def raise_to(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
+        """Raise the largest weights to those of a tile.
+
+        Args:
+            weights: (heads, rows, columns).
+            shown: (heads or 1, rows, columns) bool, or None where every cell may be seen.
+            rows: its queries.
+            columns: its first key and the one behind the last.
+        """
+        if shown is not None:
+            weights = weights.masked_fill(~shown, -torch.inf)
+        cells = _block_maxima(_block_maxima(weights, 2, columns[0], self.column_block), 1, rows.start, self.row_block)
+        row, column = rows.start // self.row_block, columns[0] // self.column_block
+        place = (slice(None), slice(row, row + cells.shape[1]), slice(column, column + cells.shape[2]))
+        self.largest[place] = self.largest[place].maximum(cells.double())
+
+    def count(self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)) -> None:
+        """Count the cells of one sample of a call that may be seen, in the heads whose map this is."""
+        if bounds.remainder is None and request.bias is None:
+            row = 0 if bounds.shared else sample
+            self.count_intervals(bounds.start[row], bounds.stop[row])
+            return
+        shape = request.shape
+        for first in range(0, shape.query_length, ROWS):
+            rows = slice(first, min(first + ROWS, shape.query_length))
+            shown = seen(request, rows)
+            shown = shown[sample if shown.shape[0] > 1 else 0]  # (heads or 1, rows or 1, keys or 1)
+            shown = shown[heads] if len(shown) > 1 else shown
+            self.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows)
+
+    def count_cells(self, shown: Tensor, rows: slice) -> None:
+        """Count the cells that may be seen among some rows: (heads or 1, rows, keys) bool."""
         first = rows.start // self.row_block
-        block = torch.arange(*columns, device=shown.device) // self.column_block
+        block = torch.arange(shown.shape[2], device=shown.device) // self.column_block
         counted = self.row_blocks(shown.float(), rows).double()
         target = slice(first, first + counted.shape[1])
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
@@ -63,10 +95,26 @@ class PooledMap:
         """Count the cells within each query's interval of keys: (queries,) each, start <= stop."""
         keys = torch.arange(self.counts.shape[2], device=start.device) * self.column_block  # first of each cell
         inside = stop[:, None].minimum(keys + self.column_block) - start[:, None].maximum(keys)  # (queries, cells)
-        rows = torch.arange(len(start), device=start.device) // self.row_block
+        rows = self._blocks_of(slice(0, len(start)), start.device)
         summed = self.counts.new_zeros(self.counts.shape[1:]).index_add_(0, rows, inside.clamp(min=0).double())
         self.counts.add_(summed)
 
     def means(self) -> Tensor:
         """Return (heads, row blocks, column blocks): the mean weight, NaN where no cell may be seen."""
         return self.sums / self.counts
+
+    def maxima(self) -> Tensor:
+        """Return (heads, row blocks, column blocks): the largest weight, NaN where no cell may be seen."""
+        return self.largest.masked_fill(self.largest == -torch.inf, torch.nan)
+
+    def _blocks_of(self, rows: slice, device: torch.device) -> Tensor:
+        """Tell in which row block each query lies: (rows,)."""
+        return torch.arange(rows.start, rows.stop, device=device) // self.row_block
+
+
+def _block_maxima(cells: Tensor, axis: int, first: int, block: int) -> Tensor:
+    """Take the largest of each block along an axis of (heads, rows, columns) that begins at `first`."""
+    before = first % block
+    behind = -(before + cells.shape[axis]) % block
+    filled = torch.nn.functional.pad(cells.movedim(axis, -1), (before, behind), value=-torch.inf).contiguous()
+    return filled.view(*filled.shape[:-1], -1, block).amax(-1).movedim(-1, axis)

@@ -1,0 +1,78 @@
+"""The list of statistics, and the probes that are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multihead.errors import ProbeError
+from multihead.kernels.native_statistics import ONE_PASS
+from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
+
+
+def test_the_default_is_what_the_native_kernel_has_at_hand_and_the_mass_of_sinks() -> None:
+    assert set(DEFAULT) == ONE_PASS | {"sink_mass"}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_each_says_what_it_is_its_unit_and_its_source(name: str) -> None:
+    probe = PROBES[name]
+    assert probe.name == name
+    assert name.isidentifier()
+    assert "\n\nReturns: (batch, heads, " in probe.about
+    assert "\nSource: " in probe.about
+
+
+def test_probes_that_are_made_of_the_same_are_the_same() -> None:
+    assert offset_mass(-5) == offset_mass(-5)
+    assert hash(offset_mass(-5)) == hash(offset_mass(-5))
+    assert offset_mass(-5) != offset_mass(-6)
+    assert tokens_mass("commas", [11]) == tokens_mass("commas", (11, 11))
+    assert tokens_mass("commas", [11]) != tokens_mass("commas", [12])
+
+
+def test_one_concept_has_one_name() -> None:
+    assert [offset_mass(offset).name for offset in (0, -1, 1)] == ["self_mass", "previous_mass", "next_mass"]
+    assert first_keys_mass(1) is PROBES["first_mass"]
+    assert offset_mass(7).name == "offset_plus_7_mass"
+
+
+@pytest.mark.parametrize("offset", [1.0, "1", True, None])
+def test_an_offset_that_is_no_integer_is_refused(offset: Any) -> None:
+    with pytest.raises(ProbeError) as refusal:
+        offset_mass(offset)
+    assert str(refusal.value) == f"offset_mass was given {offset!r}. Give an integer: -1 is the key before the query."
+
+
+@pytest.mark.parametrize("count", [0, -2, 1.5, True])
+def test_a_count_below_one_is_refused(count: Any) -> None:
+    with pytest.raises(ProbeError) as refusal:
+        first_keys_mass(count)
+    assert str(refusal.value) == f"first_keys_mass was given {count!r}. Give an integer of at least 1."
+
+
+@pytest.mark.parametrize("name", ["", "full stops", "1st", 3])
+def test_a_name_that_is_no_identifier_is_refused(name: Any) -> None:
+    with pytest.raises(ProbeError) as refusal:
+        tokens_mass(name, [1])
+    assert (
+        str(refusal.value)
+        == f'tokens_mass was given the name {name!r}. Give a Python identifier, such as "punctuation".'
+    )
+
+
+@pytest.mark.parametrize("name", ["self", "special", "sink", "offset_minus_5", "first_4"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    with pytest.raises(ProbeError) as refusal:
+        tokens_mass(name, [1])
+    assert str(refusal.value) == f"{name}_mass is the name of another statistic. Give the set another name."
+
+
+def test_ids_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(ProbeError) as refusal:
+        tokens_mass("commas", [","])  # type: ignore[list-item]
+    assert (
+        str(refusal.value)
+        == "tokens_mass('commas') was given ids that are no integers. Give token ids, such as [11, 13]."
+    )

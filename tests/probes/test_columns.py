@@ -1,0 +1,69 @@
+"""Sums of a number that each key has, weighed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from multihead import masks
+from multihead.functional import attention_with_logsumexp, request_of
+from multihead.kernels import native, sdpa
+from multihead.probes.beside import Beside
+from multihead.probes.columns import norms, output_norms, own_of_group, weighed
+from multihead.probes.subject import Subject
+from tests import oracle
+from tests.kernels.test_sdpa import LargestTensor
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"mask": masks.Causal()},
+    "sinks": {"sinks": torch.randn(4, dtype=torch.float64)},
+    "capped": {"softcap": 0.8},
+}
+
+
+def subject_of(dtype: torch.dtype = torch.float64, **terms: Any) -> tuple[Subject, torch.Tensor]:
+    q, k = torch.randn(2, 4, 30, 16).to(dtype), torch.randn(2, 2, 30, 16).to(dtype)
+    v = torch.randn(2, 2, 30, 6).to(dtype)
+    terms = {name: value.to(dtype) if isinstance(value, torch.Tensor) else value for name, value in terms.items()}
+    _, logsumexp = attention_with_logsumexp(q, k, v, kernel="reference", **terms)
+    seen = oracle.shown(terms.get("mask", masks.Full()), (2, 4, 30, 30), 0)
+    rest = {name: value for name, value in terms.items() if name != "mask"}
+    return Subject.of(request_of(q, k, v, **terms), logsumexp, Beside()), oracle.attend(q, k, k, seen, **rest).weights
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_numbers_of_the_keys_are_weighed_by_every_kernel(
+    case: str, count: int, dtype: torch.dtype, most: float
+) -> None:
+    subject, p = subject_of(dtype, **CASES[case])
+    columns = torch.randn(2, 2, 30, count, dtype=dtype)
+    expected = p @ columns.repeat_interleave(2, 1)
+    assert oracle.difference(weighed(subject, columns), expected.double()) <= most
+
+
+@pytest.mark.parametrize("embed_dim", [3, 50], ids=["few outputs", "many outputs"])
+@pytest.mark.parametrize("case", CASES)
+def test_norms_are_those_of_each_transformed_value(case: str, embed_dim: int) -> None:
+    subject, p = subject_of(**CASES[case])
+    weight = torch.randn(embed_dim, 4 * 6, dtype=torch.float64)
+    transformed = torch.stack(
+        [subject.request.v[:, head // 2] @ weight[:, 6 * head : 6 * head + 6].mT for head in range(4)], 1
+    )  # (batch, heads, keys, embed_dim)
+    expected = (p @ transformed.norm(dim=-1, keepdim=True))[..., 0]
+    found = own_of_group(subject, weighed(subject, norms(subject, weight)))
+    assert oracle.difference(found, expected) <= 1e-12
+    assert oracle.difference(output_norms(subject, weight), (p @ transformed).norm(dim=-1)) <= 1e-12
+
+
+def test_where_only_the_reference_kernel_would_do_it_tiles_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in (native, sdpa):
+        monkeypatch.setattr(kernel, "refusal", lambda request, bounds: "not now")
+    q = torch.randn(1, 1, 3000, 4)
+    subject = Subject.of(request_of(q, q, q), torch.zeros(1, 1, 3000), Beside())
+    with LargestTensor() as largest:
+        weighed(subject, torch.ones(1, 1, 3000, 5))
+    assert 0 < largest.elements < 3000 * 3000 // 8
