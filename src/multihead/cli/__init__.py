@@ -16,6 +16,7 @@ __all__ = ["VERBS", "Verbs", "main"]
 # A new verb is a file of this folder with a click command of its own name, and one line here.
 VERBS = {
     "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
+    "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
     "lab": "What the number of heads changes: counted, trained and measured.",
     "doctor": "Which kernels run here, and why the others refuse.",

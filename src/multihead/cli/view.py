@@ -1,0 +1,138 @@
+"""The verb `view`: show every head of saved records in the browser, down to single weights."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import webbrowser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from multihead.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.progress import TaskID
+
+    from multihead.viewer.samples import Run
+
+EXAMPLES = """
+\b
+Examples:
+  multihead view run.safetensors
+  multihead view before.safetensors after.safetensors     two runs, side by side
+  multihead view run.safetensors --no-browser --port 8000
+  multihead view run.safetensors --sample 3 --lang zh
+
+RECORD is a file that `seen.save("run.safetensors")` wrote, after `with multihead.observe(model) as seen`.
+Coarse levels of long texts are built once and kept beside it, in RECORD.levels.
+"""
+
+NEEDED = ("starlette", "uvicorn", "safetensors")
+
+WORDS = {
+    "en": {
+        "open": "Showing {names} at",
+        "end": "Only this machine can open it. Ctrl-C ends it.",
+        "bar": "Coarse levels",
+    },
+    "zh": {"open": "正在显示 {names}：", "end": "只有本机可以打开。按 Ctrl-C 结束。", "bar": "粗略层级"},
+}
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("records", metavar="RECORD...", nargs=-1, required=True)
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Where to listen.  [default: a free one]")
+@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
+@click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text to open.  [default: 0]")
+@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the page.")
+def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: int, lang: str) -> None:
+    """Show every head of one or more saved records in the browser.
+
+    The page has the grid and the table of all heads and each head's map, from the whole text to single weights;
+    two heads or two runs side by side, and their difference. It is served to this machine alone.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"The viewer needs {' and '.join(missing)}, and this Python has no such package.",
+            'Run pip install "multihead[view]".',
+        )
+    # Imported here, so that --help need not load the server.
+    from rich.console import Console
+
+    from multihead.viewer.server import serve
+
+    runs = _loaded(records)
+    for run in runs:
+        if sample >= run.num_samples:
+            raise InputError(
+                f"There is no sample {sample} in {run.name}; it has {run.num_samples}.",
+                f"Give --sample a number from 0 to {run.num_samples - 1}.",
+            )
+    words = WORDS[lang]
+    console = Console(highlight=False, soft_wrap=True)
+
+    def ready(address: str) -> None:
+        names = ", ".join(run.name for run in runs)
+        address += f"#s={sample}" if sample else ""
+        console.print(words["open"].format(names=names), markup=False)
+        console.print(f"  {address}", markup=False)
+        console.print(words["end"], markup=False)
+        if browser:
+            webbrowser.open(address)
+
+    with _Bar(words["bar"]) as told:
+        serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, told=told)
+
+
+def _loaded(files: Sequence[str]) -> list[Run]:
+    from multihead.observation.record import Record
+    from multihead.viewer.samples import Run
+
+    paths = [Path(file) for file in files]
+    names = [path.name for path in paths]
+    return [
+        # Two files of one name are told apart by their folders.
+        Run(
+            path.name if names.count(path.name) == 1 else str(path),
+            Record.load(path),
+            path.with_name(f"{path.name}.levels"),
+        )
+        for path in paths
+    ]
+
+
+class _Bar:
+    """How far the coarse levels are, on stderr while they are built; nothing where nobody looks."""
+
+    def __init__(self, name: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+        self.name = name
+        self.shown = Progress(*columns, console=console, disable=not sys.stderr.isatty(), transient=True)
+        self.task: TaskID | None = None
+
+    def __enter__(self) -> Callable[[float, int], None]:
+        return self.tell
+
+    def __exit__(self, *_: object) -> None:
+        self.shown.stop()
+
+    def tell(self, done: float, total: int) -> None:
+        """Take note of how far it is; the bar is there only while something is left."""
+        if self.task is None:
+            self.shown.start()
+            self.task = self.shown.add_task(self.name, total=total)
+        self.shown.update(self.task, completed=done, total=total)
+        if done >= total:
+            self.shown.remove_task(self.task)
+            self.shown.stop()
+            self.task = None

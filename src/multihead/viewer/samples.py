@@ -1,0 +1,156 @@
+"""What the page is told of a record and of one sample: its texts, its layers, every head's numbers and kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multihead.observation import seeing
+from multihead.observation.findings import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerReading, read_layers
+from multihead.observation.texts import Text
+from multihead.viewer.levels import count
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record
+
+_COLUMNS = {
+    "effective_keys": ("keys", "keys"),
+    "entropy": ("entropy", "nats"),
+    "mean_distance": ("distance", "tokens"),
+    "distance_spread": ("spread", "tokens"),
+    "largest_weight": ("largest", "share"),
+    "contribution": ("contribution", "norm"),
+    "output_norm": ("output_norm", "norm"),
+}
+"""Statistic -> its column and unit, where its name does not say them: `first_mass` is the share `first`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One record that is shown.
+
+    Fields:
+        name: what it is called, its file's name.
+        record: what was observed.
+        folder: where its coarse levels are kept; None keeps them in memory.
+    """
+
+    name: str
+    record: Record
+    folder: Path | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """How many texts all of its layers have seen."""
+        return min((layer.num_samples for layer in self.record.layers), default=0)
+
+    def keeps(self, sample: int) -> bool:
+        """Whether q and k of a sample were kept, so that its maps can be had."""
+        return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
+
+
+def listed(run: Run) -> dict[str, Any]:
+    """Say what a run is: its name, what was kept, and how long its texts are."""
+    samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
+    return {
+        "name": run.name,
+        "title": run.record.title,
+        "keep": "all" if all(run.keeps(index) for index in range(run.num_samples)) else "statistics",
+        "samples": [{"queries": one.num_queries, "keys": one.num_keys} for one in samples],
+    }
+
+
+def described(run: Run, sample: int) -> dict[str, Any]:
+    """Say all of a sample but its maps: texts, layers, and the numbers and the kind of every head."""
+    main = main_text(run, sample)
+    readings = read_layers(run.record, sample=sample, special=main.special)
+    texts: list[Text] = [main]
+    layers = [_layer(run, index, sample, readings[index], texts) for index in range(len(readings))]
+    names = list(dict.fromkeys(name for one in readings for name in one.means))
+    return {
+        "tokens": main.tokens,
+        "special": main.special,
+        "texts": [{"tokens": each.tokens, "special": each.special} for each in texts],
+        "layers": layers,
+        "kinds": [kind for one in readings for kind in one.kinds],
+        "metrics": {column(name)[0]: _numbers(readings, name) for name in names},
+        "columns": [dict(zip(("id", "unit", "statistic"), (*column(name), name), strict=True)) for name in names],
+        "thresholds": {
+            "mass": MASS_SHARE,
+            "local": LOCAL_SHARE,
+            "broad": BROAD_SHARE,
+            "reach": seeing.LOCAL_REACH,
+        },
+    }
+
+
+def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
+    """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
+    readings = read_layers(run.record, sample=sample, special=main_text(run, sample).special)
+    return [
+        {"layer": index, "head": head, "name": one.name, "kind": kind}
+        | {name: float(values[head]) for name, values in one.means.items()}
+        for index, one in enumerate(readings)
+        for head, kind in enumerate(one.kinds)
+    ]
+
+
+def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
+    """List the heads whose weights are nearest to those of one, the nearest first."""
+    raise NotImplementedError
+
+
+def main_text(run: Run, sample: int) -> Text:
+    """Return the text that the page is about: the keys of the first layer that reads its own text."""
+    ones = [layer.sample(sample) for layer in run.record.layers]
+    return next((one for one in ones if not one.crosses), ones[0]).text
+
+
+def column(statistic: str) -> tuple[str, str]:
+    """Name a statistic's column and unit.
+
+    >>> column("first_mass"), column("entropy")
+    (('first', 'share'), ('entropy', 'nats'))
+    """
+    name = statistic.removesuffix("_mass")
+    return _COLUMNS.get(statistic, (name, "share" if name != statistic else "number"))
+
+
+def _layer(run: Run, index: int, sample: int, reading: LayerReading, texts: list[Text]) -> dict[str, Any]:
+    one = run.record.layers[index].sample(sample)
+    crosses = one.crosses or reading.crosses
+    # Where the keys are another text, the record may know that of the queries, or not.
+    of_queries = one.text if not crosses else one.query_text if one.crosses else Text()
+    return {
+        "name": reading.name,
+        "heads": one.num_heads,
+        "queries": one.num_queries,
+        "keys": one.num_keys,
+        "queryStart": one.query_start,
+        "crosses": crosses,
+        "pattern": reading.sight.pattern,
+        "levels": count(one.num_queries, one.num_keys) if one.keeps_weights else 0,
+        "queryText": _place(of_queries, texts),
+        "keyText": _place(one.text, texts),
+    }
+
+
+def _place(text: Text, texts: list[Text]) -> int:
+    """Say which of the texts one is, and add it where it is none of them yet."""
+    for index, each in enumerate(texts):
+        if (each.length, each.tokens, each.special) == (text.length, text.tokens, text.special):
+            return index
+    texts.append(text)
+    return len(texts) - 1
+
+
+def _numbers(readings: Sequence[LayerReading], name: str) -> list[float | None]:
+    """Every head's mean of a statistic, layer after layer; None where there is none."""
+    found: list[float | None] = []
+    for one in readings:
+        values = one.means[name].tolist() if name in one.means else [math.nan] * len(one.kinds)
+        found += [value if math.isfinite(value) else None for value in values]
+    return found

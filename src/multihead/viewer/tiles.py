@@ -1,0 +1,234 @@
+"""Tiles of a map as they are asked for: computed newest first, shared, given up when nobody waits, kept in a cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from multihead.probes.regions import CancelledError
+from multihead.viewer.levels import TILE, Array, cells
+
+if TYPE_CHECKING:
+    from multihead.observation.record import SampleRecord
+
+CACHE_BYTES = 128 << 20
+"""Bytes of tiles that are kept: some 500 whole ones."""
+
+
+def fine(
+    sample: SampleRecord,
+    head: int,
+    level: int,
+    *,
+    row: int,
+    column: int,
+    sink: bool = True,
+    cancelled: Callable[[], bool] | None = None,
+) -> Array:
+    """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE` a side, NaN = absent.
+
+    Args:
+        sample: one text in one layer, which kept q and k.
+        head: which head.
+        level: a cell is the mean over 2^level x 2^level weights that may be seen.
+        row: which tile, down.
+        column: which tile, across.
+        sink: whether the first key counts.
+        cancelled: asked between strips; once it says True the work ends with a CancelledError.
+    """
+    block, width = 1 << level, TILE << level
+    found = sample.blocks(
+        head,
+        queries=slice(row * width, min((row + 1) * width, sample.num_queries)),
+        keys=slice(column * width, min((column + 1) * width, sample.num_keys)),
+        block=block,
+        without_first_key=not sink,
+        cancelled=cancelled,
+    )
+    means: Array = found.means()[0].float().numpy()
+    return means
+
+
+def small(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | None = None) -> Array:
+    """Compute the whole maps of all heads at a level: (heads, rows, columns) float32, NaN = absent."""
+    found = sample.blocks(None, queries=slice(None), keys=slice(None), block=1 << level, cancelled=cancelled)
+    means: Array = found.means().float().numpy()
+    return means
+
+
+def row_of(sample: SampleRecord, head: int, query: int) -> Array:
+    """Compute one query's weights: (keys,) float32, NaN = hidden."""
+    one = slice(query, query + 1)
+    weights = sample.weights(head, queries=one)[0]
+    shown = sample.visible(queries=one)
+    shown = shown[0] if shown.dim() == 2 else shown[head, 0]
+    values: Array = torch.where(shown, weights, torch.nan).float().numpy()
+    return values
+
+
+def tiles_of(length: int, level: int) -> int:
+    """Say how many tiles a side of some length has at a level.
+
+    >>> tiles_of(100, 0), tiles_of(8192, 0), tiles_of(8192, 5)
+    (1, 32, 1)
+    """
+    return -(-cells(length, level) // TILE)
+
+
+class Cache:
+    """Arrays by key; once they are more than some bytes, those asked for longest ago go."""
+
+    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.num_bytes = 0
+        self._kept: OrderedDict[Hashable, Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Array | None:
+        """Return what is kept under a key, if anything."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: Hashable, value: Array) -> None:
+        """Keep an array, unless it is larger than all the room."""
+        if value.nbytes > self.most_bytes:
+            return
+        with self._lock:
+            before = self._kept.pop(key, None)
+            self.num_bytes += value.nbytes - (0 if before is None else before.nbytes)
+            self._kept[key] = value
+            while self.num_bytes > self.most_bytes:
+                self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+@dataclass(eq=False)
+class Job:
+    """Something that is computed for those who wait for it.
+
+    Fields:
+        key: what is computed; who asks for the same waits for the same job.
+        compute: does it; it is given what tells whether anybody still waits.
+        result: filled once it is done.
+        waiting: how many wait.
+    """
+
+    key: Hashable
+    compute: Callable[[Callable[[], bool]], object]
+    result: Future[object] = field(default_factory=Future)
+    waiting: int = 0
+
+    def cancelled(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.waiting == 0
+
+
+class Workers:
+    """Threads that compute what was asked for last first, and in between a step of what has time.
+
+    A computation keeps every core busy that PyTorch was given, so there are as many workers as such shares of
+    the machine: with PyTorch's own setting one.
+
+    Args:
+        number: how many threads; None: as many as computations fit the cores.
+        idle: does a step of what has time, and says whether there is more of it.
+    """
+
+    def __init__(self, number: int | None = None, *, idle: Callable[[], bool] = lambda: False) -> None:
+        self._idle = idle
+        self._more = False
+        self._closed = False
+        self._stack: list[Job] = []
+        self._jobs: dict[Hashable, Job] = {}
+        self._changed = threading.Condition()
+        self._idling = threading.Lock()
+        fitting = max(1, (os.cpu_count() or 1) // max(1, torch.get_num_threads()))
+        self._threads = [
+            threading.Thread(target=self._work, name=f"multihead viewer {index}", daemon=True)
+            for index in range(number or fitting)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> Job:
+        """Have something computed before all that was asked for earlier; a job of the same key is joined."""
+        with self._changed:
+            job = self._jobs.get(key)
+            if job is None:
+                job = Job(key, compute)
+                # From now on nobody who waits can cancel it for the others; `leave` counts them.
+                job.result.set_running_or_notify_cancel()
+                self._jobs[key] = job
+                self._stack.append(job)
+            elif job in self._stack:
+                self._stack.remove(job)
+                self._stack.append(job)
+            job.waiting += 1
+            self._changed.notify()
+        return job
+
+    def leave(self, job: Job) -> None:
+        """Wait no longer; a job that nobody waits for is given up."""
+        with self._changed:
+            job.waiting -= 1
+            if job.waiting == 0:
+                if self._jobs.get(job.key) is job:
+                    del self._jobs[job.key]
+                if job in self._stack:
+                    self._stack.remove(job)
+
+    def wake(self) -> None:
+        """Say that there is something to do for who has time."""
+        with self._changed:
+            self._more = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Give up what is under way, and wait for the threads to end."""
+        with self._changed:
+            self._closed = True
+            for job in self._jobs.values():
+                job.waiting = 0
+            for job in self._stack:
+                job.result.set_exception(CancelledError())
+            self._stack.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._stack or self._more)
+                if self._closed:
+                    return
+                job = self._stack.pop() if self._stack else None
+                if job is None:
+                    self._more = False
+            if job is not None:
+                self._do(job)
+            elif self._idling.acquire(blocking=False):  # one step at a time, whoever does it
+                try:
+                    more = self._idle()
+                finally:
+                    self._idling.release()
+                if more:
+                    self.wake()
+
+    def _do(self, job: Job) -> None:
+        try:
+            job.result.set_result(job.compute(job.cancelled))
+        except BaseException as error:  # noqa: BLE001 - whoever waits is told, whatever it was
+            job.result.set_exception(error)
+        finally:
+            with self._changed:
+                if self._jobs.get(job.key) is job:
+                    del self._jobs[job.key]

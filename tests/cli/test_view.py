@@ -1,0 +1,162 @@
+"""The verb `view`: what it prints, what it serves, how it ends, and how bad input is answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from multihead import masks
+from multihead.cli import main, view
+from multihead.observation.record import Record
+from tests.viewer.watching import watch
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(main, ["view", *args], prog_name="multihead", env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("view") / "run.safetensors"
+    watch(20, layers=2, mask=masks.Causal()).save(target)
+    return target
+
+
+class Started:
+    """The command in a process of its own, once it has said its address."""
+
+    def __init__(self, *args: str) -> None:
+        command = [sys.executable, "-c", "from multihead.cli import main; main()", "view", *args]
+        environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.process.stdout is not None
+        self.lines = [self.process.stdout.readline() for _ in range(3)]
+        found = re.search(r"http://127\.0\.0\.1:(\d+)(/[\w-]{20,}/)(\S*)", self.lines[1])
+        assert found is not None, self.lines
+        self.port, self.path, self.rest = int(found[1]), found[2], found[3]
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("GET", self.path + path)
+        response = connection.getresponse()
+        found = response.status, response.read()
+        connection.close()
+        return found
+
+    def end(self) -> tuple[int, str, str]:
+        self.process.send_signal(signal.SIGINT)
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out, err
+
+
+def test_it_says_its_address_serves_the_page_and_ends_cleanly(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "run.safetensors"
+    watch(20, layers=2, lengths=(20, 7), mask=masks.Causal(), seed=1).save(other)
+    started = Started(str(file), str(other), "--no-browser")
+    assert started.lines[0] == f"Showing {file}, {other} at\n"
+    assert started.lines[2] == "Only this machine can open it. Ctrl-C ends it.\n"
+    assert started.get("")[0] == 200
+    status, body = started.get("api/view")
+    assert status == 200
+    assert [each["name"] for each in json.loads(body)["runs"]] == [str(file), str(other)]
+    assert started.get("api/runs/1/samples/1/heads/1/0/tile?level=0&row=0&column=0")[0] == 200
+    assert started.end() == (0, "", "")
+
+
+def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(tmp_path: Path) -> None:
+    target = tmp_path / "两.safetensors"
+    watch(20, lengths=(20, 7)).save(target)
+    started = Started(str(target), "--no-browser", "--sample", "1", "--lang", "zh")
+    assert started.lines[0] == "正在显示 两.safetensors：\n"
+    assert started.rest == "#s=1"
+    assert json.loads(started.get("api/view")[1])["lang"] == "zh"
+    assert started.end()[0] == 0
+
+
+def test_the_browser_is_opened_unless_it_should_not_be(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(view.webbrowser, "open", opened.append)
+    monkeypatch.setattr(
+        "multihead.viewer.server.serve", lambda runs, *, ready, **options: ready("http://127.0.0.1:1/t/")
+    )
+    result = run(str(file))
+    assert result.exit_code == 0, result.output
+    assert opened == ["http://127.0.0.1:1/t/"]
+    assert result.stdout.startswith("Showing run.safetensors at\n  http://127.0.0.1:1/t/\n")
+    run(str(file), "--no-browser")
+    assert len(opened) == 1
+
+
+def test_help_shows_examples_and_loads_no_server() -> None:
+    script = (
+        "import sys\nfrom multihead.cli import main\n"
+        "try:\n    main(['view', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit(any(name in sys.modules for name in ('starlette', 'uvicorn', 'rich', 'multihead.viewer')))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "multihead view run.safetensors" in done.stdout
+    assert "side by side" in done.stdout
+
+
+def test_a_missing_package_is_named_and_how_to_install_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "find_spec", lambda name: None if name in ("starlette", "uvicorn") else True)
+    result = run(str(file))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: The viewer needs starlette and uvicorn, and this Python has no such package. "
+        'Run pip install "multihead[view]".\n'
+    )
+
+
+def test_bad_input_is_one_sentence(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.safetensors").write_text("no record")
+    Path("empty.safetensors").write_bytes(b"")
+    cases = [
+        ((), "Missing argument 'RECORD...'. See `multihead view --help`."),
+        (("none.safetensors",), "There is no file 'none.safetensors'."),
+        (("text.safetensors",), "'text.safetensors' "),
+        (("empty.safetensors",), "'empty.safetensors' "),
+        ((".",), "'.' "),
+        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Give --sample a number "),
+        ((str(file), "--port", "0"), "Invalid value for '--port': 0 is not in the range 1<=x<=65535."),
+    ]
+    for args, sentence in cases:
+        result = run(*args, "--no-browser")
+        assert result.exit_code == 2, args
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"error: {sentence}"), result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_sentence(file: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run(str(file), "--no-browser", "--port", str(port))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: Port {port} cannot be had: Address already in use. "
+        "Give another with --port, or none: then a free one is taken.\n"
+    )
+
+
+def test_a_record_opened_by_the_verb_is_what_was_saved(file: Path) -> None:
+    (one,) = view._loaded([str(file)])
+    assert one.name == "run.safetensors"
+    assert one.folder == file.with_name("run.safetensors.levels")
+    assert isinstance(one.record, Record)

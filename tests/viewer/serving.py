@@ -1,0 +1,92 @@
+"""A viewer that runs: a real server on a real port, asked with the standard library's HTTP client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from multihead.viewer.guard import hosts_of
+from multihead.viewer.samples import Run
+from multihead.viewer.server import application
+
+TOKEN = "the-token-of-a-test"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        sentence: str = self.json["error"]
+        return sentence
+
+    @property
+    def floats(self) -> Any:
+        shape = [int(each) for each in self.headers["x-shape"].split(",")]
+        return np.frombuffer(self.body, "<f4").reshape(shape)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs."""
+
+    port: int
+    app: Any
+
+    def get(self, path: str, **options: Any) -> Answer:
+        """Ask for an address behind the token."""
+        return self.ask(f"/{TOKEN}/{path}", **options)
+
+    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
+        """Ask for any address, as it stands."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        given = dict(headers or {})
+        connection.putrequest(method, path, skip_host="Host" in given, skip_accept_encoding=True)
+        for name, value in given.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        response = connection.getresponse()
+        found = Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        connection.close()
+        return found
+
+    def leave(self, path: str) -> None:
+        """Ask for an address behind the token, and go away before the answer."""
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall(f"GET /{TOKEN}/{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n\r\n".encode())
+
+
+@contextmanager
+def serving(*runs: Run, lang: str = "en", **options: Any) -> Iterator[Served]:
+    """Serve records until the block ends."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        app = application(runs, token=TOKEN, hosts=hosts_of(port), lang=lang, **options)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread.start()
+        try:
+            yield Served(port, app)
+        finally:
+            server.should_exit = True
+            thread.join(20)
