@@ -1,6 +1,6 @@
 """Multi-head attention for PyTorch that is fast on any mask and can be seen through, head by head."""
 
-from multihead import compat, masks, scores
+from multihead import compat, masks, probes, scores
 from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
@@ -24,6 +24,7 @@ __all__ = [
     "merge_heads",
     "observe",
     "pack",
+    "probes",
     "scores",
     "split_heads",
     "statistics",
