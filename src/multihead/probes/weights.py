@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.kernels.tile import of_heads, scores, seen, without_autocast
+from multihead.scores.bias import bias_tile
 
 
 def tile(
@@ -36,12 +38,18 @@ def tile(
         ArgumentError: a head does not exist.
     """
     chosen = head_indices(heads, request.shape.num_heads).to(request.q.device)
-    narrow = of_heads(request, chosen)
+    # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.
+    q, k = request.q[:, :, queries], request.k[:, :, keys]
+    narrow = of_heads(replace(request, q=q, k=k, v=k, bias=None), chosen)
     shown = seen(request, queries, keys)
     shown = shown[:, chosen] if shown.shape[1] > 1 else shown
     row = logsumexp[:, chosen][:, :, queries, None]  # (batch, heads, queries, 1)
     with without_autocast(request.q.device):
-        cells = scores(narrow, queries, keys).detach().to(logsumexp.dtype)
+        cells = scores(narrow).detach()
+        if request.bias is not None:
+            added = bias_tile(request.bias, request.shape, queries, keys).detach().to(cells.dtype)
+            cells = cells + (added[:, chosen] if added.shape[1] > 1 else added)
+        cells = cells.to(logsumexp.dtype)
     # A hidden cell is 0 whatever its score is, NaN and inf included.
     return (cells - row).exp_().masked_fill_(~(shown & (row != -torch.inf)), 0)
 
