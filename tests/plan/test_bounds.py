@@ -85,6 +85,19 @@ def test_a_remainder_is_kept_where_rows_have_gaps(mask: Mask, gaps: bool) -> Non
     assert (key_bounds(mask, queries=4, keys=4).remainder is not None) == gaps
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [Full(), Causal(), Window(1), Window(3), Window(2, after=2), Causal() & Window(2), Window(1) & Window(3, after=1)],
+    ids=repr,
+)
+def test_one_query_sees_what_its_row_of_the_whole_sees(mask: Mask) -> None:
+    whole = key_bounds(mask, queries=8, keys=6)
+    ones = [key_bounds(mask, queries=1, keys=6, query_start=position) for position in range(8)]
+    assert [(one.start.item(), one.stop.item()) for one in ones] == list(
+        zip(whole.start[0].tolist(), whole.stop[0].tolist(), strict=True)
+    )
+
+
 def test_samples_that_see_alike_share_their_bounds() -> None:
     assert key_bounds(Lengths((3, 3)), queries=2, keys=5).shared
     assert not key_bounds(Lengths((3, 4)), queries=2, keys=5).shared
