@@ -1,0 +1,68 @@
+// The cells in view at one level, from their tiles; where one is on its way, from the coarser level that is there.
+import { SIDE, tile } from './tiles.js';
+
+export const AWAIT = -1;  // a cell of which nothing is known yet
+
+const sizeAt = (n, level) => Math.ceil(n / 2 ** level);
+
+// The range of cells at a level that a view covers: rows r0 up to r0 + rows, columns c0 up to c0 + cols.
+export function range(layer, view, level) {
+  const block = 2 ** level, cut = (from, to, n) => [Math.max(0, Math.floor(from / block)), Math.min(sizeAt(n, level), Math.ceil(to / block))];
+  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries), [c0, c1] = cut(view.x, view.x + view.cols, layer.keys);
+  return { level, r0, c0, rows: Math.max(0, r1 - r0), cols: Math.max(0, c1 - c0) };
+}
+
+// The tiles of a range, those nearest to its middle first.
+export function tilesOf(where, span) {
+  const found = [], middle = [(span.r0 + span.rows / 2) / SIDE - .5, (span.c0 + span.cols / 2) / SIDE - .5];
+  for (let i = Math.floor(span.r0 / SIDE); i * SIDE < span.r0 + span.rows; i++) {
+    for (let j = Math.floor(span.c0 / SIDE); j * SIDE < span.c0 + span.cols; j++) found.push({ ...where, level: span.level, i, j });
+  }
+  const far = t => Math.hypot(t.i - middle[0], t.j - middle[1]);
+  return found.sort((a, b) => far(a) - far(b));
+}
+
+export function cells(where, layer, span) {
+  const values = new Float32Array(span.rows * span.cols).fill(AWAIT);
+  let whole = true;
+  for (const t of tilesOf(where, span)) {
+    const rows = [Math.max(span.r0, t.i * SIDE), Math.min(span.r0 + span.rows, (t.i + 1) * SIDE)];
+    const cols = [Math.max(span.c0, t.j * SIDE), Math.min(span.c0 + span.cols, (t.j + 1) * SIDE)];
+    if (tile(t)) copy(values, span, rows, cols, t, 0);
+    else {
+      whole = false;
+      for (let level = span.level + 1; level < layer.levels; level++) {
+        const up = level - span.level, above = { ...where, level, i: t.i >> up, j: t.j >> up };
+        if (tile(above)) { copy(values, span, rows, cols, above, up); break; }
+      }
+    }
+  }
+  return { ...span, values, whole };
+}
+
+function copy(out, span, [top, bottom], [left, right], t, up) {
+  const from = tile(t), i0 = t.i * SIDE, j0 = t.j * SIDE;
+  for (let r = top; r < bottom; r++) {
+    const row = ((r >> up) - i0) * from.cols, at = (r - span.r0) * span.cols - span.c0;
+    if (up) for (let c = left; c < right; c++) out[at + c] = from.values[row + (c >> up) - j0];
+    else out.set(from.values.subarray(row + left - j0, row + right - j0), at + left);
+  }
+}
+
+// A - B of the same range; absent where either is absent, and nothing yet where either is on its way.
+export function difference(a, b) {
+  const values = new Float32Array(a.values.length);
+  for (let k = 0; k < values.length; k++) values[k] = a.values[k] === AWAIT || b.values[k] === AWAIT ? 0 : a.values[k] - b.values[k];
+  return { ...a, values, whole: a.whole && b.whole };
+}
+
+export function largest(one) {
+  let top = 0;
+  for (const v of one.values) if (v > top) top = v;
+  return top;
+}
+export function farthest(one) {
+  let top = 0;
+  for (const v of one.values) if (v > top) top = v; else if (-v > top) top = -v;
+  return top;
+}

@@ -1,0 +1,73 @@
+// Where the view stands on the map, and where the map stands on the screen.
+import { state } from './permalink.js';
+
+const LEAST = 12;  // keys across at the deepest zoom
+const clamped = (v, least, most) => Math.max(least, Math.min(most, v));
+
+// Few queries over many keys (or the other way round) may not become a thread: their cells are drawn taller or wider.
+export function aspectOf({ queries, keys }) {
+  const ratio = keys / queries;
+  return ratio > 4 ? ratio / 4 : ratio < 1 / 4 ? ratio * 4 : 1;
+}
+const widest = layer => Math.max(layer.keys, layer.queries * aspectOf(layer));
+
+export function clamp(layer) {
+  const aspect = aspectOf(layer), most = widest(layer);
+  state.n = clamped(state.n > 0 ? state.n : most, Math.min(LEAST, most), most);
+  state.x = clamped(state.x, 0, Math.max(0, layer.keys - state.n));
+  state.y = clamped(state.y, 0, Math.max(0, layer.queries - state.n / aspect));
+  state.q = Math.floor(clamped(state.q >= 0 ? state.q : layer.queries * .6, 0, layer.queries - 1));
+}
+
+// The part of the map in view: n keys across and as many queries as the pane is high.
+export const viewOf = layer => ({ x: state.x, y: state.y, cols: state.n, rows: state.n / aspectOf(layer) });
+
+export function zoom(factor, layer, at) {
+  const aspect = aspectOf(layer), most = widest(layer), x = at ? at[1] : state.x + state.n / 2, y = at ? at[0] : state.y + state.n / aspect / 2;
+  const n = clamped(state.n * factor, Math.min(LEAST, most), most), g = n / state.n;
+  Object.assign(state, { x: x - (x - state.x) * g, y: y - (y - state.y) * g, n });
+  clamp(layer);
+}
+
+export function centre(layer, query, key, n = state.n) {
+  state.n = n;
+  clamp(layer);
+  state.x = key + .5 - state.n / 2;
+  state.y = query + .5 - state.n / aspectOf(layer) / 2;
+  clamp(layer);
+}
+
+export function move(layer, right, down) {
+  state.x += right;
+  state.y += down / aspectOf(layer);
+  clamp(layer);
+}
+
+// The panes on a stage of width x height: one, or A, B and A - B in the first three quarters of it, or the last alone.
+export function panes(layer, width, height, { compare, long }) {
+  const phone = width < 620, two = compare && !phone, across = two ? 2 : 1, aspect = aspectOf(layer);
+  const left = phone ? 44 : long ? 104 : 96, gap = 24, right = 20, bottom = phone ? 8 : 22;
+  const top = phone ? (compare ? 64 : 46) : two ? (long ? 104 : 64) : 84;
+  const ratio = clamped(Math.min(1, layer.queries * aspect / layer.keys), .25, 1);
+  const wide = (width - left - right - gap * (across - 1)) / across, high = (height - across * (top + bottom)) / across;
+  const px = Math.floor(Math.max(80, Math.min(wide, high / ratio))), py = Math.floor(px * ratio);
+  const start = Math.max(left, (width - across * px - gap * (across - 1) - left - right) / 2 + left);
+  const x = px / state.n, y = x * aspect;
+  return (compare ? (phone ? ['d'] : ['a', 'b', 'd']) : ['a']).map((which, p) => ({
+    which, phone, two, top, x, y, left: start + (two && which === 'b' ? px + gap : 0), above: top + (two && which === 'd' ? py + top + bottom : 0),
+    width: Math.min(px, (layer.keys - state.x) * x), height: Math.min(py, (layer.queries - state.y) * y), px, py,
+  }));
+}
+
+// The coarsest level whose cells are still about two screen pixels wide.
+export function levelFor(layer, cell) {
+  const ratio = Math.min(2, devicePixelRatio || 1);
+  let level = 0;
+  while (level < layer.levels - 1 && cell * 2 ** level * ratio < 1.9) level++;
+  return level;
+}
+
+export const cellAt = (pane, px, py) => {
+  const key = state.x + (px - pane.left) / pane.x, query = state.y + (py - pane.above) / pane.y;
+  return px >= pane.left && py >= pane.above && px < pane.left + pane.width && py < pane.above + pane.height ? [query, key] : null;
+};

@@ -1,0 +1,183 @@
+// The grid of all heads: layers down, heads across, in as many columns of layers as the window has room for.
+import { floats, Later, sampleAt } from './api.js';
+import { bitmap, css, hatching, sized } from './colour.js';
+import { state, toHead } from './permalink.js';
+import { glyph, kindName } from './record.js';
+import { $, el, known, say } from './words.js';
+
+const LABEL = 30;
+const maps = new Map();  // "run sample layer" -> { rows, cols, heads: [values] }, or null where there are none
+let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
+export const topWeight = { value: 0 };
+export const told = { pointed: () => {}, arrived: () => {} };
+
+const nameOf = (record, l) => `${record.run} ${record.sample} ${l}`;
+export function mapOf(record, i) {
+  const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
+  return found ? { rows: found.rows, cols: found.cols, values: found.heads[h] } : null;
+}
+export const mapsMissing = record => record.layers.some((_, l) => maps.get(nameOf(record, l)) === null);
+
+const queue = [];
+let busy = 0;
+function fetchMaps(record, l) {
+  const name = nameOf(record, l);
+  if (record.keep === 'statistics' && maps.get(nameOf(record, 0)) === null) { maps.set(name, null); told.arrived(record, l); return; }
+  if (!record.mapped(l) || maps.has(name) || queue.some(each => each.name === name)) return;
+  queue.push({ record, l, name });
+  next();
+}
+async function next() {
+  if (busy >= 3 || !queue.length) return;
+  const { record, l, name } = queue.shift();
+  busy++;
+  try {
+    const { shape: [heads, rows, cols], values } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
+    maps.set(name, { rows, cols, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
+    let top = topWeight.value;
+    for (const v of values) if (v > top) top = v;
+    topWeight.value = top;
+    told.arrived(record, l);
+  } catch (error) {
+    if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
+    else { maps.set(name, null); told.arrived(record, l); }
+  } finally {
+    busy--;
+    next();
+  }
+}
+export function askAgain(record) { for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l); }
+
+// Columns of layers and the size of a cell: as large as fits into a window and a half, and never a crumb.
+function fitted(record, width) {
+  const phone = innerWidth <= 640, layers = record.layers.length, heads = record.widest, high = Math.max(520, innerHeight * 1.05);
+  let best = { score: 0 };
+  for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
+    const gap = heads > 16 || phone ? 3 : 5, across = ((width - (columns - 1) * 28) / columns - LABEL) / heads - gap, down = high / Math.ceil(layers / columns) - gap;
+    const score = Math.min(110, across, down);
+    if (score > best.score * 1.15) best = { columns, gap, score, cell: Math.floor(Math.min(110, across, Math.max(down, 40))) };
+  }
+  return { columns: best.columns ?? 1, gap: best.gap ?? 3, cell: Math.max(phone ? 20 : 16, best.cell ?? 0), phone };
+}
+
+export function grid(record, passes, goTo) {
+  current = record;
+  shape = fitted(record, $('gridbox').clientWidth);
+  if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
+  const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
+  box.setAttribute('aria-label', say('grid label'));
+  Object.entries({ '--cell': `${cell}px`, '--gap': `${gap}px`, '--H': record.widest, '--rows': perColumn + 1, '--columns': columns }).forEach(([name, value]) => box.style.setProperty(name, value));
+  box.classList.toggle('small', cell < 30);
+  const step = cell < 17 ? 4 : 1, rows = [];
+  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}),
+    ...Array.from({ length: record.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : (cell < 30 || phone ? '' : 'H') + h })));
+  record.layers.forEach((layer, l) => {
+    if (l % perColumn === 0) rows.push(heading(!l));
+    rows.push(gridRow(record, layer, l));
+  });
+  box.replaceChildren(...rows);
+  box.onclick = event => { const link = event.target.closest('a'); if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) { event.preventDefault(); goTo(+link.dataset.i); } };
+  fade(record, passes);
+  watching(record);
+  if (held) focusHead(lit);
+}
+
+// The first to be looked at: the head with the lowest entropy.
+function sharpest(record) {
+  const values = record.metrics.find(one => one.name === 'entropy')?.values ?? [];
+  return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
+}
+
+function gridRow(record, layer, l) {
+  const entropy = record.metrics.find(one => one.name === 'entropy');
+  const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (shape.cell < 30 ? '' : 'L') + l, title: layer.name, 'aria-label': `L${l} ${layer.name}` }), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
+  made.dataset.l = l;
+  for (let h = 0; h < layer.heads; h++) {
+    const i = record.index(l, h), said = record.told(i) + (entropy && known(entropy.values[i]) ? say(', entropy', { n: entropy.number(i) }) : '');
+    const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': said, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
+    link.dataset.i = i;
+    made.append(el('span', { role: 'gridcell' }, link));
+  }
+  return made;
+}
+
+// Only the rows near the window are asked for and drawn.
+function watching(record) {
+  watch?.disconnect();
+  seen = new Set();
+  watch = new IntersectionObserver(entries => {
+    for (const { target, isIntersecting } of entries) {
+      if (!isIntersecting) continue;
+      const l = +target.dataset.l;
+      seen.add(l);
+      watch.unobserve(target);
+      if (!maps.has(nameOf(record, l))) fetchMaps(record, l);
+      drawRow(l);
+    }
+  }, { rootMargin: '600px' });
+  for (const rowOf of $('grid').querySelectorAll('[data-l]')) watch.observe(rowOf);
+}
+
+let passing = () => true;
+export function fade(record, passes) {
+  passing = passes;
+  for (const link of $('grid').querySelectorAll('a')) link.classList.toggle('dim', !passes(+link.dataset.i));
+  redrawRows();
+}
+export function redrawRows() { for (const l of seen) drawRow(l); }
+
+export function drawRow(l) {
+  const made = $('grid').querySelector(`[data-l="${l}"]`), found = maps.get(nameOf(current, l)), { cell, gap } = shape;
+  if (!made || found === undefined) return;
+  const canvas = made.querySelector('canvas'), layer = current.layers[l], pen = sized(canvas, layer.heads * (cell + gap), cell), inset = cell < 30 ? 1.5 : 2, size = cell - inset * 2;
+  const hatch = hatching(pen, 4);
+  for (let h = 0; h < layer.heads; h++) {
+    const i = current.index(l, h), x = h * (cell + gap) + inset;
+    pen.globalAlpha = passing(i) ? 1 : .16;
+    if (!found) continue;
+    pen.fillStyle = css('paper');
+    pen.fillRect(x, inset, size, size);
+    pen.fillStyle = hatch;
+    pen.fillRect(x, inset, size, size);
+    drawn(pen, { rows: found.rows, cols: found.cols, values: found.heads[h] }, x, inset, size);
+  }
+  made.classList.toggle('bare', !found);
+  if (!found) for (const link of made.querySelectorAll('a')) if (!link.firstChild) link.append(glyph(current.kinds[+link.dataset.i]));
+}
+
+// A cell wider than a pixel has hard edges; a finer map is averaged by the browser.
+function drawn(pen, map, x, y, size) {
+  pen.imageSmoothingEnabled = size * (devicePixelRatio || 1) < Math.max(map.rows, map.cols) * 1.25;
+  pen.imageSmoothingQuality = 'high';
+  pen.drawImage(bitmap(map, 'ink', state.scale, topWeight.value), x, y, size, size);
+}
+
+export function thumb(record, i, size) {
+  const map = mapOf(record, i);
+  if (!map) return el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
+  const canvas = el('canvas', { className: 'thumb', 'aria-hidden': 'true' }), pen = sized(canvas, size, size);
+  pen.fillStyle = hatching(pen, size > 100 ? 7 : 4);
+  pen.fillRect(0, 0, size, size);
+  drawn(pen, map, 0, 0, size);
+  return canvas;
+}
+
+function point(i) {
+  lit = i;
+  for (const link of $('grid').querySelectorAll('a[tabindex="0"]')) link.tabIndex = -1;
+  const link = $('grid').querySelector(`[data-i="${i}"]`);
+  if (link) link.tabIndex = 0;
+  told.pointed(i);
+}
+export const litHead = () => lit;
+export function focusHead(i, options) {
+  point(i);
+  $('grid').querySelector(`[data-i="${i}"]`)?.focus(options);
+}
+
+// The neighbour of a head in the grid; layers may differ in heads.
+export function neighbour(record, i, key) {
+  const { l, h } = record.heads[i], near = layer => layer >= 0 && layer < record.layers.length ? record.index(layer, Math.min(h, record.layers[layer].heads - 1)) : -1;
+  return { ArrowLeft: record.index(l, h - 1), ArrowRight: record.index(l, h + 1), ArrowUp: near(l - 1), ArrowDown: near(l + 1), Home: record.index(l, 0), End: record.index(l, record.layers[l].heads - 1) }[key];
+}
+export const kindTag = (record, i) => el('span', { className: 'kind', k: record.kinds[i] }, glyph(record.kinds[i]), kindName(record.kinds[i]));

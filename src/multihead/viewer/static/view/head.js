@@ -1,0 +1,189 @@
+// The page of one head, or of two: what is drawn where, and what the pointer does on the map.
+import { address, headAt } from './api.js';
+import { differences } from './compare.js';
+import { building, numberRows } from './overview.js';
+import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
+import { legend, scaleChoice } from './legend.js';
+import { draw, mini, shown } from './map.js';
+import { navigator } from './navigator.js';
+import { nearest } from './nearest.js';
+import { forgetPanel, panel } from './panel.js';
+import { save, state } from './permalink.js';
+import { kindName } from './record.js';
+import { row } from './rows.js';
+import { arrived } from './tiles.js';
+import { $, count, el, say } from './words.js';
+
+const MOST_CELLS = 1 << 20;
+let scene = null, pointed = null, raf = 0, listed = '';
+
+// What the drawing parts need to know of the two heads.
+function stage(record, other) {
+  const { a, b } = state, layer = record.layers[a.l], second = b && other.has(b.l, b.h) ? b : { r: state.run, ...a };
+  const otherRecord = second.r === state.run ? record : other, otherLayer = otherRecord.layers[second.l];
+  const i = record.index(a.l, a.h), j = otherRecord.index(second.l, second.h), runs = otherRecord !== record;
+  const name = (of, n, which) => runs ? `${of.short(n)} ${say(which)}` : of.short(n);
+  return {
+    record, otherRecord, layer, otherLayer, i, j, coarse: record.coarse && otherRecord.coarse, sides: record.sides(layer), otherSides: otherRecord.sides(otherLayer),
+    a: { run: state.run, sample: state.sample, l: a.l, h: a.h, masked: state.masked }, b: { run: otherRecord.run, sample: otherRecord.sample, l: second.l, h: second.h, masked: state.masked },
+    titles: {
+      a: [name(record, i, 'in a'), runs ? record.name : kindName(record.kinds[i])], b: [name(otherRecord, j, 'in b'), runs ? otherRecord.name : kindName(otherRecord.kinds[j])],
+      d: [runs ? say('a minus b') : `${record.short(i)} − ${otherRecord.short(j)}`, say('difference')],
+    },
+    strange: runs && !sameText(record.sides(layer).key, otherRecord.sides(otherLayer).key),
+  };
+}
+const sameText = (one, two) => !one.text || !two.text || (one.text.shown.length === two.text.shown.length && one.text.shown.every((token, p) => token === two.text.shown[p]));
+
+export function headPage(record, other) {
+  scene = stage(record, other);
+  pointed = null;
+  forgetPanel();
+  const { i } = scene, drawable = scene.layer.levels > 0;
+  $('one').classList.toggle('mapless', !drawable);
+  $('headname').textContent = record.told(i);
+  $('shownhead').textContent = kindName(record.kinds[i]);
+  $('map').setAttribute('aria-label', say('map label', { layer: state.a.l, head: state.a.h }));
+  $('mini').setAttribute('aria-label', say('mini label'));
+  $('numbers').replaceChildren(...numberRows(record, i));
+  if (listed !== `${record.run} ${record.sample} ${i}`) { listed = `${record.run} ${record.sample} ${i}`; nearest(scene); }
+  navigator(scene);
+  for (const part of ['nearest', 'export']) $(part).hidden = !drawable;
+  $('blank').hidden = drawable;
+  $('blank').textContent = say('statistics only');
+  redraw();
+}
+export const sceneNow = () => scene;
+export const leaveHead = () => { scene = null; };
+
+export function redraw() {
+  cancelAnimationFrame(raf);
+  raf = requestAnimationFrame(() => {
+    if (!scene) return;
+    scene = stage(scene.record, scene.otherRecord);
+    clamp(scene.layer);
+    controls();
+    if (scene.layer.levels > 0) drawAll();
+    save();
+  });
+}
+
+function drawAll() {
+  draw(scene, pointed);
+  mini(scene);
+  differences(scene, redraw);
+  panel(scene, pointed);
+  const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
+  $('legend').replaceChildren(...legend(shown.tops, state.compare));
+  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.masked ? say('key masked') : '') : '', words, scene.strange ? say('other text') : ''].filter(Boolean).join(say('between parts'));
+  $('where').textContent = `1 : ${block}`;
+  $('map').dataset.level = String(level);
+  $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));
+  exportLinks();
+}
+
+function controls() {
+  $('compare').setAttribute('aria-pressed', String(state.compare));
+  $('sink').setAttribute('aria-pressed', String(state.masked));
+  const held = $('scales').contains(document.activeElement);
+  $('scales').replaceChildren(scaleChoice(name => { state.scale = name; redraw(); }));
+  if (held) $('scales').querySelector('[aria-pressed=true]').focus();
+}
+
+function exportLinks() {
+  const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], rows = Math.min(layer.queries, Math.ceil(view.y + pane.py / pane.y)), cols = Math.min(layer.keys, Math.ceil(view.x + view.cols));
+  const q = [Math.floor(view.y), rows], k = [Math.floor(view.x), cols], cells = (q[1] - q[0]) * (k[1] - k[0]);
+  if (cells > MOST_CELLS) { $('export').textContent = say('export too many', { n: count(MOST_CELLS) }); return; }
+  const to = form => el('a', { href: address(`${headAt(a.run, a.sample, a.l, a.h)}/weights.${form}?queries=${q.join(':')}&keys=${k.join(':')}`), download: '', textContent: form.toUpperCase() });
+  $('export').replaceChildren(say('export view', { n: count(cells) }) + ' ', to('csv'), ' ', to('json'));
+}
+
+// ---- the pointer: point, drag, wheel, pinch, double click
+const fingers = new Map();
+let drag = null, pinch = 0;
+const at = event => {
+  const box = $('map').getBoundingClientRect();
+  for (const pane of shown.panes) { const cell = cellAt(pane, event.clientX - box.left, event.clientY - box.top); if (cell) return cell; }
+  return null;
+};
+const within = cell => cell && [Math.min(scene.layer.queries - 1, Math.floor(cell[0])), Math.min(scene.layer.keys - 1, Math.floor(cell[1]))];
+
+export function listen() {
+  const map = $('map');
+  map.addEventListener('wheel', event => { event.preventDefault(); if (scene) { zoom(Math.exp(event.deltaY * (event.deltaMode ? .05 : .0016)), scene.layer, at(event)); redraw(); } }, { passive: false });
+  map.onpointerdown = event => {
+    fingers.set(event.pointerId, event);
+    map.setPointerCapture(event.pointerId);
+    drag = fingers.size === 1 ? { X: event.clientX, Y: event.clientY, x: state.x, y: state.y, moved: false } : null;
+    pinch = 0;
+  };
+  map.onpointermove = event => {
+    if (!scene) return;
+    if (fingers.has(event.pointerId)) fingers.set(event.pointerId, event);
+    if (fingers.size === 2) { pinched(); return; }
+    if (drag) dragged(event);
+    else { pointed = within(at(event)); redraw(); }
+  };
+  map.onpointerup = event => {
+    if (scene && drag && !drag.moved) { const cell = within(at(event)); if (cell) { state.q = cell[0]; pointed = event.pointerType === 'mouse' ? pointed : cell; redraw(); } }
+    fingers.delete(event.pointerId);
+    drag = null;
+  };
+  map.onpointercancel = event => { fingers.delete(event.pointerId); drag = null; };
+  map.onpointerleave = event => { if (event.pointerType === 'mouse' && !drag) { pointed = null; redraw(); } };
+  map.ondblclick = event => { if (scene) { zoom(.35, scene.layer, at(event)); redraw(); } };
+  const jump = event => {
+    if (!event.buttons || !scene) return;
+    const box = $('mini').getBoundingClientRect(), { layer } = scene;
+    centre(layer, (event.clientY - box.top) / box.height * layer.queries, (event.clientX - box.left) / box.width * layer.keys);
+    redraw();
+  };
+  $('mini').onpointerdown = jump;
+  $('mini').onpointermove = jump;
+  arrived.tell = redraw;
+}
+
+function dragged(event) {
+  const pane = shown.panes[0], dx = event.clientX - drag.X, dy = event.clientY - drag.Y;
+  if (Math.hypot(dx, dy) > 4) drag.moved = true;
+  if (!drag.moved) return;
+  state.x = drag.x - dx / pane.x;
+  state.y = drag.y - dy / pane.y;
+  pointed = null;
+  redraw();
+}
+
+function pinched() {
+  const [one, two] = [...fingers.values()], apart = Math.hypot(one.clientX - two.clientX, one.clientY - two.clientY);
+  drag = null;
+  if (pinch) { zoom(pinch / apart, scene.layer, at({ clientX: (one.clientX + two.clientX) / 2, clientY: (one.clientY + two.clientY) / 2 })); redraw(); }
+  pinch = apart;
+}
+
+// ---- what the buttons and the keys do
+export const zoomBy = factor => { zoom(factor, scene.layer, null); redraw(); };
+export const zoomWhole = () => { Object.assign(state, { x: 0, y: 0, n: 0 }); redraw(); };
+export function zoomOne() {
+  const weights = row(scene.a, state.q), { layer } = scene;
+  let best = -1;
+  if (weights) for (let j = layer.keys > 1 ? 1 : 0; j < weights.length; j++) if (weights[j] >= 0 && (best < 0 || weights[j] > weights[best])) best = j;
+  centre(layer, state.q, best < 0 ? Math.min(state.q, layer.keys - 1) : best, 56);
+  redraw();
+}
+export function pan(right, down) {
+  move(scene.layer, right * state.n / 8, down * state.n / 8);
+  redraw();
+}
+// Shift and an arrow move the pointed cell, a block at a time where a cell is one; Enter keeps its query.
+export function step(right, down) {
+  const { layer } = scene, block = 2 ** (shown.span?.level ?? 0), from = pointed ?? [state.q, Math.floor(state.x + state.n / 2)];
+  pointed = [Math.max(0, Math.min(layer.queries - 1, from[0] + down * block)), Math.max(0, Math.min(layer.keys - 1, from[1] + right * block))];
+  const pane = shown.panes[0], outside = (p, start, size) => p < start || p >= start + size;
+  if (outside(pointed[0], state.y, pane.py / pane.y) || outside(pointed[1], state.x, state.n)) centre(layer, pointed[0], pointed[1]);
+  redraw();
+}
+export function keep() {
+  if (!pointed) return;
+  state.q = pointed[0];
+  redraw();
+}

@@ -1,0 +1,46 @@
+// The keyboard: on the map it moves and zooms, among the heads it walks, and each key is listed on the page.
+import { focusHead, litHead, neighbour } from './grid.js';
+import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { state } from './permalink.js';
+import { $, el, say } from './words.js';
+
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+export function keyboard(page) {
+  addEventListener('keydown', event => {
+    if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
+    const handled = state.a ? onHead(event, page) : onAll(event, page);
+    if (handled) event.preventDefault();
+  });
+  const key = (...names) => names.flatMap(name => [el('kbd', { textContent: name }), ' ']), line = (names, words) => [...key(...names), say(words), el('br')];
+  $('keys').replaceChildren(...line(['+', '−'], 'key zoom'), ...line(['0'], 'key whole'), ...line(['1'], 'key one'), ...line(['←', '→', '↑', '↓'], 'key move'),
+    ...line(['⇧', '←'], 'key cell'), ...line(['Enter'], 'key keep'), ...line(['[', ']'], 'key heads'), ...line(['l'], 'key log'), ...line(['s'], 'key sink'), ...line(['c'], 'key compare'), ...line(['Esc'], 'key back'));
+}
+
+function onHead(event, page) {
+  const walks = event.target.closest?.('#nav'), reads = event.target.closest?.('#text'), arrow = ARROWS[event.key];
+  if (arrow && walks) {
+    const { record, i } = sceneNow(), next = neighbour(record, i, event.key);
+    if (next >= 0) page.setHead(next, () => $('nav').children[next].focus());
+    return true;
+  }
+  if (arrow && reads) return false;
+  const maps = sceneNow()?.layer.levels > 0;
+  const does = {
+    '[': () => page.stepHead(-1), ']': () => page.stepHead(1), l: () => page.nextScale(), s: () => page.flipSink(), c: () => page.flipCompare(), Escape: () => page.toAll(),
+    ...(maps ? { '+': () => zoomBy(.5), '=': () => zoomBy(.5), '-': () => zoomBy(2), 0: zoomWhole, 1: zoomOne, ...(event.target.id === 'map' || event.target === document.body ? { Enter: keep } : {}) } : {}),
+  }[event.key];
+  if (does) does();
+  else if (arrow && maps) (event.shiftKey ? step : pan)(...arrow);
+  else return false;
+  return true;
+}
+
+function onAll(event, page) {
+  if (event.key === '/') { $('filter').focus(); return true; }
+  if (!$('grid').contains(event.target)) return false;
+  const next = neighbour(page.record(), litHead(), event.key);
+  if (next === undefined) return false;
+  if (next >= 0) focusHead(next);
+  return true;
+}

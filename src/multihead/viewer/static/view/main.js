@@ -1,0 +1,186 @@
+// The start, and which of the two pages is shown: all heads, or the map of one.
+import { json, sampleAt, server } from './api.js';
+import { dark, palette } from './colour.js';
+import { askAgain, focusHead } from './grid.js';
+import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { keyboard } from './keyboard.js';
+import { overview, patternOf, progressed } from './overview.js';
+import { forgetPanel, readingPanel } from './panel.js';
+import { read, saveNow, state, toAll, toHead, write } from './permalink.js';
+import { kindName, sampleOf, view } from './record.js';
+import { heard } from './rows.js';
+import { forget } from './tiles.js';
+import { $, count, el, say, speak } from './words.js';
+
+let record = null, other = null, turn = 0, drawnWidth = 0, begun = false;
+const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
+
+// The address says what to show; what it says wrongly is mended, never an error.
+async function route() {
+  const mine = ++turn, asked = read(location.hash), wasHead = state.a;
+  asked.run = clampTo(asked.run, view.runs.length);
+  asked.sample = clampTo(asked.sample, view.runs[asked.run].samples.length);
+  const slow = setTimeout(() => { $('waiting').hidden = false; }, 400);
+  const shown = await sampleOf(asked.run, asked.sample).finally(() => { clearTimeout(slow); $('waiting').hidden = true; }), run = asked.b ? clampTo(asked.b.r, view.runs.length) : asked.run;
+  const second = asked.compare && run !== asked.run ? await sampleOf(run, clampTo(asked.sample, view.runs[run].samples.length)) : shown;
+  if (mine !== turn) return;
+  if (asked.a) asked.a = mended(shown, asked.a);
+  if (asked.b) asked.b = { r: run, ...mended(second, asked.b) };
+  if (asked.compare && !asked.b) asked.b = secondFor(shown, asked.a);
+  if (!asked.scale) asked.scale = shown.keys > 512 ? 'log' : 'root';
+  Object.assign(state, asked);
+  show(shown, second, wasHead);
+}
+const mended = (of, { l, h }) => { const layer = clampTo(l, of.layers.length); return { l: layer, h: clampTo(h, of.layers[layer].heads) }; };
+
+// What to compare with at first: the same head of the next run, else a neighbour.
+function secondFor(of, a) {
+  if (view.runs.length > 1) return { r: (state.run + 1) % view.runs.length, ...a };
+  const i = of.index(a.l, a.h), { l, h } = of.heads[i + 1 < of.heads.length ? i + 1 : Math.max(0, i - 1)];
+  return { r: state.run, l, h };
+}
+
+function show(shown, second, wasHead) {
+  record = shown;
+  other = second;
+  const all = !state.a;
+  $('all').hidden = !all;
+  $('one').hidden = all;
+  document.body.classList.toggle('map', !all);
+  for (const part of document.querySelectorAll('.ofmap')) part.hidden = all;
+  $('home').href = toAll();
+  bar();
+  document.title = (all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead';
+  if (all) {
+    leaveHead();
+    overview(record, i => { location.hash = toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h); });
+    if (wasHead) focusHead(record.index(wasHead.l, wasHead.h) < 0 ? 0 : record.index(wasHead.l, wasHead.h));
+    drawnWidth = innerWidth;
+  } else {
+    if (!wasHead) scrollTo(0, 0);
+    headPage(record, other);
+    if (begun && !wasHead && $('map').offsetParent) $('map').focus({ preventScroll: true });
+  }
+  begun = true;
+  watchLevels(record);
+  if (other !== record) watchLevels(other);
+}
+
+// ---- the bar
+let optioned = {};
+function bar() {
+  const names = view.runs.map(run => run.name), head = !!state.a;
+  fill('run', names.length > 1 && names, state.run);
+  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => say('text n', { n: n + 1, tokens: count(one.keys) })), state.sample);
+  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head ? [say('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(say('between facts'));
+  if (!head) return;
+  $('back').textContent = say('all heads', { n: record.heads.length });
+  $('back').href = toAll();
+  heads('heada', record, record.index(state.a.l, state.a.h));
+  $('second').hidden = !state.compare;
+  if (!state.compare) return;
+  fill('runb', names.length > 1 && names, state.b.r);
+  heads('headb', other, other.index(state.b.l, state.b.h));
+}
+function fill(id, names, chosen) {
+  $(id).hidden = !names;
+  if (!names) return;
+  $(id).replaceChildren(...names.map((name, n) => el('option', { value: n, textContent: name })));
+  $(id).value = chosen;
+}
+function heads(id, of, chosen) {
+  const key = `${of.run} ${of.sample}`;
+  if (optioned[id] !== key) {
+    optioned[id] = key;
+    $(id).replaceChildren(...of.layers.map((layer, l) => el('optgroup', { label: say('layer n', { n: l }) }, ...Array.from({ length: layer.heads }, (_, h) => {
+      const i = of.index(l, h);
+      return el('option', { value: i, textContent: `${of.short(i)}, ${kindName(of.kinds[i])}` });
+    }))));
+  }
+  $(id).value = chosen;
+}
+
+// ---- what the buttons and keys change; each is a step of the same page, so the address is replaced
+const go = hash => { if (hash === location.hash || hash === '#' && !location.hash) route(); else location.hash = hash; };
+async function again(change) {
+  Object.assign(state, change);
+  saveNow();
+  history.replaceState(null, '', write());
+  await route();
+}
+const page = {
+  record: () => record,
+  setHead: async (i, then) => { await again({ a: { ...record.heads[i] } }); then?.(); },
+  stepHead: by => page.setHead((record.index(state.a.l, state.a.h) + by + record.heads.length) % record.heads.length),
+  setSecond: (r, { l, h }) => again({ b: { r, l, h } }),
+  flipSink: () => { state.masked = !state.masked; forgetPanel(); redraw(); },
+  flipCompare: () => again({ compare: !state.compare, b: state.b ?? secondFor(record, state.a) }),
+  nextScale: () => { state.scale = state.scale === 'log' ? 'linear' : 'log'; redraw(); },
+  toAll: () => go(toAll()),
+};
+
+function buttons() {
+  $('heada').onchange = event => page.setHead(+event.target.value);
+  $('headb').onchange = event => page.setSecond(state.b.r, other.heads[+event.target.value]);
+  $('runb').onchange = event => page.setSecond(+event.target.value, state.b);
+  $('run').onchange = event => again({ run: +event.target.value, sample: clampTo(state.sample, view.runs[+event.target.value].samples.length) });
+  $('sample').onchange = event => again({ sample: +event.target.value });
+  $('compare').onclick = page.flipCompare;
+  $('sink').onclick = page.flipSink;
+  $('zoomin').onclick = () => zoomBy(.5);
+  $('zoomout').onclick = () => zoomBy(2);
+  $('zoomwhole').onclick = zoomWhole;
+  $('zoomone').onclick = zoomOne;
+  for (const [id, words] of [['zoomin', 'zoom in'], ['zoomout', 'zoom out'], ['zoomone', 'zoom one']]) $(id).setAttribute('aria-label', say(words));
+  $('zooms').setAttribute('aria-label', say('zoom'));
+  for (const id of ['left', 'right']) $(id).setAttribute('aria-label', say(id + ' part'));
+  $('skip').onclick = event => { event.preventDefault(); if (state.a) $('map').focus(); else focusHead(0); };
+  $('link').onclick = async () => {
+    saveNow();
+    try { await navigator.clipboard.writeText(location.href); $('link').textContent = say('copied'); } catch { $('link').textContent = say('copy yourself'); }
+    setTimeout(() => { $('link').textContent = say('copy link'); }, 1600);
+  };
+}
+
+// ---- the coarse levels of a long text, built while the page is open
+const watched = new Set();
+async function watchLevels(of) {
+  if (watched.has(of) || of.progress.state === 'ready') return;
+  watched.add(of);
+  try {
+    for (;;) {
+      of.progress = await json(`${sampleAt(of.run, of.sample)}/levels`);
+      if (of === record || of === other) {
+        if (state.a) { if (of.coarse) forget(); redraw(); } else { askAgain(of); progressed(); }
+      }
+      if (of.progress.state !== 'building') return;
+      await new Promise(done => setTimeout(done, 700));
+    }
+  } catch { watched.delete(of); }  // the server is gone; asked again with the next page
+}
+
+server.changed = () => {
+  $('gone').hidden = !server.gone;
+  $('gone').replaceChildren(say('gone') + ' ', el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }));
+  if (!server.gone) { forget(); if (record) { askAgain(record); watchLevels(record); } redraw(); }
+};
+
+async function start() {
+  const [words, told] = await Promise.all([json('static/words.json'), json('api/view')]);
+  Object.assign(view, told);
+  speak(words, told.lang);
+  palette();
+  keyboard(page);
+  buttons();
+  listen();
+  readingPanel(redraw);
+  heard.tell = redraw;
+  addEventListener('hashchange', route);
+  addEventListener('resize', () => { if (sceneNow()) { forgetPanel(); redraw(); } else if (innerWidth !== drawnWidth && record) { drawnWidth = innerWidth; route(); } });
+  dark.addEventListener('change', () => { palette(); forgetPanel(); if (sceneNow()) redraw(); else if (record) route(); });
+  await route();
+}
+start().catch(error => {
+  $('gone').hidden = false;
+  if (!server.gone) $('gone').textContent = error.message;
+});

@@ -1,0 +1,182 @@
+// The large canvas: panes of cells, hatching where a query may not look, the chosen query, the cell pointed at.
+import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
+import { bitmap, css, dark, hatching, sized } from './colour.js';
+import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
+import { state } from './permalink.js';
+import { captions, rulers, WORDS } from './rulers.js';
+import { arrived, want } from './tiles.js';
+import { $, say } from './words.js';
+
+export const shown = { panes: [], span: null, tops: { ink: 1, apart: 1 }, a: null, b: null, d: null };
+let before = '';
+
+// The level to draw: the fitting one, or the finest below it while the coarse ones are being built.
+function spanFor(scene, view, cell) {
+  const level = levelFor(scene.layer, cell), most = scene.coarse ? level : Math.min(level, 5), span = range(scene.layer, view, most);
+  return tilesOf({}, span).length > 24 ? null : span;
+}
+
+export function draw(scene, pointed) {
+  const stage = $('stage'), width = stage.clientWidth, height = stage.clientHeight, { layer } = scene;
+  // Words on the rulers need more room, which must not make the cells too small for them.
+  const fit = long => panes(layer, width, height, { compare: state.compare, long }), roomy = fit(true), view = viewOf(layer);
+  const boxes = scene.sides.key.text && roomy[0].x >= WORDS ? roomy : fit(false);
+  // A wide map may be lower than it is broad; the rows in view follow from the pane.
+  view.rows = boxes[0].py / boxes[0].y;
+  view.cols = boxes[0].px / boxes[0].x;
+  const span = spanFor(scene, view, boxes[0].x);
+  shown.panes = boxes;
+  shown.span = span;
+  gather(scene, span);
+  const pen = sized($('map'), width, height);
+  for (const pane of boxes) drawPane(pen, pane, scene, pointed);
+  captions(pen, boxes[0], layer, scene.sides);
+  forbidden(pen, boxes[0], layer, scene);
+}
+
+// The level of the small whole map: the finest that is one tile; until the coarse levels are built none of them.
+const upperOf = layer => Math.max(0, layer.levels - 3);
+function wholeSpan(scene) {
+  const { layer } = scene, level = upperOf(layer);
+  return scene.coarse || level < 6 ? range(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level) : null;
+}
+
+// The cells of each pane, made anew only when tiles came, the view moved or the colours changed.
+function gather(scene, span) {
+  const places = [scene.a, ...(state.compare ? [scene.b] : [])];
+  if (!span) { want([]); Object.assign(shown, { a: null, b: null, d: null }); before = ''; return; }
+  const overview = wholeSpan(scene), top = overview ? tilesOf(scene.a, overview) : [];
+  const below = state.compare && scene.coarse ? tilesOf(scene.b, range(scene.otherLayer, viewOf(scene.layer), upperOf(scene.otherLayer))) : [];
+  want([...top, ...places.flatMap((where, p) => tilesOf(where, p ? within(scene.otherLayer, span) : span)), ...below]);
+  const key = [JSON.stringify(span), JSON.stringify(places), state.scale, arrived.count, dark.matches].join();
+  if (key === before) return;
+  before = key;
+  const a = cells(scene.a, scene.layer, span), b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
+  const d = b && difference(a, b);
+  shown.tops = { ink: Math.max(largest(a), b ? largest(b) : 0), apart: d ? farthest(d) : 0 };
+  for (const [name, one] of [['a', a], ['b', b], ['d', d]]) {
+    shown[name] = one && { ...one, picture: bitmap(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']) };
+  }
+}
+
+// Another run may have fewer tokens: what lies outside of it is absent.
+function within(layer, span) {
+  const size = n => Math.ceil(n / 2 ** span.level);
+  return { ...span, rows: Math.max(0, Math.min(span.rows, size(layer.queries) - span.r0)), cols: Math.max(0, Math.min(span.cols, size(layer.keys) - span.c0)) };
+}
+function stretched(one, span) {
+  if (one.rows === span.rows && one.cols === span.cols) return one;
+  const values = new Float32Array(span.rows * span.cols).fill(NaN);
+  for (let r = 0; r < one.rows; r++) values.set(one.values.subarray(r * one.cols, (r + 1) * one.cols), r * span.cols);
+  return { ...span, values, whole: one.whole };
+}
+
+function drawPane(pen, pane, scene, pointed) {
+  const { left, above, width, height } = pane, one = shown[pane.which], ratio = devicePixelRatio || 1;
+  const x = j => left + (j - state.x) * pane.x, y = i => above + (i - state.y) * pane.y, snap = v => Math.round(v * ratio) / ratio;
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, above, width, height);
+  pen.clip();
+  pen.fillStyle = css('paper');
+  pen.fillRect(left, above, width, height);
+  if (one) {
+    const block = 2 ** shown.span.level, x0 = snap(x(one.c0 * block)), y0 = snap(y(one.r0 * block));
+    pen.fillStyle = hatching(pen);
+    pen.fillRect(left, above, width, height);
+    pen.imageSmoothingEnabled = Math.min(pane.x, pane.y) * block * ratio < 1;
+    pen.drawImage(one.picture, x0, y0, snap(x((one.c0 + one.cols) * block)) - x0, snap(y((one.r0 + one.rows) * block)) - y0);
+  }
+  if (state.masked && state.x < 1) line(pen, 'mark', [x(1), above, x(1), above + height], [3, 3]);
+  chosen(pen, pane, x, y);
+  if (pointed) crosshair(pen, pane, x, y, pointed);
+  pen.restore();
+  pen.strokeStyle = css('line2');
+  pen.lineWidth = 1;
+  pen.strokeRect(left - .5, above - .5, width + 1, height + 1);
+  if (state.compare) title(pen, pane, scene);
+  rulers(pen, pane, scene.layer, pane.which === 'b' ? scene.otherSides : scene.sides, pointed);
+}
+
+function line(pen, colour, [x1, y1, x2, y2], dash = []) {
+  pen.strokeStyle = css(colour);
+  pen.lineWidth = 1.25;
+  pen.setLineDash(dash);
+  pen.beginPath();
+  pen.moveTo(x1, y1);
+  pen.lineTo(x2, y2);
+  pen.stroke();
+  pen.setLineDash([]);
+}
+
+function chosen(pen, pane, x, y) {
+  pen.lineWidth = 1.25;
+  pen.strokeStyle = css('mark');
+  if (pane.y > 3) pen.strokeRect(pane.left - 2, y(state.q), pane.width + 4, pane.y);
+  else line(pen, 'mark', [pane.left, y(state.q + .5), pane.left + pane.width, y(state.q + .5)]);
+}
+
+function crosshair(pen, pane, x, y, [i, j]) {
+  pen.globalAlpha = .5;
+  pen.lineWidth = 1;
+  pen.strokeStyle = css('ink');
+  if (pane.y > 3) pen.strokeRect(pane.left - 2, y(i), pane.width + 4, pane.y);
+  else line(pen, 'ink', [pane.left, y(i + .5), pane.left + pane.width, y(i + .5)]);
+  if (pane.x > 3) pen.strokeRect(x(j), pane.above - 2, pane.x, pane.height + 4);
+  else line(pen, 'ink', [x(j + .5), pane.above, x(j + .5), pane.above + pane.height]);
+  pen.globalAlpha = 1;
+}
+
+function title(pen, pane, scene) {
+  const y = pane.above - pane.top + 14, [name, kind] = scene.titles[pane.which];
+  pen.textBaseline = 'middle';
+  pen.font = `600 13px ${css('sans')}`;
+  pen.fillStyle = css('ink');
+  pen.textAlign = 'left';
+  pen.fillText(name, pane.left, y);
+  const used = pen.measureText(name).width;
+  pen.font = `12px ${css('sans')}`;
+  pen.fillStyle = css('faint');
+  pen.textAlign = 'right';
+  if (used + pen.measureText(kind).width + 12 < pane.px) pen.fillText(kind, pane.left + pane.px, y);
+}
+
+// The words in the hatched triangle of a causal map, where it is wide enough for them.
+function forbidden(pen, pane, layer, scene) {
+  if (!shown.a || pane.phone || layer.pattern !== 'causal') return;
+  const key = state.x + state.n * .74, query = state.y + pane.py / pane.y * .2;
+  if (key <= query + (layer.queryStart ?? 0) + state.n * .2 || key > layer.keys || query > layer.queries) return;
+  const words = say('later keys'), x = pane.left + (key - state.x) * pane.x, y = pane.above + (query - state.y) * pane.y;
+  pen.font = `12px ${css('sans')}`;
+  pen.textAlign = 'center';
+  const wide = pen.measureText(words).width;
+  if (wide > pane.width * .45) return;
+  pen.fillStyle = css('paper');
+  pen.fillRect(x - wide / 2 - 6, y - 10, wide + 12, 20);
+  pen.fillStyle = css('faint');
+  pen.fillText(words, x, y);
+}
+
+// The whole map in small, with the box of what is in view.
+export function mini(scene) {
+  const canvas = $('mini'), { layer } = scene, aspect = aspectOf(layer), span = wholeSpan(scene);
+  const scale = 184 / Math.max(layer.keys, layer.queries * aspect), width = Math.max(8, layer.keys * scale), height = Math.max(8, layer.queries * aspect * scale);
+  const pen = sized(canvas, width, height);
+  pen.fillStyle = css('paper');
+  pen.fillRect(0, 0, width, height);
+  if (span) {
+    const one = cells(scene.a, layer, span), block = 2 ** span.level;
+    pen.fillStyle = hatching(pen, 5);
+    pen.fillRect(0, 0, width, height);
+    pen.imageSmoothingEnabled = width / one.cols * (devicePixelRatio || 1) < 1;
+    pen.drawImage(bitmap(one, 'ink', state.scale, largest(one)), 0, 0, one.cols * block * scale, one.rows * block * scale * aspect);
+  }
+  pen.strokeStyle = css('line2');
+  pen.strokeRect(.5, .5, width - 1, height - 1);
+  const box = (from, size, most) => { const s = Math.min(most - 2, Math.max(size, 9)); return [Math.min(most - s - 1, Math.max(1, from - (s - size) / 2)), s]; };
+  const [x, w] = box(state.x * scale, state.n * scale, width), [y, h] = box(state.y * scale * aspect, state.n * scale, height);
+  pen.strokeStyle = css('mark');
+  pen.lineWidth = 2;
+  pen.strokeRect(x, y, w, h);
+  return { scale, aspect };
+}

@@ -1,0 +1,149 @@
+// The reading panel: the value, the strip along the text, the strongest keys in context, the text around the query.
+import { css, hatching, paint, rgb, SCALES, sized, tone } from './colour.js';
+import { centre } from './geometry.js';
+import { shown } from './map.js';
+import { state } from './permalink.js';
+import { label } from './record.js';
+import { row, wantRows } from './rows.js';
+import { phrase, span } from './tokens.js';
+import { $, count, el, exact, say, short } from './words.js';
+
+const STRONGEST = 9, BEFORE = 120, AFTER = 30, WHOLE = 400;
+let redraw = () => {}, spans = { key: '', list: [] }, drawn = '';
+export function readingPanel(onChange) {
+  redraw = onChange;
+  $('strip').onclick = event => {
+    const { scene } = $('strip'), box = $('strip').getBoundingClientRect();
+    if (!scene) return;
+    centre(scene.layer, state.q, (event.clientX - box.left) / box.width * scene.layer.keys);
+    redraw();
+  };
+}
+export const forgetPanel = () => { drawn = ''; spans = { key: '', list: [] }; };
+
+export function panel(scene, pointed) {
+  const q = pointed ? pointed[0] : state.q, places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
+  wantRows(places, q);
+  const a = row(scene.a, q), b = state.compare ? row(scene.b, q) : null;
+  if (!a || (places.length > 1 && !b)) return;  // what stands there stays until the whole row is here
+  const told = summary(a, scene), now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth, drawn.split(' ')[0]].join();
+  valueOf(scene, q, pointed ? pointed[1] : told.best[0] ?? -1, { a, b, told });
+  if (now !== drawn || !pointed) {
+    strip(scene, q, a, told);
+    context(scene, q, a, told);
+    textAround(scene, q, a, told);
+    drawn = now;
+  }
+}
+
+// The scale of a row: linear runs to its largest weight; a masked first key counts for nothing.
+function summary(a, scene) {
+  const best = [];
+  let entropy = 0, top = 0, sees = 0, last = -1;
+  for (let j = 0; j < a.length; j++) {
+    const w = a[j];
+    if (w !== w) continue;
+    sees++;
+    last = j;
+    if (w > 0) entropy -= w * Math.log(w);
+    if (state.masked && j === 0) continue;
+    if (w > top) top = w;
+    if (best.length < STRONGEST || w > a[best.at(-1)]) {
+      const at = best.findIndex(other => a[other] < w);
+      best.splice(at < 0 ? best.length : at, 0, j);
+      best.length = Math.min(best.length, STRONGEST);
+    }
+  }
+  return { best, top, sees, last, keys: Math.exp(entropy), tone: w => tone(state.scale, w, top), causal: scene.layer.pattern === 'causal' };
+}
+
+function valueOf(scene, q, key, { a, b, told }) {
+  const side = (which, p, name) => [el('bdi', { className: 'tok', textContent: label(which, p) }), el('small', { textContent: ` ${say(name)} ${count(p)}` })];
+  const blind = !told.sees, w = key >= 0 ? a[key] : NaN, hidden = w !== w;
+  const words = blind ? say('sees none') : hidden ? say(told.causal && key > told.last ? 'later key' : 'hidden key') : exact(w);
+  const notes = blind || hidden ? [] : [say('effective keys', { n: told.keys.toFixed(1) })];
+  if (b && !blind) notes.unshift(`${scene.titles.b[0]} ${b[key] === b[key] ? exact(b[key]) : say('absent')}`);
+  const mean = blockMean(q, key);
+  if (mean) notes.push(mean);
+  $('read').replaceChildren(
+    el('div', { className: 'q' }, ...side(scene.sides.query, q, 'query'), ...(blind ? [] : [el('br'), '→ ', ...side(scene.sides.key, key, 'key')])),
+    el('div', { className: 'w' + (blind || hidden ? ' worded' : '') }, el('data', { value: hidden ? '' : String(w), textContent: words }), ...notes.map(note => el('small', { textContent: note }))));
+}
+
+// What the cell under the pointer shows, where it stands for more than one weight.
+function blockMean(q, key) {
+  const one = shown.a, level = shown.span?.level ?? 0, r = (q >> level) - (one?.r0 ?? 0), c = (key >> level) - (one?.c0 ?? 0);
+  if (!one || !level || r < 0 || c < 0 || r >= one.rows || c >= one.cols) return '';
+  const mean = one.values[r * one.cols + c];
+  return mean >= 0 ? say('block mean', { n: 2 ** level, share: short(mean) }) : '';
+}
+
+function strip(scene, q, a, told) {
+  const canvas = $('strip'), width = Math.max(120, $('right').clientWidth - 32), high = 36, pen = sized(canvas, width, 44), bins = Math.min(a.length, Math.floor(width / 2));
+  const size = width / bins, from = b => Math.floor(b * a.length / bins);
+  canvas.scene = scene;
+  canvas.setAttribute('aria-label', say('strip label', { query: count(q) }));
+  const hatch = hatching(pen, 5);
+  for (let b = 0; b < bins; b++) {
+    let most = NaN;
+    for (let j = from(b); j < Math.max(from(b) + 1, from(b + 1)); j++) if (!(state.masked && !j) && !(a[j] <= most) && a[j] === a[j]) most = a[j];
+    if (most !== most) { pen.fillStyle = hatch; pen.fillRect(b * size, 0, size + .5, high); continue; }
+    const t = told.tone(most);
+    pen.fillStyle = rgb('ink', Math.max(.35, t));
+    pen.fillRect(b * size, high - t * high, Math.max(1, size - (size > 3 ? 1 : .4)), t * high);
+  }
+  pen.fillStyle = css('line2');
+  pen.fillRect(0, high, width, 1);
+  pen.fillStyle = css('ink');
+  pen.fillRect(state.x / a.length * width, high + 3, Math.max(3, Math.min(state.n, a.length) / a.length * width), 2);
+  if (!scene.layer.crosses) { pen.fillStyle = css('mark'); pen.fillRect((q + (scene.layer.queryStart ?? 0) + .5) / a.length * width - .75, 0, 1.5, high + 2); }
+  $('rowtop').textContent = state.scale === 'linear' ? `0–${short(told.top)}` : say(state.scale === 'log' ? 'log' : 'root');
+}
+
+// The strongest keys set one under the other with what stands around each: the best single view of an induction head.
+function context(scene, q, a, told) {
+  const { text, from } = scene.sides.key;
+  const cell = (name, ...children) => el('span', { className: name }, ...children);
+  $('kwic').classList.toggle('bare', !text);
+  $('kwic').replaceChildren(...told.best.flatMap(j => {
+    const word = label(scene.sides.key, j), go = el('button', {
+      onclick: () => { state.q = q; centre(scene.layer, q, j, 56); redraw(); }, 'aria-label': say('go there', { key: count(j), token: word, share: short(a[j]) }),
+    }, el('bdi', { textContent: word }));
+    paint(go, told.tone(a[j]));
+    return [cell('n', count(j)), cell('l', el('bdi', { textContent: text ? phrase(text, j + from - 5, j + from) : '' })), go,
+      cell('r', el('bdi', { textContent: text ? phrase(text, j + from + 1, j + from + 6) : '' })), cell('p', short(a[j]))];
+  }));
+  if (!told.sees) $('kwic').replaceChildren(el('p', { className: 'note', textContent: say('sees none') }));
+}
+
+function textAround(scene, q, a, told) {
+  const { text, from } = scene.sides.key, box = $('text'), at = scene.layer.crosses ? told.best[0] ?? 0 : q + (scene.layer.queryStart ?? 0), n = a.length;
+  box.parentElement.classList.toggle('textless', !text);
+  if (!text) { box.replaceChildren(el('span', { className: 'note', textContent: say('no tokens') })); $('span').textContent = ''; spans.key = ''; return; }
+  const start = n <= WHOLE ? 0 : Math.max(0, Math.min(n - BEFORE - AFTER, at - (told.causal ? BEFORE : (BEFORE + AFTER) / 2))), end = n <= WHOLE ? n : Math.min(n, start + BEFORE + AFTER);
+  const key = [scene.a.run, scene.a.sample, scene.a.l, start, end].join();
+  if (key !== spans.key) {
+    const parts = [], list = [];
+    for (let j = start; j < end; j++) {
+      if (text.gaps[j + from] && j > start) parts.push(text.gaps[j + from]);
+      const one = span(text, j + from);
+      one.onclick = () => { if (!scene.layer.crosses && j >= (scene.layer.queryStart ?? 0)) { state.q = j - (scene.layer.queryStart ?? 0); redraw(); } };
+      list.push(one);
+      parts.push(one);
+    }
+    box.replaceChildren(...parts);
+    spans = { key, list };
+  }
+  spans.list.forEach((one, k) => {
+    const j = start + k, w = a[j], hidden = w !== w;
+    paint(one, hidden || (state.masked && !j) ? 0 : told.tone(w));
+    one.classList.toggle('on', !scene.layer.crosses && j === at);
+    one.classList.toggle('unseen', hidden);
+    one.title = hidden ? say(told.causal && j > told.last ? 'later key' : 'hidden key') : `${text.labels[j + from]} ${short(w)}`;
+  });
+  $('span').textContent = n <= WHOLE ? '' : `${count(start)}–${count(end - 1)}`;
+  const on = spans.list.find(one => one.classList.contains('on'));
+  if (on && box.scrollHeight > box.clientHeight + 4) box.scrollTop = on.offsetTop - box.offsetTop - box.clientHeight * .6;
+}
+
+export const ticks = (scale, top) => SCALES[scale].ticks(top);

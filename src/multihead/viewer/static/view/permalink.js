@@ -1,0 +1,53 @@
+// What is looked at, and the address that reopens it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
+// Besides: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
+export const state = {
+  run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', masked: false,
+  filter: '', kind: '', order: '',
+};
+
+const place = text => { const found = /^L(\d+)H(\d+)$/.exec(text ?? ''); return found && { l: +found[1], h: +found[2] }; };
+const number = (text, otherwise) => text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise;
+const name = ({ l, h }) => `L${l}H${h}`;
+
+export function read(hash) {
+  const given = new URLSearchParams(hash.replace(/^#/, '')), run = Math.floor(number(given.get('r'), 0)), b = place(given.get('b'));
+  return {
+    // The address that the terminal prints names the text alone: #s=3.
+    run, sample: Math.floor(number(given.get('t') ?? (given.has('a') ? null : given.get('s')), 0)), a: place(given.get('a')),
+    b: b && { r: Math.floor(number(given.get('rb'), run)), ...b }, compare: given.get('v') === 'ab',
+    x: number(given.get('x'), 0), y: number(given.get('y'), 0), n: number(given.get('n'), 0), q: Math.floor(number(given.get('q'), -1)),
+    scale: { linear: 'linear', log: 'log', root: 'root' }[given.get('c')] ?? '', masked: given.has('a') && given.get('s') === '1',
+    filter: given.get('f') ?? '', kind: given.get('k') ?? '', order: given.get('o') ?? '',
+  };
+}
+
+export function write(st = state) {
+  const out = {};
+  if (st.run) out.r = st.run;
+  if (st.sample) out.t = st.sample;
+  if (!st.a) {
+    if (st.filter) out.f = st.filter;
+    if (st.kind) out.k = st.kind;
+    if (st.order) out.o = st.order;
+    if (st.scale) out.c = st.scale;
+  } else {
+    out.a = name(st.a);
+    if (st.compare) { out.b = name(st.b); out.v = 'ab'; if (st.b.r !== st.run) out.rb = st.b.r; }
+    Object.assign(out, { x: Math.round(st.x), y: Math.round(st.y), n: Math.round(st.n), q: st.q, c: st.scale, s: +st.masked });
+  }
+  return '#' + new URLSearchParams(out);
+}
+
+// The address of a head's whole map, or of all heads, with the rest of what was chosen.
+export const toHead = (run, sample, l, h) => write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
+export const toAll = () => write({ ...state, a: null });
+
+let timer = 0;
+export function save() {
+  clearTimeout(timer);
+  timer = setTimeout(saveNow, 120);
+}
+export function saveNow() {
+  clearTimeout(timer);
+  if (write() !== location.hash) history.replaceState(null, '', write());
+}

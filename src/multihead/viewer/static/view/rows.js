@@ -1,0 +1,44 @@
+// One query's weights on all keys: the latest query asked for wins, the one before it is given up.
+import { floats, headAt } from './api.js';
+
+const MOST = 32 << 20;
+const kept = new Map();
+let asked = new Map(), held = 0;
+export const heard = { tell: () => {} };
+
+const nameOf = (where, q) => `${where.run} ${where.sample} ${where.l} ${where.h} ${q}`;
+export function row(where, q) {
+  const name = nameOf(where, q), found = kept.get(name);
+  if (found) { kept.delete(name); kept.set(name, found); }
+  return found;
+}
+
+// Asks for the rows of these heads, all of query q.
+export function wantRows(places, q) {
+  const names = new Set(places.map(where => nameOf(where, q)));
+  for (const [name, control] of asked) if (!names.has(name)) { control.abort(); asked.delete(name); }
+  for (const where of places) {
+    const name = nameOf(where, q);
+    if (!kept.has(name) && !asked.has(name)) fetchRow(where, q, name);
+  }
+}
+
+async function fetchRow(where, q, name) {
+  const control = new AbortController();
+  asked.set(name, control);
+  try {
+    const { values } = await floats(`${headAt(where.run, where.sample, where.l, where.h)}/row?query=${q}`, control.signal);
+    kept.set(name, values);
+    held += values.byteLength;
+    for (const [oldest, one] of kept) {
+      if (held <= MOST || oldest === name) break;
+      kept.delete(oldest);
+      held -= one.byteLength;
+    }
+    heard.tell();
+  } catch (error) {
+    if (!control.signal.aborted) console.warn(`query ${q}: ${error.message}`);
+  } finally {
+    if (asked.get(name) === control) asked.delete(name);
+  }
+}

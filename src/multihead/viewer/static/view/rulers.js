@@ -1,0 +1,97 @@
+// The rulers of a pane: tokens from 10.5 pixels a cell on, round positions before that.
+import { css } from './colour.js';
+import { label } from './record.js';
+import { state } from './permalink.js';
+import { count, say } from './words.js';
+
+const UPRIGHT = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
+export const WORDS = 10.5;
+export const niceStep = least => { const ten = 10 ** Math.floor(Math.log10(Math.max(1, least))); return [1, 2, 5, 10].find(m => m * ten >= least) * ten; };
+
+export function clip(pen, words, most) {
+  if (pen.measureText(words).width <= most) return words;
+  const letters = [...words].slice(0, 60);
+  while (letters.length > 1 && pen.measureText(letters.join('') + '…').width > most) letters.pop();
+  return letters.join('') + '…';
+}
+
+const face = (pen, on, colour) => { pen.font = `${on ? 650 : 420} 11px ${css('sans')}`; pen.fillStyle = css(colour); };
+
+export function rulers(pen, pane, layer, { query, key }, pointed) {
+  pen.textBaseline = 'middle';
+  pen.direction = 'ltr';
+  if (pane.which !== 'b') left(pen, pane, layer, query, pointed);
+  above(pen, pane, layer, key, pointed);
+}
+
+function left(pen, pane, layer, side, pointed) {
+  const at = i => pane.above + (i - state.y) * pane.y, end = Math.min(layer.queries, state.y + pane.height / pane.y);
+  pen.textAlign = 'right';
+  if (pane.y >= WORDS && side.text && !pane.phone) {
+    for (let i = Math.ceil(state.y - .5); i + .5 < end; i++) {
+      const kept = i === state.q;
+      face(pen, kept || pointed?.[0] === i, kept ? 'mark' : pointed?.[0] === i ? 'ink' : 'soft');
+      pen.fillText(clip(pen, label(side, i), 82), pane.left - 8, at(i + .5));
+    }
+    return;
+  }
+  const step = niceStep(34 / pane.y), half = pane.y > 4 ? .5 : 0;  // a wide cell is named in its middle
+  for (let i = Math.ceil(state.y / step) * step; i + half <= end; i += step) {
+    pen.fillStyle = css('line2');
+    pen.fillRect(pane.left - 7, at(i + half) - .5, 6, 1);
+    face(pen, false, 'soft');
+    pen.fillText(count(i), pane.left - 10, Math.min(pane.above + pane.height - 5, Math.max(pane.above + 5, at(i + half))));
+  }
+}
+
+function above(pen, pane, layer, side, pointed) {
+  const at = j => pane.left + (j - state.x) * pane.x, end = Math.min(layer.keys, state.x + pane.width / pane.x), room = pane.top - (pane.two ? 38 : 14);
+  if (pane.x >= WORDS && side.text && !pane.phone) {
+    for (let j = Math.ceil(state.x - .5); j + .5 < end; j++) {
+      const words = label(side, j), upright = UPRIGHT.test(words), on = pointed?.[1] === j;
+      face(pen, on, on ? 'ink' : 'soft');
+      pen.save();
+      pen.translate(at(j + .5), pane.above - 7);
+      if (!upright) pen.rotate(-Math.PI / 2);
+      pen.textAlign = upright ? 'center' : 'left';
+      pen.fillText(clip(pen, words, room), 0, upright ? -4 : 0);
+      pen.restore();
+    }
+    return;
+  }
+  const step = niceStep((pane.phone ? 62 : 76) / pane.x), half = pane.x > 4 ? .5 : 0;
+  for (let j = Math.ceil(state.x / step) * step; j + half <= end; j += step) {
+    const x = at(j + half);
+    pen.fillStyle = css('line2');
+    pen.fillRect(x - .5, pane.above - 7, 1, 6);
+    face(pen, false, 'soft');
+    pen.textAlign = x > pane.left + pane.width - 16 ? 'right' : x < pane.left + 12 ? 'left' : 'center';
+    pen.fillText(count(j), x, pane.above - 15);
+  }
+}
+
+// What the axes are, and which part of them is in view where words stand on them.
+export function captions(pen, pane, layer, sides) {
+  const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
+  face(pen, false, 'faint');
+  if (pane.phone || pane.which === 'b') return;
+  const to = (from, size, n) => `${count(Math.ceil(from))}–${count(Math.min(n, Math.floor(from + size)) - 1)}`;
+  if (worded.x) {
+    pen.textAlign = 'left';
+    pen.fillText(say('keys range', { range: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12);
+  } else if (pane.which === 'a') {
+    pen.textAlign = 'left';
+    pen.fillText(say('key axis'), pane.left, pane.above - (pane.two ? 30 : 34));
+  }
+  if (worded.y) {
+    pen.textAlign = 'right';
+    pen.fillText(to(state.y, pane.height / pane.y, layer.queries), pane.left - 8, pane.above + pane.height + 12);
+  } else if (pane.which === 'a') {
+    pen.save();
+    pen.translate(pane.left - 66, pane.above + 2);
+    pen.rotate(-Math.PI / 2);
+    pen.textAlign = 'right';
+    pen.fillText(say('query axis'), 0, 0);
+    pen.restore();
+  }
+}
