@@ -289,6 +289,8 @@ class Padding(NamedTuple):
 
     def placed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Put projected tokens where the attention expects them: every sample from its first place on."""
+        if self.placed_rows is None and self.placed_columns is None:
+            return q, k, v
         return self.placed_queries(q), self.placed_keys(k), self.placed_keys(v)
 
     def placed_queries(self, q: Tensor) -> Tensor:

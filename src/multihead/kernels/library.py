@@ -50,6 +50,7 @@ FIELDS = (*ADDRESSES, *COUNTS, *REALS)
 _pack = Struct(f"{len(ADDRESSES)}Q{len(COUNTS)}q{len(REALS)}d").pack
 _EMPTY: list[float] = [0] * len(FIELDS)
 AT = {name: index for index, name in enumerate(FIELDS)}  # where each field stands
+_INSTRUCTION_SET, _THREADS = AT["instruction_set"], AT["threads"]
 
 # The passes, as csrc/call.h numbers them.
 FORWARD, BACKWARD, RECEIVED = 0, 1, 2
@@ -140,8 +141,7 @@ def blank() -> list[float]:
         ArgumentError: there is no library, or MULTIHEAD_CPU names a set that does not run here.
     """
     values = _EMPTY.copy()
-    values[AT["instruction_set"]] = chosen().index
-    values[AT["threads"]] = torch.get_num_threads()
+    values[_INSTRUCTION_SET], values[_THREADS] = chosen().index, torch.get_num_threads()
     return values
 
 

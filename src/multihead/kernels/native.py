@@ -35,7 +35,7 @@ from multihead.scores.relative import Relative
 KEEPS_NAN_APART = True  # what is not finite is put away inside, key by key
 # Rows and columns of a register tile, in which the kernel computes all cells or none.
 _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
-_PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory to read, as those of a tracer
+_CPU = torch.device("cpu")
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
 _OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
 
@@ -45,7 +45,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v,
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     """Say in one sentence why this kernel will not take a request, or None."""
     shape = request.shape
-    if shape.device.type != "cpu":
+    if shape.device != _CPU:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
@@ -53,7 +53,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         if traced():
             return "it reads memory, and a transform of torch.func hands it tensors that have none"
         for tensor in (request.q, request.k, request.v):
-            if type(tensor) not in _PLAIN:
+            if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     return library.absence()
 
@@ -147,6 +147,8 @@ def made_ready(request: AttentionRequest) -> AttentionRequest:
     """Return the request as the kernel takes it; every step has a gradient."""
     q, k, v = features_beside(request.q), features_beside(request.k), features_beside(request.v)
     bias, sinks = request.bias, request.sinks
+    if q is request.q and k is request.k and v is request.v and bias is None and sinks is None:
+        return request  # the usual case
     if isinstance(bias, Relative):
         bias = bias if _plain_float(bias.values) else Relative(bias.values.float().contiguous())
     elif bias is not None:
@@ -213,9 +215,9 @@ def _run(job: Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Mea
 def _forward_fields(job: Job, rows: Rows) -> Fields:
     """Lay out the inputs of the forward pass."""
     request = job.request
+    v = request.v
     fields = call_fields(request, rows, request.q, request.k)
-    fields[_V] = request.v.data_ptr()
-    fields[_V_STRIDES] = request.v.stride()[:3]
+    fields[_V], fields[_V_STRIDES] = v.data_ptr(), v.stride()[:3]
     if request.sinks is not None:
         fields[AT["sinks"]] = request.sinks.data_ptr()
     if request.dropout:

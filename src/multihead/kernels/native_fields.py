@@ -28,8 +28,7 @@ _CPU = torch.device("cpu")
 # Where in a call's fields the usual ones stand: a call should cost microseconds.
 _Q, _K, _START, _STOP = (AT[name] for name in ("q", "k", "start", "stop"))
 _BOUNDS_BATCH, _DTYPE, _SCALE = AT["bounds_batch"], AT["dtype"], AT["scale"]
-_SIZES = slice(AT["batch"], AT["value_dim"] + 1)
-_Q_STRIDES, _K_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in "qk")
+_SIZES_AND_STRIDES = slice(AT["batch"], AT["k_row"] + 1)  # batch, ..., value_dim, those of q, those of k
 WHOLE = slice(None)
 
 
@@ -97,7 +96,7 @@ def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> 
     fields = library.blank()
     fields[_Q], fields[_K] = q.data_ptr(), k.data_ptr()
     fields[_START], fields[_STOP] = start.data_ptr(), stop.data_ptr()
-    fields[_SIZES] = (
+    fields[_SIZES_AND_STRIDES] = (
         shape.batch,
         shape.num_heads,
         shape.num_kv_heads,
@@ -105,8 +104,9 @@ def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> 
         shape.key_length,
         shape.head_dim,
         shape.value_dim,
+        *q.stride()[:3],
+        *k.stride()[:3],
     )
-    fields[_Q_STRIDES], fields[_K_STRIDES] = q.stride()[:3], k.stride()[:3]
     if start.shape[0] > 1:
         fields[_BOUNDS_BATCH] = start.stride(0)
     fields[_DTYPE], fields[_SCALE] = DTYPES[shape.dtype], request.scale

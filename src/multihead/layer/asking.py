@@ -168,8 +168,8 @@ def _cross_attention(
     else:
         k, v = remembered.k, remembered.v
     if layer.qk_norm is not None:
-        q, normed = layer.qk_norm(q, k)
-        k = normed if remembered is None else k  # what is remembered is normed already
+        q, normed = layer.qk_norm(q, k if remembered is None else k[:, :, :0])  # what is remembered is normed already
+        k = normed if remembered is None else k
     if cache is not None and query_start is None and _speaks_of_positions(layer, mask):
         start = cache.query_start
     else:
@@ -195,6 +195,8 @@ def _start(
     layer: MultiHeadAttention, mask: Mask, query_start: int | Tensor | str | None, q: Tensor, k: Tensor
 ) -> int | Tensor:
     speaks = _speaks_of_positions(layer, mask)
+    if query_start is None and not speaks:
+        return 0
     start = resolved_query_start(
         query_start, speaks_of_positions=speaks, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2]
     )

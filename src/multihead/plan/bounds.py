@@ -72,7 +72,16 @@ def key_bounds(
     >>> bounds.start.tolist(), bounds.stop.tolist(), bounds.remainder
     ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
     """
-    device = torch.device(device)
+    return _bounds_in(mask, queries, keys, query_start, torch.device(device))
+
+
+def bounds_of(request: AttentionRequest) -> KeyBounds:
+    """Plan the mask of a request."""
+    shape = request.shape
+    return _bounds_in(request.mask, shape.query_length, shape.key_length, request.query_start, shape.device)
+
+
+def _bounds_in(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
     if isinstance(query_start, Tensor) or traced():
         return _planned(mask, queries, keys, query_start, device)
     if queries == 1:  # each step of a decoding is another one: it is planned in numbers
@@ -83,18 +92,6 @@ def key_bounds(
     if mask.holds_tensors:
         return _planned(mask, queries, keys, query_start, device)
     return _planned_once(mask, queries, keys, query_start, device)
-
-
-def bounds_of(request: AttentionRequest) -> KeyBounds:
-    """Plan the mask of a request."""
-    shape = request.shape
-    return key_bounds(
-        request.mask,
-        queries=shape.query_length,
-        keys=shape.key_length,
-        query_start=request.query_start,
-        device=shape.device,
-    )
 
 
 def _interval_at(mask: Mask, position: int, keys: int) -> tuple[int, int] | None:
@@ -116,7 +113,12 @@ def _interval_at(mask: Mask, position: int, keys: int) -> tuple[int, int] | None
 @lru_cache(maxsize=256)
 def _only(first: int, behind: int, device: torch.device) -> KeyBounds:
     """Return the bounds of one query."""
-    return KeyBounds(torch.full((1, 1), first, device=device), torch.full((1, 1), behind, device=device))
+    return KeyBounds(_first(first, device), torch.full((1, 1), behind, device=device))
+
+
+@lru_cache(maxsize=16)
+def _first(key: int, device: torch.device) -> Tensor:
+    return torch.full((1, 1), key, device=device)
 
 
 @lru_cache(maxsize=128)
