@@ -41,6 +41,7 @@ class DenseSample:
             "next_mass": (w * (offset == 1)).sum(-1),
             "first_mass": w[..., 0],
             "largest_weight": w.max(-1).values,
+            "largest_key": w.argmax(-1).masked_fill(w.sum(-1) == 0, -1),
             "received": w.sum(-2),
         }
         if self.special is not None and len(self.special) == self.num_keys:
@@ -58,7 +59,7 @@ class DenseSample:
         return {
             name: value[:, having.get(name, sees)].mean(-1)
             for name, value in self.statistics.items()
-            if name != "received"
+            if name not in ("received", "largest_key")
         }
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
@@ -67,6 +68,25 @@ class DenseSample:
         tile = self.dense[slice(None) if head is None else head][..., queries, keys]
         self.tiles.append(tile.numel())
         return tile
+
+    def map(self, head: int | None = None, *, bins: int = 256) -> Tensor:
+        self.weights(0, queries=slice(0, 1))  # refuses where only statistics were kept
+        cells = self.dense[slice(None) if head is None else head].masked_fill(~self.seen, torch.nan)
+        block = [-(-length // bins) for length in cells.shape[-2:]]
+        whole = torch.nn.functional.pad(
+            cells, (0, -cells.shape[-1] % block[1], 0, -cells.shape[-2] % block[0]), value=torch.nan
+        )
+        return whole.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0])).nanmean((-3, -1))
+
+    def at_offset(self, offset: int) -> Tensor:
+        self.weights(queries=slice(0, 0))  # it refuses where only statistics were kept
+        position = torch.arange(self.num_queries) + self.query_start + offset
+        there = (position >= 0) & (position < self.num_keys)
+        picked = position.clamp(0, self.num_keys - 1)[:, None].expand(self.num_heads, -1, 1)
+        return self.dense.gather(-1, picked)[..., 0] * there
+
+    def intervals(self) -> None:
+        """Its cells are looked at one by one."""
 
     def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         return self.seen[queries, keys]

@@ -13,11 +13,16 @@ from multihead.errors import ProbeError, refuse_unless_integer
 from multihead.kernels.tile import seen
 from multihead.observation.areas import ends, joined_blocks
 from multihead.observation.pieces import Piece, Rows, joined
-from multihead.observation.summaries import Of, summed_up
+from multihead.observation.summaries import Of, added, summed_up
 from multihead.observation.texts import Reading, Text
+from multihead.plan.bounds import bounds_of
 from multihead.probes.beside import Pool
+from multihead.probes.gathers import at_offset
 from multihead.probes.regions import Blocks
+from multihead.probes.statistics import NOTHING
+from multihead.probes.subject import Subject
 from multihead.probes.weights import head_indices, tile
+from multihead.scores.bias import values_of
 
 PER_KEY = frozenset({"received", "coverage"})
 OF_MAPS = frozenset({"pooled_map"})
@@ -153,7 +158,7 @@ class SampleRecord:
         Args:
             piece: the call; its rows are counted anew.
             logsumexp: (1, heads, queries).
-            statistics: what was measured, without the batch.
+            statistics: what was measured.
             q: (1, heads, queries, head_dim), or None where only statistics are kept.
         """
         first = not self.calls
@@ -178,7 +183,7 @@ class SampleRecord:
             rows.add(shifted + piece.key_start * (shifted >= 0) if name == "largest_key" else shifted)
         self._others = {name: value for name, value in self._others.items() if name in statistics}
         if "received" in self._others:
-            self._others["received"] = _added(self._others["received"], statistics["received"], piece.key_start)
+            self._others["received"] = added(self._others["received"], statistics["received"], piece.key_start)
         if "coverage" in self._others:
             if "received" in self._others:
                 self._others["coverage"] = self._others["received"].clamp(max=1)
@@ -234,6 +239,37 @@ class SampleRecord:
         heads = max((each.shape[0] for each in found), default=1)
         cells = self._assembled([each.expand(heads, -1, -1) for each in found], queries, keys, heads)
         return cells if heads > 1 else cells[0]
+
+    def at_offset(self, offset: int) -> Tensor:
+        """Compute the weight on the key at an offset from each query's own position: -1 is the key before it.
+
+        Returns: (heads, queries), a share 0..1; 0 where that key is hidden or does not exist.
+
+        Raises:
+            ProbeError: only statistics were kept.
+        """
+        parts = (Subject.of(*self.request_of(piece), NOTHING) for piece in self.pieces)
+        with torch.no_grad():
+            return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1)
+
+    def intervals(self) -> tuple[Tensor, Tensor] | None:
+        """Tell the first key that each query may see and the one behind the last: (queries,) int64 each.
+
+        Returns: the two, equal where a query sees no key; or None where what it sees is no interval, or not the same
+            in all heads.
+        """
+        starts, stops = [], []
+        for piece in self.pieces:
+            bias = piece.request.bias
+            if bias is not None and bool((values_of(bias) == -torch.inf).any()):
+                return None
+            bounds = bounds_of(piece.request)
+            if bounds.remainder is not None:
+                return None
+            empty = bounds.sees_nothing[0]
+            starts.append((bounds.start[0] + piece.key_start).masked_fill(empty, 0).cpu())
+            stops.append((bounds.stop[0] + piece.key_start).masked_fill(empty, 0).cpu())
+        return torch.cat(starts), torch.cat(stops)
 
     def blocks(
         self,
@@ -356,10 +392,3 @@ class SampleRecord:
             row[:, :, place : place + each.shape[2]] = each
             whole.append(row)
         return torch.cat(whole, 1)[:, ::step, ::key_step]
-
-
-def _added(total: Tensor, more: Tensor, start: int) -> Tensor:
-    """Add what the keys of a later call receive: (heads, keys so far) and (heads, its keys)."""
-    longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
-    longer[:, start : start + more.shape[1]] += more
-    return longer

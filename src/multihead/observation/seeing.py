@@ -59,15 +59,8 @@ def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
 
 
 def read_sight(sample: SampleRecord) -> Sight:
-    """Read what the queries of a sample may see, block by block; never queries x keys at once."""
-    starts, stops, counts = [], [], []
-    for block in query_blocks(sample.num_queries, sample.num_heads * sample.num_keys):
-        seen = sample.visible(queries=block)
-        seen = seen[None] if seen.dim() == 2 else seen  # (heads or 1, rows, keys)
-        counts.append(seen.sum(-1))
-        starts.append(seen.int().argmax(-1))
-        stops.append(sample.num_keys - seen.flip(-1).int().argmax(-1))
-    count, start, stop = torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)  # (heads or 1, queries)
+    """Read what the queries of a sample may see: off its bounds, or block by block; never queries x keys at once."""
+    count, start, stop = _counted(sample)
     pattern, before, after = _pattern(count, start, stop, sample.query_start, sample.num_keys)
     count = count.expand(sample.num_heads, -1).double()
     sees = count > 0
@@ -85,10 +78,26 @@ def read_sight(sample: SampleRecord) -> Sight:
     )
 
 
+def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the keys that each query sees, and find the first and the one behind the last: (heads or 1, queries)."""
+    intervals = sample.intervals()
+    if intervals is not None:
+        start, stop = (each[None] for each in intervals)
+        return stop - start, start, stop
+    starts, stops, counts = [], [], []
+    for block in query_blocks(sample.num_queries, sample.num_heads * sample.num_keys):
+        seen = sample.visible(queries=block)
+        seen = seen[None] if seen.dim() == 2 else seen  # (heads or 1, rows, keys)
+        counts.append(seen.sum(-1))
+        starts.append(seen.int().argmax(-1))
+        stops.append(sample.num_keys - seen.flip(-1).int().argmax(-1))
+    return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
+
+
 def near_mass(sample: SampleRecord, sight: Sight) -> Tensor:
     """Mean share of a query's attention on keys at most `LOCAL_REACH` tokens from it.
 
-    Exact where the record keeps q and k: the band is read tile by tile, O(queries) cells. Where only
+    Exact where the record keeps q and k: seven weights a query are read. Where only
     statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
     inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
 
@@ -101,19 +110,8 @@ def near_mass(sample: SampleRecord, sight: Sight) -> Tensor:
 
 
 def _band_mass(sample: SampleRecord, sight: Sight) -> Tensor:
-    total = torch.zeros(sample.num_heads, dtype=torch.float64)
-    # A record computes whole rows and cuts them, so long rows are taken few at a time.
-    step = max(8, min(64, TILE_CELLS // (sample.num_heads * max(1, sample.num_keys))))
-    for first in range(0, sample.num_queries, step):
-        last = min(first + step, sample.num_queries)
-        lowest = max(0, sample.query_start + first - LOCAL_REACH)
-        highest = min(sample.num_keys, sample.query_start + last + LOCAL_REACH)
-        if lowest >= highest:
-            continue
-        tile = sample.weights(queries=slice(first, last), keys=slice(lowest, highest)).double()
-        position = torch.arange(first, last)[:, None] + sample.query_start
-        near = (torch.arange(lowest, highest)[None] - position).abs() <= LOCAL_REACH
-        total += torch.where(near, tile, 0.0).sum((-2, -1))  # (heads,)
+    offsets = range(-LOCAL_REACH, LOCAL_REACH + 1)
+    total = torch.stack([sample.at_offset(offset).double().sum(-1) for offset in offsets]).sum(0)  # (heads,)
     return total / sight.seeing_queries.clamp(min=1)
 
 

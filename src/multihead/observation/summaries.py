@@ -76,6 +76,13 @@ _HAVING: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+def added(total: Tensor, more: Tensor, start: int) -> Tensor:
+    """Add what the keys of a later call receive: (heads, keys so far) and (heads, its keys)."""
+    longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
+    longer[:, start : start + more.shape[1]] += more
+    return longer
+
+
 def _names(samples: Sequence[SampleRecord]) -> Iterator[str]:
     """Name the statistics that all samples have, and that are one number a query."""
     for name, value in samples[0].per_query.items():

@@ -1,0 +1,112 @@
+"""Find the textbook heads of a model: it reads random tokens that come again, where nothing else can be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import InputError
+from multihead.observation.observe import observe
+
+LENGTH, TIMES = 64, 3
+"""How many random tokens there are, and how often they come, one run behind the other."""
+
+KINDS = {
+    "induction": "induction_mass",
+    "duplicate": "duplicate_mass",
+    "previous": "previous_mass",
+    "first": "first_mass",
+}
+"""Kind -> the statistic that tells it."""
+
+_OF_REPEATS = ("induction", "duplicate")  # means over the tokens that were there before
+
+
+@dataclass(frozen=True)
+class TextbookHead:
+    """One head and how much of a kind it is.
+
+    Fields:
+        layer: the layer's index.
+        head: the head's index in its layer.
+        share: the mean share of its attention, 0 to 1, that goes where the kind says.
+    """
+
+    layer: int
+    head: int
+    share: float
+
+
+def textbook_heads(
+    model: nn.Module, words: Sequence[int], *, start: int | None = None, length: int = LENGTH, times: int = TIMES
+) -> dict[str, list[TextbookHead]]:
+    """Let a model read a start token and random tokens that repeat, and rank its heads kind by kind.
+
+    A head that looks up what followed a token the last time (induction), or the token itself (duplicate), cannot
+    do so by meaning here, because the tokens have none. What is told are means over the queries: of induction and
+    duplicate over the tokens that were there before, of the others over all.
+
+    Args:
+        model: takes `input_ids`.
+        words: the token ids to draw from, see `words_of`.
+        start: the token in front of them, see `start_of`; None puts none.
+        length: how many random tokens.
+        times: how often they come.
+
+    Returns: for each of `KINDS` all heads, the largest share first.
+
+    Raises:
+        InputError: there are fewer words than random tokens.
+
+    Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
+    """
+    ids = repeated_tokens(words, start=start, length=length, times=times)
+    device = next(model.parameters()).device
+    with torch.no_grad(), observe(model, keep="statistics", probes=tuple(KINDS.values())) as seen:
+        model(input_ids=ids.to(device))
+    fresh = ids.shape[1] - length * (times - 1)  # tokens that were not there before
+    found: dict[str, list[TextbookHead]] = {}
+    for kind, name in KINDS.items():
+        heads = []
+        for index, layer in enumerate(seen.layers):
+            one = layer.sample()
+            shares = one.per_query[name][:, fresh:].double().mean(1) if kind in _OF_REPEATS else one.means[name]
+            heads += [TextbookHead(index, head, float(share)) for head, share in enumerate(shares)]
+        found[kind] = sorted(heads, key=lambda each: -each.share)
+    return found
+
+
+def repeated_tokens(
+    words: Sequence[int], *, start: int | None = None, length: int = LENGTH, times: int = TIMES, seed: int = 0
+) -> Tensor:
+    """Draw random tokens, no two alike, and repeat them.
+
+    Returns: (1, tokens), int64: the start token, if any, and `times` runs of the same `length` tokens.
+
+    >>> repeated_tokens(range(100), start=1, length=3, times=2).shape
+    torch.Size([1, 7])
+    """
+    if len(words) < length:
+        raise InputError(
+            f"The model knows {len(words)} words, and {length} random ones are drawn.",
+            "Give a model with a larger vocabulary, or draw fewer.",
+        )
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(seed))[:length].tolist()
+    run = [words[index] for index in order]
+    return torch.tensor([[*([] if start is None else [start]), *run * times]])
+
+
+def words_of(tokenizer: Any) -> list[int]:
+    """List the token ids that are words and parts of words, and no marks."""
+    marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+    return [id_ for id_ in range(len(tokenizer)) if id_ not in marks]
+
+
+def start_of(tokenizer: Any) -> int | None:
+    """Return the token that texts begin with, or that stands between them; None where there is neither."""
+    marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "cls", "eos"))
+    return next((mark for mark in marks if mark is not None), None)
