@@ -23,23 +23,24 @@ def main() -> None:
 
 
 def lowest(requirements: Iterable[str]) -> list[str]:
-    """Turn ranges into their lower ends; the package's own extras are no range.
+    """Turn ranges into their lower ends, the highest where a package has several; our own extras are no range.
 
     Raises:
         ValueError: a range has no lower end, or more than that.
 
-    >>> lowest(["torch>=2.11", "multihead[hf]"])
+    >>> lowest(["torch>=2.9", "multihead[hf]", "torch>=2.11"])
     ['torch==2.11']
     """
-    found = []
+    found: dict[str, str] = {}
     for requirement in requirements:
         if requirement.startswith("multihead["):
             continue
         matched = _RANGE.fullmatch(requirement)
         if matched is None:
             raise ValueError(f"{requirement!r} is no range of the form name>=version. Write it so.")
-        found.append(f"{matched['name']}=={matched['version']}")
-    return found
+        name, version = matched["name"], matched["version"]
+        found[name] = max(version, found.get(name, "0"), key=_release)
+    return [f"{name}=={version}" for name, version in found.items()]
 
 
 def others(pinned: Iterable[str], ends: Iterable[str]) -> list[str]:
@@ -50,6 +51,10 @@ def others(pinned: Iterable[str], ends: Iterable[str]) -> list[str]:
     """
     taken = FREE | {_name(line) for line in ends}
     return [line for line in pinned if "==" in line and _name(line) not in taken]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def _name(line: str) -> str:
