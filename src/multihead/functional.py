@@ -324,10 +324,10 @@ def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
 def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:
     """Plan, choose and compute, without telling anybody."""
     bounds = bounds_of(request)
+    chosen = KERNELS[choose(request, bounds, kernel=kernel).name]
+    if chosen.KEEPS_NAN_APART:  # in code of its own, which autocast does not know either
+        return chosen.attend(request, bounds)
     with without_autocast(request.shape.device):
-        chosen = KERNELS[choose(request, bounds, kernel=kernel).name]
-        if chosen.KEEPS_NAN_APART:
-            return chosen.attend(request, bounds)
         cleaned, bad_rows = quarantined(request, bounds)
         attended = chosen.attend(cleaned, bounds)
         return attended if bad_rows is None else poisoned(attended, bad_rows)
