@@ -6,7 +6,9 @@ from multihead.functional import attention, attention_with_logsumexp, explain, s
 from multihead.heads import merge_heads, split_heads
 from multihead.kernels.strictness import strict
 from multihead.layer import MultiHeadAttention
+from multihead.observation.finding import above, below
 from multihead.observation.observe import observe
+from multihead.observation.record import Record
 from multihead.packing import pack, unpack
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
@@ -15,9 +17,12 @@ __all__ = [
     "KeyValueCache",
     "MultiHeadAttention",
     "QKNorm",
+    "Record",
     "Rotary",
+    "above",
     "attention",
     "attention_with_logsumexp",
+    "below",
     "compat",
     "explain",
     "masks",

@@ -174,4 +174,20 @@ def test_percentages_have_a_decimal_below_ten() -> None:
 
 
 def test_every_kind_can_be_named() -> None:
-    assert set(KINDS) == {"previous", "next", "self", "first", "separator", "local", "broad", "mixed"}
+    places = {"previous", "next", "self", "first", "separator", "duplicate", "induction"}
+    assert set(KINDS) == places | {"local", "broad", "mixed"}
+
+
+@pytest.mark.parametrize("kind", ["duplicate", "induction"])
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_what_a_head_does_with_tokens_that_were_there_before_is_named_and_said(kind: str, lang: str) -> None:
+    record = a_record()
+    for layer in record.layers:
+        layer.samples[0].statistics[f"{kind}_mass"] = torch.zeros(4, LENGTH)
+    record.layers[1].samples[0].statistics[f"{kind}_mass"][3] = 0.9
+    read = read_layers(record)
+    assert read[1].kinds[3] == kind
+    found = next(each for each in findings(record, readings=read, lang=lang) if each.topic == kind)
+    assert (found.layer, found.head, found.value) == (1, 3, pytest.approx(0.9))
+    assert "90" in found.sentence
+    assert "{" not in found.sentence + found.brief

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,15 +14,17 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.observation.seeing import Sight, near_mass, read_sight
 from multihead.observation.speech import SPEECH
+from multihead.observation.texts import Text
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
 
-KINDS = ("previous", "next", "self", "first", "separator", "local", "broad", "mixed")
+KINDS = ("previous", "next", "self", "first", "separator", "duplicate", "induction", "local", "broad", "mixed")
 """The kinds of heads, in the order in which they are listed."""
 
 MASS_SHARE = 0.35
-"""A head is named after one place (previous, next, self, first, separator) from this share of its attention on."""
+"""A head is named after one place (previous, next, self, first, separator, duplicate, induction) from this share of
+its attention on, the mean over the queries that have such a key."""
 
 LOCAL_SHARE = 0.5
 """A head is local if at least this share of its attention stays within `seeing.LOCAL_REACH` tokens."""
@@ -30,7 +32,14 @@ LOCAL_SHARE = 0.5
 BROAD_SHARE = 0.85
 """A head is broad if its entropy is at least this share of the largest that its mask allows."""
 
-_MASSES = {"previous": "previous_mass", "next": "next_mass", "self": "self_mass", "first": "first_mass"}
+_MASSES = {
+    "previous": "previous_mass",
+    "next": "next_mass",
+    "self": "self_mass",
+    "first": "first_mass",
+    "duplicate": "duplicate_mass",
+    "induction": "induction_mass",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,17 +124,27 @@ def kinds(
     return tuple(named)
 
 
-def read_layers(record: Record, *, sample: int = 0, special: Sequence[bool] | None = None) -> list[LayerReading]:
+def read_layers(
+    record: Record,
+    *,
+    sample: int = 0,
+    special: Sequence[bool] | None = None,
+    layers: Sequence[int] | None = None,
+) -> list[LayerReading]:
     """Read the means, the kinds and the masks of every layer of a record, for one sample.
 
     Args:
         record: what was observed.
         sample: which text of the record.
         special: one flag a token, True for the model's own marks ([CLS], [SEP], <s>); with it, attention on
-            special tokens after the first is told apart as "separator_mass".
+            special tokens after the first is told apart as "separator_mass". None = as the record's own text says.
+        layers: which layers, by index; None reads all.
     """
     readings = []
-    for layer in record.layers:
+    if special is None and isinstance(record, _KnowsTexts):
+        texts = record.texts
+        special = texts[sample].special if -len(texts) <= sample < len(texts) else None
+    for layer in record.layers if layers is None else [record.layers[index] for index in layers]:
         one = layer.sample(sample)
         means = {name: value.double() for name, value in one.means.items()}
         crosses = one.query_start + one.num_queries != one.num_keys
@@ -201,6 +220,12 @@ def percent(share: float) -> str:
     return f"{share * 100:.{1 if share < 0.0995 else 0}f}\u00a0%"
 
 
+@runtime_checkable
+class _KnowsTexts(Protocol):
+    @property
+    def texts(self) -> list[Text]: ...
+
+
 class _HeadList:
     """All heads of the readings, asked by (layer, head)."""
 
@@ -261,6 +286,8 @@ _TOPICS = (
     _Topic("first", "first_mass", "first", needs_self=False),
     _Topic("broad", "effective_keys", "broad", threshold=math.inf, needs_self=False, rank=_evenness),
     _Topic("self", "self_mass", "self"),
+    _Topic("induction", "induction_mass", "induction"),
+    _Topic("duplicate", "duplicate_mass", "duplicate"),
     _Topic("distance", "mean_distance", None),
     _Topic("separator", "separator_mass", "separator", needs_self=False),
     _Topic("focused", "effective_keys", None, needs_self=False, rank=_sharpness),

@@ -99,6 +99,8 @@ def observe(
         yield record
     if tokenizer is not None:
         record.name_tokens(tokenizer)
+    elif special_ids:
+        record.mark_special(special_ids)
     ear.refuse_unless_heard(root)
 
 

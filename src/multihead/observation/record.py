@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ModelError
+from multihead.observation import html
+from multihead.observation.finding import Bounds, FoundHead, find
+from multihead.observation.nearness import NearHead, nearest
 from multihead.observation.sample import SampleRecord
 from multihead.observation.summaries import Of, refuse_unless_summary, summed_up
 from multihead.observation.table import HeadTable
@@ -103,6 +106,7 @@ class Record:
         id: a random name that it keeps when it is saved.
         calls: of each call that ran its sample, and which call of that sample it is.
 
+    >>> import torch
     >>> import multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
     >>> with mh.observe(layer) as seen:
@@ -150,6 +154,16 @@ class Record:
                 elif not found[index].length:
                     found[index] = text
         return found
+
+    def mark_special(self, ids: Iterable[int]) -> None:
+        """Say which token ids are marks of the model's own, where the texts' ids are known."""
+        marks = frozenset(ids)
+        for layer in self.layers:
+            for one in layer.samples:
+                for reading in (one.keys_read, one.queries_read):
+                    if reading.ids is not None:
+                        known = reading.ids.whole()
+                        reading.named = Text(known, None, [each in marks for each in known.tolist()])
 
     def give_text(self, text: Text, *, sample: int = 0) -> None:
         """Say what the tokens of a sample are; layers whose keys are so many tokens take it.
@@ -213,6 +227,70 @@ class Record:
                 values = {name: float(value[head]) for name, value in summary.items()}
                 rows.append({"layer": index, "head": head, "name": layer.name, **values})
         return HeadTable.of(rows, sort=sort, top=top)
+
+    def find(self, *, of: Of = "mean", **bounds: Bounds) -> list[FoundHead]:
+        """Find the heads whose numbers lie within bounds, the best first.
+
+        Args:
+            of: how the queries are summed up: "mean", "median" or "p95".
+            bounds: `above` and `below`, by the name of any statistic in the record, or of a textbook kind:
+                `previous_token`, `next_token`, `self_token`, `first_token`, `separator`, `duplicate_token`,
+                `induction` (the share of attention there, the mean over the queries that have such a key), `broad`
+                (entropy as a share of the largest that the mask allows) and `local` (share within 3 tokens).
+
+        Returns: the heads that all bounds hold for; the first bound orders them, `above` from the largest.
+
+        Raises:
+            ProbeError: no layer has such a number.
+            ArgumentError: bounds that are none.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+        >>> with mh.observe(layer) as seen:
+        ...     y = layer(torch.zeros(1, 4, 8))
+        >>> [(one.layer, one.head) for one in seen.find(broad=mh.above(0.9), entropy=mh.below(2))]
+        [(0, 0), (0, 1)]
+        """
+        return find(self, bounds, of=of)
+
+    def nearest(
+        self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
+    ) -> list[NearHead]:
+        """Find the heads whose weights are nearest to those of one, by their Jensen-Shannon divergence.
+
+        Heads are compared query by query, over the same keys: layers of other lengths are left out.
+
+        Args:
+            layer: the layer's index in the record.
+            head: the head's index in its layer.
+            top: how many heads.
+            sample: which text.
+            queries: how many queries are looked at, spread evenly; None takes as many as a second or two allow.
+
+        Returns: the nearest first, the head itself left out.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: there is no such layer, head or sample.
+        """
+        return nearest(self, layer, head, top=top, sample=sample, queries=queries)
+
+    def to_pandas(self, *, of: Of = "mean") -> Any:
+        """Return the table as a pandas DataFrame, a row a head.
+
+        Raises:
+            ModelError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ModelError("A DataFrame needs pandas, and it is not installed.", "Run pip install pandas.") from error
+        return pd.DataFrame(self.table(of=of).rows)
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook."""
+        return html.of_record(self)
 
     def add(self, layer: LayerRecord, sample: SampleRecord) -> None:
         """Note that a sample's newest call has been seen."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.errors import ProbeError, refuse_unless_integer
 from multihead.kernels.tile import seen
+from multihead.observation import html
 from multihead.observation.areas import ends, joined_blocks
 from multihead.observation.pieces import Piece, Rows, joined
 from multihead.observation.summaries import Of, added, summed_up
@@ -189,6 +190,10 @@ class SampleRecord:
                 self._others["coverage"] = self._others["received"].clamp(max=1)
             else:
                 del self._others["coverage"]  # shares that were cut off at 1 do not add up
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook."""
+        return html.of_sample(self)
 
     def call(self, index: int) -> SampleRecord:
         """Return one of its calls alone."""

@@ -24,6 +24,14 @@ SPEECH: dict[str, dict[str, str]] = {
         "|reads most widely, over {value} of {keys} tokens as if evenly",
         "self": "looks at itself: {share} stays on the query’s own token.|{share} on the query’s own token",
         "self weak": "looks at itself most: {share} stays on the query’s own token.|{share} on the query’s own token",
+        "induction": "goes on where it was before: {share} is on the tokens right after an earlier one like the "
+        "query’s.|{share} on what followed the same token before",
+        "induction weak": "goes on most where it was before: {share} is on the tokens right after an earlier one like "
+        "the query’s.|{share} on what followed the same token before",
+        "duplicate": "finds the same token again: {share} is on earlier ones like the query’s."
+        "|{share} on earlier tokens like the query’s",
+        "duplicate weak": "finds the same token again most: {share} is on earlier ones like the query’s."
+        "|{share} on earlier tokens like the query’s",
         "distance": "reaches farthest: {value} tokens from the query on average."
         "|reaches farthest, {value} tokens from the query on average",
         "separator": "rests on {separator}: {share} of its attention.|{share} on {separator}",
@@ -53,6 +61,11 @@ SPEECH: dict[str, dict[str, str]] = {
         "|读得最广，相当于均匀看 {keys} 个词元中的 {value} 个",
         "self": "看自己：{share} 留在查询自身的词元上。|{share} 留在自身上",
         "self weak": "最常看自己：{share} 留在查询自身的词元上。|{share} 留在自身上",
+        "induction": "接着从前往下看：{share} 落在与查询相同的先前词元的后一个上。|{share} 落在相同词元先前的后一个上",
+        "induction weak": "最常接着从前往下看：{share} 落在与查询相同的先前词元的后一个上。"
+        "|{share} 落在相同词元先前的后一个上",
+        "duplicate": "找回相同的词元：{share} 落在与查询相同的先前词元上。|{share} 落在先前的相同词元上",
+        "duplicate weak": "最常找回相同的词元：{share} 落在与查询相同的先前词元上。|{share} 落在先前的相同词元上",
         "distance": "看得最远：平均离查询 {value} 个词元。|看得最远，平均离查询 {value} 个词元",
         "separator": "停在 {separator} 上：占其注意力的 {share}。|{share} 落在 {separator} 上",
         "separator weak": "最常看 {separator}：占其注意力的 {share}。|{share} 落在 {separator} 上",

@@ -27,7 +27,7 @@ def summed_up(samples: Sequence[SampleRecord], of: Of) -> dict[str, Tensor]:
     """Sum up each statistic of a layer over the queries of some samples.
 
     `previous_mass` counts the queries that have a key before their own, `next_mass` those that have one behind it,
-    all others the queries that see a key.
+    `duplicate_mass` and `induction_mass` those whose token has occurred before, all others the queries that see a key.
 
     Args:
         samples: of one layer.
@@ -63,16 +63,29 @@ def sums(samples: Sequence[SampleRecord]) -> dict[str, tuple[Tensor, Tensor]]:
 def counted(sample: SampleRecord, name: str) -> Tensor:
     """Tell which queries count in the summary of a statistic: (heads, queries) bool."""
     sees = (sample.logsumexp.whole()[0] != -torch.inf).cpu()
-    having = _HAVING.get(name)
-    if having is None:
+    if name not in _HAVING:
         return sees
     position = torch.cat([torch.arange(each.num_queries) + each.query_start for each in sample.pieces])
-    return sees & having(position, sample.num_keys)
+    return sees & _HAVING[name](position, sample)
 
 
-_HAVING: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "previous_mass": lambda position, keys: position >= 1,
-    "next_mass": lambda position, keys: position + 1 < keys,
+def _was_before(position: Tensor, sample: SampleRecord) -> Tensor:
+    """Tell which queries' tokens have occurred before them: (queries,) bool."""
+    ids = sample.text.ids
+    if ids is None:
+        return torch.ones_like(position, dtype=torch.bool)
+    _, token = ids.unique(return_inverse=True)
+    place = torch.arange(len(ids))
+    first = torch.full((int(token.max()) + 1,), len(ids)).scatter_reduce(0, token, place, "amin")
+    inside = (position >= 0) & (position < len(ids))
+    return inside & (place > first[token])[position.clamp(0, len(ids) - 1)]
+
+
+_HAVING: dict[str, Callable[[Tensor, SampleRecord], Tensor]] = {
+    "previous_mass": lambda position, sample: position >= 1,
+    "next_mass": lambda position, sample: position + 1 < sample.num_keys,
+    "duplicate_mass": _was_before,
+    "induction_mass": _was_before,
 }
 
 

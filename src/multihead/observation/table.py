@@ -21,6 +21,11 @@ HEADINGS = {
     "first_mass": "first",
     "special_mass": "special",
     "largest_weight": "largest",
+    "sink_mass": "sink",
+    "duplicate_mass": "duplicate",
+    "induction_mass": "induction",
+    "contribution": "contribution",
+    "output_norm": "output norm",
 }
 
 

@@ -63,7 +63,7 @@ function definitions() {
   const entry = (title, words, kind) => el('div', kind ? { k: kind } : {}, el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)), el('dd', { textContent: words }));
   const metrics = METRICS.filter(metric => D.words['def ' + metric.id]).map(metric => entry(metric.label, say('def ' + metric.id, { top })));
   if (D.received) metrics.push(entry(say('received'), say('def received')));
-  const kinds = KINDS.filter(kind => kind !== 'separator' || D.metrics.separator)
+  const kinds = KINDS.filter(kind => !['separator', 'duplicate', 'induction'].includes(kind) || D.metrics[kind])
     .map(kind => entry(kindName(kind), say('def kind ' + kind + (kind === 'local' && D.bound ? ' bound' : ''), given), kind));
   $('defs').replaceChildren(...metrics, ...kinds);
 }

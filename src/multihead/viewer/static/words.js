@@ -65,7 +65,8 @@ const withUnit = metric => metric.unit ? say('{label}, {unit}', { label: metric.
 // A kind's glyph is a small picture of its pattern, drawn on 12 x 12 units.
 const GLYPHS = {
   previous: 'M0 4h4v4h4v4h-4v-4h-4z', next: 'M4 0h4v4h4v4h-4v-4h-4z', self: 'M0 0h4v4h4v4h4v4h-4v-4h-4v-4h-4z',
-  first: 'M0 0h4v12h-4z', separator: 'M8 0h4v12h-4z', local: 'M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z',
+  first: 'M0 0h4v12h-4z', separator: 'M8 0h4v12h-4z', duplicate: 'M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z',
+  induction: 'M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z', local: 'M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z',
   broad: 'M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z',
   mixed: 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z',
 };

@@ -1,0 +1,117 @@
+"""Find the heads whose weights are nearest to those of one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError, refuse_unless_integer
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record
+    from multihead.observation.sample import SampleRecord
+
+CELLS = 1 << 27
+"""Weights that are compared, over all heads, where nobody says how many queries: a second or two."""
+
+TILE = 1 << 21  # weights of one layer that are held at once
+
+
+@dataclass(frozen=True)
+class NearHead:
+    """One head, and how far its weights are from those of the head that was asked for.
+
+    Fields:
+        layer: the layer's index in the record.
+        head: the head's index in its layer.
+        name: the layer's name.
+        divergence: Jensen-Shannon divergence, nats, from 0 (the same weights) to ln 2 (no key in common), the mean
+            over the queries that see a key.
+        queries: how many queries were looked at.
+    """
+
+    layer: int
+    head: int
+    name: str
+    divergence: float
+    queries: int
+
+    def __str__(self) -> str:
+        """The head in a line: "L18 H6: 0.041 nats"."""
+        return f"L{self.layer} H{self.head}: {self.divergence:.3f} nats"
+
+
+def nearest(
+    record: Record, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
+) -> list[NearHead]:
+    """Find heads; see `Record.nearest`."""
+    refuse_unless_integer("top", top)
+    if queries is not None:
+        refuse_unless_integer("queries", queries)
+    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(record.layers):
+        raise ArgumentError(f"There is no layer {layer!r}.", f"Give one from 0 to {len(record.layers) - 1}.")
+    one = record.layers[layer].sample(sample)
+    if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < one.num_heads:
+        raise ArgumentError(f"There is no head {head!r}.", f"Give one from 0 to {one.num_heads - 1}.")
+    alike = {
+        index: each.samples[sample]
+        for index, each in enumerate(record.layers)
+        if -each.num_samples <= sample < each.num_samples and _are_alike(each.samples[sample], one)
+    }
+    rows = _rows(one.num_queries, one.num_keys * sum(each.num_heads for each in alike.values()), queries)
+    found = [
+        NearHead(index, number, record.layers[index].name, float(value), len(range(*rows.indices(one.num_queries))))
+        for index, each in alike.items()
+        for number, value in enumerate(_divergence(one, head, each, rows))
+        if (index, number) != (layer, head)
+    ]
+    return sorted(found, key=lambda each: each.divergence)[:top]
+
+
+def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:
+    """Whether the queries and keys of two layers are the same texts."""
+    return (one.num_queries, one.num_keys, one.query_start, one.crosses) == (
+        other.num_queries,
+        other.num_keys,
+        other.query_start,
+        other.crosses,
+    )
+
+
+def _rows(length: int, cells_a_query: int, most: int | None) -> slice:
+    """Choose the queries: every n-th, the last among them."""
+    count = max(16, CELLS // max(cells_a_query, 1)) if most is None else most
+    step = math.ceil(length / count)
+    return slice((length - 1) % step, None, step)
+
+
+def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) -> Tensor:
+    """Compare one head with all heads of a layer: (heads,) float64, nats.
+
+    Source: Lin, "Divergence measures based on the Shannon entropy", 1991: H((p + q) / 2) - (H(p) + H(q)) / 2.
+    """
+    total, count = torch.zeros(other.num_heads, dtype=torch.float64), torch.zeros(other.num_heads, dtype=torch.float64)
+    places = range(*rows.indices(one.num_queries))
+    step = max(1, TILE // max(other.num_heads * one.num_keys, 1))
+    for first in range(0, len(places), step):
+        part = places[first : first + step]
+        chosen = slice(part.start, part.stop, part.step)
+        p = one.weights(head, queries=chosen)[None]  # (1, rows, keys)
+        q = other.weights(queries=chosen)  # (heads, rows, keys)
+        # A learned sink takes weight from all keys: what is left is compared.
+        p, q = (each / each.sum(-1, keepdim=True).clamp(min=1e-30) for each in (p, q))
+        middle = _entropy((p + q) / 2)
+        between = (middle - (_entropy(p) + _entropy(q)) / 2).clamp(min=0)
+        sees = (p.sum(-1) > 0) & (q.sum(-1) > 0)
+        total += between.masked_fill(~sees, 0).sum(-1).double()
+        count += sees.sum(-1)
+    return total / count.clamp(min=1)
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    found: Tensor = torch.special.entr(weights)
+    return found.sum(-1)
