@@ -91,13 +91,19 @@ def blocks(
                 raise CancelledError
             first = (strip[0] - rows[0]) // block[0]
             shown = _shown(bounds, strip, columns, without_first_key=without_first_key)
-            part = _part(request, chosen, strip, columns)
+            reached = _reached(shown, columns, block[1])
+            if reached != columns:
+                # Half of a causal map is hidden, and nearly all of a window's: those keys need not be touched.
+                shown = _shown(bounds, strip, reached, without_first_key=without_first_key)
+            part = _part(request, chosen, strip, reached)
             if _is_dense(request, bounds):
-                part = replace(part, mask=Keep(_cells(request, chosen, shown, strip, columns)))
+                part = replace(part, mask=Keep(_cells(request, chosen, shown, strip, reached)))
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             of_strip = _summed(part, shown, row, block)
-            target = slice(first, first + of_strip.sums.shape[1])
-            found.sums[:, target], found.counts[:, target] = of_strip.sums, of_strip.counts
+            left = (reached[0] - columns[0]) // block[1]
+            height, width = of_strip.sums.shape[1:]
+            found.sums[:, first : first + height, left : left + width] = of_strip.sums
+            found.counts[:, first : first + height, left : left + width] = of_strip.counts
     return found
 
 
@@ -133,6 +139,15 @@ def _shown(bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *
     start, stop = start.clamp(1 if without_first_key and not columns[0] else 0, width), stop.clamp(0, width)
     empty = start >= stop
     return KeyBounds(start.masked_fill(empty, 0).contiguous(), stop.masked_fill(empty, 0).contiguous())
+
+
+def _reached(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[int, int]:
+    """Say which of some columns any row of a strip may see, in whole blocks; at least one of them."""
+    seeing = shown.start < shown.stop
+    if not bool(seeing.any()):
+        return columns[0], min(columns[0] + block, columns[1])
+    first = int(shown.start[seeing].min()) // block * block
+    return columns[0] + first, min(columns[0] - int(-shown.stop.max() // block) * block, columns[1])
 
 
 def _part(
