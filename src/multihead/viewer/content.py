@@ -91,8 +91,9 @@ def facts(
         found.append((words["fact keys"], f"{len(texts['keys']['shown']):,}"))
     found.append((words["fact attention"], _attention(readings, words)))
     kinds = {kind for one in readings for kind in one.kinds}
-    # A separator needs marks after the first token; without them it is no kind that could be there.
-    possible = len(KINDS) - all("separator_mass" not in one.means for one in readings)
+    # Separators need marks after the first token, others token ids; without them they are no kinds that could be there.
+    missing = ("separator_mass", "duplicate_mass", "induction_mass")
+    possible = len(KINDS) - sum(all(name not in one.means for one in readings) for name in missing)
     found.append((words["fact kinds"], words["{kinds} of {all} present"].format(kinds=len(kinds), all=possible)))
     return found
 
