@@ -77,7 +77,7 @@ class Served:
 @contextmanager
 def serving(*runs: Run, lang: str = "en", **options: Any) -> Iterator[Served]:
     """Serve records until the block ends."""
-    with socket.socket() as taken:
+    with socket.socket(proto=socket.IPPROTO_TCP) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]

@@ -29,7 +29,7 @@ def test_what_is_no_number_is_refused(text: str | None, sentence: str) -> None:
 
 
 def test_a_number_beyond_the_last_is_absent() -> None:
-    with pytest.raises(AbsentError, match=r"^There is no layer 6; the last is 5\. Give a number from 0 to 5\.$"):
+    with pytest.raises(AbsentError, match=r"^There is no layer 6\. Give a number from 0 to 5\.$"):
         number("layer", "6", below=6)
 
 

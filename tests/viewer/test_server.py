@@ -164,32 +164,43 @@ def test_weights_are_exported_with_safe_tokens(served: Served, record: Record) -
     assert told["weights"][0][4] is None
 
 
+def test_the_nearest_heads_are_the_records_and_say_how_many_queries_were_looked_at(
+    served: Served, record: Record
+) -> None:
+    told = served.get(f"{HEAD}/nearest?top=2").json
+    expected = record.nearest(1, 0, top=2)
+    assert told == [
+        {"layer": each.layer, "head": each.head, "divergence": each.divergence, "queries": LENGTH} for each in expected
+    ]
+    assert len(served.get(f"{HEAD}/nearest").json) == 3  # all others
+
+
 @pytest.mark.parametrize(
     ("path", "status", "sentence"),
     [
-        ("api/runs/3/samples/0", 404, "There is no run 3; the last is 2. Give a number from 0 to 2."),
+        ("api/runs/3/samples/0", 404, "There is no run 3. Give a number from 0 to 2."),
         ("api/runs/x/samples/0", 400, "The run is 'x'. Give a whole number from 0 to 2."),
         ("api/runs/-1/samples/0", 400, "The run is '-1'. Give a whole number from 0 to 2."),
-        ("api/runs/0/samples/2", 404, "There is no sample 2; the last is 1. Give a number from 0 to 1."),
-        (f"{SAMPLE}/layers/2/maps", 404, "There is no layer 2; the last is 1. Give a number from 0 to 1."),
-        (f"{SAMPLE}/heads/0/2/row?query=0", 404, "There is no head 2; the last is 1. Give a number from 0 to 1."),
-        (f"{HEAD}/row?query=300", 404, "There is no query 300; the last is 299. Give a number from 0 to 299."),
+        ("api/runs/0/samples/2", 404, "There is no sample 2. Give a number from 0 to 1."),
+        (f"{SAMPLE}/layers/2/maps", 404, "There is no layer 2. Give a number from 0 to 1."),
+        (f"{SAMPLE}/heads/0/2/row?query=0", 404, "There is no head 2. Give a number from 0 to 1."),
+        (f"{HEAD}/row?query=300", 404, "There is no query 300. Give a number from 0 to 299."),
         (f"{HEAD}/row", 400, "The query is missing. Give a whole number from 0 to 299."),
         (f"{HEAD}/tile?row=0&column=0", 400, "The level is missing. Give a whole number from 0 to 3."),
         (
             f"{HEAD}/tile?level=4&row=0&column=0",
             404,
-            "There is no level 4; the last is 3. Give a number from 0 to 3.",
+            "There is no level 4. Give a number from 0 to 3.",
         ),
         (
             f"{HEAD}/tile?level=0&row=2&column=0",
             404,
-            "There is no row of tiles 2; the last is 1. Give a number from 0 to 1.",
+            "There is no row of tiles 2. Give a number from 0 to 1.",
         ),
         (
             f"{HEAD}/tile?level=1&row=0&column=99999999999",
             404,
-            "There is no column of tiles 99999999999; the last is 0. Give a number from 0 to 0.",
+            "There is no column of tiles 99999999999. Give a number from 0 to 0.",
         ),
         (
             f"{HEAD}/tile?level={'9' * 6000}&row=0&column=0",
@@ -197,6 +208,7 @@ def test_weights_are_exported_with_safe_tokens(served: Served, record: Record) -
             f"The level is '{'9' * 39}…'. Give a whole number from 0 to 3.",
         ),
         (f"{HEAD}/tile?level=0&row=0&column=0&sink=no", 400, "sink is 'no'. Give 1 or 0."),
+        (f"{HEAD}/nearest?top=101", 404, "There is no count of heads 101. Give a number from 1 to 100."),
         (f"{SAMPLE}/table.xml", 404, "There is no export of the form 'xml'. Ask for csv or json."),
         (f"{HEAD}/weights.csv?queries=5:3", 400, "The queries are 5:3, of 300. Give a part of 0:300."),
         (

@@ -17,8 +17,8 @@ class LaterError(MultiheadError):
     """What was asked for is being made."""
 
 
-def number(name: str, text: str | None, *, below: int, default: int | None = None) -> int:
-    """Read a number from 0 to one below another.
+def number(name: str, text: str | None, *, below: int, least: int = 0, default: int | None = None) -> int:
+    """Read a number from a least one, 0 unless said, to one below another.
 
     Raises:
         ArgumentError: it is no whole number.
@@ -31,10 +31,9 @@ def number(name: str, text: str | None, *, below: int, default: int | None = Non
         return default
     if text is None or not re.fullmatch(rf"[0-9]{{1,{_MOST_DIGITS}}}", text):
         given = "is missing" if text is None else f"is {_short(text)}"
-        raise ArgumentError(f"The {name} {given}.", f"Give a whole number from 0 to {max(below - 1, 0)}.")
-    if int(text) >= below:
-        last = f"the last is {below - 1}" if below else "there is none"
-        raise AbsentError(f"There is no {name} {int(text)}; {last}.", f"Give a number from 0 to {max(below - 1, 0)}.")
+        raise ArgumentError(f"The {name} {given}.", f"Give a whole number from {least} to {max(below - 1, least)}.")
+    if not least <= int(text) < below:
+        raise AbsentError(f"There is no {name} {int(text)}.", f"Give a number from {least} to {max(below - 1, least)}.")
     return int(text)
 
 

@@ -99,8 +99,11 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
 
 
 def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
-    """List the heads whose weights are nearest to those of one, the nearest first."""
-    raise NotImplementedError
+    """List the heads whose weights are nearest to those of one, the nearest first; see `Record.nearest`."""
+    return [
+        {"layer": each.layer, "head": each.head, "divergence": each.divergence, "queries": each.queries}
+        for each in run.record.nearest(layer, head, top=top, sample=sample)
+    ]
 
 
 def main_text(run: Run, sample: int) -> Text:

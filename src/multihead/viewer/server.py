@@ -60,6 +60,7 @@ class Viewer:
         self.lang = lang
         self.builder = Builder(told)
         self.workers = Workers(idle=self.builder.step)
+        self.slow = Workers(1)  # what takes seconds has a thread of its own: no tile waits for it
         self.cache = Cache()
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
@@ -97,9 +98,15 @@ class Viewer:
         """Describe a sample; its coarse levels are built from now on."""
         place = run, sample = self._sample(request)
         self._levels(*place)
+
+        def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
+            # Kept even if nobody waits for it any more: whoever loads the page again need not wait as long.
+            if place not in self._described:
+                self._described[place] = described(self.runs[run], sample)
+            return self._described[place]
+
         if place not in self._described:
-            told = await self._computed(request, ("sample", *place), lambda _: described(self.runs[run], sample))
-            self._described[place] = cast("dict[str, Any]", told)
+            await self._computed(request, ("sample", *place), describe, by=self.slow)
         return said(self._described[place])
 
     async def levels(self, request: Request) -> Response:
@@ -163,7 +170,9 @@ class Viewer:
         """Give every head's numbers as a file."""
         run, sample = self._sample(request)
         form, write = _form(request, exports.TABLES)
-        rows = await self._computed(request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample))
+        rows = await self._computed(
+            request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample), by=self.slow
+        )
         return download(write(rows), f"heads-{sample}", form)
 
     async def weights(self, request: Request) -> Response:
@@ -183,11 +192,12 @@ class Viewer:
         """Give the heads that attend most like one."""
         run, sample, layer, head, one = self._head(request)
         _refuse_without_map(one)
-        top = number("number of heads", request.query_params.get("top"), below=101, default=5)
+        top = number("count of heads", request.query_params.get("top"), least=1, below=101, default=5)
         found = await self._computed(
             request,
             ("nearest", run, sample, layer, head, top),
             lambda _: near(self.runs[run], sample, layer, head, top),
+            by=self.slow,
         )
         return said(found)
 
@@ -238,9 +248,17 @@ class Viewer:
         kept = self.cache.get(key)
         return kept if kept is not None else cast("Array", await self._computed(request, key, compute_and_keep))
 
-    async def _computed(self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> Any:
+    async def _computed(
+        self,
+        request: Request,
+        key: Hashable,
+        compute: Callable[[Callable[[], bool]], object],
+        *,
+        by: Workers | None = None,
+    ) -> Any:
         """Have a worker compute something; once the client went away it is given up."""
-        job = self.workers.ask(key, compute)
+        workers = by or self.workers
+        job = workers.ask(key, compute)
         done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
         left: asyncio.Future[Any] = asyncio.ensure_future(until_gone(request))
         try:
@@ -250,7 +268,7 @@ class Viewer:
             return done.result()
         finally:
             left.cancel()
-            self.workers.leave(job)
+            workers.leave(job)
             # What nobody waits for may fail without a word.
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
 
@@ -278,6 +296,7 @@ def application(
     async def working(app: Starlette) -> AsyncIterator[None]:
         yield
         viewer.workers.close()
+        viewer.slow.close()
 
     async def to_the_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
@@ -317,8 +336,8 @@ def serve(
     Raises:
         InputError: the port cannot be had.
     """
-    taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    with taken:
+    # Named TCP, its connections send small answers at once; else each waits 40 ms for the browser's word.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as taken:
         try:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind(("127.0.0.1", port))
