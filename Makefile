@@ -12,7 +12,7 @@ READY := .venv/ready
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench sanitize mutants lowest canary
+.PHONY: help demo test browser pictures check docs bench sanitize mutants lowest canary
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +22,21 @@ demo: $(READY)  ## look at every head of MiniLM reading a text; writes report.ht
 
 test: $(READY)  ## run the tests, the examples in the docstrings and those in the pages
 	$(BIN)/python -m pytest
+
+# The tests are skipped where nobody asks for a browser, so that `make test` needs none.
+browser: $(READY)  ## use the viewer's page in Chromium, which apt-get installs where there is none
+	@$(CHROMIUM)
+	MULTIHEAD_BROWSER=1 $(BIN)/python -m pytest tests/browser
+
+pictures: $(READY)  ## take the README's pictures of the report and the viewer in Chromium
+	@$(CHROMIUM)
+	@fc-list | grep --quiet Inter || { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends fonts-inter; }
+	$(BIN)/python -m tools.pictures
+
+define CHROMIUM
+command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
+{ apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-noto-cjk; }
+endef
 
 check: $(READY)  ## rules, format, types, floors, the native library, and the Chinese pages against the English
 	$(BIN)/ruff check
