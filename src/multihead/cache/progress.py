@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
+
+Counted: TypeAlias = "tuple[int | None, Tensor | None, bool, int | Tensor]"
 
 
 class Progress:
@@ -27,6 +31,15 @@ class Progress:
         self._each = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None
         self._alike = True
         self.forgotten: int | Tensor = 0  # tokens that stood before the first place
+
+    @property
+    def counted(self) -> Counted:
+        """All that is counted, to go back to: it is no number that later tokens change."""
+        return self._longest, self._each, self._alike, self.forgotten
+
+    @counted.setter
+    def counted(self, counted: Counted) -> None:
+        self._longest, self._each, self._alike, self.forgotten = counted
 
     @property
     def position(self) -> int | Tensor:

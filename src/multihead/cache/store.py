@@ -166,7 +166,21 @@ class KeyValueCache:
 
     def unless_refused(self) -> AbstractContextManager[object]:
         """Take back what is appended in this context where it ends in an error, so that a call can be made again."""
-        return nullcontext() if torch.compiler.is_compiling() else _TakingBack(self)
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        memory, continued, progress, buffers = self.memory, self._continued, self._progress, self._buffers
+        counted = None if progress is None else progress.counted
+        held = None if buffers is None else (buffers.k, buffers.v)
+
+        def take_back() -> None:
+            self.memory, self._continued, self._progress, self._buffers = memory, continued, progress, buffers
+            if progress is not None and counted is not None:
+                progress.counted = counted
+            if buffers is not None and held is not None:
+                buffers.k, buffers.v = held
+                buffers.crop(buffers.progress.start)  # what was appended may stand in their last places
+
+        return _IfRefused(take_back)
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first tokens and take the others back, as speculative decoding does with what it rejects.
@@ -316,21 +330,16 @@ class KeyValueCache:
         return self._progress
 
 
-class _TakingBack:
-    """Put a cache back as it was, where a context ends in an error."""
+class _IfRefused:
+    """Do something where a context ends in an error."""
 
-    # A class, and no generator: a step of a decoding goes through it, whose memory is read anew each time.
-    def __init__(self, cache: KeyValueCache) -> None:
-        parts = (cache, cache._progress, cache._buffers)  # noqa: SLF001 - it is a part of the cache
-        self.was = [(part, vars(part).copy()) for part in parts if part is not None]
+    # A class, and no generator: each step of a decoding goes through it.
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            return
-        for part, fields in self.was:
-            vars(part).update(fields)
-            if isinstance(part, Buffers):
-                part.crop(part.progress.start)  # what was appended may stand in their last places
+        if kind is not None:
+            self.done()

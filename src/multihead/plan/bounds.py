@@ -113,12 +113,14 @@ def _interval_at(mask: Mask, position: int, keys: int) -> tuple[int, int] | None
 @lru_cache(maxsize=256)
 def _only(first: int, behind: int, device: torch.device) -> KeyBounds:
     """Return the bounds of one query."""
-    return KeyBounds(_first(first, device), torch.full((1, 1), behind, device=device))
+    places = _places(1 << behind.bit_length(), device)
+    return KeyBounds(places[:, first : first + 1], places[:, behind : behind + 1])
 
 
-@lru_cache(maxsize=16)
-def _first(key: int, device: torch.device) -> Tensor:
-    return torch.full((1, 1), key, device=device)
+@lru_cache(maxsize=32)
+def _places(count: int, device: torch.device) -> Tensor:
+    """Return (1, count): 0, 1, 2 and so on, of which a step cuts what it would have to make."""
+    return torch.arange(count, device=device)[None]
 
 
 @lru_cache(maxsize=128)
