@@ -27,7 +27,7 @@ def multihead(trial: Trial) -> Contender:
     load((layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj), trial)
     given: dict[str, Any] = {}
     if case.kind == "decoding":
-        cache = KeyValueCache(capacity=case.keys + 1 + STEPS)
+        cache = KeyValueCache()
         cache.extended(*trial.held)
         given = {"cache": cache, "mask": masks.Causal()}
     elif case.kind == "cross":
