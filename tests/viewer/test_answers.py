@@ -70,4 +70,4 @@ def test_an_address_that_no_route_takes_is_answered_in_words() -> None:
     assert json.loads(answer.body) == {
         "error": "The viewer has nothing at this address. Open the address that `multihead view` printed.",
     }
-    assert asyncio.run(answers.no_such_address(REQUEST, HTTPException(answers.GONE))).status_code == 499
+    assert asyncio.run(answers.no_such_address(REQUEST, HTTPException(405))).status_code == 405

@@ -124,7 +124,11 @@ class _Bar:
         return self.tell
 
     def __exit__(self, *_: object) -> None:
-        self.shown.stop()
+        self._stop()
+
+    def _stop(self) -> None:
+        if not self.shown.disable:  # rich 13.7 ends even a bar that is disabled, by an empty line
+            self.shown.stop()
 
     def tell(self, done: float, total: int) -> None:
         """Take note of how far it is; the bar is there only while something is left."""
@@ -134,5 +138,5 @@ class _Bar:
         self.shown.update(self.task, completed=done, total=total)
         if done >= total:
             self.shown.remove_task(self.task)
-            self.shown.stop()
+            self._stop()
             self.task = None
