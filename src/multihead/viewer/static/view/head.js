@@ -8,7 +8,7 @@ import { draw, mini, shown } from './map.js';
 import { navigator } from './navigator.js';
 import { nearest } from './nearest.js';
 import { forgetPanel, panel } from './panel.js';
-import { save, state } from './permalink.js';
+import { save, state, unsaved } from './permalink.js';
 import { kindName } from './record.js';
 import { row } from './rows.js';
 import { arrived } from './tiles.js';
@@ -57,9 +57,10 @@ export const sceneNow = () => scene;
 export const leaveHead = () => { scene = null; };
 
 export function redraw() {
+  unsaved();
   cancelAnimationFrame(raf);
   raf = requestAnimationFrame(() => {
-    if (!scene) return;
+    if (!scene) { save(); return; }
     scene = stage(scene.record, scene.otherRecord);
     clamp(scene.layer);
     controls();

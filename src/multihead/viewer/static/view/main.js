@@ -6,7 +6,7 @@ import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWho
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
-import { read, saveNow, state, toAll, toHead, write } from './permalink.js';
+import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
 import { kindName, sampleOf, view } from './record.js';
 import { heard } from './rows.js';
 import { forget } from './tiles.js';
@@ -18,6 +18,7 @@ const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 // The address says what to show; what it says wrongly is mended, never an error.
 async function route() {
   const mine = ++turn, asked = read(location.hash), wasHead = state.a;
+  unsaved();
   asked.run = clampTo(asked.run, view.runs.length);
   asked.sample = clampTo(asked.sample, view.runs[asked.run].samples.length);
   const slow = setTimeout(() => { $('waiting').hidden = false; }, 400);
@@ -56,6 +57,7 @@ function show(shown, second, wasHead) {
     overview(record, i => { location.hash = toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h); });
     if (wasHead) focusHead(record.index(wasHead.l, wasHead.h) < 0 ? 0 : record.index(wasHead.l, wasHead.h));
     drawnWidth = innerWidth;
+    save();
   } else {
     if (!wasHead) scrollTo(0, 0);
     headPage(record, other);
@@ -105,7 +107,6 @@ const go = hash => { if (hash === location.hash || hash === '#' && !location.has
 async function again(change) {
   Object.assign(state, change);
   saveNow();
-  history.replaceState(null, '', write());
   await route();
 }
 const page = {

@@ -25,7 +25,9 @@ export function panel(scene, pointed) {
   const q = pointed ? pointed[0] : state.q, places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
   wantRows(places, q);
   const a = row(scene.a, q), b = state.compare ? row(scene.b, q) : null;
-  if (!a || (places.length > 1 && !b)) return;  // what stands there stays until the whole row is here
+  const here = a && (places.length < 2 || b);
+  $('read').setAttribute('aria-busy', String(!here));
+  if (!here) return;  // what stands there stays until the whole row is here
   const told = summary(a, scene), now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth, drawn.split(' ')[0]].join();
   valueOf(scene, q, pointed ? pointed[1] : told.best[0] ?? -1, { a, b, told });
   if (now !== drawn || !pointed) {

@@ -42,12 +42,17 @@ export function write(st = state) {
 export const toHead = (run, sample, l, h) => write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
 export const toAll = () => write({ ...state, a: null });
 
+// The address follows 120 ms after the last change; until then the page is marked as not saved.
 let timer = 0;
+const mark = saved => { document.documentElement.dataset.saved = String(saved); };
+export function unsaved() { mark(false); }
 export function save() {
+  unsaved();
   clearTimeout(timer);
   timer = setTimeout(saveNow, 120);
 }
 export function saveNow() {
   clearTimeout(timer);
   if (write() !== location.hash) history.replaceState(null, '', write());
+  mark(true);
 }

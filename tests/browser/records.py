@@ -1,0 +1,60 @@
+"""The records that are looked at: small, of every sort, and the same each time."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from multihead import masks
+from multihead.observation.record import Record
+from multihead.observation.texts import Text
+from tests.viewer.watching import watch
+
+LENGTH, LAYERS, HEADS = 700, 4, 3
+WORDS = ["the", "sea", "was", "grey", "and", "no", "ship", "came", "into", "the", "harbour", "before", "dark"]
+
+IMAGE = "<img src=x onerror='window.broken=1'>"
+SCRIPT = "</script><script>window.broken=1</script>"
+TURNED = "\u202eturned round"
+LONG = "long" * 200
+HOSTILE = ["<s>", IMAGE, SCRIPT, TURNED, LONG, "&lt;b&gt;", "\u200b", "\n", "字", "", "'\"`"]
+
+
+def named(record: Record, tokens: list[str], special: list[bool] | None = None) -> Record:
+    record.give_text(Text(None, tokens, special))
+    return record
+
+
+def words(length: int) -> list[str]:
+    return ["<s>"] + [WORDS[place * 7 % len(WORDS)] for place in range(length - 1)]
+
+
+@cache
+def causal() -> Record:
+    """A causal text long enough for three levels."""
+    seen = watch(LENGTH, mask=masks.Causal(), heads=HEADS, layers=LAYERS)
+    return named(seen, words(LENGTH), [place == 0 for place in range(LENGTH)])
+
+
+@cache
+def other_run() -> Record:
+    """The same text, read by other layers."""
+    return named(watch(LENGTH, mask=masks.Causal(), heads=HEADS, layers=LAYERS, seed=1), words(LENGTH))
+
+
+@cache
+def hostile() -> Record:
+    """A text whose tokens try to be more than text."""
+    tokens = (HOSTILE * 5)[:50]
+    return named(watch(len(tokens), heads=2, layers=2), tokens, [token == "<s>" for token in tokens])
+
+
+@cache
+def statistics_only() -> Record:
+    """What is left without q and k."""
+    return named(watch(40, mask=masks.Causal(), heads=2, layers=2, keep="statistics"), words(40))
+
+
+@cache
+def translating() -> Record:
+    """Queries that read another text, and many fewer of them than keys."""
+    return watch(12, memory=90, heads=2, layers=2)

@@ -1,0 +1,152 @@
+"""All heads: the grid, the table, what is sorted and what is searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from multihead.viewer.samples import Run, described
+from tests.browser.records import HEADS, LAYERS, causal
+from tests.browser.shown import Shown
+
+Opened = Callable[..., Shown]
+
+COLOURS_OF_EACH = """all => all.map(canvas => {
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height), colours = new Set();
+  for (let i = 0; i < data.length; i += 4) colours.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
+  return colours.size;
+})"""
+
+
+def numbers() -> dict[str, Any]:
+    return described(Run("causal", causal()), 0)
+
+
+def heads(shown: Shown) -> list[str]:
+    return [name.replace(" ", "") for name in shown.texts("#rows th a")]
+
+
+def test_the_grid_shows_every_head_with_its_kind_and_its_map(opened: Opened) -> None:
+    shown = opened()
+    labels = shown.page.eval_on_selector_all("#grid [role=gridcell] a", "all => all.map(a => a.ariaLabel)")
+    kinds = numbers()["kinds"]
+    assert len(labels) == LAYERS * HEADS
+    assert all(label.startswith(f"Layer {n // HEADS} head {n % HEADS}, ") for n, label in enumerate(labels))
+    assert all(kind in label for kind, label in zip(kinds, labels, strict=True))
+    drawn = "() => [...document.querySelectorAll('.gr .ink')].every(c => c.style.width)"
+    shown.page.wait_for_function(drawn)
+    assert min(shown.page.eval_on_selector_all(".gr .ink", COLOURS_OF_EACH)) > 20
+
+
+def test_a_click_on_a_head_opens_its_map_and_escape_goes_back_to_it(opened: Opened) -> None:
+    shown = opened()
+    shown.at("#grid [data-i='7']").click()
+    shown.settle()
+    assert shown.place["a"] == "L2H1"
+    assert shown.at("#headname").inner_text().startswith("Layer 2 head 1")
+    shown.press("Escape")
+    assert shown.at("#all").is_visible()
+    assert shown.page.evaluate("document.activeElement.dataset.i") == "7"
+
+
+def test_the_arrows_walk_over_the_grid_and_enter_opens(opened: Opened) -> None:
+    shown = opened()
+    shown.at("#grid [data-i='0']").focus()
+    shown.press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowUp")
+    assert shown.page.evaluate("document.activeElement.dataset.i") == "3"
+    assert shown.text("#insp h3").startswith("Layer 1 head 0")
+    assert shown.at("#grid a[tabindex='0']").count() == 1
+    shown.press("Enter")
+    assert shown.place["a"] == "L1H0"
+
+
+@pytest.mark.parametrize("column", ["entropy", "distance", "first"])
+def test_a_column_sorts_both_ways(opened: Opened, column: str) -> None:
+    shown = opened()
+    values = numbers()["metrics"][column]
+    order = sorted(range(len(values)), key=lambda n: values[n])
+    button = shown.at(f"#cols button:has-text('{column}')").first
+    orders = []
+    for _ in range(2):
+        button.click()
+        assert shown.at("#cols [aria-sort]").count() == 1
+        direction = shown.at("#cols [aria-sort]").get_attribute("aria-sort")
+        expected = order if direction == "ascending" else order[::-1]
+        assert heads(shown) == [f"L{n // HEADS}H{n % HEADS}" for n in expected][:12]
+        orders.append(direction)
+    assert set(orders) == {"ascending", "descending"}
+
+
+@pytest.mark.parametrize(
+    ("words", "holds"),
+    [
+        ("L2", lambda layer, head, told, n: layer == 2),
+        ("h1 l3", lambda layer, head, told, n: (layer, head) == (3, 1)),
+        ("L2H0", lambda layer, head, told, n: (layer, head) == (2, 0)),
+        ("entropy<{}", lambda layer, head, told, n: told["entropy"][n] < told["limit"]),
+        ("prev>0.4 L1", lambda layer, head, told, n: layer == 1 and told["previous"][n] > 0.004),
+    ],
+)
+def test_the_filter_keeps_what_fits_in_the_table_and_fades_the_rest_of_the_grid(
+    opened: Opened, words: str, holds: Callable[..., bool]
+) -> None:
+    shown = opened()
+    told = numbers()["metrics"]
+    told["limit"] = round(sorted(told["entropy"])[5], 3)
+    shown.at("#filter").fill(words.format(told["limit"]))
+    expected = {f"L{n // HEADS}H{n % HEADS}" for n in range(LAYERS * HEADS) if holds(n // HEADS, n % HEADS, told, n)}
+    assert set(heads(shown)) == expected
+    assert expected
+    assert shown.at("#grid a:not(.dim)").count() == len(expected)
+    assert shown.text("#count") == f"{len(expected)} of {LAYERS * HEADS} heads"
+
+
+def test_a_kind_is_found_by_its_name_and_by_its_button(opened: Opened) -> None:
+    shown = opened()
+    kinds = numbers()["kinds"]
+    kind = kinds[0]
+    expected = {f"L{n // HEADS}H{n % HEADS}" for n, each in enumerate(kinds) if each == kind}
+    shown.at("#filter").fill(kind)
+    assert set(heads(shown)) == expected
+    shown.at("#filter").fill("")
+    shown.at(f"#chips [data-kind={kind}]").click()
+    assert set(heads(shown)) == expected
+    assert shown.at(f"#chips [data-kind={kind}]").get_attribute("aria-pressed") == "true"
+
+
+def test_a_filter_that_nothing_fits_says_so_and_suggests(opened: Opened) -> None:
+    shown = opened()
+    shown.at("#filter").fill("entropy<0")
+    assert shown.text("#rows") == "No head fits this filter. Try L2, local, or prev>40."
+
+
+def test_the_address_keeps_filter_kind_and_order(opened: Opened) -> None:
+    shown = opened()
+    shown.at("#filter").fill("L1")
+    shown.at("#cols button:has-text('distance')").click()
+    shown.settle()
+    place, before = shown.page.url.removeprefix(shown.address), heads(shown)
+    again = opened(place=place)
+    assert again.at("#filter").input_value() == "L1"
+    assert heads(again) == before
+
+
+def test_the_numbers_of_the_table_are_those_of_the_record(opened: Opened) -> None:
+    shown = opened()
+    shown.at("#filter").fill("L3H2")
+    told, n = numbers(), 3 * HEADS + 2
+    written = shown.texts("#rows td .v")
+    for column, text in zip(told["columns"], written, strict=True):
+        value = told["metrics"][column["id"]][n] * (100 if column["unit"] == "share" else 1)
+        assert math.isclose(float(text), value, abs_tol=0.06), column
+
+
+def test_both_files_of_the_table_can_be_had(opened: Opened) -> None:
+    shown = opened()
+    for form, start in (("CSV", "layer,head"), ("JSON", "[")):
+        with shown.page.expect_download() as download:
+            shown.at(f"#tablelinks a:has-text('{form}')").click()
+        assert download.value.path().read_text("utf-8").lstrip().startswith(start)
