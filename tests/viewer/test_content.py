@@ -167,6 +167,7 @@ def test_sizes_are_short(value: int, text: str) -> None:
             "in 12 bits on a square-root scale: a value shown is within ±0.025 ",
         ),
         (Store(mode="largest", number=9, reason="room"), "each query’s 9 largest weights"),
+        (Store(mode="largest", number=1, reason="room"), "each query’s largest weight, within ±0 percentage points"),
         (Store(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),
         (Store(mode="pooled", reason="statistics"), "q and k were not kept, so this page holds pooled maps"),
         (Store(reason="statistics"), "q and k were not kept, so there is no map."),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from multihead.errors import ProbeError
 from multihead.viewer import maps
 from tests.dense_record import random_weights, record_of
 from tests.viewer.page import decoded
@@ -41,18 +42,6 @@ def test_a_hidden_cell_is_not_a_zero() -> None:
     assert code.tolist() == [maps.HIDDEN, 1]
 
 
-@pytest.mark.parametrize("size", [37, 16, 5, 1])
-def test_a_pooled_cell_is_the_mean_of_the_cells_that_may_be_seen(size: int) -> None:
-    sample = sample_of()
-    found = maps.pooled(sample, size)
-    block = -(-37 // size)
-    for row in range(found.shape[1]):
-        for column in range(found.shape[2]):
-            where = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
-            cells = sample.dense[:, *where][:, sample.seen[where]]
-            torch.testing.assert_close(found[:, row, column], cells.mean(-1), equal_nan=True)
-
-
 def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
     sample = sample_of()
     both = maps.largest(sample, number=4, rounding=maps.Rounding())
@@ -69,6 +58,24 @@ def test_the_largest_weights_are_kept_in_the_order_of_their_keys() -> None:
         torch.testing.assert_close(
             shares.nan_to_num(nan=0).sum(-1), true.topk(4).values.sum(-1), atol=1e-4, rtol=0, check_dtype=False
         )
+
+
+def test_the_largest_of_all_is_that_of_one_a_query_and_reads_no_map() -> None:
+    sample = sample_of()
+    alone = maps.largest(sample, number=1, rounding=maps.Rounding())
+    sample.tiles.clear()
+    assert maps.largest_of_all(sample, rounding=maps.Rounding()) == alone
+    assert sample.tiles == []
+
+
+def test_without_the_largest_weights_there_are_none_to_code() -> None:
+    sample = sample_of()
+    del sample.statistics["largest_key"]
+    with pytest.raises(ProbeError) as caught:
+        maps.largest_of_all(sample, rounding=maps.Rounding())
+    assert str(caught.value) == (
+        'The record holds no largest weights. Observe with "largest_weight" and "largest_key".'
+    )
 
 
 def test_runs_that_do_not_fill_the_last_bin_do_not_thin_it() -> None:

@@ -85,9 +85,33 @@ def test_a_pooled_map_of_other_blocks_is_pooled_anew() -> None:
     assert kept.layers[0].rows == 60
 
 
+def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "MOST_CELLS", 1000)
+    record = a_record()
+    for layer in record.layers:
+        layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
+    kept = store.fill(record, sample=0, room=80_000)
+    assert (kept.mode, kept.number, kept.reason) == ("largest", 1, "room")
+    assert [layer.sample().tiles for layer in record.layers] == [[1], []]  # whether there is one
+
+
+@pytest.mark.parametrize("lacking", ["room", "largest_key"])
+def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MOST_CELLS", 1000)
+    record = a_record()
+    for layer in record.layers:
+        layer.sample().statistics.pop(lacking, None)
+    whole = size(store.fill(a_record(), sample=0, room=80_000))
+    kept = store.fill(record, sample=0, room=whole - 100 if lacking == "room" else 80_000)
+    assert (kept.mode, kept.number, kept.reason) == ("pooled", 0, "room")
+
+
 def test_maps_are_read_head_by_head_and_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multihead.observation.seeing.TILE_CELLS", 1200)
-    monkeypatch.setattr("multihead.viewer.maps.TILE_CELLS", 1200)
     record = a_record()
     store.fill(record, sample=0, room=60_000)
     for layer in record.layers:

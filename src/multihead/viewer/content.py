@@ -118,6 +118,8 @@ def foot(store: Store, *, max_bytes: int, version: str, words: dict[str, str]) -
     holds = {"whole": "foot whole", "largest": "foot largest", "pooled": "foot pooled", "none": "foot no room"}[
         store.mode
     ]
+    if store.mode == "largest" and store.number == 1:
+        holds = "foot largest one"
     if store.reason == "statistics":
         holds = "foot statistics maps" if store.mode == "pooled" else "foot statistics"
     return words["foot"].format(version=version) + words["between sentences"] + words[holds].format(**given)

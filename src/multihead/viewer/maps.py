@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from multihead.observation.seeing import TILE_CELLS, query_blocks
+from multihead.errors import ProbeError
+from multihead.observation.seeing import query_blocks
 
 if TYPE_CHECKING:
     from multihead.observation.record import SampleRecord
@@ -100,27 +101,23 @@ def largest(sample: SampleRecord, *, number: int, rounding: Rounding, head: int 
     return [pack(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)]
 
 
-def pooled(sample: SampleRecord, size: int) -> Tensor:
-    """The mean weight of each block of cells, over those that may be seen; NaN where none may.
+def largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
+    """Each query's largest weight, coded as `largest` codes one a query; from the statistics, so no map is read.
 
-    Blocks are ceil(length / size) wide, so there are at most `size` a side.
+    Returns: one string a head.
 
-    Returns: (heads, rows, columns) float32.
+    Raises:
+        ProbeError: the largest weights and their keys were not kept.
     """
-    row_block, column_block = -(-sample.num_queries // size), -(-sample.num_keys // size)
-    rows, columns = -(-sample.num_queries // row_block), -(-sample.num_keys // column_block)
-    maps = torch.empty(sample.num_heads, rows, columns)
-    # Tiles end where a block of rows ends, so that each block is summed once.
-    step = row_block * max(1, TILE_CELLS // (row_block * sample.num_keys))
-    for head in range(sample.num_heads):
-        for start in range(0, sample.num_queries, step):
-            tile = _hidden_as_nan(sample, head, slice(start, min(start + step, sample.num_queries)))
-            fill = (0, -tile.shape[1] % column_block, 0, -tile.shape[0] % row_block)
-            whole = torch.nn.functional.pad(tile, fill, value=torch.nan)
-            blocks = whole.unflatten(1, (-1, column_block)).unflatten(0, (-1, row_block))
-            first = start // row_block
-            maps[head, first : first + blocks.shape[0]] = blocks.nanmean((1, 3))
-    return maps
+    found = sample.statistics
+    if "largest_weight" not in found or "largest_key" not in found:
+        raise ProbeError("The record holds no largest weights.", 'Observe with "largest_weight" and "largest_key".')
+    weight, key = found["largest_weight"], found["largest_key"]  # (heads, queries)
+    blind = key < 0
+    code = encode(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
+    step = key.masked_fill(blind, sample.num_keys).int()
+    shifts = _shifts(sample.num_keys)
+    return [pack(c >> 8, c & 255, *(s >> shift & 255 for shift in shifts)) for c, s in zip(code, step, strict=True)]
 
 
 def pack_maps(maps: Tensor, rounding: Rounding) -> str:

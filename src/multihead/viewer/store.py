@@ -28,6 +28,9 @@ STRIP_BINS = 256
 MOST_WEIGHTS_A_QUERY = 512
 """So many of a query's largest weights at most, where not all fit."""
 
+MOST_CELLS = 1 << 30
+"""Heads x queries x keys up to which every weight is read for the largest of each query: half a minute."""
+
 Progress = Callable[[int, int], None]
 
 
@@ -103,14 +106,15 @@ def fill(record: Record, *, sample: int, room: int, progress: Progress | None = 
     """Put as much of the maps of a record into `room` bytes as fits, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. Where neither fits: pooled maps of 64 x 64 (or 32, 16,
-    8), and in the room that is left each query's largest weights.
+    8), and in the room that is left each query's largest weights; of a long text, whose weights are too many to be
+    read one by one, the largest alone.
     """
     has_weights = keeps_weights(record, sample)
     tell = progress or (lambda done, all_: None)
     if has_weights:
-        cells = sum(one.num_heads * one.num_queries * one.num_keys for one in _samples(record, sample))
+        cells = _cells(record, sample)
         # A tenth of a byte a weight: below that no map of a model comes out, so larger ones are not tried.
-        for bits in (16, 12) if cells <= room * 10 else ():
+        for bits in (16, 12) if cells <= min(room * 10, MOST_CELLS) else ():
             try:
                 return _whole(record, sample, bits, room, tell)
             except _FullError:
@@ -170,6 +174,9 @@ def _put_largest(
     record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, tell: Progress
 ) -> None:
     """Each query's largest weights, as many a query as the room allows; none if not even one fits."""
+    if _cells(record, sample) > MOST_CELLS:
+        _put_largest_of_all(record, sample, store, room, rounding, tell)
+        return
     queries = sum(one.num_heads * one.num_queries for one in _samples(record, sample))
     total = sum(layer.num_heads for layer in record.layers)
     number = int(room.left / (queries * 3))  # about three bytes each, fewer where many are kept of a query
@@ -193,6 +200,25 @@ def _put_largest(
         return
 
 
+def _put_largest_of_all(
+    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, tell: Progress
+) -> None:
+    """Each query's largest weight, which was found while the model ran; none if not all fit or none were kept."""
+    total, done = sum(layer.num_heads for layer in record.layers), 0
+    packs: list[tuple[str, str]] = []
+    trial = _Room(room.left)
+    try:
+        for index, one in enumerate(_samples(record, sample)):
+            for head, content in enumerate(maps.largest_of_all(one, rounding=rounding)):
+                trial.take(packs, f"k{index}.{head}", content)
+            done += one.num_heads
+            tell(done, total)
+    except (_FullError, ProbeError):
+        return
+    store.mode, store.number = "largest", 1
+    store.packs += packs
+
+
 def _bytes_an_entry(record: Record, sample: int, number: int) -> float:
     """Bytes of one stored weight and its key, tried on at most eight heads spread over the record."""
     places = [(index, head) for index, layer in enumerate(record.layers) for head in range(layer.num_heads)]
@@ -213,7 +239,7 @@ def _small_maps(one: SampleRecord, size: int) -> Tensor | None:
     if found is not None and tuple(found.shape[-2:]) == wanted:
         return found
     try:
-        return maps.pooled(one, size)
+        return one.map(bins=size)
     except ProbeError:
         return found if size == MAP_SIZE else None
 
@@ -248,6 +274,11 @@ def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: Sa
     codes = torch.cat([maps.strip_codes(values, most) for _, values, most in found])
     room.take(store.packs, f"s{index}", maps.pack(codes >> 8, codes & 255))
     kept.strips = [{"id": name, "bins": values.shape[-1], "top": most} for name, values, most in found]
+
+
+def _cells(record: Record, sample: int) -> int:
+    """Heads x queries x keys of all layers."""
+    return sum(one.num_heads * one.num_queries * one.num_keys for one in _samples(record, sample))
 
 
 def _samples(record: Record, sample: int) -> Iterator[SampleRecord]:

@@ -119,13 +119,14 @@ function textUnder(id, source, length, on, row) {
     box.onclick = event => { const q = pick(event); if (asks && fits(q)) { kept = q; view.hover = null; view.still = id; show(); } };
     box.onmouseleave = () => { view.hover = null; show(); };
   }
+  const alone = D.store.number === 1 ? ' one' : '';
   for (const span of view.texts[id].spans) {
     const p = span.dataset.p - from, w = row ? row[p] : 0;
     span.classList.toggle('on', p === on);
     if (!row) continue;
     span.classList.toggle('no', w !== w);
     paint(span, w !== w ? 0 : w);
-    span.title = w !== w ? say('never seen') : w < 0 ? say('not kept', { n: D.store.number }) : exactPercent(w);
+    span.title = w !== w ? say('never seen') : w < 0 ? say(`not kept${alone}`, { n: D.store.number }) : exactPercent(w);
   }
   const mark = view.texts[id].spans.find(span => span.classList.contains('on'));
   if (mark && view.still !== id && box.scrollHeight > box.clientHeight) box.scrollTop = mark.offsetTop - box.clientHeight / 2;
@@ -146,7 +147,7 @@ function strongestKeys({ q, row }) {
   if (view.head.largest && best.length) {
     const held = row.filter(w => w >= 0);
     $('keptshare').hidden = false;
-    $('keptshare').textContent = `${keys.text && !view.crosses ? keys.label(q + view.head.layer.queryStart) + ', ' : ''}${say('query')} ${q}: ` + say('kept share', { n: held.length, share: percent(Math.min(1, held.reduce((sum, w) => sum + w, 0))) });
+    $('keptshare').textContent = `${keys.text && !view.crosses ? keys.label(q + view.head.layer.queryStart) + ', ' : ''}${say('query')} ${q}: ` + say(`kept share${D.store.number === 1 ? ' one' : ''}`, { n: held.length, share: percent(Math.min(1, held.reduce((sum, w) => sum + w, 0))) });
   }
 }
 
