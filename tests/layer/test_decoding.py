@@ -263,6 +263,15 @@ class TestCrossAttention:
             layer(x[:, step : step + 1], memory, cache=cache)
         assert projected == [(2, 9, WIDTH)]
 
+    def test_the_memory_is_normalised_in_the_first_call_only(self) -> None:
+        layer, x, memory, cache = made(qk_norm=QKNorm()), text(), text(length=9), KeyValueCache()
+        keys: list[int] = []
+        assert layer.qk_norm is not None
+        layer.qk_norm.register_forward_pre_hook(lambda _, given: keys.append(given[1].shape[2]))
+        for step in range(3):
+            layer(x[:, step : step + 1], memory, cache=cache)
+        assert keys == [9, 0, 0]
+
     def test_padding_of_memory_and_queries_stays_out(self) -> None:
         layer, x, memory, cache = made(rotary=Rotary()), text(), text(length=9), KeyValueCache()
         memory[1, 4:] = torch.nan
