@@ -24,6 +24,14 @@ from multihead.observation.written import read_bias, read_mask
 
 MOST = 1 << 40  # tokens, and anything else that is counted
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+CALLED: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def load(file: str | os.PathLike[str]) -> Record:
@@ -47,9 +55,9 @@ def load(file: str | os.PathLike[str]) -> Record:
         return _record(metadata, tensors)
     except _WrongError as error:
         raise _damaged(target, str(error)) from None
-    except InputError as error:
-        raise _damaged(target, str(error.finding).rstrip(".")) from error
-    except (MultiheadError, KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
+    except MultiheadError as error:
+        raise _damaged(target, error.finding.rstrip(".")) from error
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
         raise _damaged(target, "what it says does not fit together") from error
 
 
@@ -120,7 +128,7 @@ def _refused_constant(name: str) -> float:
 
 def _of(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _WrongError(f"{what} should be a {kind.__name__}, and is a {type(value).__name__}")
+        raise _WrongError(f"{what} should be {CALLED[kind]}, and is {CALLED.get(type(value), 'nothing')}")
     return value
 
 

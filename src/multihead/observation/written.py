@@ -15,6 +15,7 @@ from multihead.scores.bias import Bias
 from multihead.scores.relative import Relative
 
 DEPTH = 32  # masks within masks
+MOST = 1 << 40  # tokens
 
 
 @dataclass(eq=False)
@@ -97,11 +98,13 @@ def _read_mask(said: Any, tensors: dict[str, Tensor], depth: int) -> Mask:
         raise TypeError("it is nested too deep.")
     if kind in ("And", "Or"):
         parts = tuple(_read_mask(part, tensors, depth + 1) for part in said["parts"])
+        if len(parts) < 2:
+            raise TypeError("it joins no masks.")
         return And(parts) if kind == "And" else Or(parts)
     if kind == "Behind":
-        return Behind(said["count"], _read_mask(said["mask"], tensors, depth + 1))
+        return Behind(_count(said["count"]), _read_mask(said["mask"], tensors, depth + 1))
     if kind == "Window":
-        return Window(said["size"], said["after"])
+        return Window(_count(said["size"]), _count(said["after"]))
     if kind in ("Keep", "Drop"):
         return (Keep if kind == "Keep" else Drop)(tensors[said["tensor"]], said["axes"])
     if kind in ("Lengths", "Documents"):
@@ -114,7 +117,16 @@ def _read_mask(said: Any, tensors: dict[str, Tensor], depth: int) -> Mask:
 
 
 def _read_counts(said: Any, tensors: dict[str, Tensor]) -> Any:
-    return tensors[said["tensor"]] if isinstance(said, dict) else said
+    if isinstance(said, dict):
+        return tensors[said["tensor"]]
+    return [_read_counts(each, tensors) for each in said] if isinstance(said, list) else _count(said)
+
+
+def _count(said: Any) -> int:
+    """Refuse a number that tensors could not hold."""
+    if isinstance(said, bool) or not isinstance(said, int) or abs(said) > MOST:
+        raise TypeError(f"{said!r} is no number of tokens.")
+    return said
 
 
 def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:
