@@ -1,0 +1,126 @@
+"""How alike heads look at the same text: the Jensen-Shannon divergence of their weights, a tile at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError, ShapeError
+from multihead.kernels.tile import without_autocast
+from multihead.probes.weights import head_indices, tile
+
+CELLS = 1 << 21  # weights of pairs of heads that are compared at once
+Heads = int | Sequence[int] | slice
+
+
+def divergence(
+    request: AttentionRequest,
+    logsumexp: Tensor,
+    other: AttentionRequest | None = None,
+    other_logsumexp: Tensor | None = None,
+    *,
+    heads: Heads = slice(None),
+    other_heads: Heads = slice(None),
+    queries: slice = slice(None),
+) -> Tensor:
+    """Compare each of some heads with each of some others, by what their queries attend to.
+
+    Args:
+        request: a call of one sample.
+        logsumexp: (1, heads, queries) of it, nats.
+        other: another call of one sample with as many queries and keys, or None for the same one.
+        other_logsumexp: of that call.
+        heads: which heads of the first call.
+        other_heads: which heads of the other.
+        queries: which queries; slice(None, None, 16) looks at every sixteenth.
+
+    Returns: (heads, other_heads), float64, nats: the mean over the queries that see a key in both; 0 = the same
+        weights, ln 2 = no key in common, NaN where no query sees a key in both. A learned sink counts as one key more.
+
+    Raises:
+        ArgumentError: a call of several samples, no query, or a head that does not exist.
+        ShapeError: the calls have not as many queries and keys.
+
+    Source: JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2, Lin 1991; between heads, arXiv:1906.04341, section 6.
+
+    >>> from multihead.functional import request_of
+    >>> q = torch.zeros(1, 2, 3, 4)
+    >>> divergence(request_of(q, q, q), torch.full((1, 2, 3), 3.0).log())
+    tensor([[0., 0.],
+            [0., 0.]], dtype=torch.float64)
+    """
+    if other is None or other_logsumexp is None:
+        other, other_logsumexp = request, logsumexp
+    _refuse_unless_alike(request, other)
+    device = request.shape.device
+    first = head_indices(heads, request.shape.num_heads)
+    second = head_indices(other_heads, other.shape.num_heads)
+    rows = range(request.shape.query_length)[queries]
+    if rows.step < 0:
+        raise ArgumentError(f"queries runs backwards by {-rows.step}.", "Give a slice whose step is positive.")
+    if not rows:
+        raise ArgumentError(f"queries is {queries!r}, and that is none of them.", "Give a slice that keeps some.")
+    total = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
+    count = torch.zeros_like(total)
+    step = max(1, CELLS // (request.shape.key_length * (len(first) + len(second))))
+    with torch.no_grad(), without_autocast(device):
+        for begin in range(0, len(rows), step):
+            part = rows[begin : begin + step]
+            some = slice(part.start, part.stop, part.step)
+            p, sees = _weights(request, logsumexp, first, some)
+            r, also = _weights(other, other_logsumexp, second, some)
+            _add(total, count, (p, sees), (r, also))
+    return total / count
+
+
+def _weights(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the weights of some rows, a sink's behind those of the keys, and which rows see a key.
+
+    Returns: (heads, rows, keys + 1), and (heads, rows) bool.
+    """
+    chosen = heads.tolist()
+    cells = tile(replace(request, sinks=None), logsumexp, heads=chosen, queries=rows)[0]
+    row = logsumexp[0, chosen][:, rows]  # (heads, rows)
+    sees = ~(row.isnan() | (row == -torch.inf))
+    sink = torch.zeros_like(row)
+    if request.sinks is not None:
+        sink = (request.sinks.detach().to(row.dtype)[chosen][:, None] - row.masked_fill(~sees, torch.inf)).exp()
+    return torch.cat([cells.masked_fill(~sees[..., None], 0), sink[..., None]], -1), sees
+
+
+def _add(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+    """Add the divergences of some rows, a few pairs of heads at a time."""
+    (p, sees), (r, also) = one, other
+    entropy_p, entropy_r = _entropy(p), _entropy(r)
+    step = max(1, CELLS // r.numel())
+    for begin in range(0, len(p), step):
+        some = slice(begin, begin + step)
+        middle = _entropy((p[some, None] + r) / 2)  # (some heads, other heads, rows)
+        apart = middle - (entropy_p[some, None] + entropy_r) / 2
+        both = sees[some, None] & also
+        total[some] += (apart.clamp(min=0) * both).sum(-1)  # of equal weights it can come out at -1e-7 by rounding
+        count[some] += both.sum(-1)
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    """Return -sum p ln p over the last axis, nats, in float64."""
+    found: Tensor = torch.special.entr(weights).sum(-1).double()
+    return found
+
+
+def _refuse_unless_alike(request: AttentionRequest, other: AttentionRequest) -> None:
+    for each in (request, other):
+        if each.shape.batch != 1:
+            raise ArgumentError(
+                f"A call of {each.shape.batch} samples was given.", "Give one sample of it: their queries differ."
+            )
+    sizes = [(each.shape.query_length, each.shape.key_length) for each in (request, other)]
+    if sizes[0] != sizes[1]:
+        raise ShapeError(
+            f"The calls have {sizes[0][0]} and {sizes[1][0]} queries, and {sizes[0][1]} and {sizes[1][1]} keys.",
+            "Give two calls over the same text.",
+        )
