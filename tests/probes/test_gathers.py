@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.probes.beside import Beside
-from multihead.probes.gathers import at_offset, on_first
+from multihead.probes.gathers import at_offset, is_small, on_first, on_set
 from multihead.probes.subject import Subject
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -38,3 +38,27 @@ def test_offsets_and_first_keys_are_cells_of_the_dense_map(
     inside = (key >= first[:, None]) & (key < first[:, None] + count)
     found = on_first(subject, count).masked_fill(empty, 0)
     assert oracle.difference(found, torch.where(inside[:, None, None], p, 0).sum(-1)) <= 1e-12
+    flags = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size.keys, max_size=size.keys)))
+    flags = flags & (torch.arange(size.batch)[:, None] != 1)  # the second sample has none
+    found = on_set(subject, flags).masked_fill(empty, 0)
+    assert oracle.difference(found, (p * flags[:, None, None]).sum(-1)) <= 1e-12
+
+
+def test_many_keys_are_looked_up_a_few_at_a_time() -> None:
+    q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    k = torch.randn(1, 1, 200, 4, dtype=torch.float64)
+    _, logsumexp = attention_with_logsumexp(q, k, k)
+    subject = Subject.of(request_of(q, k, k), logsumexp, Beside())
+    p = (q @ k.mT / 2).softmax(-1)
+    assert oracle.difference(on_first(subject, 150), p[..., :150].sum(-1)) <= 1e-12
+    flags = torch.rand(1, 200) < 0.5
+    assert oracle.difference(on_set(subject, flags), (p * flags).sum(-1)) <= 1e-12
+
+
+def test_a_set_of_one_key_in_sixteen_is_small() -> None:
+    flags = torch.zeros(2, 64, dtype=torch.bool)
+    flags[1, :4] = True
+    assert is_small(flags)
+    flags[1, 9] = True
+    assert not is_small(flags)
+    assert is_small(flags[:0])

@@ -42,10 +42,39 @@ class Moments:
             side: 1 if all keys stand at or before all positions, -1 if at or behind, 0 if neither.
         """
         first, behind = columns
-        keys = torch.arange(first, behind, device=weights.device)
-        distance = (positions[:, None] - keys).abs().to(weights.dtype)  # (rows, columns)
+        middle = first + (behind - first) // PART * PART if side else first
+        if middle > first:
+            self._add_parts(weights[..., : middle - first], positions, first, side)
+        if behind > middle:
+            self._add_cells(weights[..., middle - first :], positions, (middle, behind))
+
+    def _add_parts(self, weights: Tensor, positions: Tensor, first: int, side: int) -> None:
+        """Add keys that stand on one side of all queries, where the distance is linear, in parts of PART keys.
+
+        About the middle of such a part squares are at most 240, so what float32 rounds is far below a token.
+        """
+        about = torch.arange(PART, device=weights.device, dtype=weights.dtype) - (PART - 1) / 2
+        parts = weights.unflatten(-1, (-1, PART))  # (heads, rows, parts, PART)
+        mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
+        middles = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * PART + (PART - 1) / 2
+        whole = mass.sum(-1)
+        mean = (mass * middles + once).sum(-1) / _nonzero(whole)  # from the first key
+        # sum p (c + m - mean)^2 = sum p c^2 + 2 (m - mean) sum p c + (m - mean)^2 sum p, with c about the middle m.
+        away = middles - mean[..., None]
+        squares = (twice + away * (2 * once + away * mass)).sum(-1).clamp(min=0)
+        sharp = squares < whole
+        if bool(sharp.any()):
+            # Within a token of a single key even these digits are lost.
+            key = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
+            apart = key - mean[sharp][:, None].to(weights.dtype)
+            squares[sharp] = torch.linalg.vecdot(weights[sharp], apart.square_()).double()
+        self._join(whole, side * (positions - first - mean), squares)
+
+    def _add_cells(self, weights: Tensor, positions: Tensor, columns: tuple[int, int]) -> None:
+        """Add any keys, each with its distance."""
+        distance = (positions[:, None] - torch.arange(*columns, device=weights.device)).abs().to(weights.dtype)
         mass, once = weights.sum(-1), torch.linalg.vecdot(weights, distance)  # (heads, rows)
-        mean = once / mass.masked_fill(mass == 0, 1)
+        mean = once / _nonzero(mass)
         squares = torch.linalg.vecdot((distance - mean[..., None]).square_(), weights)
         self._join(mass.double(), mean.double(), squares.double())
 

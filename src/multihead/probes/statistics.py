@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -157,11 +157,13 @@ def measured(
 def _measured(subject: Subject, probes: Sequence[Probe]) -> dict[Part, Tensor]:
     """Measure what the probes are made of, each part by what gives it with the least work."""
     parts = frozenset[Part]().union(*(probe.parts for probe in probes))
-    found: dict[Part, Tensor] = {}
+    sets = _sets(subject, probes)
+    found: dict[Part, Tensor] = {
+        part: gathers.on_set(subject, sets[part]) for part in sets if gathers.is_small(sets[part])
+    }
     if takes(subject):
-        found |= asked(subject, given(subject, parts))
-    left = [part for part in parts if part not in found]
-    for part in left:
+        found |= asked(subject, given(subject, parts - found.keys()))
+    for part in parts - found.keys():
         if isinstance(part, tuple) and part[0] == "at":
             found[part] = gathers.at_offset(subject, int(part[1]))
         elif isinstance(part, tuple) and part[0] == "first":
@@ -171,17 +173,26 @@ def _measured(subject: Subject, probes: Sequence[Probe]) -> dict[Part, Tensor]:
         found["sink"] = (sinks[:, None] - subject.divisor).exp()
     if "output_norm" in parts and subject.beside.output_weight is not None:
         found["output_norm"] = columns.output_norms(subject, subject.beside.output_weight)
-    masses = frozenset(part for part in ("duplicate", "induction") if part in left)
-    if masses and tokens.takes(subject):
-        found |= tokens.repeated(subject, masses)
-    return found | _over_all_keys(subject, probes, [part for part in parts if part not in found])
+    repeated = parts & {"duplicate", "induction"}
+    if repeated and tokens.takes(subject):
+        found |= tokens.repeated(subject, repeated)
+    return found | _over_all_keys(subject, parts - found.keys(), sets)
 
 
-def _over_all_keys(subject: Subject, probes: Sequence[Probe], parts: Collection[Part]) -> dict[Part, Tensor]:
+def _sets(subject: Subject, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+    """Find the sets of keys that are asked for: (batch, keys) bool each."""
+    return {
+        part: subject.keys_of_set(str(part[1]), probe.tokens)
+        for probe in probes
+        for part in probe.parts
+        if isinstance(part, tuple) and part[0] == "on"
+    }
+
+
+def _over_all_keys(subject: Subject, parts: Collection[Part], sets: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
     """Measure what takes every weight of a query: in one walk over the tiles, or by one call with other values."""
-    tokens_of = {part: probe.tokens for probe in probes for part in probe.parts}
-    sets = [part for part in parts if isinstance(part, tuple) and part[0] == "on"]
-    numbers = [columns.of_set(subject, subject.keys_of_set(str(part[1]), tokens_of[part])) for part in sets]
+    left = [part for part in sets if part in parts]
+    numbers = [columns.of_set(subject, sets[part]) for part in left]
     weight = subject.beside.output_weight
     if "contribution" in parts and weight is not None:
         numbers.append(columns.norms(subject, weight))  # (batch, kv_heads, keys, group)
@@ -194,9 +205,9 @@ def _over_all_keys(subject: Subject, probes: Sequence[Probe], parts: Collection[
     elif stacked is not None:
         weighed = columns.weighed(subject, stacked)
     if weighed is not None:
-        found |= {part: weighed[..., index] for index, part in enumerate(sets)}
+        found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
-            found["contribution"] = columns.own_of_group(subject, weighed[..., len(sets) :])
+            found["contribution"] = columns.own_of_group(subject, weighed[..., len(left) :])
     return found
 
 
