@@ -322,7 +322,9 @@ class TestRefusals:
         assert self.refusal(ModelError, model="bert") == "The model is a str, and no module. Give a torch.nn.Module."
 
     def test_a_place_to_keep_that_does_not_exist(self) -> None:
-        assert self.refusal(ArgumentError, keep="disk") == ('keep is \'disk\'. Give "cpu", "device" or "statistics".')
+        assert self.refusal(ArgumentError, keep="disk") == (
+            'keep is \'disk\'. Give "cpu", "device", "statistics" or "summary".'
+        )
 
     def test_a_map_without_blocks(self) -> None:
         assert self.refusal(ArgumentError, map_size=0) == "map_size is 0. Give an integer of at least 1."

@@ -155,6 +155,8 @@ def _numbers(record: Record, index: int, wanted: tuple[str, ...], of: Of) -> dic
 def _score(record: Record, index: int, kind: str) -> Tensor | None:
     """Score a layer's heads by what is no statistic of its own, the mean over its samples: (heads,), or None."""
     layer = record.layers[index]
+    if not layer.samples:
+        return None
     total, count = torch.zeros(layer.num_heads, dtype=torch.float64), 0
     for number, one in enumerate(layer.samples):
         read = read_layers(record, sample=number, layers=[index])[0]

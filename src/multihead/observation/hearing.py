@@ -19,6 +19,7 @@ from multihead.observation.projections import output_weight
 from multihead.observation.reading import read_ids
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import SampleRecord
+from multihead.observation.summed import Summed
 from multihead.observation.trimming import cut, spans, without_queries
 from multihead.probes.beside import Beside, Pool
 from multihead.probes.probe import Probe
@@ -26,7 +27,7 @@ from multihead.probes.statistics import of_call, possible, without_positions
 from multihead.probes.weights import tile
 from multihead.scores.bias import values_of, with_values
 
-Keep = Literal["cpu", "device", "statistics"]
+Keep = Literal["cpu", "device", "statistics", "summary"]
 OF_TOKENS = frozenset({"duplicate", "induction"})
 
 
@@ -103,7 +104,8 @@ class Ear:
         last = self._last.get((full, None if continued is None else continued.text))
         goes_on = last is not None and self._goes_on(call, last, offset, crosses=crosses)
         self._pass_goes_on |= goes_on and not crosses
-        layer = self._layers.setdefault(full, LayerRecord(full))
+        summed = Summed(request.shape.num_heads) if self.keep == "summary" else None
+        layer = self._layers.setdefault(full, LayerRecord(full, summed=summed))
         chosen = self.choice.takes(full, list(self._layers).index(full))
         if crosses and not request.mask.speaks_of_positions:
             # Queries have no place among the keys of another sequence: they are counted from its beginning.
@@ -167,18 +169,26 @@ class Ear:
             if not goes_on:
                 now.leads.append(place)
                 now.samples.append(self._blank(layer.name, crosses=crosses))
-                layer.samples.append(now.samples[-1])
+                if layer.summed is None:
+                    layer.samples.append(now.samples[-1])
             sample = now.samples[index]
             ids.add_to(sample, span, index, offsets[span.sample] - now.leads[index])
             start = place - now.leads[index] if call.request.packed_lengths is None else 0
             alone = cut(call, span)
             if real is not None:
                 alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-            self._add(sample, alone, start, call.request.owner, first=not goes_on)
+            self._add(layer, sample, alone, start, call.request.owner, first=not goes_on)
             self.record.add(layer, sample)
 
     def _add(
-        self, sample: SampleRecord, call: AttentionCall, key_start: int, owner: nn.Module | None, *, first: bool
+        self,
+        layer: LayerRecord,
+        sample: SampleRecord,
+        call: AttentionCall,
+        key_start: int,
+        owner: nn.Module | None,
+        *,
+        first: bool,
     ) -> None:
         request = call.request
         beside = self._beside(sample, call, key_start, owner, first=first)
@@ -188,7 +198,7 @@ class Ear:
         if "induction_mass" in found and key_start > 0:
             found["induction_mass"] = found["induction_mass"] + _behind_dropped_key(sample, call, key_start)
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        keeps = self.keep != "statistics"
+        keeps = self.keep in ("cpu", "device")
         bias = request.bias
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
             bias = None  # it hides no key, and nothing else of it will be asked for
@@ -208,12 +218,17 @@ class Ear:
         )
         if sample.k is not None:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
-        sample.add(
+        target = sample
+        if layer.summed is not None:  # the call is summed up and forgotten; the text so far is what goes on
+            target = SampleRecord(sample.name, self.map_size, crosses=sample.crosses, keys_read=sample.keys_read)
+        target.add(
             Piece(request, key_start),
             kept(call.attended.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
             kept(call.request.q, device) if keeps else None,
         )
+        if layer.summed is not None:
+            layer.summed.add(target, first=first)
 
     def _beside(
         self, sample: SampleRecord, call: AttentionCall, start: int, owner: nn.Module | None, *, first: bool
@@ -242,7 +257,7 @@ class Ear:
     def _blank(self, name: str, *, crosses: bool) -> SampleRecord:
         """Begin a sample."""
         one = SampleRecord(name, self.map_size, self.map_pool, crosses=crosses)
-        if self.keep != "statistics":
+        if self.keep in ("cpu", "device"):
             one.q, one.k = Rows(2), Rows(2)
         return one
 

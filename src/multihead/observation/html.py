@@ -29,12 +29,10 @@ def of_record(record: Record) -> str:
         return f"<div><p>{title}: nothing was seen yet.</p></div>"
     heads = [layer.num_heads for layer in record.layers]
     samples = max(layer.num_samples for layer in record.layers)
-    tokens = max(one.num_keys for layer in record.layers for one in layer.samples)
-    said = (
-        f"{_many(len(heads), 'layer')}, {_many(sum(heads), 'head')}, {_many(samples, 'text')} "
-        f"of up to {_many(tokens, 'token')}"
-    )
-    kept = "" if record.keeps_weights else "; statistics only"
+    tokens = max((one.num_keys for layer in record.layers for one in layer.samples), default=0)
+    said = f"{_many(len(heads), 'layer')}, {_many(sum(heads), 'head')}, {_many(samples, 'text')}"
+    said += f" of up to {_many(tokens, 'token')}" if tokens else ""
+    kept = "" if record.keeps_weights else "; statistics only" if tokens else "; sums only"
     return f"<div><p>{title}: {said}{kept}.</p>{of_table(record.table())}</div>"
 
 

@@ -19,6 +19,7 @@ from multihead.observation.pieces import Piece, Rows
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import OF_MAPS, PER_KEY, SampleRecord
 from multihead.observation.saving import FORMAT, VERSION
+from multihead.observation.summed import BINS, Sketch, Summed
 from multihead.observation.texts import Reading, Text
 from multihead.observation.written import read_bias, read_mask
 
@@ -110,9 +111,10 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
     for each in _of(said["layers"], list, "the layers"):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
         samples = [_Sample(one, name, tensors, texts).read() for one in _of(each["samples"], list, "the samples")]
-        if not samples or len({one.num_heads for one in samples}) > 1:
+        summed = None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors)
+        if len({one.num_heads for one in samples}) > 1 or bool(samples) is (summed is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
-        layers.append(LayerRecord(name, samples))
+        layers.append(LayerRecord(name, samples, summed))
     order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
@@ -152,6 +154,16 @@ def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: t
     if not fits or tensor.dtype not in dtypes:
         raise _WrongError(f"{what} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
     return tensor
+
+
+def _sums(said: dict[str, Any], tensors: dict[str, Tensor]) -> Summed:
+    heads = _count(said["heads"], "a number of heads", least=1)
+    found = Summed(heads, _count(said["samples"], "a number of samples"))
+    for name, parts in _of(said["statistics"], dict, "the statistics").items():
+        total, count = (_shaped(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count"))
+        bins = _shaped(tensors[parts["bins"]], (heads, BINS), "bins", torch.int64)
+        found.statistics[name] = Sketch(total, count, bins)
+    return found
 
 
 def _text(said: dict[str, Any], tensors: dict[str, Tensor]) -> Text:

@@ -47,7 +47,8 @@ def observe(
         layers: which layers to keep, by index in the order they first run, or by name: a glob such as
             "encoder.*", or a part such as "layer.3"; None keeps all.
         keep: where q and k are kept for later tiles of the map: in the memory of the "cpu", on the "device" of
-            the model, or nowhere ("statistics").
+            the model, or nowhere: "statistics" keeps what was measured of each query, "summary" only sums over all
+            queries of all texts, so that a loop over any number of batches takes the same memory.
         probes: which statistics, by name, or as `multihead.probes` makes them, such as `probes.offset_mass(-5)`;
             None takes those that cost next to nothing, `multihead.probes.DEFAULT`. One that needs what a call does not
             have is left out there: token ids, special tokens, an output projection, learned sinks.
@@ -107,8 +108,8 @@ def observe(
 def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_pool: object) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"The model is a {type(model).__name__}, and no module.", "Give a torch.nn.Module.")
-    if keep not in ("cpu", "device", "statistics"):
-        raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device" or "statistics".')
+    if keep not in ("cpu", "device", "statistics", "summary"):
+        raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device", "statistics" or "summary".')
     if map_pool not in ("mean", "max"):
         raise ArgumentError(f"map_pool is {map_pool!r}.", 'Give "mean" or "max".')
     refuse_unless_integer("map_size", map_size)

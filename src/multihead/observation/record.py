@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from multihead.errors import ArgumentError, ModelError
+from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.observation import html
 from multihead.observation.finding import Bounds, FoundHead, find
 from multihead.observation.nearness import NearHead, nearest
 from multihead.observation.sample import SampleRecord
 from multihead.observation.summaries import Of, refuse_unless_summary, summed_up
+from multihead.observation.summed import Summed
 from multihead.observation.table import HeadTable
 from multihead.observation.texts import Text
 
@@ -28,21 +29,23 @@ class LayerRecord:
 
     Fields:
         name: the layer's qualified name in the model; "#2" and so on where it runs again in one forward pass.
-        samples: one a text, over all batches.
+        samples: one a text, over all batches; none where texts are only summed up.
+        summed: the sums over all texts, where only these were kept.
     """
 
     name: str
     samples: list[SampleRecord] = field(default_factory=list)
+    summed: Summed | None = None
 
     @property
     def num_heads(self) -> int:
         """How many query heads the layer has."""
-        return self.samples[0].num_heads
+        return self.samples[0].num_heads if self.summed is None else self.summed.num_heads
 
     @property
     def num_samples(self) -> int:
         """How many samples were seen."""
-        return len(self.samples)
+        return len(self.samples) if self.summed is None else self.summed.num_samples
 
     def means(self) -> dict[str, Tensor]:
         """Means over all queries that see a key and are no padding, over all samples: (heads,) float64 each."""
@@ -57,14 +60,20 @@ class LayerRecord:
         Raises:
             ArgumentError: `of` is none of these.
         """
-        return summed_up(self.samples, of)
+        return summed_up(self.samples, of) if self.summed is None else self.summed.summary(of)
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.
 
         Raises:
             ArgumentError: there is no such sample.
+            ProbeError: texts were only summed up.
         """
+        if self.summed is not None:
+            raise ProbeError(
+                f'{self.name} was observed with keep="summary", so no text of it is at hand.',
+                'Observe with keep="statistics" to see texts one by one.',
+            )
         if not -self.num_samples <= index < self.num_samples:
             raise ArgumentError(
                 f"There is no sample {index}; {self.name} saw {self.num_samples}.",
@@ -140,7 +149,7 @@ class Record:
     @property
     def keeps_weights(self) -> bool:
         """Whether q and k were kept, so that any part of any map can be had."""
-        return all(one.keeps_weights for layer in self.layers for one in layer.samples)
+        return all(layer.summed is None and all(one.keeps_weights for one in layer.samples) for layer in self.layers)
 
     @property
     def texts(self) -> list[Text]:
@@ -296,7 +305,8 @@ class Record:
         """Note that a sample's newest call has been seen."""
         if layer not in self.layers:
             self.layers.append(layer)
-        self.calls.append((sample, len(sample.calls) - 1))
+        if layer.summed is None:
+            self.calls.append((sample, len(sample.calls) - 1))
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record into one safetensors file, whole or not at all.

@@ -20,6 +20,7 @@ from multihead.scores.bias import values_of
 if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.observation.sample import SampleRecord
+    from multihead.observation.summed import Summed
     from multihead.observation.texts import Text
 
 FORMAT = "multihead record"
@@ -74,7 +75,7 @@ def written(record: Record, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         for number, one in enumerate(layer.samples):
             places[id(one)] = (index, number)
             samples.append(_written_sample(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
-        layers.append({"name": layer.name, "samples": samples})
+        layers.append({"name": layer.name, "samples": samples, "summed": _written_sums(layer.summed, tensors, index)})
     order = [(*places[id(sample)], call) for sample, call in record.calls if id(sample) in places]
     tensors.put("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
     said = {
@@ -84,6 +85,16 @@ def written(record: Record, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         "layers": layers,
     }
     return json.dumps(said, ensure_ascii=False, separators=(",", ":"), allow_nan=False), tensors.named
+
+
+def _written_sums(summed: Summed | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
+    if summed is None:
+        return None
+    said = {}
+    for name, each in summed.statistics.items():
+        parts = {"total": each.total, "count": each.count, "bins": each.bins}
+        said[name] = {part: tensors.put(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
+    return {"heads": summed.num_heads, "samples": summed.num_samples, "statistics": said}
 
 
 class _Texts:
