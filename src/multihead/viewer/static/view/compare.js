@@ -32,7 +32,8 @@ export function differences(scene, redraw) {
     go.title = `${label(scene.sides.query, query)} ${count(query)} → ${label(scene.sides.key, key)} ${count(key)}`;
     return el('tr', {}, el('th', { scope: 'row' }, go), ...[short(a.values[k]), short(b.values[k]), signed(d.values[k])].map(words => el('td', { textContent: words })));
   });
-  const heads = [say('query to key'), scene.titles.a[0], scene.titles.b[0], 'A − B'].map(words => el('th', { scope: 'col', textContent: words }));
+  if (!rows.length) rows.push(el('tr', {}, el('td', { colSpan: 4, textContent: say('no difference') })));
+  const heads = [say('query to key'), scene.runs ? 'A' : scene.titles.a[0], scene.runs ? 'B' : scene.titles.b[0], 'A − B'].map(words => el('th', { scope: 'col', textContent: words }));
   box.replaceChildren(el('table', {}, el('caption', { textContent: say('largest differences') + (single ? '' : say('in blocks', { n: block })) }), el('thead', {}, el('tr', {}, ...heads)), el('tbody', {}, ...rows)));
   Object.assign(box.style, { left: `${pane.left + pane.px + 24}px`, top: `${pane.above - 44}px`, width: `${pane.px}px`, maxHeight: `${pane.py + 44}px` });
 }

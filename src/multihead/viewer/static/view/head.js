@@ -24,7 +24,7 @@ function stage(record, other) {
   const i = record.index(a.l, a.h), j = otherRecord.index(second.l, second.h), runs = otherRecord !== record;
   const name = (of, n, which) => runs ? `${of.short(n)} ${say(which)}` : of.short(n);
   return {
-    record, otherRecord, layer, otherLayer, i, j, coarse: record.coarse && otherRecord.coarse, sides: record.sides(layer), otherSides: otherRecord.sides(otherLayer),
+    record, otherRecord, layer, otherLayer, i, j, runs, coarse: record.coarse && otherRecord.coarse, sides: record.sides(layer), otherSides: otherRecord.sides(otherLayer),
     a: { run: state.run, sample: state.sample, l: a.l, h: a.h, masked: state.masked }, b: { run: otherRecord.run, sample: otherRecord.sample, l: second.l, h: second.h, masked: state.masked },
     titles: {
       a: [name(record, i, 'in a'), runs ? record.name : kindName(record.kinds[i])], b: [name(otherRecord, j, 'in b'), runs ? otherRecord.name : kindName(otherRecord.kinds[j])],
@@ -76,7 +76,7 @@ function drawAll() {
   panel(scene, pointed);
   const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
-  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.masked ? say('key masked') : '') : '', words, scene.strange ? say('other text') : ''].filter(Boolean).join(say('between parts'));
+  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.compare ? '' : say('exact')) + (state.masked ? say('key masked') : '') : '', words, scene.strange ? say('other text') : ''].filter(Boolean).join(say('between parts'));
   $('where').textContent = `1 : ${block}`;
   $('map').dataset.level = String(level);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));

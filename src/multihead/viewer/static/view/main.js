@@ -28,7 +28,8 @@ async function route() {
   if (asked.a) asked.a = mended(shown, asked.a);
   if (asked.b) asked.b = { r: run, ...mended(second, asked.b) };
   if (asked.compare && !asked.b) asked.b = secondFor(shown, asked.a);
-  if (!asked.scale) asked.scale = shown.keys > 512 ? 'log' : 'root';
+  asked.usual = shown.keys > 512 ? 'log' : 'root';
+  asked.scale ||= asked.usual;
   Object.assign(state, asked);
   show(shown, second, wasHead);
 }

@@ -1,7 +1,7 @@
 // What is looked at, and the address that reopens it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
 // Besides: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
 export const state = {
-  run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', masked: false,
+  run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', usual: '', masked: false,
   filter: '', kind: '', order: '',
 };
 
@@ -29,7 +29,7 @@ export function write(st = state) {
     if (st.filter) out.f = st.filter;
     if (st.kind) out.k = st.kind;
     if (st.order) out.o = st.order;
-    if (st.scale) out.c = st.scale;
+    if (st.scale !== st.usual) out.c = st.scale;
   } else {
     out.a = name(st.a);
     if (st.compare) { out.b = name(st.b); out.v = 'ab'; if (st.b.r !== st.run) out.rb = st.b.r; }

