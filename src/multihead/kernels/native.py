@@ -145,10 +145,11 @@ class Job(NamedTuple):
 
 def made_ready(request: AttentionRequest) -> AttentionRequest:
     """Return the request as the kernel takes it; every step has a gradient."""
-    q, k, v = features_beside(request.q), features_beside(request.k), features_beside(request.v)
-    bias, sinks = request.bias, request.sinks
-    if q is request.q and k is request.k and v is request.v and bias is None and sinks is None:
+    q, k, v, bias, sinks = request.q, request.k, request.v, request.bias, request.sinks
+    negated = q.is_neg() or k.is_neg() or v.is_neg()
+    if bias is None and sinks is None and not negated and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return request  # the usual case
+    q, k, v = features_beside(q), features_beside(k), features_beside(v)
     if isinstance(bias, Relative):
         bias = bias if _plain_float(bias.values) else Relative(bias.values.float().contiguous())
     elif bias is not None:

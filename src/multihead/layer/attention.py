@@ -25,6 +25,7 @@ from multihead.scores.bias import Bias
 from multihead.scores.softcap import refuse_unless_softcap
 
 _FULL = Full()
+_NOTHING = nullcontext()  # may be entered again and again
 
 
 class MultiHeadAttention(nn.Module):
@@ -204,7 +205,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
-        with nullcontext() if cache is None else cache.unless_refused():
+        with _NOTHING if cache is None else cache.unless_refused():
             request, padding, single = asked(
                 self,
                 x,
