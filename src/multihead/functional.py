@@ -21,7 +21,7 @@ from multihead.masks import Full, Mask
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.masks.values import refuse_unless_mask
 from multihead.plan.bounds import bounds_of
-from multihead.probes import Beside, Probe
+from multihead.probes import DEFAULT, Beside, Probe
 from multihead.probes import statistics as measuring
 from multihead.probes import weights as tiles
 from multihead.probes.statistics import NOTHING
@@ -356,7 +356,7 @@ def _statistics(
     has_values: bool,
 ) -> dict[str, Tensor]:
     if wanted is None:
-        chosen = measuring.possible(measuring.DEFAULT, request, beside, has_values=has_values)
+        chosen = measuring.possible(DEFAULT, request, beside, has_values=has_values)
     else:
         chosen = measuring.resolved(wanted)
         measuring.refuse_unless_possible(chosen, request, beside, has_values=has_values)

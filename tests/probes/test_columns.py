@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multihead import masks
-from multihead.functional import attention_with_logsumexp, request_of
+from multihead.functional import attention_with_logsumexp, request_of, statistics
 from multihead.kernels import native, sdpa
 from multihead.probes.beside import Beside
 from multihead.probes.columns import norms, output_norms, own_of_group, weighed
@@ -67,3 +67,12 @@ def test_where_only_the_reference_kernel_would_do_it_tiles_do(monkeypatch: pytes
     with LargestTensor() as largest:
         weighed(subject, torch.ones(1, 1, 3000, 5))
     assert 0 < largest.elements < 3000 * 3000 // 8
+
+
+def test_any_leading_dimensions_are_measured_as_one_batch() -> None:
+    q, v = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 5, 6)
+    beside = Beside(output_weight=torch.randn(7, 24))
+    found = statistics(q, q, v=v, probes=("contribution",), beside=beside)["contribution"]
+    alone = statistics(q[1, 2:], q[1, 2:], v=v[1, 2:], probes=("contribution",), beside=beside)["contribution"]
+    assert found.shape == (2, 3, 4, 5)
+    torch.testing.assert_close(found[1, 2], alone[0])

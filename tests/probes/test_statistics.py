@@ -15,8 +15,8 @@ from multihead.call import Attended, AttentionCall
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
 from multihead.kernels import native
-from multihead.probes import PROBES, Beside, Probe, first_keys_mass, offset_mass, sums, tokens, tokens_mass
-from multihead.probes.statistics import DEFAULT, of_call
+from multihead.probes import DEFAULT, PROBES, Beside, Probe, first_keys_mass, offset_mass, sums, tokens, tokens_mass
+from multihead.probes.statistics import of_call
 from multihead.scores import Relative
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -327,3 +327,66 @@ def test_special_mass_is_refused_where_nobody_says_what_is_special() -> None:
     assert str(refusal.value) == (
         "special_mass was asked for, and nothing says which keys are special. Give special_keys."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("duplicate_mass", "nothing says which token each key is. Give ids."),
+        ("induction_mass", "nothing says which token each key is. Give ids."),
+        ("contribution", "nothing says what the heads' outputs are multiplied by. Give output_weight."),
+        ("sink_mass", "the heads have no learned sinks. Give sinks, or leave it out."),
+    ],
+)
+def test_a_statistic_of_which_something_is_missing_is_refused(name: str, said: str) -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, v=q, probes=(name,))
+    assert str(refusal.value) == f"{name} was asked for, and {said}"
+
+
+def test_values_and_sets_that_are_missing_are_refused() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=("output_norm",), beside=Beside(output_weight=torch.ones(3, 4)))
+    assert str(refusal.value) == "output_norm was asked for, and there are no values. Give v."
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=(tokens_mass("commas"),), beside=Beside(sets={"stops": torch.ones(1, 2) > 0}))
+    assert str(refusal.value) == (
+        "commas_mass was asked for, and nothing says which keys belong to the set. Give sets, or ids to tokens_mass."
+    )
+
+
+def test_two_statistics_of_one_name_are_refused() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=(tokens_mass("stops", [1]), tokens_mass("stops", [2])))
+    assert str(refusal.value) == "Two statistics are called 'stops_mass'. Give one of them another name."
+
+
+def test_unless_asked_those_are_measured_for_which_nothing_is_missing() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    plain = [name for name in DEFAULT if name not in ("special_mass", "sink_mass")]
+    assert list(statistics(q, q)) == plain
+    every = statistics(q, q, sinks=torch.zeros(1), beside=Beside(special_keys=torch.ones(1, 2) > 0))
+    assert list(every) == list(DEFAULT)
+
+
+def test_a_call_with_dropout_is_measured_before_it() -> None:
+    """Its output has lost what was dropped."""
+    q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
+    request = request_of(q, k, v, dropout=0.5)
+    attended = Attended(torch.zeros_like(q), (q @ k.mT / 2).logsumexp(-1))
+    beside = Beside(output_weight=torch.eye(8, dtype=torch.float64))
+    found = of_call(AttentionCall(request, attended), ("output_norm",), beside)["output_norm"]
+    torch.testing.assert_close(found, ((q @ k.mT / 2).softmax(-1) @ v).norm(dim=-1), atol=1e-12, rtol=0)
+
+
+def test_rows_of_nan_are_nan_and_count_as_nothing_where_rows_are_summed() -> None:
+    q = torch.zeros(1, 1, 3, 4)
+    q[0, 0, 1] = torch.nan
+    found = statistics(q, torch.zeros(1, 1, 3, 4), probes=("entropy", "largest_key", "received", "coverage"))
+    assert found["entropy"][0, 0].isnan().tolist() == [False, True, False]
+    assert found["largest_key"].tolist() == [[[0, -1, 0]]]
+    assert found["received"].flatten().tolist() == pytest.approx([2 / 3] * 3)
+    assert found["coverage"].flatten().tolist() == pytest.approx([2 / 3] * 3)

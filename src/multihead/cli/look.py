@@ -167,7 +167,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
 
     from multihead.listening import listen
     from multihead.observation.observe import observe
-    from multihead.probes.statistics import DEFAULT
+    from multihead.probes import DEFAULT
 
     with _bar(notes) as progress:
         total = getattr(loaded.model.config, "num_hidden_layers", None)

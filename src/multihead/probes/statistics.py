@@ -14,25 +14,11 @@ from multihead.errors import ProbeError
 from multihead.kernels.tile import without_autocast, working_dtype
 from multihead.probes import columns, gathers, tokens
 from multihead.probes.asked import asked, given, takes
-from multihead.probes.beside import MAP_SIZE, Beside, refuse_unless_beside_fits, refuse_unless_output_weight_fits
-from multihead.probes.catalogue import DEFAULT, PROBES
+from multihead.probes.beside import Beside, refuse_unless_beside_fits, refuse_unless_output_weight_fits
+from multihead.probes.catalogue import PROBES
 from multihead.probes.probe import Need, Part, Probe
 from multihead.probes.subject import Subject
 from multihead.probes.sums import STREAMED, streamed
-
-__all__ = [
-    "DEFAULT",
-    "MAP_SIZE",
-    "NOTHING",
-    "PROBES",
-    "measured",
-    "of_call",
-    "possible",
-    "refuse_unless_known",
-    "refuse_unless_possible",
-    "resolved",
-    "without_positions",
-]
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS = frozenset({"mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass"})
@@ -99,13 +85,6 @@ def refuse_unless_possible(
         for need in missing(probe, request, beside, has_values=has_values):
             finding, mend = _MISSING[need]
             raise ProbeError(f"{probe.name} was asked for, and {finding}.", mend)
-
-
-def refuse_unless_known(names: Sequence[str], special_keys: Tensor | None) -> None:
-    """Refuse names that are no statistic, and `special_mass` where nobody said which keys are special."""
-    resolved(names)
-    if "special_mass" in names and special_keys is None:
-        raise ProbeError("special_mass was asked for, and nothing says which keys are special.", "Give special_keys.")
 
 
 def measured(
@@ -217,36 +196,22 @@ def without_positions(attended: Attended) -> Attended:
     return replace(attended, statistics=kept)
 
 
-def of_call(
-    call: AttentionCall,
-    wanted: Iterable[Wanted],
-    beside: Beside | None = None,
-    *,
-    special_keys: Tensor | None = None,
-    map_size: int = MAP_SIZE,
-) -> dict[str, Tensor]:
+def of_call(call: AttentionCall, wanted: Iterable[Wanted], beside: Beside = NOTHING) -> dict[str, Tensor]:
     """Give statistics of a call that has run: those its kernel had at hand, the others measured now.
 
-    Args:
-        call: the call.
-        wanted: names of statistics, or probes.
-        beside: what is known beside q and k.
-        special_keys: as in `Beside`, where there is none.
-        map_size: as in `Beside`, where there is none.
+    Takes what `measured` takes, and gives what it gives, in the order of the statistics asked for.
     """
-    if beside is None:
-        beside = Beside(special_keys=special_keys, map_size=map_size)
-        wanted = possible(wanted, call.request, beside)
     probes = resolved(wanted)
+    refuse_unless_possible(probes, call.request, beside)
+    at_hand = call.attended.statistics
+    own_first_key = beside.first_key is not None  # the kernel's is the first that some query may see
     ready = {
-        probe.name: call.attended.statistics[probe.name]
+        probe.name: at_hand[probe.name]
         for probe in probes
-        if probe.name in call.attended.statistics and not (probe.name == "first_mass" and beside.first_key is not None)
+        if probe.name in at_hand and not (own_first_key and probe.name == "first_mass")
     }
     left = [probe for probe in probes if probe.name not in ready]
     if left:
-        attended, request = call.attended, call.request
-        refuse_unless_possible(left, request, beside)
-        output = None if request.dropout else attended.output
-        ready |= measured(request, attended.logsumexp.detach(), left, beside, output=output)
+        output = None if call.request.dropout else call.attended.output
+        ready |= measured(call.request, call.attended.logsumexp.detach(), left, beside, output=output)
     return {probe.name: ready[probe.name] for probe in probes}
