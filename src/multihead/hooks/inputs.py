@@ -39,6 +39,7 @@ class Inputs:
     _depth: int = 0
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _given: dict[str, Given] = field(default_factory=dict)
+    _taken: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
@@ -53,11 +54,11 @@ class Inputs:
         """
         around = sorted((each for each in self._models if _holds(each, name)), key=len, reverse=True)
         for each in around:
-            taken = inspect.signature(self._models[each].forward).parameters
+            taken = self._parameters(each)
             if "input_ids" in taken or "inputs_embeds" in taken:
                 found = self._given.get(each, Given())
                 outer = next((other for other in around if len(other) < len(each)), None)
-                if found.ids is None and outer is not None and not _pairs(self._models[outer]):
+                if found.ids is None and outer is not None and not self._pairs(outer):
                     # A model of texts and images embeds the tokens itself and hands on what came of it.
                     found = Given(self._given.get(outer, Given()).ids, found.tokens)
                 return found
@@ -71,7 +72,7 @@ class Inputs:
         """
         for each in sorted(self._models, key=len):
             model: Any = self._models[each]
-            if _holds(each, name) and _pairs(model):
+            if _holds(each, name) and self._pairs(each):
                 given = self._given.get(each, Given())
                 if given.ids is not None:
                     return given
@@ -79,6 +80,16 @@ class Inputs:
                 inner = next((other for other, module in self._models.items() if module is encoder), None)
                 return given if inner is None else self._given.get(inner, given)
         return Given()
+
+    def _parameters(self, model: str) -> frozenset[str]:
+        """Name what a model's forward takes; looked up once, since every attention call asks."""
+        if model not in self._taken:
+            self._taken[model] = frozenset(inspect.signature(self._models[model].forward).parameters)
+        return self._taken[model]
+
+    def _pairs(self, model: str) -> bool:
+        """Whether a model is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
+        return "decoder_input_ids" in self._parameters(model)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
@@ -125,11 +136,6 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
     return Given(ids.detach() if isinstance(ids, Tensor) and ids.dim() == 2 else None, tokens)
-
-
-def _pairs(model: nn.Module) -> bool:
-    """Whether a model is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
-    return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def _holds(outer: str, name: str) -> bool:

@@ -260,10 +260,11 @@ class _Sample:
         pieces = iter(one.pieces)
         piece, place = next(pieces), 0
         for first, behind, first_key, behind_key in said:
-            while first >= piece.row_stop and first < one.num_queries:
+            while behind > piece.row_stop and behind <= one.num_queries:
                 piece = next(pieces)
-            rows = place == first <= behind <= piece.row_stop
-            if not rows or not piece.key_start <= first_key <= behind_key <= piece.key_stop:
+            rows = place == first <= behind <= piece.row_stop and piece.row_start <= first
+            within = piece.key_start <= first_key <= behind_key <= piece.key_stop
+            if not rows or not (within or (first == behind and 0 <= first_key <= behind_key <= one.num_keys)):
                 raise _WrongError("the calls of a sample do not follow each other")
             found.append(((first, behind), (first_key, behind_key)))
             place = behind
