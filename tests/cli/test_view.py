@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,12 +37,16 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Started:
     """The command in a process of its own, once it has said its address."""
 
-    def __init__(self, *args: str) -> None:
-        command = [sys.executable, "-c", "from multihead.cli import main; main()", "view", *args]
+    def __init__(self, *args: str, before: str = "") -> None:
+        command = [sys.executable, "-c", f"from multihead.cli import main; {before}main()", "view", *args]
         environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
+        # Should it say nothing, its end is what the test reads.
+        self.patience = threading.Timer(120, self.process.kill)
+        self.patience.daemon = True
+        self.patience.start()
         assert self.process.stdout is not None
         self.lines = [self.process.stdout.readline() for _ in range(3)]
         found = re.search(r"http://127\.0\.0\.1:(\d+)(/[\w-]{20,}/)(\S*)", self.lines[1])
@@ -58,6 +64,7 @@ class Started:
     def end(self) -> tuple[int, str, str]:
         self.process.send_signal(signal.SIGINT)
         out, err = self.process.communicate(timeout=30)
+        self.patience.cancel()
         return self.process.returncode, out, err
 
 
@@ -73,6 +80,22 @@ def test_it_says_its_address_serves_the_page_and_ends_cleanly(file: Path, tmp_pa
     assert [each["name"] for each in json.loads(body)["runs"]] == [str(file), str(other)]
     assert started.get("api/runs/1/samples/1/heads/1/0/tile?level=0&row=0&column=0")[0] == 200
     assert started.end() == (0, "", "")
+
+
+def test_it_ends_at_once_in_the_middle_of_a_long_computation(file: Path) -> None:
+    slow = (
+        "import time; from multihead.viewer import routes; "
+        "routes.described = lambda *given: print('begun', flush=True) or time.sleep(60); "
+    )
+    started = Started(str(file), "--no-browser", before=slow)
+    with socket.create_connection(("127.0.0.1", started.port)) as client:
+        asked = f"GET {started.path}api/runs/0/samples/0 HTTP/1.1\r\nHost: 127.0.0.1:{started.port}\r\n\r\n"
+        client.sendall(asked.encode())
+        assert started.process.stdout is not None
+        assert started.process.stdout.readline() == "begun\n"
+        began = time.monotonic()
+        assert started.end() == (0, "", "")
+        assert time.monotonic() - began < 20
 
 
 def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(tmp_path: Path) -> None:

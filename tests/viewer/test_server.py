@@ -1,385 +1,57 @@
-"""The viewer asked over HTTP: every address, exact numbers, sentences for what cannot be, many requests at once."""
+"""The server as a whole: where it listens, whom it answers, and how it ends."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import urllib.request
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch.testing import assert_close
 
-from multihead import masks
 from multihead.errors import InputError
-from multihead.observation.record import Record
-from multihead.observation.texts import Text
-from multihead.probes.regions import CancelledError
 from multihead.viewer import server
 from multihead.viewer.samples import Run
-from tests.viewer.serving import TOKEN, Served, serving
-from tests.viewer.watching import block_means, watch
-
-LENGTH = 300
-SAMPLE = "api/runs/0/samples/0"
-HEAD = f"{SAMPLE}/heads/1/0"
-TOKENS = ["=1+1", "</script><script>alert(1)</script>", *(f"t{index}" for index in range(2, LENGTH))]
+from tests.viewer.serving import TOKEN, serving
+from tests.viewer.watching import watch
 
 
-@pytest.fixture(scope="module")
-def record() -> Record:
-    seen = watch(LENGTH, layers=2, lengths=(LENGTH, 41), mask=masks.Causal())
-    seen.give_text(Text(tokens=TOKENS, special=[True] + [False] * (LENGTH - 1)))
-    return seen
+def test_it_says_its_address_once_it_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    plain = server._Server
+    monkeypatch.setattr(server, "_Server", lambda *given: made.append(plain(*given)) or made[0])
+    said: list[str] = []
+    options = {"token": "abc", "ready": said.append}
+    thread = threading.Thread(target=server.serve, args=([Run("a", watch(5))],), kwargs=options)
+    thread.start()
+    while not made or not made[0].started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    with urllib.request.urlopen(said[0]) as page:
+        assert said[0].endswith("/abc/")
+        assert b"<!doctype html>" in page.read()[:100].lower()
+    made[0].should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
 
 
-@pytest.fixture(scope="module")
-def served(record: Record) -> Iterator[Served]:
-    other = watch(LENGTH, layers=2, mask=masks.Causal(), seed=1)
-    statistics = watch(30, layers=2, keep="statistics")
-    runs = Run("a.safetensors", record), Run("b.safetensors", other), Run("c.safetensors", statistics)
-    with serving(*runs, lang="zh") as found:
-        yield found
+def test_the_address_without_its_last_slash_leads_to_the_page() -> None:
+    with serving(Run("a", watch(5))) as served:
+        answer = served.ask(f"/{TOKEN}")
+        assert (answer.status, answer.headers["location"]) == (307, f"/{TOKEN}/")
 
 
-def test_the_page_and_its_files_are_served(served: Served) -> None:
-    page = served.get("")
-    assert page.status == 200
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert served.get("static/index.html").body == page.body
-    assert served.ask(f"/{TOKEN}").headers["location"] == f"/{TOKEN}/"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "static/../server.py",
-        "static/..%2f..%2fserver.py",
-        "static/%2e%2e/server.py",
-        "static//etc/passwd",
-        "static/none.js",
-        "static/",
-        "..%2f..%2fserver.py",
-        "api",
-        "api/runs/0/samples",
-        "api/runs/0/samples/0/heads/0/0/",
-    ],
-)
-def test_no_other_file_and_no_other_address_is_served(served: Served, path: str) -> None:
-    answer = served.get(path)
-    assert answer.status == 404
-    assert answer.error in (
-        "The page has no such file. Open the address that `multihead view` printed.",
-        "The viewer has nothing at this address. Open the address that `multihead view` printed.",
-    )
-
-
-def test_the_view_lists_the_runs(served: Served) -> None:
-    told = served.get("api/view").json
-    assert told["lang"] == "zh"
-    assert [run["name"] for run in told["runs"]] == ["a.safetensors", "b.safetensors", "c.safetensors"]
-    assert [run["keep"] for run in told["runs"]] == ["all", "all", "statistics"]
-    assert told["runs"][0]["samples"] == [{"queries": LENGTH, "keys": LENGTH}, {"queries": 41, "keys": 41}]
-
-
-def test_a_sample_is_described_and_a_hostile_token_is_plain_json(served: Served) -> None:
-    answer = served.get(SAMPLE)
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.json["tokens"] == TOKENS
-    assert [layer["levels"] for layer in answer.json["layers"]] == [4, 4]
-    assert len(answer.json["kinds"]) == 4
-    assert served.get(SAMPLE).body == answer.body
-
-
-def test_a_tile_of_every_level_is_exact(served: Served, record: Record) -> None:
-    sample = record.layers[1].sample()
-    for level in range(4):
-        for sink in (True, False):
-            expected = block_means(sample, 0, level, sink=sink)
-            for row in range(-(-len(expected) // 256)):
-                for column in range(-(-len(expected) // 256)):
-                    path = f"{HEAD}/tile?level={level}&row={row}&column={column}&sink={int(sink)}"
-                    found = torch.from_numpy(served.get(path).floats.copy()).double()
-                    part = expected[256 * row : 256 * (row + 1), 256 * column : 256 * (column + 1)]
-                    assert_close(found, part, rtol=2e-5, atol=1e-8, equal_nan=True)
-
-
-def test_a_single_weight_is_the_records_to_the_last_bit(served: Served, record: Record) -> None:
-    expected = record.layers[1].weights(0, queries=slice(7, 8))[0].numpy()
-    row = served.get(f"{HEAD}/row?query=7")
-    assert row.headers["x-shape"] == str(LENGTH)
-    np.testing.assert_array_equal(row.floats[:8], expected[:8])
-    assert np.isnan(row.floats[8:]).all()
-    tile = served.get(f"{HEAD}/tile?level=0&row=0&column=0").floats
-    np.testing.assert_allclose(tile[7, :8], expected[:8], rtol=1e-5)
-
-
-def test_two_runs_and_two_samples_are_apart(served: Served) -> None:
-    path = "api/runs/{}/samples/{}/heads/1/0/tile?level=0&row=0&column=0"
-    found = [served.get(path.format(*place)).floats for place in ((0, 0), (1, 0), (0, 1))]
-    assert [each.shape for each in found] == [(256, 256), (256, 256), (41, 41)]
-    assert not np.array_equal(found[0], found[1], equal_nan=True)
-
-
-def test_small_maps_have_at_most_64_cells_a_side(served: Served, record: Record) -> None:
-    found = served.get(f"{SAMPLE}/layers/1/maps").floats
-    assert found.shape == (2, 38, 38)
-    expected = block_means(record.layers[1].sample(), 1, 3)
-    assert_close(torch.from_numpy(found[1].copy()).double(), expected, rtol=2e-5, atol=1e-8, equal_nan=True)
-
-
-def test_levels_of_a_short_text_are_ready(served: Served) -> None:
-    assert served.get(f"{SAMPLE}/levels").json == {"state": "ready", "done": 0, "total": 0, "inMemory": False}
-
-
-def test_the_table_is_the_records(served: Served, record: Record) -> None:
-    answer = served.get(f"{SAMPLE}/table.csv")
-    assert answer.headers["content-disposition"] == 'attachment; filename="heads-0.csv"'
-    rows = list(csv.DictReader(io.StringIO(answer.body.decode(), newline="")))
-    assert [(row["layer"], row["head"]) for row in rows] == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
-    means = record.layers[1].sample().means
-    assert float(rows[3]["entropy"]) == float(means["entropy"][1])
-    assert float(served.get(f"{SAMPLE}/table.json").json[3]["entropy"]) == float(means["entropy"][1])
-
-
-def test_weights_are_exported_with_safe_tokens(served: Served, record: Record) -> None:
-    answer = served.get(f"{HEAD}/weights.csv?queries=3:5&keys=0:6")
-    assert answer.headers["content-disposition"] == 'attachment; filename="weights-0-L1H0.csv"'
-    rows = list(csv.DictReader(io.StringIO(answer.body.decode(), newline="")))
-    assert len(rows) == 12
-    assert rows[0]["key_token"] == "'=1+1"
-    assert rows[1]["key_token"] == TOKENS[1]
-    expected = record.layers[1].weights(0, queries=slice(3, 5), keys=slice(0, 6))
-    assert [row["weight"] == "" for row in rows[:6]] == [False] * 4 + [True] * 2
-    assert np.float32(rows[3]["weight"]) == expected[0, 3].numpy()
-    told = served.get(f"{HEAD}/weights.json?queries=3:5&keys=0:6").json
-    assert told["key_tokens"][0] == "=1+1"
-    assert told["weights"][0][4] is None
-
-
-def test_the_nearest_heads_are_the_records_and_say_how_many_queries_were_looked_at(
-    served: Served, record: Record
-) -> None:
-    told = served.get(f"{HEAD}/nearest?top=2").json
-    expected = record.nearest(1, 0, top=2)
-    assert told == [
-        {"layer": each.layer, "head": each.head, "divergence": each.divergence, "queries": LENGTH} for each in expected
-    ]
-    assert len(served.get(f"{HEAD}/nearest").json) == 3  # all others
-
-
-@pytest.mark.parametrize(
-    ("path", "status", "sentence"),
-    [
-        ("api/runs/3/samples/0", 404, "There is no run 3. Give a number from 0 to 2."),
-        ("api/runs/x/samples/0", 400, "The run is 'x'. Give a whole number from 0 to 2."),
-        ("api/runs/-1/samples/0", 400, "The run is '-1'. Give a whole number from 0 to 2."),
-        ("api/runs/0/samples/2", 404, "There is no sample 2. Give a number from 0 to 1."),
-        (f"{SAMPLE}/layers/2/maps", 404, "There is no layer 2. Give a number from 0 to 1."),
-        (f"{SAMPLE}/heads/0/2/row?query=0", 404, "There is no head 2. Give a number from 0 to 1."),
-        (f"{HEAD}/row?query=300", 404, "There is no query 300. Give a number from 0 to 299."),
-        (f"{HEAD}/row", 400, "The query is missing. Give a whole number from 0 to 299."),
-        (f"{HEAD}/tile?row=0&column=0", 400, "The level is missing. Give a whole number from 0 to 3."),
-        (
-            f"{HEAD}/tile?level=4&row=0&column=0",
-            404,
-            "There is no level 4. Give a number from 0 to 3.",
-        ),
-        (
-            f"{HEAD}/tile?level=0&row=2&column=0",
-            404,
-            "There is no row of tiles 2. Give a number from 0 to 1.",
-        ),
-        (
-            f"{HEAD}/tile?level=1&row=0&column=99999999999",
-            404,
-            "There is no column of tiles 99999999999. Give a number from 0 to 0.",
-        ),
-        (
-            f"{HEAD}/tile?level={'9' * 6000}&row=0&column=0",
-            400,
-            f"The level is '{'9' * 39}…'. Give a whole number from 0 to 3.",
-        ),
-        (f"{HEAD}/tile?level=0&row=0&column=0&sink=no", 400, "sink is 'no'. Give 1 or 0."),
-        (f"{HEAD}/nearest?top=101", 404, "There is no count of heads 101. Give a number from 1 to 100."),
-        (f"{SAMPLE}/table.xml", 404, "There is no export of the form 'xml'. Ask for csv or json."),
-        (f"{HEAD}/weights.csv?queries=5:3", 400, "The queries are 5:3, of 300. Give a part of 0:300."),
-        (
-            "api/runs/2/samples/0/heads/0/0/tile?level=0&row=0&column=0",
-            404,
-            'q and k were not kept, so there is no map. Save the record with keep="all" to see its maps.',
-        ),
-        (
-            "api/runs/2/samples/0/layers/0/maps",
-            404,
-            'q and k were not kept, so there is no map. Save the record with keep="all" to see its maps.',
-        ),
-        (
-            "api/runs/2/samples/0/heads/0/0/weights.csv",
-            404,
-            'q and k were not kept, so there is no map. Save the record with keep="all" to see its maps.',
-        ),
-    ],
-)
-def test_what_cannot_be_is_answered_in_words(served: Served, path: str, status: int, sentence: str) -> None:
-    answer = served.get(path)
-    assert (answer.status, answer.error) == (status, sentence)
-
-
-def test_too_many_weights_are_refused() -> None:
-    with serving(Run("a", watch(1100, heads=1))) as served:
-        answer = served.get("api/runs/0/samples/0/heads/0/0/weights.csv")
-        assert answer.status == 400
-        assert answer.error.startswith("1,100 queries x 1,100 keys are 1,210,000 weights. Ask for 1,048,576 at most;")
-
-
-def test_a_record_of_statistics_has_its_numbers_and_no_levels(served: Served) -> None:
-    told = served.get("api/runs/2/samples/0").json
-    assert told["layers"][0]["levels"] == 0
-    assert len(told["metrics"]["entropy"]) == 4
-    assert served.get("api/runs/2/samples/0/levels").json == {"state": "none", "done": 0, "total": 0}
-    assert served.get("api/runs/2/samples/0/table.csv").status == 200
-
-
-def test_pooled_maps_that_were_kept_serve_where_q_and_k_were_not() -> None:
-    seen = watch(100, keep="statistics", probes=("entropy", "pooled_map"))
-    with serving(Run("a", seen)) as served:
-        assert served.get(f"{SAMPLE}/layers/0/maps").floats.shape == (2, 50, 50)
-
-
-@pytest.fixture(scope="module")
-def long() -> Record:
-    return watch(2100, layers=1, mask=masks.Causal())
-
-
-class TestLongTexts:
-    def until_ready(self, served: Served) -> dict[str, Any]:
-        for _ in range(600):
-            told: dict[str, Any] = served.get(f"{SAMPLE}/levels").json
-            if told["state"] == "ready":
-                return told
-            assert told["state"] == "building"
-            time.sleep(0.02)
-        raise AssertionError("The levels were never ready.")
-
-    def test_coarse_levels_are_built_beside_the_file_and_told(self, long: Record, tmp_path: Path) -> None:
-        told: list[tuple[float, int]] = []
-        folder = tmp_path / "run.safetensors.levels"
-        run = Run("run.safetensors", long, folder)
-        with serving(run, told=lambda done, total: told.append((done, total))) as served:
-            assert served.get(SAMPLE).json["layers"][0]["levels"] == 7
-            assert self.until_ready(served) == {"state": "ready", "done": 2, "total": 2, "inMemory": False}
-            found = served.get("api/runs/0/samples/0/heads/0/1/tile?level=6&row=0&column=0").floats
-            expected = block_means(long.layers[0].sample(), 1, 6)
-            assert_close(torch.from_numpy(found.copy()).double(), expected, rtol=2e-5, atol=1e-8, equal_nan=True)
-            maps = served.get(f"{SAMPLE}/layers/0/maps").floats
-            np.testing.assert_array_equal(maps[1], found)
-        assert told[-1] == (2, 2)
-        assert [each.name for each in folder.iterdir()] == ["layer-0.sample-0.safetensors"]
-        with serving(run) as served:
-            assert served.get(f"{SAMPLE}/levels").json["state"] == "ready"
-
-    def test_until_they_are_built_the_answer_is_to_ask_again(
-        self, long: Record, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(server.Builder, "step", lambda self: False)
-        with serving(Run("run.safetensors", long)) as served:
-            for path in (f"{SAMPLE}/layers/0/maps", f"{SAMPLE}/heads/0/1/tile?level=6&row=0&column=0"):
-                answer = served.get(path)
-                assert answer.status == 503
-                assert answer.headers["retry-after"] == "1"
-                assert answer.error == "The coarse levels are being built, 0 % are done. Ask again in a second."
-
-    def test_where_the_folder_cannot_be_written_they_stay_in_memory(self, long: Record, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("no folder")
-        with serving(Run("run.safetensors", long, tmp_path / "file" / "levels")) as served:
-            assert served.get(SAMPLE).status == 200
-            assert self.until_ready(served)["inMemory"]
-            assert served.get(f"{SAMPLE}/heads/0/1/tile?level=6&row=0&column=0").status == 200
-
-
-def slowly(begun: threading.Event, ended: list[str]) -> Callable[..., Any]:
-    """A tile that takes until its client goes away."""
-
-    def tile(*given: Any, cancelled: Callable[[], bool], **options: Any) -> Any:
-        begun.set()
-        for _ in range(2000):
-            if cancelled():
-                ended.append("cancelled")
-                raise CancelledError
-            time.sleep(0.005)
-        ended.append("finished")
-        return np.zeros((1, 1))
-
-    return tile
-
-
-def test_a_tile_whose_client_went_away_is_given_up(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, ended = threading.Event(), []
-    monkeypatch.setattr(server, "fine", slowly(begun, ended))
-    with serving(Run("a", record)) as served:
-        served.leave(f"{HEAD}/tile?level=0&row=0&column=0")
-        assert begun.wait(10)
-        for _ in range(2000):
-            if ended:
-                break
-            time.sleep(0.005)
-        assert ended == ["cancelled"]
-        assert served.get(f"{HEAD}/row?query=3").status == 200
-
-
-def test_requests_at_once_are_all_answered_and_the_same_ones_computed_once(
-    record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed: list[tuple[Any, ...]] = []
-    fine = server.fine
-
-    def counting(sample: Any, head: int, level: int, *, row: int, column: int, **options: Any) -> Any:
-        computed.append((head, level, row, column))
-        time.sleep(0.01)
-        return fine(sample, head, level, row=row, column=column, **options)
-
-    monkeypatch.setattr(server, "fine", counting)
-    with serving(Run("a", record)) as served, ThreadPoolExecutor(16) as clients:
-        paths = [
-            f"{SAMPLE}/heads/0/{head}/tile?level=0&row={row}&column={column}"
-            for head in range(2)
-            for row in range(2)
-            for column in range(2)
-        ]
-        answers = list(clients.map(served.get, paths * 5))
-        assert {answer.status for answer in answers} == {200}
-        for place, path in enumerate(paths):
-            assert len({answer.body for answer in answers[place :: len(paths)]}) == 1, path
-        assert sorted(computed) == sorted(set(computed))
-
-
-def test_a_failure_is_a_sentence_and_the_server_goes_on(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: Any, **options: Any) -> Any:
-        raise ValueError("secret")
-
-    monkeypatch.setattr(server, "fine", fail)
-    with serving(Run("a", record)) as served:
-        answer = served.get(f"{HEAD}/tile?level=0&row=0&column=0")
-        assert answer.status == 500
-        assert json.loads(answer.body) == {
-            "error": "The viewer failed at this; its terminal says how. Please report it."
-        }
-        assert "content-security-policy" in answer.headers
-        assert served.get(f"{HEAD}/row?query=3").status == 200
-
-
-def test_a_port_that_is_taken_is_refused_in_words(served: Served) -> None:
-    with pytest.raises(InputError) as refused:
+def test_a_port_that_is_taken_is_refused_in_words() -> None:
+    with serving(Run("a", watch(5))) as served, pytest.raises(InputError) as refused:
         server.serve([], token="x", port=served.port)
     assert str(refused.value) == (
         f"Port {served.port} cannot be had: Address already in use. "
         "Give another with --port, or none: then a free one is taken."
     )
+
+
+def test_when_the_server_ends_its_threads_end() -> None:
+    with serving(Run("a", watch(5))) as served:
+        assert served.get("api/runs/0/samples/0").status == 200
+        threads = [*served.app.state.viewer.workers._threads, *served.app.state.viewer.slow._threads]
+        assert all(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in threads)

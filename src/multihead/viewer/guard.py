@@ -67,8 +67,10 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
         if scope["type"] != "http":
-            return
+            return  # there are no web sockets here
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -4,273 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 
 from multihead.errors import InputError, MultiheadError
 from multihead.probes.regions import CancelledError
-from multihead.viewer import exports
-from multihead.viewer.answers import (
-    GONE,
-    download,
-    failed,
-    floats,
-    gone,
-    in_words,
-    no_such_address,
-    page_file,
-    until_gone,
-)
-from multihead.viewer.asked import AbsentError, LaterError, flag, number, span
-from multihead.viewer.building import Builder, Pyramid, state
-from multihead.viewer.guard import Guard, hosts_of, said
-from multihead.viewer.levels import BASE, SIDE, Array, count
-from multihead.viewer.page import version
-from multihead.viewer.samples import Run, described, listed, near, rows_of
-from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
+from multihead.viewer.answers import failed, gone, in_words, no_such_address
+from multihead.viewer.guard import Guard, hosts_of
+from multihead.viewer.routes import Viewer
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.responses import Response
 
-    from multihead.observation.sample import SampleRecord
-
-Written = TypeVar("Written")
-
-
-class Viewer:
-    """Answers what the page asks of some records.
-
-    Args:
-        runs: the records.
-        lang: the page's language, "en" or "zh".
-        told: called with (heads done, heads in all) while coarse levels are built.
-    """
-
-    def __init__(self, runs: Sequence[Run], *, lang: str, told: Callable[[float, int], None]) -> None:
-        self.runs = runs
-        self.lang = lang
-        self.builder = Builder(told)
-        self.workers = Workers(idle=self.builder.step)
-        self.slow = Workers(1)  # what takes seconds has a thread of its own: no tile waits for it
-        self.cache = Cache()
-        self._described: dict[tuple[int, int], dict[str, Any]] = {}
-
-    def routes(self) -> list[Route]:
-        """Say what is at which address, behind the token."""
-        sample = "/api/runs/{run}/samples/{sample}"
-        head = f"{sample}/heads/{{layer}}/{{head}}"
-        return [
-            Route("/", self.index),
-            Route("/static/{name}", self.static),
-            Route("/api/view", self.view),
-            Route(sample, self.sample),
-            Route(f"{sample}/levels", self.levels),
-            Route(f"{sample}/layers/{{layer}}/maps", self.maps),
-            Route(f"{sample}/table.{{form}}", self.table),
-            Route(f"{head}/tile", self.tile),
-            Route(f"{head}/row", self.row),
-            Route(f"{head}/weights.{{form}}", self.weights),
-            Route(f"{head}/nearest", self.nearest),
-        ]
-
-    async def index(self, request: Request) -> Response:
-        """Give the page."""
-        return page_file("index.html")
-
-    async def static(self, request: Request) -> Response:
-        """Give a file of the page."""
-        return page_file(request.path_params["name"])
-
-    async def view(self, request: Request) -> Response:
-        """List the records."""
-        return said({"version": version(), "lang": self.lang, "runs": [listed(run) for run in self.runs]})
-
-    async def sample(self, request: Request) -> Response:
-        """Describe a sample; its coarse levels are built from now on."""
-        place = run, sample = self._sample(request)
-        self._levels(*place)
-
-        def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            # Kept even if nobody waits for it any more: whoever loads the page again need not wait as long.
-            if place not in self._described:
-                self._described[place] = described(self.runs[run], sample)
-            return self._described[place]
-
-        if place not in self._described:
-            await self._computed(request, ("sample", *place), describe, by=self.slow)
-        return said(self._described[place])
-
-    async def levels(self, request: Request) -> Response:
-        """Say how far a sample's coarse levels are."""
-        place = self._sample(request)
-        return said(state(self._levels(*place), self.builder.failure(place)))
-
-    async def maps(self, request: Request) -> Response:
-        """Give small maps of all heads of a layer."""
-        place = run, sample, layer, one = self._layer(request)
-
-        def compute(cancelled: Callable[[], bool]) -> Array:
-            pooled = one.statistics.get("pooled_map")
-            if pooled is not None and max(pooled.shape[1:]) <= SIDE:
-                values: Array = pooled.float().numpy()
-                return values
-            _refuse_without_map(one)
-            level = count(one.num_queries, one.num_keys) - 1
-            if level < BASE:
-                return small(one, level, cancelled=cancelled)
-            pyramid = self._built(run, sample)
-            if not all(pyramid.has(layer, head) for head in range(one.num_heads)):
-                raise self._later(run, sample)
-            levels = pyramid.layer(layer)
-            return np.stack([levels.means(head, level) for head in range(one.num_heads)])
-
-        return floats(await self._kept(request, ("maps", *place[:3]), compute))
-
-    async def tile(self, request: Request) -> Response:
-        """Give a tile of a head's map."""
-        run, sample, layer, head, one = self._head(request)
-        _refuse_without_map(one)
-        asked = request.query_params
-        level = number("level", asked.get("level"), below=count(one.num_queries, one.num_keys))
-        row = number("row of tiles", asked.get("row"), below=tiles_of(one.num_queries, level))
-        column = number("column of tiles", asked.get("column"), below=tiles_of(one.num_keys, level))
-        sink = flag("sink", asked.get("sink"), default=True)
-        if count(one.num_queries, one.num_keys) > BASE:
-            self._built(run, sample).want((layer, head))
-        if level >= BASE:
-            pyramid = self._built(run, sample)
-            if not pyramid.has(layer, head):
-                raise self._later(run, sample)
-            return floats(pyramid.layer(layer).tile(head, level, row, column, sink=sink))
-        return floats(
-            await self._kept(
-                request,
-                ("tile", run, sample, layer, head, level, row, column, sink),
-                lambda cancelled: fine(one, head, level, row=row, column=column, sink=sink, cancelled=cancelled),
-            )
-        )
-
-    async def row(self, request: Request) -> Response:
-        """Give one query's weights."""
-        *place, one = self._head(request)
-        _refuse_without_map(one)
-        query = number("query", request.query_params.get("query"), below=one.num_queries)
-        return floats(await self._computed(request, ("row", *place, query), lambda _: row_of(one, place[-1], query)))
-
-    async def table(self, request: Request) -> Response:
-        """Give every head's numbers as a file."""
-        run, sample = self._sample(request)
-        form, write = _form(request, exports.TABLES)
-        rows = await self._computed(
-            request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample), by=self.slow
-        )
-        return download(write(rows), f"heads-{sample}", form)
-
-    async def weights(self, request: Request) -> Response:
-        """Give a part of a head's map as a file."""
-        _, sample, layer, head, one = self._head(request)
-        form, write = _form(request, exports.WEIGHTS)
-        _refuse_without_map(one)
-        queries = span("queries", request.query_params.get("queries"), one.num_queries)
-        keys = span("keys", request.query_params.get("keys"), one.num_keys)
-        exports.refuse_unless_moderate(queries, keys)
-        text = write(
-            one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
-        )
-        return download(text, f"weights-{sample}-L{layer}H{head}", form)
-
-    async def nearest(self, request: Request) -> Response:
-        """Give the heads that attend most like one."""
-        run, sample, layer, head, one = self._head(request)
-        _refuse_without_map(one)
-        top = number("count of heads", request.query_params.get("top"), least=1, below=101, default=5)
-        found = await self._computed(
-            request,
-            ("nearest", run, sample, layer, head, top),
-            lambda _: near(self.runs[run], sample, layer, head, top),
-            by=self.slow,
-        )
-        return said(found)
-
-    def _sample(self, request: Request) -> tuple[int, int]:
-        run = number("run", request.path_params["run"], below=len(self.runs))
-        return run, number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
-
-    def _layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
-        run, sample = self._sample(request)
-        layers = self.runs[run].record.layers
-        layer = number("layer", request.path_params["layer"], below=len(layers))
-        return run, sample, layer, layers[layer].sample(sample)
-
-    def _head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
-        run, sample, layer, one = self._layer(request)
-        return run, sample, layer, number("head", request.path_params["head"], below=one.num_heads), one
-
-    def _levels(self, run: int, sample: int) -> Pyramid | None:
-        """Return a sample's levels, to be built from now on; None where q and k were not kept."""
-        shown = self.runs[run]
-        if not shown.keeps(sample):
-            return None
-        pyramid = self.builder.look((run, sample), lambda: Pyramid(shown.record, sample, shown.folder))
-        self.workers.wake()
-        return pyramid
-
-    def _built(self, run: int, sample: int) -> Pyramid:
-        pyramid = self._levels(run, sample)
-        assert pyramid is not None  # whoever asks for levels has made sure of q and k
-        return pyramid
-
-    def _later(self, run: int, sample: int) -> MultiheadError:
-        failure = self.builder.failure((run, sample))
-        if failure is not None:
-            return AbsentError(f"The coarse levels could not be built: {failure}", "Zoom in: finer ones need none.")
-        told = state(self._levels(run, sample))
-        share = int(100 * told["done"] / max(1, told["total"]))
-        return LaterError(f"The coarse levels are being built, {share} % are done.", "Ask again in a second.")
-
-    async def _kept(self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]) -> Array:
-        """Have a worker compute numbers, unless they are kept of an earlier time."""
-
-        def compute_and_keep(cancelled: Callable[[], bool]) -> Array:
-            made = compute(cancelled)
-            self.cache.put(key, made)
-            return made
-
-        kept = self.cache.get(key)
-        return kept if kept is not None else cast("Array", await self._computed(request, key, compute_and_keep))
-
-    async def _computed(
-        self,
-        request: Request,
-        key: Hashable,
-        compute: Callable[[Callable[[], bool]], object],
-        *,
-        by: Workers | None = None,
-    ) -> Any:
-        """Have a worker compute something; once the client went away it is given up."""
-        workers = by or self.workers
-        job = workers.ask(key, compute)
-        done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
-        left: asyncio.Future[Any] = asyncio.ensure_future(until_gone(request))
-        try:
-            await asyncio.wait({done, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                raise HTTPException(GONE)
-            return done.result()
-        finally:
-            left.cancel()
-            workers.leave(job)
-            # What nobody waits for may fail without a word.
-            done.add_done_callback(lambda each: each.cancelled() or each.exception())
+    from multihead.viewer.samples import Run
 
 
 def application(
@@ -295,13 +50,12 @@ def application(
     @asynccontextmanager
     async def working(app: Starlette) -> AsyncIterator[None]:
         yield
-        viewer.workers.close()
-        viewer.slow.close()
+        viewer.close()
 
     async def to_the_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
 
-    return Starlette(
+    made = Starlette(
         routes=[Route(f"/{token}", to_the_page), Mount(f"/{token}", routes=viewer.routes())],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
         exception_handlers={
@@ -312,6 +66,8 @@ def application(
         },
         lifespan=working,
     )
+    made.state.viewer = viewer
+    return made
 
 
 def serve(
@@ -353,20 +109,20 @@ def serve(
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
         ready(f"http://127.0.0.1:{port}/{token}/")
         try:
-            uvicorn.Server(config).run(sockets=[taken])
+            _Server(config, app.state.viewer).run(sockets=[taken])
         except KeyboardInterrupt:
             return  # it has shut down already
 
 
-def _refuse_without_map(sample: SampleRecord) -> None:
-    if not sample.keeps_weights:
-        raise AbsentError(
-            "q and k were not kept, so there is no map.", 'Save the record with keep="all" to see its maps.'
-        )
+class _Server(uvicorn.Server):
+    """A server that ends at once: before it waits for its answers it gives up what they wait for."""
 
+    def __init__(self, config: uvicorn.Config, viewer: Viewer) -> None:
+        super().__init__(config)
+        self.viewer = viewer
 
-def _form(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
-    form = request.path_params["form"]
-    if form not in forms:
-        raise AbsentError(f"There is no export of the form {form[:40]!r}.", f"Ask for {' or '.join(forms)}.")
-    return form, forms[form]
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Give up what is under way, then end."""
+        self.viewer.closing.set()
+        await asyncio.sleep(0)
+        await super().shutdown(sockets)

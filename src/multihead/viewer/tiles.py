@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 CACHE_BYTES = 128 << 20
 """Bytes of tiles that are kept: some 500 whole ones."""
 
+_PATIENCE = 2.0  # seconds
+
 
 def fine(
     sample: SampleRecord,
@@ -192,7 +194,7 @@ class Workers:
             self._changed.notify()
 
     def close(self) -> None:
-        """Give up what is under way, and wait for the threads to end."""
+        """Give up what is under way, and wait some seconds for the threads to end."""
         with self._changed:
             self._closed = True
             for job in self._jobs.values():
@@ -202,7 +204,7 @@ class Workers:
             self._stack.clear()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(_PATIENCE)  # what cannot be given up ends with the process
 
     def _work(self) -> None:
         while True:
