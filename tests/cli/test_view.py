@@ -183,3 +183,13 @@ def test_a_record_opened_by_the_verb_is_what_was_saved(file: Path) -> None:
     assert one.name == "run.safetensors"
     assert one.folder == file.with_name("run.safetensors.levels")
     assert isinstance(one.record, Record)
+
+
+def test_the_bar_is_there_while_something_is_left_and_comes_again() -> None:
+    with view._Bar("Coarse levels") as told:
+        bar = told.__self__  # type: ignore[attr-defined]
+        shown = []
+        for done, total in ((0.5, 2), (1.0, 2), (2, 2), (2, 2), (2.5, 4), (4, 4)):
+            told(done, total)
+            shown.append([(task.completed, task.total) for task in bar.shown.tasks])
+    assert shown == [[(0.5, 2)], [(1.0, 2)], [], [], [(2.5, 4)], []]

@@ -133,6 +133,8 @@ class _Bar:
     def tell(self, done: float, total: int) -> None:
         """Take note of how far it is; the bar is there only while something is left."""
         if self.task is None:
+            if done >= total:
+                return
             self.shown.start()
             self.task = self.shown.add_task(self.name, total=total)
         self.shown.update(self.task, completed=done, total=total)
