@@ -163,7 +163,7 @@ def assert_the_layer_agrees(case: LayerCase, kernel: str | None) -> None:
     plain, plain_whole = by_the_book(case, layer, case.dtype)
     with only(kernel):
         found = by_the_layer(case, layer)
-        with mh.observe(layer) as seen:
+        with mh.observe(layer, probes=MEASURED) as seen:
             watched = by_the_layer(case, layer)
     slack = LAYER_SLACK * SLACK.get(kernel or "native", 1)
     for name, value in found.items():
