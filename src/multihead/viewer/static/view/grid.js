@@ -18,12 +18,16 @@ export function mapOf(record, i) {
 }
 export const mapsMissing = record => record.layers.some((_, l) => maps.get(nameOf(record, l)) === null);
 
-const queue = [];
+const queue = [], asked = new Set();
 let busy = 0;
 function fetchMaps(record, l) {
   const name = nameOf(record, l);
-  if (record.keep === 'statistics' && maps.get(nameOf(record, 0)) === null) { maps.set(name, null); told.arrived(record, l); return; }
-  if (!record.mapped(l) || maps.has(name) || queue.some(each => each.name === name)) return;
+  // Without q and k there are maps only where pooled ones were kept: the first layer tells for all.
+  const first = record.keep === 'statistics' && l > 0 ? maps.get(nameOf(record, 0)) : true;
+  if (first === undefined) { fetchMaps(record, 0); return; }
+  if (first === null) { maps.set(name, null); told.arrived(record, l); return; }
+  if (!record.mapped(l) || maps.has(name) || asked.has(name)) return;
+  asked.add(name);
   queue.push({ record, l, name });
   next();
 }
@@ -33,16 +37,17 @@ async function next() {
   busy++;
   try {
     const { shape: [heads, rows, cols], values } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
-    maps.set(name, { rows, cols, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
-    let top = topWeight.value;
-    for (const v of values) if (v > top) top = v;
-    topWeight.value = top;
+    const top = values.reduce((most, w) => w > most ? w : most, 0);
+    maps.set(name, { rows, cols, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
+    if (record === current) topWeight.value = Math.max(topWeight.value, top);
     told.arrived(record, l);
+    if (!l) askAgain(record);
   } catch (error) {
     if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
-    else { maps.set(name, null); told.arrived(record, l); }
+    else { maps.set(name, null); told.arrived(record, l); if (!l) askAgain(record); }
   } finally {
     busy--;
+    asked.delete(name);
     next();
   }
 }
@@ -62,6 +67,7 @@ function fitted(record, width) {
 
 export function grid(record, passes, goTo) {
   current = record;
+  topWeight.value = Math.max(0, ...record.layers.map((_, l) => maps.get(nameOf(record, l))?.top ?? 0));
   shape = fitted(record, $('gridbox').clientWidth);
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
   const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);

@@ -1,5 +1,5 @@
 // The page of one head, or of two: what is drawn where, and what the pointer does on the map.
-import { address, headAt } from './api.js';
+import { address, headAt, server } from './api.js';
 import { differences } from './compare.js';
 import { building, numberRows } from './overview.js';
 import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
@@ -48,7 +48,7 @@ export function headPage(record, other) {
   $('numbers').replaceChildren(...numberRows(record, i));
   if (listed !== `${record.run} ${record.sample} ${i}`) { listed = `${record.run} ${record.sample} ${i}`; nearest(scene); }
   navigator(scene);
-  for (const part of ['nearest', 'export']) $(part).hidden = !drawable;
+  for (const part of ['scales', 'sink', 'compare']) $(part).hidden = !drawable;
   $('blank').hidden = drawable;
   $('blank').textContent = say('statistics only');
   redraw();
@@ -76,7 +76,7 @@ function drawAll() {
   panel(scene, pointed);
   const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
-  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.compare ? '' : say('exact')) + (state.masked ? say('key masked') : '') : '', words, scene.strange ? say('other text') : ''].filter(Boolean).join(say('between parts'));
+  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.compare ? '' : say('exact')) + (state.masked ? say('key masked') : '') : '', words, scene.strange ? say('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(say('between parts'));
   $('where').textContent = `1 : ${block}`;
   $('map').dataset.level = String(level);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));

@@ -75,9 +75,9 @@ function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
   fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => say('text n', { n: n + 1, tokens: count(one.keys) })), state.sample);
-  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head ? [say('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(say('between facts'));
+  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [say('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(say('between facts'));
   if (!head) return;
-  $('back').textContent = say('all heads', { n: record.heads.length });
+  $('back').textContent = say('all heads', { n: count(record.heads.length) });
   $('back').href = toAll();
   heads('heada', record, record.index(state.a.l, state.a.h));
   $('second').hidden = !state.compare;

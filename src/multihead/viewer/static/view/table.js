@@ -2,7 +2,7 @@
 import { kindTag, thumb } from './grid.js';
 import { save, state, toHead } from './permalink.js';
 import { KINDS, withUnit } from './record.js';
-import { $, el, say } from './words.js';
+import { $, count, el, say } from './words.js';
 
 const FIRST = 12, MORE = 500;
 let rowsShown = FIRST;
@@ -41,9 +41,9 @@ export function table(record, passes) {
   if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: record.metrics.length + 2, textContent: say('no match') })));
   $('scroll').setAttribute('aria-label', say('table label'));
   const all = record.heads.length, n = found.length;
-  $('count').textContent = n < all ? say('of heads', { n, all }) : say(all === 1 ? '1 head' : 'heads', { n: all });
+  $('count').textContent = n < all ? say('of heads', { n: count(n), all: count(all) }) : say(all === 1 ? '1 head' : 'heads', { n: count(all) });
   const more = $('more'), left = n > rowsShown;
   more.hidden = n <= FIRST;
-  more.textContent = !left ? say('show fewer') : n <= rowsShown + MORE ? say('show all', { n }) : say('show more', { n: MORE });
+  more.textContent = !left ? say('show fewer') : n <= rowsShown + MORE ? say('show all', { n: count(n) }) : say('show more', { n: MORE });
   more.onclick = () => { rowsShown = left ? rowsShown + MORE : FIRST; again(); };
 }

@@ -5,7 +5,7 @@ export const SIDE = 256;  // cells a side; a cell of level k is the mean of 2^k 
 const AT_ONCE = 4, MOST = 96 << 20;
 const kept = new Map(), asked = new Map(), refused = new Map();
 let wanted = [], held = 0;
-export const arrived = { count: 0, tell: () => {} };
+export const arrived = { count: 0, trouble: '', tell: () => {} };
 
 const nameOf = t => `${t.run} ${t.sample} ${t.l} ${t.h} ${t.level} ${t.i} ${t.j} ${t.masked}`;
 export function tile(t) {
@@ -41,6 +41,7 @@ async function fetchTile(t, name) {
     if (control.signal.aborted) return;
     refused.set(name, performance.now() + (error instanceof Later ? 1000 : 4000));
     if (error instanceof Later) setTimeout(pump, 1050);
+    else { arrived.trouble = error.message; arrived.tell(); }
   } finally {
     if (asked.get(name) === control) asked.delete(name);
     wanted = wanted.filter(each => !kept.has(nameOf(each)));
@@ -57,6 +58,7 @@ function keep(name, found) {
     held -= one.values.byteLength;
   }
   arrived.count++;
+  arrived.trouble = '';
   arrived.tell();
 }
 
