@@ -139,6 +139,7 @@ def risen(length: int, name: str, *, absent: bool) -> float:
 
 def _child(length: int, name: str, *, absent: bool) -> None:
     """Print by how much memory rises while a set is measured; what it comes to does not matter."""
+    torch.set_num_threads(1)  # a second one holds a tile more, and waits for others where a machine is shared
     request, beside = layer_of(length)
     small, small_beside = layer_of(64)
     logsumexp = torch.full(request.q.shape[:3], 20.0)

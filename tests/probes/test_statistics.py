@@ -291,13 +291,18 @@ def test_no_tensor_of_queries_by_keys_is_made(mask: masks.Mask) -> None:
     assert 0 < largest.elements <= 4096 * length // 4
 
 
-def test_an_empty_batch_has_empty_statistics() -> None:
-    """torch.stack of no samples raised."""
-    q = torch.zeros(0, 2, 3, 4)
-    found = statistics(q, q, probes=("entropy", "received", "pooled_map"))
-    assert found["entropy"].shape == (0, 2, 3)
-    assert found["received"].shape == (0, 2, 3)
-    assert found["pooled_map"].shape == (0, 2, 3, 3)
+@pytest.mark.parametrize("sizes", [(0, 3, 3), (1, 0, 3), (1, 3, 0)], ids=["no sample", "no query", "no key"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_of_nothing_all_statistics_are_empty(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """torch.stack of no samples raised, and so did a view of no numbers."""
+    batch, queries, keys = sizes
+    q, k = torch.zeros(batch, 2, queries, 4, dtype=dtype), torch.zeros(batch, 2, keys, 4, dtype=dtype)
+    flags = torch.zeros(batch, keys, dtype=torch.bool)
+    beside = Beside(special_keys=flags, ids=flags.long(), sets={"given": flags}, output_weight=torch.ones(5, 8))
+    found = statistics(q, k, v=k, sinks=torch.zeros(2), query_start=0, probes=EVERY, beside=beside)
+    others = {"received": (batch, 2, keys), "coverage": (batch, 2, keys), "pooled_map": (batch, 2, queries, keys)}
+    for name, value in found.items():
+        assert value.shape == others.get(name, (batch, 2, queries)), name
 
 
 def test_what_a_kernel_had_at_hand_is_not_computed_again() -> None:

@@ -61,7 +61,7 @@ def on_keys(subject: Subject, keys: Tensor) -> Tensor:
     for some in keys.split(KEYS, 1):
         index = some.clamp(0, shape.key_length - 1)[:, None, :, None]
         k = request.k.to(dtype).gather(2, index.expand(-1, shape.num_kv_heads, -1, shape.head_dim))
-        product = (q @ k.mT).view(*total.shape, -1)  # (batch, heads, queries, n)
+        product = (q @ k.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
         total += _weights(subject, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
     return total
 

@@ -78,11 +78,13 @@ class Subject:
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
         """(batch, keys), bool: the keys of a set, told by their token ids or by flags."""
+        device = self.request.shape.device
         if name == "special" and self.beside.special_keys is not None:
-            return self.beside.special_keys
+            return self.beside.special_keys.to(device)
         if tokens is None or self.beside.ids is None:
-            return self.beside.sets[name]
-        return torch.isin(self.beside.ids, torch.tensor(sorted(tokens), device=self.beside.ids.device))
+            return self.beside.sets[name].to(device)
+        ids = self.beside.ids.to(device)
+        return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
 
     def shown_at(self, keys: Tensor) -> Tensor:
         """Tell which of some keys each query may see.

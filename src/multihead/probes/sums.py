@@ -312,7 +312,7 @@ class _Block:
     def _alike(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
         """Tell which keys are earlier ones of the query's token, or stand right after one: (rows, columns) bool."""
         assert stream.subject.beside.ids is not None
-        ids = stream.subject.beside.ids[group.sample]
+        ids = stream.subject.beside.ids[group.sample].to(self.positions.device)
         known = (self.positions >= 0) & (self.positions < len(ids))
         own = ids[self.positions.clamp(0, len(ids) - 1)]
         key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction")
