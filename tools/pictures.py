@@ -28,6 +28,7 @@ TARGET = ROOT / "docs" / "pictures"
 MOST = 300_000  # bytes of a picture
 WIDE, HIGH = 1440, 900
 MULTIHEAD = Path(sys.executable).with_name("multihead")
+LONG = ROOT / "smollm2.safetensors"  # what `make demo-long` leaves
 SMOLLM2 = (30, 9)  # its layers and the heads of one
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 READY = """() => document.documentElement.dataset.saved === 'true' && (document.getElementById('one').hidden
@@ -36,7 +37,7 @@ READY = """() => document.documentElement.dataset.saved === 'true' && (document.
 
 
 def main(arguments: list[str]) -> None:
-    """Take all pictures: of a given record, or of MiniLM reading what its 512 tokens hold of Python's help."""
+    """Take all pictures: of a given record or that of `make demo-long`, else of MiniLM reading Python's help."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -44,7 +45,8 @@ def main(arguments: list[str]) -> None:
         sys.exit("There is no Chromium. `make pictures` installs it.")
     TARGET.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        record = Path(arguments[0]) if arguments else minilm(Path(folder))
+        given = Path(arguments[0]) if arguments else LONG
+        record = given if arguments or given.exists() else minilm(Path(folder))
         report = reported(Path(folder))
         browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
         page = browser.new_page(viewport=window(), device_scale_factor=2, color_scheme="light")
