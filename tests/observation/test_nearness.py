@@ -54,11 +54,19 @@ def test_heads_that_share_no_key_are_ln_2_apart() -> None:
     assert record.nearest(0, 0)[0].divergence == pytest.approx(math.log(2))
 
 
-def test_sinks_and_queries_that_see_nothing_are_no_difference() -> None:
-    hidden = masks.Lengths((tuple([0, 0] + [9] * 7),))
-    plain, sunk = asked(mask=hidden), asked(mask=hidden, sinks=torch.full((4,), 3.0))
-    for one, other in zip(plain.nearest(0, 0), sunk.nearest(0, 0), strict=True):
-        assert (one.head, pytest.approx(one.divergence, abs=1e-5)) == (other.head, other.divergence)
+def test_a_learned_sink_counts_as_one_key_more() -> None:
+    record = asked(sinks=torch.tensor([3.0, -3.0, 0.0, 1.0]))
+    weights = record.layers[0].weights()
+    whole = torch.cat([weights, 1 - weights.sum(-1, keepdim=True)], -1)
+    for each in record.nearest(0, 0):
+        assert each.divergence == pytest.approx(by_hand(whole[0], whole[each.head]), abs=1e-5)
+
+
+def test_queries_that_see_nothing_are_no_difference() -> None:
+    record = asked(mask=masks.Lengths((tuple([0, 0] + [9] * 7),)))
+    weights = record.layers[0].weights()[:, 2:]
+    for each in record.nearest(0, 0):
+        assert each.divergence == pytest.approx(by_hand(weights[0], weights[each.head]), abs=1e-5)
 
 
 def test_of_a_long_text_few_queries_are_looked_at_and_the_last_among_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,12 +373,13 @@ class SampleRecord:
             )
 
     def _rows(self, queries: slice) -> Iterator[tuple[Piece, slice]]:
-        """Say which rows of which pieces a slice of the queries touches, steps not yet taken."""
-        first, behind, _ = queries.indices(self.num_queries)
+        """Say which rows of which pieces a slice of the queries touches."""
+        first, behind, step = queries.indices(self.num_queries)
         for piece in self.pieces:
-            low, high = max(first - piece.row_start, 0), min(behind - piece.row_start, piece.num_queries)
+            low = first + max(-(-(piece.row_start - first) // step), 0) * step
+            high = min(behind, piece.row_stop)
             if low < high:
-                yield piece, slice(low, high)
+                yield piece, slice(low - piece.row_start, high - piece.row_start, step)
 
     def _columns(self, piece: Piece, keys: slice) -> slice:
         """Say which of a piece's keys a slice of the sample's keys touches, steps not yet taken."""
@@ -387,13 +388,12 @@ class SampleRecord:
         return slice(low - piece.key_start, max(low, min(behind, piece.key_stop)) - piece.key_start)
 
     def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
-        """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the slices."""
-        first, behind, step = queries.indices(self.num_queries)
+        """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the keys."""
         left, right, key_step = keys.indices(self.num_keys)
         whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
-        for (piece, _), each in zip(self._rows(slice(first, behind)), tiles, strict=True):
+        for (piece, _), each in zip(self._rows(queries), tiles, strict=True):
             row = each.new_zeros(heads, each.shape[1], max(right - left, 0))
             place = piece.key_start + self._columns(piece, keys).start - left
             row[:, :, place : place + each.shape[2]] = each
             whole.append(row)
-        return torch.cat(whole, 1)[:, ::step, ::key_step]
+        return torch.cat(whole, 1)[:, :, ::key_step]
