@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -192,3 +196,33 @@ def test_a_tile_of_joined_calls_is_that_part_of_the_whole(columns: slice) -> Non
 def test_a_sample_knows_the_width_and_dtype_of_its_heads() -> None:
     sample = seen_in(lambda model: model(slice(0, LENGTH)), keep="statistics").layers[0].sample()
     assert (sample.head_dim, sample.dtype) == (Q.shape[3], Q.dtype)
+
+
+class TestPandas:
+    def test_without_it_a_sentence_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "pandas", None)
+        with pytest.raises(ModelError) as caught:
+            seen_in(lambda model: model(slice(0, LENGTH))).to_pandas()
+        assert str(caught.value) == "A DataFrame needs pandas, and it is not installed. Run pip install pandas."
+
+    def test_with_it_a_frame_is_made_of_the_rows_of_the_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: list[Any] = []
+        monkeypatch.setitem(
+            sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: given.append(rows) or "frame")
+        )
+        record = seen_in(lambda model: model(slice(0, LENGTH)))
+        assert record.to_pandas(of="median") == "frame"
+        assert given == [record.table(of="median").rows]
+
+
+def test_nothing_but_asking_for_a_frame_imports_pandas() -> None:
+    code = "import sys, multihead; print('pandas' in sys.modules, 'safetensors' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False", "False"]
+
+
+def test_a_record_is_titled_by_the_models_class_and_has_an_id_of_its_own() -> None:
+    first, second = (seen_in(lambda model: model(slice(0, LENGTH))) for _ in range(2))
+    assert first.title == "Asking"
+    assert first.id != second.id
+    assert len(first.id) == 32

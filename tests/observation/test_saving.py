@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,17 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, mo
     assert target.read_bytes() == before
     assert list(tmp_path.iterdir()) == [target]
     assert stat.S_IMODE(target.stat().st_mode) & 0o400
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_without_safetensors_a_sentence_says_so(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = asked()
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(InputError) as caught:
+        getattr(record, verb)(tmp_path / "run.safetensors")
+    assert str(caught.value) == (
+        'A record is saved as safetensors, and that package is not installed. Run pip install "multihead[view]".'
+    )
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from multihead.functional import request_of
 from multihead.observation.pieces import Piece, Rows
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import OF_MAPS, PER_KEY, SampleRecord
-from multihead.observation.saving import FORMAT, VERSION
+from multihead.observation.saving import FORMAT, VERSION, refuse_unless_installed
 from multihead.observation.summed import BINS, Sketch, Summed
 from multihead.observation.texts import Reading, Text
 from multihead.observation.written import read_bias, read_mask
@@ -76,6 +76,7 @@ def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     Raises:
         InputError: there is no such file, it is no safetensors file, or it is cut.
     """
+    refuse_unless_installed()
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -30,12 +30,13 @@ HEADER = 100_000_000  # bytes: the most that safetensors reads
 
 def save(record: Record, file: str | os.PathLike[str], *, keep: str = "all") -> None:
     """Write a record; see `Record.save`."""
-    from safetensors.torch import save_file
-
     if keep not in ("all", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
     target = os.fspath(file)
     refuse_unless_writable([target])
+    refuse_unless_installed()
+    from safetensors.torch import save_file
+
     said, tensors = written(record, keep=keep)
     metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": said}
     if len(said) + 120 * len(tensors) > HEADER:
@@ -63,6 +64,17 @@ def _alone(name: str, tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     shares = tensor.untyped_storage().nbytes() != tensor.nbytes and name.rsplit(".", 1)[-1] not in ("q", "k")
     return tensor.clone() if shares else tensor
+
+
+def refuse_unless_installed() -> None:
+    """Refuse to save or open a record where safetensors is not installed."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "A record is saved as safetensors, and that package is not installed.",
+            'Run pip install "multihead[view]".',
+        ) from error
 
 
 def written(record: Record, *, keep: str) -> tuple[str, dict[str, Tensor]]:
