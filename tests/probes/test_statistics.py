@@ -257,7 +257,8 @@ def test_a_sink_that_takes_nearly_all_leaves_the_largest_key_its_name() -> None:
 
 
 def test_of_equal_weights_the_first_key_is_named_across_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "CELLS", 1)
+    monkeypatch.setattr(native, "refusal", lambda request, bounds: "it is not there")
+    monkeypatch.setattr(sums, "WIDTH", 64)
     q = torch.zeros(1, 1, 2, 4)
     found = statistics(q, torch.zeros(1, 1, 200, 4), probes=("largest_key",))
     assert found["largest_key"].tolist() == [[[0, 0]]]
