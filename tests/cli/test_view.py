@@ -148,12 +148,20 @@ def test_bad_input_is_one_sentence(file: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Path("text.safetensors").write_text("no record")
     Path("empty.safetensors").write_bytes(b"")
+    watch(5, keep="summary").save("sums.safetensors")
     cases = [
         ((), "Missing argument 'RECORD...'. See `multihead view --help`."),
         (("none.safetensors",), "There is no file 'none.safetensors'."),
         (("text.safetensors",), "'text.safetensors' "),
         (("empty.safetensors",), "'empty.safetensors' "),
         ((".",), "'.' "),
+        (
+            ("sums.safetensors",),
+            (
+                "sums.safetensors holds no text, only what was summed up over all of them. "
+                'Observe with keep="cpu", or print its table.'
+            ),
+        ),
         ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Give --sample a number "),
         ((str(file), "--port", "0"), "Invalid value for '--port': 0 is not in the range 1<=x<=65535."),
     ]

@@ -69,6 +69,11 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
 
     runs = _loaded(records)
     for run in runs:
+        if not run.num_samples:
+            raise InputError(
+                f"{run.name} holds no text, only what was summed up over all of them.",
+                'Observe with keep="cpu", or print its table.',
+            )
         if sample >= run.num_samples:
             raise InputError(
                 f"There is no sample {sample} in {run.name}; it has {run.num_samples}.",

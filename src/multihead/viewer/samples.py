@@ -44,8 +44,8 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """How many texts all of its layers have seen."""
-        return min((layer.num_samples for layer in self.record.layers), default=0)
+        """How many texts all of its layers have kept."""
+        return min((len(layer.samples) for layer in self.record.layers), default=0)
 
     def keeps(self, sample: int) -> bool:
         """Whether q and k of a sample were kept, so that its maps can be had."""
