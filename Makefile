@@ -53,8 +53,7 @@ check: $(READY)  ## rules, format, types, floors, the native library, and the Ch
 	$(BIN)/python -m tools.native
 	$(BIN)/python -m tools.twins
 
-docs: $(READY)  ## draw the README's picture, run the pages' examples, check links and twins
-	$(BIN)/python -m tools.picture
+docs: $(READY)  ## run the pages' examples, check links and twins
 	$(BIN)/python -m pytest README.md README.zh.md docs
 	$(BIN)/python -m tools.twins
 
