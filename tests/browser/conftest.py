@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
 SILENT = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 
 
+def pytest_runtest_setup() -> None:
+    """Leave these tests out where nobody asked for a browser; told once for all of them."""
+    if not os.environ.get("MULTIHEAD_BROWSER"):
+        pytest.skip("`make browser` runs the tests in a browser; it installs Chromium where there is none.")
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Start Chromium once for all tests."""
-    if not os.environ.get("MULTIHEAD_BROWSER"):
-        pytest.skip("`make browser` runs the tests in a browser; it installs Chromium where there is none.")
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -38,8 +43,6 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def served(browser: Browser) -> Iterator[Callable[..., str]]:
     """Serve records by name, each set of them once; the pages' addresses come back."""
-    from contextlib import ExitStack
-
     made = {
         "causal": causal,
         "other": other_run,

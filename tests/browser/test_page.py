@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Route
 
 from multihead.viewer.samples import Run
 from tests.browser.records import HEADS, HOSTILE, IMAGE, LAYERS, LENGTH, causal
 from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Route
 
 Opened = Callable[..., Shown]
 # What reaches beyond the window, but for what scrolls or is cut within its own box.
