@@ -19,7 +19,20 @@ PYTHON = sorted(
     path for room in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")
 )
 MODULES = [path for path in PYTHON if path.is_relative_to(SRC)]
-HABITS = ("demo", "test", "browser", "pictures", "check", "docs", "bench", "sanitize", "mutants", "lowest", "canary")
+HABITS = (
+    "demo",
+    "demo-long",
+    "test",
+    "browser",
+    "pictures",
+    "check",
+    "docs",
+    "bench",
+    "sanitize",
+    "mutants",
+    "lowest",
+    "canary",
+)
 
 
 def name(path: Path) -> str:
