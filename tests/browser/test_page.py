@@ -213,6 +213,41 @@ class TestWhatIsNotThere:
         told[0] = {"state": "ready", "done": 12, "total": 12}
         shown.page.wait_for_selector("#gridstate", state="hidden")
 
+    def test_a_map_of_100_000_tokens_waits_for_its_coarse_levels_and_asks_for_few_tiles(self, opened: Opened) -> None:
+        shown = opened(place="#a=L0H0", wait=False)
+        told, length = [{"state": "building", "done": 3, "total": 12}], 100_000
+        asked: list[str] = []
+
+        def as_if_longer(route: Route) -> None:
+            said = route.fetch().json()
+            size = {"queries": length, "keys": length, "levels": 12, "keyText": 9, "queryText": 9}
+            route.fulfill(json=said | {"layers": [layer | size for layer in said["layers"]]})
+
+        def tile(route: Route) -> None:
+            asked.append(route.request.url)
+            (level,) = re.findall(r"level=(\d+)", route.request.url)
+            side = min(256, -(-length // 2 ** int(level)))
+            route.fulfill(body=b"\x00\x00\x00\x3f" * side**2, headers={"X-Shape": f"{side},{side}"})
+
+        row = {"body": b"\x00\x00\x80\x3a" * length, "headers": {"X-Shape": str(length)}}
+        shown.page.route("**/samples/0", as_if_longer)
+        shown.page.route("**/levels", lambda route: route.fulfill(json=told[0]))
+        shown.page.route(re.compile(r"/tile\?"), tile)
+        shown.page.route(re.compile(r"/row\?"), lambda route: route.fulfill(**row))
+        shown.page.reload()
+        shown.page.wait_for_function("() => document.getElementById('level').textContent.includes('25')")
+        assert shown.text("#level") == "Building the coarse levels, 25 % (kept beside the record)"
+        assert asked == []
+        told[0] = {"state": "ready", "done": 12, "total": 12}
+        shown.settle()
+        assert shown.text("#level") == "each cell is the mean of 512 × 512 weights, exact"
+        assert 0 < len(asked) <= 6
+        for _ in range(20):
+            shown.press("+")
+        assert shown.place["n"] == "12"
+        assert shown.text("#level") == "each cell is one weight, exact"
+        assert len(asked) < 120
+
     def test_a_server_that_is_gone_is_told_with_how_to_start_it(self, browser: Browser) -> None:
         with serving(Run("run.safetensors", causal())) as server:
             shown = Shown(browser.new_context(), f"http://127.0.0.1:{server.port}/{TOKEN}/")
