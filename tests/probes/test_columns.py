@@ -76,3 +76,15 @@ def test_any_leading_dimensions_are_measured_as_one_batch() -> None:
     alone = statistics(q[1, 2:], q[1, 2:], v=v[1, 2:], probes=("contribution",), beside=beside)["contribution"]
     assert found.shape == (2, 3, 4, 5)
     torch.testing.assert_close(found[1, 2], alone[0])
+
+
+def test_half_precision_is_weighed_in_float32() -> None:
+    """Half precision would round the sums."""
+    q, k, v = (torch.randn(1, 2, 40, 16).bfloat16() for _ in range(3))
+    _, logsumexp = attention_with_logsumexp(q.float(), k.float(), v.float(), kernel="reference")
+    subject = Subject.of(request_of(q, k, v), logsumexp, Beside())
+    columns = torch.randn(1, 2, 40, 3)
+    found = weighed(subject, columns)
+    assert found.dtype == torch.float32
+    p = (q.double() @ k.double().mT / 4).softmax(-1)
+    assert oracle.difference(found, p @ columns.double()) <= 1e-5
