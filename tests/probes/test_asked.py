@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from multihead import masks
+from multihead.call import Attended, AttentionCall
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.tile import seen
 from multihead.probes.asked import asked, given
 from multihead.probes.beside import Beside
 from multihead.probes.gathers import at_offset, on_first
 from multihead.probes.probe import Part
+from multihead.probes.statistics import of_call
 from multihead.probes.subject import Subject
 from multihead.probes.sums import STREAMED, streamed
 from tests.kernel_names import needs_native
@@ -73,3 +75,10 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     cells = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~shown, -torch.inf)
     weights = (cells - logsumexp.double()[..., None]).exp().nan_to_num(0)
     torch.testing.assert_close(found.double(), pooled(weights, shown, 16), atol=1e-6, rtol=1e-5, equal_nan=True)
+
+
+def test_a_first_key_that_is_told_is_not_the_one_that_the_kernel_took() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    ready = Attended(q, torch.full((1, 1, 2), 2.0).log(), {"first_mass": torch.full((1, 1, 2), 0.5)})
+    found = of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), Beside(first_key=-1))
+    assert found["first_mass"].tolist() == [[[0, 0]]]

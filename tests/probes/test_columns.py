@@ -88,3 +88,9 @@ def test_half_precision_is_weighed_in_float32() -> None:
     assert found.dtype == torch.float32
     p = (q.double() @ k.double().mT / 4).softmax(-1)
     assert oracle.difference(found, p @ columns.double()) <= 1e-5
+
+
+def test_what_is_weighed_is_weighed_before_dropout() -> None:
+    q = torch.randn(1, 1, 50, 8)
+    subject = Subject.of(request_of(q, q, q, dropout=0.5), torch.zeros(1, 1, 50), Beside())
+    torch.testing.assert_close(weighed(subject, torch.ones(1, 1, 50, 1)), torch.ones(1, 1, 50, 1))
