@@ -1,7 +1,7 @@
 // The cells in view at one level, from their tiles; where one is on its way, from the coarser level that is there.
 import { SIDE, tile } from './tiles.js';
 
-export const AWAIT = -1;  // a cell of which nothing is known yet
+const AWAIT = -1;  // a cell of which nothing is known yet
 
 const sizeAt = (n, level) => Math.ceil(n / 2 ** level);
 

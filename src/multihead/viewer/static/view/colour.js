@@ -16,8 +16,8 @@ export const SCALES = {
   root: { at: w => Math.sqrt(w), ticks: () => [0, .01, .1, .25, .5, 1] },
   log: { at: w => w <= LEAST ? 0 : 1 + Math.log10(w) / 5, ticks: () => [LEAST, 1e-4, 1e-3, .01, .1, 1] },
 };
-export const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
-export let paper = 0;
+const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
+let paper = 0;
 let turn = 0;  // counts the palettes, so that pictures made with an old one are made anew
 
 export function palette() {
@@ -45,7 +45,7 @@ export const rgb = (lut, t) => { const k = place(t), c = luts[lut]; return `rgb(
 export const tone = (scale, w, top) => w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0;
 
 // Black or white text, whichever keeps 4.5 : 1 on this tone: they change places at relative luminance .179.
-export function inkOn(t) {
+function inkOn(t) {
   const luminance = [.2126, .7152, .0722].reduce((sum, weight, c) => {
     const v = luts.ink[place(t) + c] / 255;
     return sum + weight * (v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);

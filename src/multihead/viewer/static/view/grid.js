@@ -12,7 +12,7 @@ export const topWeight = { value: 0 };
 export const told = { pointed: () => {}, arrived: () => {} };
 
 const nameOf = (record, l) => `${record.run} ${record.sample} ${l}`;
-export function mapOf(record, i) {
+function mapOf(record, i) {
   const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
   return found ? { rows: found.rows, cols: found.cols, values: found.heads[h] } : null;
 }

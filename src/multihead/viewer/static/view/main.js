@@ -6,7 +6,7 @@ import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWho
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
-import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
+import { read, save, saveNow, state, toAll, toHead, unsaved } from './permalink.js';
 import { kindName, sampleOf, view } from './record.js';
 import { heard } from './rows.js';
 import { forget } from './tiles.js';

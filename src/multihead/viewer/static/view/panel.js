@@ -1,5 +1,5 @@
 // The reading panel: the value, the strip along the text, the strongest keys in context, the text around the query.
-import { css, hatching, paint, rgb, SCALES, sized, tone } from './colour.js';
+import { css, hatching, paint, rgb, sized, tone } from './colour.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
@@ -120,7 +120,6 @@ function context(scene, q, a, told) {
 
 function textAround(scene, q, a, told) {
   const { text, from } = scene.sides.key, box = $('text'), at = scene.layer.crosses ? told.best[0] ?? 0 : q + (scene.layer.queryStart ?? 0), n = a.length;
-  box.parentElement.classList.toggle('textless', !text);
   if (!text) { box.replaceChildren(el('span', { className: 'note', textContent: say('no tokens') })); $('span').textContent = ''; spans.key = ''; return; }
   const start = n <= WHOLE ? 0 : Math.max(0, Math.min(n - BEFORE - AFTER, at - (told.causal ? BEFORE : (BEFORE + AFTER) / 2))), end = n <= WHOLE ? n : Math.min(n, start + BEFORE + AFTER);
   const key = [scene.a.run, scene.a.sample, scene.a.l, start, end].join();
@@ -147,5 +146,3 @@ function textAround(scene, q, a, told) {
   const on = spans.list.find(one => one.classList.contains('on'));
   if (on && box.scrollHeight > box.clientHeight + 4) box.scrollTop = on.offsetTop - box.offsetTop - box.clientHeight * .6;
 }
-
-export const ticks = (scale, top) => SCALES[scale].ticks(top);

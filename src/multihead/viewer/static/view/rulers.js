@@ -6,9 +6,9 @@ import { count, say } from './words.js';
 
 const UPRIGHT = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
 export const WORDS = 10.5;
-export const niceStep = least => { const ten = 10 ** Math.floor(Math.log10(Math.max(1, least))); return [1, 2, 5, 10].find(m => m * ten >= least) * ten; };
+const niceStep = least => { const ten = 10 ** Math.floor(Math.log10(Math.max(1, least))); return [1, 2, 5, 10].find(m => m * ten >= least) * ten; };
 
-export function clip(pen, words, most) {
+function clip(pen, words, most) {
   if (pen.measureText(words).width <= most) return words;
   const letters = [...words].slice(0, 60);
   while (letters.length > 1 && pen.measureText(letters.join('') + '…').width > most) letters.pop();

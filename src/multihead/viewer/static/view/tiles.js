@@ -21,7 +21,6 @@ export function want(list) {
   for (const [name, control] of asked) if (!names.has(name)) { control.abort(); asked.delete(name); }
   pump();
 }
-export const missing = () => wanted.length;
 
 function pump() {
   for (const t of wanted) {
