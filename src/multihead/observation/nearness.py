@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, refuse_unless_integer
+from multihead.probes.similarity import entropy_of
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -106,10 +107,9 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
         seen = slice(0, behind)  # what no query at hand may see is no difference
         p = _with_sink(one.weights(head, queries=chosen, keys=seen)[None])  # (1, rows, keys + 1)
         q = _with_sink(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
-        middle = _entropy((p + q) / 2)
-        between = (middle - (_entropy(p) + _entropy(q)) / 2).clamp(min=0)
+        between = (entropy_of((p + q) / 2) - (entropy_of(p) + entropy_of(q)) / 2).clamp(min=0)
         sees = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0)
-        total += between.masked_fill(~sees, 0).sum(-1).double()
+        total += between.masked_fill(~sees, 0).sum(-1)
         count += sees.sum(-1)
     return total / count.clamp(min=1)
 
@@ -117,9 +117,3 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
 def _with_sink(weights: Tensor) -> Tensor:
     """Put what a learned sink takes behind the weights of the keys, as one key more."""
     return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)
-
-
-def _entropy(weights: Tensor) -> Tensor:
-    # 0 ln 0 = 0; torch.special.entr says so too, at several times the time.
-    logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
-    return -(logs * weights).sum(-1)
