@@ -189,7 +189,6 @@ class TestWhatIsNotThere:
     def test_without_q_and_k_there_are_numbers_and_no_map(self, opened: Opened) -> None:
         shown = opened("statistics")
         shown.page.wait_for_selector("#gridstate:not([hidden])")
-        shown.complaints.clear()  # the browser itself notes the one answer "there is no map"
         assert "q and k were not kept, so there is no map." in shown.text("#gridstate")
         shown.at("#grid [data-i='1']").click()
         shown.settle()

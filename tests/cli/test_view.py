@@ -103,7 +103,7 @@ def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(tmp_
     watch(20, lengths=(20, 7)).save(target)
     started = Started(str(target), "--no-browser", "--sample", "1", "--lang", "zh")
     assert started.lines[0] == "正在显示 两.safetensors：\n"
-    assert started.rest == "#s=1"
+    assert started.rest == "#t=1"
     assert json.loads(started.get("api/view")[1])["lang"] == "zh"
     assert started.end()[0] == 0
 

@@ -26,7 +26,10 @@ def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
 def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
     run = Run("a.safetensors", watch(9, keep="statistics"))
     assert listed(run)["keep"] == "statistics"
-    assert described(run, 0)["layers"][0]["levels"] == 0
+    layer = described(run, 0)["layers"][0]
+    assert (layer["levels"], layer["maps"]) == (0, False)
+    pooled = Run("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
+    assert described(pooled, 0)["layers"][0]["maps"] is True
 
 
 def test_a_sample_is_described_head_by_head() -> None:
@@ -40,6 +43,7 @@ def test_a_sample_is_described_head_by_head() -> None:
     assert told["layers"][1] == {
         "name": "1",
         "heads": 2,
+        "maps": True,
         "queries": 70,
         "keys": 70,
         "queryStart": 0,

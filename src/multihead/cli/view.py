@@ -84,7 +84,7 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
 
     def ready(address: str) -> None:
         names = ", ".join(run.name for run in runs)
-        address += f"#s={sample}" if sample else ""
+        address += f"#t={sample}" if sample else ""
         console.print(words["open"].format(names=names), markup=False)
         console.print(f"  {address}", markup=False)
         console.print(words["end"], markup=False)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from multihead.observation import seeing
 from multihead.observation.findings import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerReading, read_layers
 from multihead.observation.texts import Text
-from multihead.viewer.levels import count
+from multihead.viewer.levels import SIDE, count
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
+    from multihead.observation.sample import SampleRecord
 
 _COLUMNS = {
     "effective_keys": ("keys", "keys"),
@@ -106,6 +107,12 @@ def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[st
     ]
 
 
+def has_maps(one: SampleRecord) -> bool:
+    """Whether the small maps of a layer can be had: kept as they are, or made of q and k."""
+    pooled = one.statistics.get("pooled_map")
+    return one.keeps_weights or (pooled is not None and max(pooled.shape[1:]) <= SIDE)
+
+
 def main_text(run: Run, sample: int) -> Text:
     """Return the text that the page is about: the keys of the first layer that reads its own text."""
     ones = [layer.sample(sample) for layer in run.record.layers]
@@ -130,6 +137,7 @@ def _layer(run: Run, index: int, sample: int, reading: LayerReading, texts: list
     return {
         "name": reading.name,
         "heads": one.num_heads,
+        "maps": has_maps(one),
         "queries": one.num_queries,
         "keys": one.num_keys,
         "queryStart": one.query_start,

@@ -22,10 +22,7 @@ const queue = [], asked = new Set();
 let busy = 0;
 function fetchMaps(record, l) {
   const name = nameOf(record, l);
-  // Without q and k there are maps only where pooled ones were kept: the first layer tells for all.
-  const first = record.keep === 'statistics' && l > 0 ? maps.get(nameOf(record, 0)) : true;
-  if (first === undefined) { fetchMaps(record, 0); return; }
-  if (first === null) { maps.set(name, null); told.arrived(record, l); return; }
+  if (!record.layers[l].maps) { maps.set(name, null); told.arrived(record, l); return; }
   if (!record.mapped(l) || maps.has(name) || asked.has(name)) return;
   asked.add(name);
   queue.push({ record, l, name });
@@ -41,10 +38,9 @@ async function next() {
     maps.set(name, { rows, cols, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
     if (record === current) topWeight.value = Math.max(topWeight.value, top);
     told.arrived(record, l);
-    if (!l) askAgain(record);
   } catch (error) {
     if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
-    else { maps.set(name, null); told.arrived(record, l); if (!l) askAgain(record); }
+    else { maps.set(name, null); told.arrived(record, l); }
   } finally {
     busy--;
     asked.delete(name);

@@ -12,11 +12,10 @@ const name = ({ l, h }) => `L${l}H${h}`;
 export function read(hash) {
   const given = new URLSearchParams(hash.replace(/^#/, '')), run = Math.floor(number(given.get('r'), 0)), b = place(given.get('b'));
   return {
-    // The address that the terminal prints names the text alone: #s=3.
-    run, sample: Math.floor(number(given.get('t') ?? (given.has('a') ? null : given.get('s')), 0)), a: place(given.get('a')),
+    run, sample: Math.floor(number(given.get('t'), 0)), a: place(given.get('a')),
     b: b && { r: Math.floor(number(given.get('rb'), run)), ...b }, compare: given.get('v') === 'ab',
     x: number(given.get('x'), 0), y: number(given.get('y'), 0), n: number(given.get('n'), 0), q: Math.floor(number(given.get('q'), -1)),
-    scale: { linear: 'linear', log: 'log', root: 'root' }[given.get('c')] ?? '', masked: given.has('a') && given.get('s') === '1',
+    scale: { linear: 'linear', log: 'log', root: 'root' }[given.get('c')] ?? '', masked: given.get('s') === '1',
     filter: given.get('f') ?? '', kind: given.get('k') ?? '', order: given.get('o') ?? '',
   };
 }

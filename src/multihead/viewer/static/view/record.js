@@ -78,7 +78,7 @@ class Sample {
 
   get coarse() { return this.progress.state === 'ready'; }
   // Whether the small maps of a layer can be had by now; heads are built one after the other.
-  mapped(l) { return this.layers[l].levels <= BUILT || this.coarse || this.first[l] + this.layers[l].heads <= this.progress.done; }
+  mapped(l) { return this.keep === 'statistics' || this.layers[l].levels <= BUILT || this.coarse || this.first[l] + this.layers[l].heads <= this.progress.done; }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
   sides(layer) {
