@@ -353,7 +353,7 @@ def test_a_real_models_sentence_embedding_is_the_same_while_it_is_watched(
 
 def test_a_real_models_statistics_equal_those_of_its_eager_weights(minilm: LoadedModel) -> None:
     batch = dict(minilm.tokenizer(SENTENCES, padding=True, return_tensors="pt"))
-    with torch.no_grad(), mh.observe(minilm.model) as seen:
+    with torch.no_grad(), mh.observe(minilm.model, probes=("entropy", "received", "previous_mass")) as seen:
         minilm.model(**batch)
     minilm.model.set_attn_implementation("eager")  # type: ignore[operator]
     with torch.no_grad():
