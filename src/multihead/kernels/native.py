@@ -17,6 +17,7 @@ from multihead.kernels.native_fields import (
     WHOLE,
     Fields,
     Rows,
+    bias_as_read,
     block_height,
     blocks,
     call_fields,
@@ -150,21 +151,15 @@ def made_ready(request: AttentionRequest) -> AttentionRequest:
     if bias is None and sinks is None and not negated and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return request  # the usual case
     q, k, v = features_beside(q), features_beside(k), features_beside(v)
-    if isinstance(bias, Relative):
-        bias = bias if _plain_float(bias.values) else Relative(bias.values.float().contiguous())
-    elif bias is not None:
-        bias = bias.float()
-        if bias.requires_grad:
+    if bias is not None:
+        bias = bias_as_read(bias)
+        if isinstance(bias, Tensor) and bias.requires_grad:
             bias = bias.expand(-1, -1, -1, request.shape.key_length)  # its gradient has a column for each key
     if sinks is not None:
         sinks = sinks.float().contiguous()
     if q is request.q and k is request.k and v is request.v and bias is request.bias and sinks is request.sinks:
         return request
     return replace(request, q=q, k=k, v=v, bias=bias, sinks=sinks)
-
-
-def _plain_float(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def _bias_of(request: AttentionRequest) -> Tensor | None:

@@ -135,6 +135,14 @@ def put_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
         put_broadcast(fields, "bias", rows.of(bias) if bias.shape[2] > 1 else bias)
 
 
+def bias_as_read(bias: Bias) -> Bias:
+    """Return a bias in float32, a Relative's numbers one after the other: itself, if it is so already."""
+    if not isinstance(bias, Relative):
+        return bias.float()
+    values = bias.values.float().contiguous()
+    return bias if values is bias.values else Relative(values)
+
+
 def put(fields: Fields, name: str, tensor: Tensor) -> None:
     """Put in a tensor (batch, heads, rows, features): its address and its outer strides."""
     first = AT[f"{name}_batch"]

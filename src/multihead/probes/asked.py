@@ -10,12 +10,11 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels import native
+from multihead.kernels.native_fields import bias_as_read
 from multihead.kernels.native_statistics import ONE_PASS, one_pass, second_pass
 from multihead.probes.pooling import PooledMap
 from multihead.probes.probe import Part
 from multihead.probes.subject import Subject
-from multihead.scores.bias import values_of, with_values
-from multihead.scores.relative import Relative
 
 # What the kernel's statistics are called here.
 _OF_ONE_PASS: dict[Part, str] = {
@@ -59,10 +58,7 @@ def asked(subject: Subject, parts: Collection[Part]) -> dict[Part, Tensor]:
     """
     request = subject.request
     if request.bias is not None:
-        values = values_of(request.bias).float()
-        # The kernel reads numbers along a diagonal one after the other.
-        values = values.contiguous() if isinstance(request.bias, Relative) else values
-        request = replace(request, bias=with_values(request.bias, values))
+        request = replace(request, bias=bias_as_read(request.bias))
     found: dict[Part, Tensor] = {}
     names = {part: _OF_ONE_PASS[part] for part in parts if part in _OF_ONE_PASS}
     if names:

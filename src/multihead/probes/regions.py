@@ -11,13 +11,15 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.kernels import native
+from multihead.kernels.native_fields import bias_as_read
 from multihead.kernels.native_statistics import second_pass
 from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
 from multihead.masks import Full, Keep
 from multihead.plan.bounds import KeyBounds, bounds_of
 from multihead.probes.weights import head_indices
-from multihead.scores.bias import Bias, values_of, with_values
+from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import Relative
+from multihead.shapes import AttentionShape
 
 STRIP = 1 << 24  # scores of one head that are computed before somebody may say that they are no longer wanted
 DENSE_STRIP = 1 << 22  # the same, where each cell is looked at in PyTorch
@@ -85,8 +87,9 @@ def blocks(
     if not found.sums.numel():
         return found
     bounds = bounds_of(request)
+    dense = _is_dense(request, bounds)
     with torch.no_grad(), without_autocast(request.shape.device):
-        for strip in _strips(rows, columns, block, dense=_is_dense(request, bounds)):
+        for strip in _strips(rows, columns, block, dense=dense):
             if cancelled is not None and cancelled():
                 raise CancelledError
             first = (strip[0] - rows[0]) // block[0]
@@ -96,7 +99,7 @@ def blocks(
                 # Half of a causal map is hidden, and nearly all of a window's: those keys need not be touched.
                 shown = _shown(bounds, strip, reached, without_first_key=without_first_key)
             part = _part(request, chosen, strip, reached)
-            if _is_dense(request, bounds):
+            if dense:
                 part = replace(part, mask=Keep(_cells(request, chosen, shown, strip, reached)))
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             of_strip = _summed(part, shown, row, block)
@@ -174,7 +177,7 @@ def _part(
         ),
         mask=Full(),
         query_start=0,
-        bias=None if request.bias is None else _bias_of(request.bias, heads, shape.query_length, rows, columns),
+        bias=None if request.bias is None else _bias_of(request.bias, heads, shape, rows, columns),
         sinks=None,  # their share is in the logsumexp
         dropout=0.0,
         wanted=frozenset(),
@@ -183,14 +186,11 @@ def _part(
     )
 
 
-def _bias_of(bias: Bias, heads: Tensor, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> Bias:
+def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]) -> Bias:
     if isinstance(bias, Relative):
-        bias = bias.part(queries, rows, columns)
+        bias = bias.part(shape.query_length, rows, columns)
     else:
-        if bias.shape[2] > 1:
-            bias = bias[:, :, slice(*rows)]
-        if bias.shape[3] > 1:
-            bias = bias[..., slice(*columns)]
+        bias = bias_tile(bias, shape, slice(*rows), slice(*columns))
     values = values_of(bias)
     return bias if values.shape[1] == 1 else with_values(bias, values[:, heads])
 
@@ -214,9 +214,7 @@ def _summed(part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, block: 
     bounds = shown if cells is None else KeyBounds(shown.start, shown.stop, part.mask)
     if scores_in_all > SMALL and native.refusal(part, bounds) is None:
         if part.bias is not None:
-            values = values_of(part.bias).float()
-            values = values.contiguous() if isinstance(part.bias, Relative) else values
-            part = replace(part, bias=with_values(part.bias, values))
+            part = replace(part, bias=bias_as_read(part.bias))
         _, sums = second_pass(part, bounds, logsumexp, cell=block)
         if sums is not None:
             return Blocks(sums[0].double(), counts)
