@@ -71,7 +71,7 @@ class TestWatching:
 
     @needs_linux
     def test_a_layers_peak_is_measured_watched_and_unwatched(self) -> None:
-        unwatched, watched = (alone(watching.layer_peak, 4096, False, keep) for keep in (None, "cpu"))
+        unwatched, watched = (alone(watching.layer_peak, keep, 4096, False) for keep in (None, "cpu"))
         assert unwatched > 4096 * watching.EMBED_DIM * 4  # the output at least
         assert watched > unwatched
 
