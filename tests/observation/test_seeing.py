@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from multihead import MultiHeadAttention, observe
+from multihead.masks import Causal, Full, Mask
+from multihead.observation.sample import SampleRecord
 from multihead.observation.seeing import LOCAL_REACH, near_mass, query_blocks, read_sight
 from tests.dense_record import random_weights, record_of
 
@@ -76,6 +79,28 @@ def test_the_mass_near_by_is_the_sum_over_the_band() -> None:
     expected = (sample.dense.double() * band(150, 150, LOCAL_REACH, LOCAL_REACH)).sum(-1).mean(-1)
     torch.testing.assert_close(near, expected)
     assert max(sample.tiles) <= 2 * 64 * (64 + 2 * LOCAL_REACH)
+
+
+@pytest.mark.parametrize(("mask", "asked"), [(Causal(), [-3, -2]), (Full(), [-3, -2, 2, 3])], ids=["causal", "full"])
+def test_of_the_mass_near_by_only_what_was_not_measured_is_computed(
+    mask: Mask, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = MultiHeadAttention(embed_dim=12, num_heads=3).eval()
+    with observe(layer) as seen:
+        layer(torch.randn(1, 20, 12), mask=mask)
+    sample = seen.layers[0].sample()
+    offsets: list[int] = []
+    at_offset = SampleRecord.at_offset
+
+    def noted(one: SampleRecord, offset: int) -> Tensor:
+        offsets.append(offset)
+        return at_offset(one, offset)
+
+    monkeypatch.setattr(SampleRecord, "at_offset", noted)
+    near = near_mass(sample, read_sight(sample))
+    assert offsets == asked
+    expected = (sample.weights().double() * band(20, 20, LOCAL_REACH, LOCAL_REACH)).sum(-1).mean(-1)
+    torch.testing.assert_close(near, expected)
 
 
 def test_without_weights_the_mass_near_by_is_a_lower_bound() -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 LOCAL_REACH = 3
 """How many tokens before and after the query count as near by."""
 
+MEASURED = {-1: "previous_mass", 0: "self_mass", 1: "next_mass"}
+"""Offset -> the statistic that is the weight at it."""
+
 TILE_CELLS = 1 << 20
 """Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""
 
@@ -110,8 +113,13 @@ def near_mass(sample: SampleRecord, sight: Sight) -> Tensor:
 
 
 def _band_mass(sample: SampleRecord, sight: Sight) -> Tensor:
-    offsets = range(-LOCAL_REACH, LOCAL_REACH + 1)
-    total = torch.stack([sample.at_offset(offset).double().sum(-1) for offset in offsets]).sum(0)  # (heads,)
+    # No later key has weight under a causal mask, and what was measured need not be computed again.
+    last = 0 if sight.pattern in ("causal", "causal window") else LOCAL_REACH
+    measured = {offset: sample.statistics.get(name) for offset, name in MEASURED.items()}
+    total = torch.zeros(sample.num_heads, dtype=torch.float64)
+    for offset in range(-LOCAL_REACH, last + 1):
+        mass = measured.get(offset)
+        total += (sample.at_offset(offset) if mass is None else mass).double().sum(-1)
     return total / sight.seeing_queries.clamp(min=1)
 
 
