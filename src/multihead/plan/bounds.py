@@ -153,9 +153,9 @@ def _bounds(mask: Mask, extent: _Extent) -> KeyBounds:
     if isinstance(mask, _Given):
         return _of_tensor(mask, extent)
     first, behind = _INTERVALS[type(mask)](mask, extent)
-    keys = extent.keys
-    shape = torch.broadcast_shapes(first.shape, behind.shape, (1, extent.positions.shape[1]))
-    return KeyBounds(first.clamp(0, keys).expand(shape), behind.clamp(0, keys).expand(shape))
+    within = (each.clamp(0, extent.keys) for each in (first, behind))
+    start, stop, _ = torch.broadcast_tensors(*within, extent.positions[:1])  # torch.broadcast_shapes imports sympy
+    return KeyBounds(start, stop)
 
 
 def _both(left: KeyBounds, right: KeyBounds) -> KeyBounds:
