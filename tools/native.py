@@ -18,9 +18,12 @@ from pathlib import Path
 from multihead.kernels import library
 
 ROOT = Path(__file__).resolve().parent.parent
-OBJECTS = ROOT / "build" / "editable" / "CMakeFiles" / "multihead_native.dir" / "csrc"
+# Each environment but .venv builds in a folder of its name; see the Makefile.
+_OWN = ROOT / "build" / Path(sys.prefix).name
+BUILD = _OWN if _OWN.exists() else ROOT / "build" / "editable"
+OBJECTS = BUILD / "CMakeFiles" / "multihead_native.dir" / "csrc"
 
-SEE = "See what the compiler says: .venv/bin/cmake --build build/editable."
+SEE = f"See what the compiler says: .venv/bin/cmake --build {BUILD.relative_to(ROOT)}."
 
 # What nm calls a symbol that the linker may merge with another file's: weak ones, unique ones, and common ones.
 _MERGED = frozenset("WwVvuC")

@@ -258,7 +258,7 @@ class Viewer:
         try:
             await asyncio.wait({done, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                raise HTTPException(GONE)
+                raise HTTPException(GONE, "gone")  # a status without a phrase of its own
             return done.result()
         finally:
             for each in ends:
