@@ -68,10 +68,12 @@ class Served:
         connection.close()
         return found
 
-    def leave(self, path: str) -> None:
-        """Ask for an address behind the token, and go away before the answer."""
+    @contextmanager
+    def asking(self, path: str) -> Iterator[None]:
+        """Ask for an address behind the token, and go away at the end of the block, without the answer."""
         with socket.create_connection(("127.0.0.1", self.port)) as client:
             client.sendall(f"GET /{TOKEN}/{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n\r\n".encode())
+            yield
 
 
 @contextmanager

@@ -324,8 +324,8 @@ def test_a_tile_whose_client_went_away_is_given_up(record: Record, monkeypatch: 
     begun, ended = threading.Event(), []
     monkeypatch.setattr(routes, "fine", slowly(begun, ended))
     with serving(Run("a", record)) as served:
-        served.leave(f"{HEAD}/tile?level=0&row=0&column=0")
-        assert begun.wait(10)
+        with served.asking(f"{HEAD}/tile?level=0&row=0&column=0"):
+            assert begun.wait(10)
         for _ in range(2000):
             if ended:
                 break
