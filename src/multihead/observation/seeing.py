@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.probes.catalogue import offset_mass
 
 if TYPE_CHECKING:
     from multihead.observation.record import SampleRecord
 
 LOCAL_REACH = 3
 """How many tokens before and after the query count as near by."""
-
-MEASURED = {-1: "previous_mass", 0: "self_mass", 1: "next_mass"}
-"""Offset -> the statistic that is the weight at it."""
 
 TILE_CELLS = 1 << 20
 """Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""
@@ -100,8 +98,8 @@ def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
 def near_mass(sample: SampleRecord, sight: Sight) -> Tensor:
     """Mean share of a query's attention on keys at most `LOCAL_REACH` tokens from it.
 
-    Exact where the record keeps q and k: seven weights a query are read. Where only
-    statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
+    Exact where the record keeps q and k: of at most seven weights a query those that were not measured are computed.
+    Where only statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
     inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
 
     Returns: (heads,) float64, shares from 0 to 1.
@@ -115,11 +113,11 @@ def near_mass(sample: SampleRecord, sight: Sight) -> Tensor:
 def _band_mass(sample: SampleRecord, sight: Sight) -> Tensor:
     # No later key has weight under a causal mask, and what was measured need not be computed again.
     last = 0 if sight.pattern in ("causal", "causal window") else LOCAL_REACH
-    measured = {offset: sample.statistics.get(name) for offset, name in MEASURED.items()}
+    found = sample.statistics
     total = torch.zeros(sample.num_heads, dtype=torch.float64)
     for offset in range(-LOCAL_REACH, last + 1):
-        mass = measured.get(offset)
-        total += (sample.at_offset(offset) if mass is None else mass).double().sum(-1)
+        name = offset_mass(offset).name
+        total += (found[name] if name in found else sample.at_offset(offset)).double().sum(-1)
     return total / sight.seeing_queries.clamp(min=1)
 
 
