@@ -19,7 +19,7 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels import library, native
 from multihead.kernels.native_statistics import ONE_PASS, second_pass
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
 
 HEADS = 8
@@ -107,7 +107,7 @@ def _rival_of(kind: str, rival: str, mask: masks.Mask, batch: int) -> Callable[.
     """Return the rival as a function of q, k and v."""
     if rival == "dense bool":
         # What does not depend on the query keeps one row: the quicker form for PyTorch too.
-        shown = visible(mask, Place.of(2048, 2048)).contiguous()
+        shown = mask.tile(Place.of(2048, 2048)).contiguous()
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=shown.expand(batch, 1, -1, -1))
     if rival == "loop":
         return lambda q, k, v: torch.cat(

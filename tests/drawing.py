@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multihead import masks
-from multihead.masks.behind import Behind
+from multihead.masks.leading_keys import LeadingKeys
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +109,7 @@ def trees(draw: Draw, size: Sizes, *, depth: int = 3) -> masks.Mask:
         return draw(st.one_of(interval_leaves(size), interval_leaves(size), given_tensors(size)))
     if size.keys > 1 and draw(st.integers(0, 5)) == 0:
         count = draw(st.integers(0, size.keys - 1))
-        return Behind(count, draw(trees(replace(size, keys=size.keys - count), depth=depth - 1)))
+        return LeadingKeys(count, draw(trees(replace(size, keys=size.keys - count), depth=depth - 1)))
     left, right = draw(trees(size, depth=depth - 1)), draw(trees(size, depth=depth - 1))
     return left & right if draw(st.booleans()) else left | right
 

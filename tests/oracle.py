@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.masks.behind import Behind
-from multihead.masks.values import And, Or
+from multihead.masks.base import And, Or
+from multihead.masks.leading_keys import LeadingKeys
 
 AXES = ("batch", "heads", "queries", "keys")
 
@@ -28,7 +28,7 @@ def sees(mask: masks.Mask, cell: tuple[int, int, int, int], position: int) -> bo
         return all(sees(part, cell, position) for part in mask.parts)
     if isinstance(mask, Or):
         return any(sees(part, cell, position) for part in mask.parts)
-    if isinstance(mask, Behind):
+    if isinstance(mask, LeadingKeys):
         return j < mask.count or sees(mask.mask, (b, cell[1], i, j - mask.count), position - mask.count)
     if isinstance(mask, masks.Causal):
         return j <= position

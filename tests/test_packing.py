@@ -10,7 +10,7 @@ import torch
 
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
-from multihead.packing import Packing, Padding, can_stay_packed
+from multihead.packing import Packing, Padding
 
 LENGTHS = (3, 0, 5)
 
@@ -45,7 +45,7 @@ def test_gradients_pass_through_packing_to_the_tokens_alone() -> None:
     ],
 )
 def test_only_masks_of_differences_of_positions_let_samples_share_a_row(mask: masks.Mask, *, stays: bool) -> None:
-    assert can_stay_packed(mask) is stays
+    assert mask.translation_invariant is stays
 
 
 def test_padding_joins_the_mask_with_the_lengths_of_queries_and_keys() -> None:

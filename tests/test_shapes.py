@@ -144,7 +144,7 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 
 def resolve(query_start: Any, *, speaks: bool = True, queries: int = 3, keys: int = 5) -> int | Tensor:
-    return resolved_query_start(query_start, speaks_of_positions=speaks, batch=2, queries=queries, keys=keys)
+    return resolved_query_start(query_start, uses_positions=speaks, batch=2, queries=queries, keys=keys)
 
 
 def test_the_first_query_stands_where_it_is_said() -> None:
@@ -160,7 +160,7 @@ def test_left_out_it_is_zero_where_nothing_depends_on_it() -> None:
     assert resolve(None, queries=5) == 0
 
 
-def test_left_out_where_the_mask_speaks_of_positions_it_is_refused_with_both_spellings() -> None:
+def test_left_out_where_the_mask_uses_positions_it_is_refused_with_both_spellings() -> None:
     with pytest.raises(ArgumentError) as refusal:
         resolve(None)
     assert str(refusal.value) == (

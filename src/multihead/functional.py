@@ -18,8 +18,8 @@ from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.tile import without_autocast, working_dtype
 from multihead.leading import Leading
 from multihead.masks import Full, Mask
-from multihead.masks.dense import refuse_unless_fitting
-from multihead.masks.values import refuse_unless_mask
+from multihead.masks.base import check_is_mask
+from multihead.masks.place import CallSize
 from multihead.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, Beside, Probe
 from multihead.probes import statistics as measuring
@@ -283,7 +283,7 @@ def request_of(
     Where more keys are `to_come`, the mask may speak of them; for the others see `AttentionRequest`.
     """
     shape = AttentionShape.of(q, k, v)
-    refuse_unless_mask(mask)
+    check_is_mask(mask)
     refuse_unless_share("dropout", dropout)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
         raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
@@ -294,11 +294,10 @@ def request_of(
     if sinks is not None:
         refuse_unless_sinks_fit(sinks, shape)
     queries, keys = shape.query_length, shape.key_length
-    if not isinstance(mask, Full):
-        batch, heads = shape.batch, shape.num_heads
-        refuse_unless_fitting(mask, batch=batch, heads=heads, queries=queries, keys=keys, to_come=to_come)
+    if not mask.hides_nothing:
+        mask.check_fits(CallSize(shape.batch, shape.num_heads, queries, keys, to_come))
     start = resolved_query_start(
-        query_start, speaks_of_positions=mask.speaks_of_positions, batch=shape.batch, queries=queries, keys=keys
+        query_start, uses_positions=mask.uses_positions, batch=shape.batch, queries=queries, keys=keys
     )
     scale = shape.head_dim**-0.5 if scale is None else scale
     nobody: frozenset[str] = frozenset()

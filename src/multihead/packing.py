@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ShapeError
-from multihead.masks import Causal, Documents, Full, Lengths, Mask, Window
-from multihead.masks.values import And, Or
+from multihead.masks import Documents, Lengths, Mask
 from multihead.reading import readable, traced
 
 Side = Literal["right", "left"]
@@ -200,18 +199,6 @@ _operator = torch.library.custom_op("multihead::places", _places, mutates_args=(
 @_operator.register_fake
 def _(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
     return lengths.new_empty(torch.library.get_ctx().new_dynamic_size())
-
-
-def can_stay_packed(mask: Mask) -> bool:
-    """Whether a mask speaks of differences of positions only, so that packing changes nothing but the offsets.
-
-    >>> from multihead import masks
-    >>> can_stay_packed(masks.Causal() & masks.Window(8)), can_stay_packed(masks.Prefix(3))
-    (True, False)
-    """
-    if isinstance(mask, (And, Or)):
-        return all(can_stay_packed(part) for part in mask.parts)
-    return isinstance(mask, (Full, Causal, Window))
 
 
 class Padding(NamedTuple):

@@ -95,13 +95,13 @@ class AttentionShape:
 
 
 def resolved_query_start(
-    query_start: int | Tensor | str | None, *, speaks_of_positions: bool, batch: int, queries: int, keys: int
+    query_start: int | Tensor | str | None, *, uses_positions: bool, batch: int, queries: int, keys: int
 ) -> int | Tensor:
     """Turn what the caller said of the first query's position into an int or one a sample.
 
     Args:
         query_start: an int, a tensor (batch,), "end", or None where the lengths are equal.
-        speaks_of_positions: whether the mask's meaning depends on it.
+        uses_positions: whether the mask's meaning depends on it.
         batch: number of samples.
         queries: number of queries.
         keys: number of keys.
@@ -110,7 +110,7 @@ def resolved_query_start(
         ArgumentError: it is left out where it matters, or out of range.
     """
     if query_start is None:
-        if speaks_of_positions and queries != keys:
+        if uses_positions and queries != keys:
             raise ArgumentError(
                 f"There are {queries} queries and {keys} keys, and the mask speaks of positions.",
                 'Say where the first one is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).',

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.cache import Held, KeyValueCache, mask_behind
+from multihead.cache import Held, KeyValueCache
 from multihead.functional import attend, attention, request_of
-from multihead.masks.values import And, Or
+from multihead.masks.base import And, Or
 
 
 @dataclass
@@ -65,7 +65,7 @@ def of_rows(mask: masks.Mask, rows: slice, keys: int) -> masks.Mask:
 
 def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
     """Attend to what a cache has handed out; the mask may speak of keys still to come."""
-    mask = mask_behind(mask, held.key_start)
+    mask = mask.after_dropping(held.key_start)
     if held.lengths is not None:
         mask = mask & masks.Lengths(held.lengths)
     request = request_of(q, held.k, held.v, query_start=held.query_start)

@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.errors import MaskError
 from multihead.export.graph import Graph
 from multihead.export.visibility import Place, Start, always_sees, sizes_of, visible
-from multihead.masks.behind import Behind
+from multihead.masks.leading_keys import LeadingKeys
 from tests import drawing, oracle
 
 
@@ -39,7 +39,7 @@ def test_nodes_show_what_the_mask_shows(data: st.DataObject, size: drawing.Sizes
 
 
 def test_a_tensor_behind_other_keys_speaks_of_those_behind_them() -> None:
-    mask = Behind(2, masks.Drop(torch.tensor([True, False, True]), "keys")) & masks.Lengths((5, 4))
+    mask = LeadingKeys(2, masks.Drop(torch.tensor([True, False, True]), "keys")) & masks.Lengths((5, 4))
     expected = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]]).bool()
     assert torch.equal(computed(mask, 1, 5, 0)[:, 0, 0], expected)
 
@@ -72,7 +72,7 @@ def test_where_every_query_is_said_to_see_a_key_it_does(data: st.DataObject, siz
         (masks.Documents((5, 3)), {}),
         (masks.Documents(((5, 3), (1, 1))), {"batch": 2}),
         (masks.Keep(torch.ones(2, 1, 4, 6, dtype=torch.bool)), {"batch": 2, "queries": 4, "keys": 6}),
-        (Behind(2, masks.Keep(torch.ones(6, dtype=torch.bool), "keys")), {"keys": 8}),
+        (LeadingKeys(2, masks.Keep(torch.ones(6, dtype=torch.bool), "keys")), {"keys": 8}),
     ],
 )
 def test_a_mask_fixes_the_sizes_it_is_written_with(mask: masks.Mask, sizes: dict[str, int]) -> None:
@@ -96,5 +96,6 @@ def test_a_mask_that_is_not_ours_is_refused() -> None:
     with pytest.raises(MaskError) as refusal:
         visible(Graph(), Odd(), Place("", ""))
     assert str(refusal.value) == (
-        "Odd() has no meaning written in export/visibility.py. Use the masks of multihead.masks."
+        "Odd() cannot be exported to ONNX. "
+        "Use the masks of multihead.masks, or masks.Keep with a tensor of the exported sizes."
     )

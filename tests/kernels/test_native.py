@@ -18,7 +18,7 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.functional import attention, attention_with_logsumexp, explain, request_of, statistics, weights
 from multihead.kernels import library, native
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
 from tests import oracle
 from tests.agreeing import assert_within_budget
@@ -48,7 +48,7 @@ def seen_by(case: Drawn) -> Tensor:
     """What the mask of a long call shows, by its dense meaning: cell by cell takes seconds."""
     start: Any = case.query_start
     place = Place.of(case.size.queries, case.size.keys, query_start=start)
-    return visible(case.mask, place).expand(case.size.cells)
+    return case.mask.tile(place).expand(case.size.cells)
 
 
 @settings(max_examples=40)

@@ -14,8 +14,9 @@ from multihead.functional import attention_with_logsumexp, request_of, statistic
 from multihead.kernels import library, native, native_fields, native_statistics
 from multihead.kernels.library import AT
 from multihead.kernels.native_fields import WHOLE, block_height, blocks, features_beside
-from multihead.masks.dense import Place, visible
-from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.masks.base import KeyBounds
+from multihead.masks.place import Place
+from multihead.plan.bounds import bounds_of
 from tests import oracle
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
@@ -42,7 +43,7 @@ def test_blocks_of_a_dense_mask_cover_each_row_once_and_see_what_the_mask_shows(
     bounds = bounds_of(request)
     monkeypatch.setattr(native_fields, "DENSE_BYTES", 0)
     assert block_height(request, bounds) == 96
-    shown = visible(request.mask, Place.of(300, 300))
+    shown = request.mask.tile(Place.of(300, 300))
     for step, heights in ((1, [96, 96, 96, 12]), (50, [100, 100, 100])):
         found = list(blocks(request, bounds, step=step))
         assert [rows.rows.stop - rows.rows.start for rows in found] == heights
@@ -190,7 +191,7 @@ def test_rows_that_see_what_is_not_finite_are_nan_and_no_others(
         bad_v[:, 0, key + 5, 1] = -torch.inf
     bad = torch.zeros(300, dtype=torch.bool)
     bad[[77, 82, 257, 262, 265, 270]] = True
-    seen = visible(mask, Place.of(queries, 300, query_start=300 - queries)).expand(1, 2, queries, 300)
+    seen = mask.tile(Place.of(queries, 300, query_start=300 - queries)).expand(1, 2, queries, 300)
     hit = (seen & bad).any(-1)
     hit[:, 1] = False
     assert bool(hit.any())

@@ -17,8 +17,9 @@ from multihead.kernels import library, native
 from multihead.kernels.library import AT
 from multihead.kernels.native_fields import WHOLE, Rows, call_fields
 from multihead.kernels.native_statistics import ONE_PASS, Measuring, first_keys, one_pass, second_pass
-from multihead.masks.dense import Place, visible
-from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.masks.base import KeyBounds
+from multihead.masks.place import Place
+from multihead.plan.bounds import bounds_of
 from tests import oracle
 from tests.drawing import Drawn, calls
 from tests.kernel_names import NATIVE_DTYPES, needs_native
@@ -83,7 +84,7 @@ def long(queries: int, mask: masks.Mask, **options: Any) -> AttentionRequest:
 def seen_by(request: AttentionRequest) -> Tensor:
     shape = request.shape
     place = Place.of(shape.query_length, shape.key_length, query_start=request.query_start)
-    return visible(request.mask, place).expand(shape.batch, shape.num_heads, -1, -1)
+    return request.mask.tile(place).expand(shape.batch, shape.num_heads, -1, -1)
 
 
 MASKS = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
-from multihead.masks.values import And, Or
+from multihead.masks.base import And, Or
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 from multihead.scores.alibi import Alibi

@@ -85,13 +85,11 @@ def test_what_shows_everything_changes_nothing() -> None:
     assert Full() | Causal() == Causal() | Full() == Full()
 
 
-def test_a_mask_tells_whether_it_speaks_of_positions_and_holds_tensors() -> None:
-    assert [mask.speaks_of_positions for mask in (Full(), Lengths((1,)), Prefix(1), Keep(TENSOR, "keys"))] == [
-        False
-    ] * 4
-    assert [mask.speaks_of_positions for mask in (Causal(), Window(1), Documents((1,)))] == [True] * 3
-    assert (Prefix(1) & Causal()).speaks_of_positions
-    assert not (Prefix(1) & Lengths((1,))).speaks_of_positions
+def test_a_mask_tells_whether_it_uses_positions_and_holds_tensors() -> None:
+    assert [mask.uses_positions for mask in (Full(), Lengths((1,)), Prefix(1), Keep(TENSOR, "keys"))] == [False] * 4
+    assert [mask.uses_positions for mask in (Causal(), Window(1), Documents((1,)))] == [True] * 3
+    assert (Prefix(1) & Causal()).uses_positions
+    assert not (Prefix(1) & Lengths((1,))).uses_positions
     assert not (Prefix(1) | Causal()).holds_tensors
     assert (Prefix(torch.tensor([1])) | Causal()).holds_tensors
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, InputError, ProbeError
-from multihead.masks.behind import Behind
+from multihead.masks.leading_keys import LeadingKeys
 from multihead.observation import saving
 from multihead.observation.record import Record
 from multihead.scores.relative import Relative
@@ -33,7 +33,7 @@ MASKS = {
     "prefix": masks.Causal() | masks.Prefix(3),
     "keep": masks.Causal() & masks.Keep(SOME, "queries keys"),
     "drop": masks.Drop(SOME.expand(4, -1, -1), "heads queries keys"),
-    "behind": Behind(2, masks.Window(3)),
+    "behind": LeadingKeys(2, masks.Window(3)),
     "keys that are padding": masks.Keep(SOME[:1], "batch keys"),
 }
 TERMS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from multihead import listening, masks
 from multihead.call import AttentionCall
 from multihead.functional import attend, request_of
 from multihead.kernels.tile import seen
-from multihead.observation.trimming import Span, cut, hull, mask_of_part, spans, without_documents, without_queries
+from multihead.masks.place import Span
+from multihead.observation.trimming import cut, hull, spans, without_queries
 from multihead.probes.weights import tile
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 6, 9
@@ -126,16 +127,16 @@ def test_padding_between_real_queries_sees_nothing() -> None:
 
 def test_the_documents_of_a_packing_are_taken_out_and_nothing_else() -> None:
     packing = masks.Documents((3, 4))
-    assert without_documents(packing) == masks.Full()
-    assert without_documents(masks.Causal() & packing) == masks.Causal()
-    assert without_documents(masks.Causal() & masks.Window(2) & packing) == masks.Causal() & masks.Window(2)
-    assert without_documents(masks.Causal()) == masks.Causal()
+    assert packing.without_documents() == masks.Full()
+    assert (masks.Causal() & packing).without_documents() == masks.Causal()
+    assert (masks.Causal() & masks.Window(2) & packing).without_documents() == masks.Causal() & masks.Window(2)
+    assert masks.Causal().without_documents() == masks.Causal()
 
 
 def test_a_tensor_that_hides_nothing_of_a_sample_is_no_mask_of_it() -> None:
     kept = masks.Keep(torch.tensor([[True, True], [True, False]]), "batch keys")
-    assert mask_of_part(kept, Span(0, (0, 1), (0, 2))) == masks.Full()
-    assert isinstance(mask_of_part(kept, Span(1, (0, 1), (0, 2))), masks.Keep)
+    assert kept.part(Span(0, (0, 1), (0, 2))) == masks.Full()
+    assert isinstance(kept.part(Span(1, (0, 1), (0, 2))), masks.Keep)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
-from multihead.masks.behind import Behind
-from multihead.plan.bounds import KeyBounds, key_bounds
+from multihead.masks.base import KeyBounds
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.plan.bounds import key_bounds
 from tests import oracle
 from tests.drawing import Sizes, interval_leaves, sizes, starts, trees
 
@@ -143,7 +144,7 @@ def test_a_plan_takes_memory_for_each_query_and_not_for_each_cell(mask: masks.Ma
 @pytest.mark.parametrize("mask", [Full(), Keep(torch.tensor(False), ""), Causal()])
 def test_where_all_keys_are_those_in_front_every_query_sees_them(mask: Mask) -> None:
     """A record of a query that sees nothing but a learned key ends with that key: no key is left for the mask."""
-    bounds = key_bounds(Behind(1, mask), queries=2, keys=1, query_start=1)
+    bounds = key_bounds(LeadingKeys(1, mask), queries=2, keys=1, query_start=1)
     assert bounds.start.tolist() == [[0, 0]]
     assert bounds.stop.tolist() == [[1, 1]]
     assert bounds.remainder is None

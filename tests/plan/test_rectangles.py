@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multihead import masks
+from multihead.masks.base import KeyBounds
 from multihead.plan import rectangles as room
-from multihead.plan.bounds import KeyBounds, key_bounds
+from multihead.plan.bounds import key_bounds
 from multihead.plan.rectangles import Rectangle, rectangles
 from tests import oracle
 from tests.drawing import sizes, starts, trees

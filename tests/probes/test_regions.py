@@ -12,6 +12,7 @@ from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.functional import attention_with_logsumexp, request_of
+from multihead.masks.place import Place
 from multihead.probes import regions
 from multihead.probes.regions import Blocks, CancelledError, blocks
 from multihead.scores.relative import Relative
@@ -54,9 +55,7 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
     _, logsumexp = attention_with_logsumexp(q, k, k, bias=given, kernel="reference", **options)
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
     scores = 8.0 * (scores / 8.0).tanh()
-    shown = masks.dense.visible(
-        mask, masks.dense.Place.of(QUERIES, KEYS, query_start=START, device=torch.device("cpu"))
-    ).expand(1, HEADS, QUERIES, KEYS)
+    shown = mask.tile(Place.of(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
     if wide is not None:
         added = wide.tile(QUERIES, KEYS) if isinstance(wide, Relative) else wide
         shown = shown & (added != -torch.inf)

@@ -1,7 +1,6 @@
 """Keys and values of a text while it is written, kept from step to step."""
 
 from multihead.cache.buffers import Held
-from multihead.cache.reach import mask_behind
 from multihead.cache.store import KeyValueCache, Memory
 
-__all__ = ["Held", "KeyValueCache", "Memory", "mask_behind"]
+__all__ = ["Held", "KeyValueCache", "Memory"]

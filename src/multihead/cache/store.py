@@ -12,7 +12,6 @@ from torch import Tensor
 from multihead.cache.buffers import SPARE, Buffers, Held, refuse_unless_alike
 from multihead.cache.places import counts_of
 from multihead.cache.progress import Progress
-from multihead.cache.reach import has_key_axis, reach_of
 from multihead.call import Continued
 from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_unless_integer
 from multihead.masks import Mask
@@ -311,14 +310,14 @@ class KeyValueCache:
         """
         if self.window is None:
             return
-        reach = reach_of(mask)
+        reach = mask.lookback
         if reach is None or reach > self.window:
             how_far = "over all keys" if reach is None else f"on {reach} keys"
             raise MaskError(
                 f"{mask!r} looks back {how_far}, and the cache keeps a window of {self.window}.",
                 f"Join it with masks.Window({self.window}), or keep all keys: KeyValueCache().",
             )
-        if has_key_axis(mask):
+        if mask.has_key_axis:
             raise MaskError(
                 f"{mask!r} has a column for each key, and a cache with a window forgets keys.",
                 "Keep all keys: KeyValueCache().",

@@ -25,7 +25,7 @@ from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.kernels.reference import softmax
 from multihead.kernels.tile import working_dtype
 from multihead.masks import Full, Lengths, Mask
-from multihead.masks.dense import Place, refuse_unless_fitting, visible
+from multihead.masks.place import CallSize, Place
 from multihead.packing import Packing
 
 ValidLens: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | None"
@@ -228,8 +228,8 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     _refuse_unless_3d("X", X)
     batch, queries, keys = X.shape
     mask = _mask(valid_lens, keys)
-    refuse_unless_fitting(mask, batch=batch, heads=1, queries=queries, keys=keys)
-    hidden = ~visible(mask, Place.of(queries, keys, device=X.device))
+    mask.check_fits(CallSize(batch, 1, queries, keys))
+    hidden = ~mask.tile(Place.of(queries, keys, device=X.device))
     cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
     return softmax(cells, None)[0][:, 0].to(X.dtype)
 

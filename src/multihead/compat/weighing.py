@@ -12,7 +12,6 @@ from multihead.call import Attended, AttentionRequest
 from multihead.functional import attend
 from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.tile import scores, seen, without_autocast
-from multihead.masks import Full
 from multihead.plan.bounds import bounds_of
 from multihead.probes.weights import tile
 from multihead.reading import traced
@@ -85,7 +84,7 @@ def _weights(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tens
     with without_autocast(shape.device):
         cleaned, bad_rows = quarantined(request, bounds)
         cells = scores(cleaned)
-        hidden = None if isinstance(request.mask, Full) else ~seen(cleaned)
+        hidden = None if request.mask.hides_nothing else ~seen(cleaned)
         cells = cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
         empty = (logsumexp == -torch.inf)[..., None]  # (batch, heads, queries, 1)
         if traced() or bool(empty.any()):  # the softmax of nothing is 0 / 0, in its gradient too

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, MaskError, refuse_unless_integer
 from multihead.export.visibility import Start, sizes_of
 from multihead.layer import MultiHeadAttention
-from multihead.masks.values import Mask, refuse_unless_mask
+from multihead.masks.base import Mask, check_is_mask
 
 INPUTS = ("x", "memory", "values", "past", "lengths", "memory_lengths", "keep", "bias", "head_gates", "query_start")
 OPSETS = (23, 24, 25)
@@ -70,7 +70,7 @@ def asked(
 ) -> Asked:
     """Check a layer and what its model is asked to take; see `multihead.export.onnx.model`."""
     attention = _checked(layer)
-    refuse_unless_mask(mask)
+    check_is_mask(mask)
     if opset not in OPSETS:
         raise ArgumentError(
             f"opset is {opset!r}, and the Attention operator is written for opsets 23, 24 and 25.", "Give one of them."
@@ -163,7 +163,7 @@ def _start(
             )
         return "end"
     if query_start is None:
-        speaks = mask.speaks_of_positions or layer.rotary is not None or layer.position_bias is not None
+        speaks = mask.uses_positions or layer.rotary is not None or layer.position_bias is not None
         if speaks and "memory" in inputs:
             raise ArgumentError(
                 "memory is an input, and it matters where queries and keys stand.",

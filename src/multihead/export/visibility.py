@@ -13,8 +13,10 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.export.graph import Graph
-from multihead.masks.behind import Behind
-from multihead.masks.values import AXES, And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
+from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
+from multihead.masks.base import And, Or
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.masks.tensor import AXES
 
 Start: TypeAlias = 'int | Tensor | Literal["end", "query_start"]'
 
@@ -60,7 +62,7 @@ class Place:
 
 
 def visible(graph: Graph, mask: Mask, place: Place) -> str:
-    """Add the nodes of a mask: what `multihead.masks.dense.visible` says of tensors.
+    """Add the nodes of a mask: what `Mask.tile` computes with tensors.
 
     Returns: bool, broadcasting to (batch, heads, queries, keys); True = may be seen.
     """
@@ -68,13 +70,13 @@ def visible(graph: Graph, mask: Mask, place: Place) -> str:
         return reduce(lambda one, other: graph.node("And", one, other), (visible(graph, p, place) for p in mask.parts))
     if isinstance(mask, Or):
         return reduce(lambda one, other: graph.node("Or", one, other), (visible(graph, p, place) for p in mask.parts))
-    if isinstance(mask, Behind):
+    if isinstance(mask, LeadingKeys):
         return _behind(graph, mask, place)
-    if isinstance(mask, _Given):
-        tensor = mask.four_dimensional()
+    if isinstance(mask, (Keep, Drop)):
+        tensor = mask.kept()
         if tensor.shape[3] > 1:
             tensor = F.pad(tensor, (place.before, 0))  # what it says of keys before its first one is never asked
-        return graph.constant(tensor if isinstance(mask, Keep) else ~tensor, name="keep")
+        return graph.constant(tensor, name="keep")
     if isinstance(mask, Full):
         return graph.constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
     if isinstance(mask, Causal):
@@ -90,10 +92,13 @@ def visible(graph: Graph, mask: Mask, place: Place) -> str:
         return graph.node("Less", place.columns, graph.constant(counts.reshape(shape), name="lengths"))
     if isinstance(mask, Documents):
         return _same_document(graph, mask, place)
-    raise MaskError(f"{mask!r} has no meaning written in export/visibility.py.", "Use the masks of multihead.masks.")
+    raise MaskError(
+        f"{mask!r} cannot be exported to ONNX.",
+        "Use the masks of multihead.masks, or masks.Keep with a tensor of the exported sizes.",
+    )
 
 
-def _behind(graph: Graph, mask: Behind, place: Place) -> str:
+def _behind(graph: Graph, mask: LeadingKeys, place: Place) -> str:
     """Count from the first key that the inner mask speaks of; all before it are seen."""
     if not mask.count:
         return visible(graph, mask.mask, place)
@@ -155,9 +160,9 @@ def _fixed(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
             yield from _fixed(part, before)
-    elif isinstance(mask, Behind):
+    elif isinstance(mask, LeadingKeys):
         yield from _fixed(mask.mask, before + mask.count)
-    elif isinstance(mask, _Given):
+    elif isinstance(mask, (Keep, Drop)):
         for axis, size in zip(AXES, mask.four_dimensional().shape, strict=True):
             if size != 1:
                 yield axis, size + (before if axis == "keys" else 0)
@@ -183,7 +188,7 @@ def always_sees(mask: Mask, *, own: bool) -> bool:
         return own and all(isinstance(part, (Full, Causal, Window)) for part in mask.parts)
     if isinstance(mask, Or):
         return any(always_sees(part, own=own) for part in mask.parts)
-    if isinstance(mask, Behind):
+    if isinstance(mask, LeadingKeys):
         return mask.count > 0 or always_sees(mask.mask, own=own)
     if isinstance(mask, Prefix) and isinstance(mask.length, int):
         return mask.length > 0

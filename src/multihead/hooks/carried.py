@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from multihead.masks import Documents, Drop, Keep, Lengths, Mask, Prefix
-from multihead.masks.dense import Place, visible
-from multihead.masks.values import And, Or
+from multihead.masks import Keep, Mask
+from multihead.masks.place import Place
 
 _KEYS_AXIS = 3
 
@@ -57,12 +56,12 @@ class CarriedMask(Tensor):
         """Write the mask down: bool (batch, 1, queries, keys), True = may be seen."""
         batch, heads, queries, keys = self.shape
         place = Place.of(queries, keys, query_start=self.query_start, device=self.device)
-        return visible(self.mask, place).expand(batch, heads, queries, keys)
+        return self.mask.tile(place).expand(batch, heads, queries, keys)
 
     def first_keys(self, keys: int) -> CarriedMask:
         """Cut keys off the end."""
         batch, heads, queries, before = self.shape
-        mask = self.mask if keys == before else _with_fewer_keys(self.mask, keys)
+        mask = self.mask if keys == before else self.mask.with_first_keys(keys)
         return CarriedMask(
             (batch, heads, queries, keys),
             Keep(self.dense()[..., :keys]) if mask is None else mask,
@@ -91,15 +90,3 @@ class CarriedMask(Tensor):
                     return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
         args, kwargs = pytree.tree_map_only(CarriedMask, CarriedMask.dense, (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-def _with_fewer_keys(mask: Mask, keys: int) -> Mask | None:
-    """Fit the tensors inside a mask to fewer keys; None where a mask counts on all of them."""
-    if isinstance(mask, (And, Or)):
-        parts = [_with_fewer_keys(part, keys) for part in mask.parts]
-        known = tuple(part for part in parts if part is not None)
-        return type(mask)(known) if len(known) == len(parts) else None
-    if isinstance(mask, (Keep, Drop)):
-        return type(mask)(mask.tensor[..., :keys], mask.axes) if mask.axes.endswith("keys") else mask
-    # Documents that end behind the last key would lose the queries that stand there.
-    return None if isinstance(mask, (Documents, Lengths, Prefix)) else mask

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multihead.masks import Causal, Documents, Full, Keep, Mask, Window
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -81,15 +81,14 @@ def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
     size = (extent.batch, 1, len(rows), extent.keys)
     read = torch.cat(
         [
-            visible(
-                mask,
+            mask.tile(
                 Place.of(
                     extent.queries,
                     extent.keys,
                     query_start=extent.query_start,
                     device=extent.device,
                     rows=slice(row, row + 1),
-                ),
+                )
             ).expand(extent.batch, 1, 1, -1)
             for row in rows
         ],

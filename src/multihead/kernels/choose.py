@@ -18,7 +18,7 @@ from multihead.kernels import (
 )
 from multihead.kernels.rules import slower
 from multihead.kernels.strictness import refuse_if_strict
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 
 
 class Kernel(Protocol):

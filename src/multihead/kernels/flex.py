@@ -20,7 +20,7 @@ from multihead.kernels import reference
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.strictness import warn_of_slow_path
 from multihead.kernels.tile import dense, without_tensors, working_dtype
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 from multihead.reading import constant_in_graphs
 from multihead.scores.bias import values_of
 from multihead.scores.relative import Relative

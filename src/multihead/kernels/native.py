@@ -28,7 +28,7 @@ from multihead.kernels.native_fields import (
 from multihead.kernels.native_statistics import Measuring
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import dense, without_tensors
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 from multihead.reading import traced
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative

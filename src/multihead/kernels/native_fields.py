@@ -12,8 +12,8 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.kernels import library
 from multihead.kernels.library import AT
-from multihead.masks.dense import Place, visible
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
+from multihead.masks.place import Place
 from multihead.scores.bias import Bias
 from multihead.scores.relative import Relative
 
@@ -72,7 +72,7 @@ def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1, heigh
             rows=rows,
         )
         part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
-        yield Rows(rows, part, None if bounds.remainder is None else visible(bounds.remainder, place))
+        yield Rows(rows, part, None if bounds.remainder is None else bounds.remainder.tile(place))
 
 
 def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:

@@ -12,8 +12,8 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unles
 from multihead.kernels.native import Job, backward, forward, made_ready, refusal
 from multihead.kernels.native_fields import features_beside
 from multihead.masks import Full, Keep
-from multihead.masks.dense import refuse_unless_fitting
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
+from multihead.masks.place import CallSize
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.relative import Relative
 from multihead.scores.sinks import refuse_unless_sinks_fit
@@ -218,7 +218,7 @@ def _job(
         raise ArgumentError(f"dropout is {dropout!r} and seed is {seed!r}.", "Give a seed of one whole number.")
     mask = Full() if seen is None else Keep(seen)
     queries, keys = shape.query_length, shape.key_length
-    refuse_unless_fitting(mask, batch=shape.batch, heads=shape.num_heads, queries=queries, keys=keys)
+    mask.check_fits(CallSize(shape.batch, shape.num_heads, queries, keys))
     size = (max(start.shape[0], stop.shape[0]), shape.query_length)
     bounds = KeyBounds(start.expand(size).contiguous(), stop.expand(size).contiguous(), None if seen is None else mask)
     if isinstance(bias, Tensor) and bias_wanted:

@@ -12,7 +12,7 @@ from multihead.call import AttentionRequest
 from multihead.kernels import library
 from multihead.kernels.library import AT
 from multihead.kernels.native_fields import WHOLE, Fields, blocks, call_fields, features_beside, room
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 
 # What each statistic is made of, by the names of csrc/call.h.
 _FIELD = {

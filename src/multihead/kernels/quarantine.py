@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.call import Attended, AttentionRequest
 from multihead.kernels.tile import seen
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 from multihead.reading import readable
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 

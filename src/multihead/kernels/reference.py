@@ -8,7 +8,7 @@ from torch.nn.functional import dropout
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels.tile import scores, seen, working_dtype
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 from multihead.reading import traced
 from multihead.scores.bias import values_of
 

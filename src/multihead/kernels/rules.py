@@ -9,8 +9,8 @@ import torch
 
 from multihead.call import AttentionRequest
 from multihead.kernels import sdpa
-from multihead.masks import Causal, Full
-from multihead.plan.bounds import KeyBounds
+from multihead.masks import Causal
+from multihead.masks.base import KeyBounds
 
 FEW, SHORT = 8, 128  # queries; keys
 MARGIN = 1.03  # less than that is no reason to change
@@ -250,6 +250,7 @@ def losses(measured: Iterable[Measured]) -> dict[tuple[str, torch.dtype], dict[s
 
 
 LOST = losses(MEASURED)
+_CAUSAL = Causal()
 
 
 def slower(request: AttentionRequest, bounds: KeyBounds, set_name: str) -> str | None:
@@ -288,10 +289,10 @@ def class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
         name = "few"
     elif shape.key_length <= SHORT:
         name = "short"
-    elif isinstance(mask, Full):
+    elif mask.hides_nothing:
         name = "full"
     else:
-        name = "causal" if isinstance(mask, Causal) else "intervals"
+        name = "causal" if mask == _CAUSAL else "intervals"
     q, k, v = request.q, request.k, request.v
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return name + TRAINING if trains else name

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import seen, without_tensors, working_dtype
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
 from multihead.reading import traced
 from multihead.scores.bias import bias_tile, values_of

@@ -12,7 +12,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels import reference
 from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.strictness import warn_of_slow_path
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.masks import Mask
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 from multihead.scores.bias import bias_tile, values_of, with_values
 from multihead.scores.softcap import softcapped
 
@@ -63,7 +63,7 @@ def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = 
         rows=queries,
         columns=keys,
     )
-    shown = visible(request.mask, place)
+    shown = request.mask.tile(place)
     if request.bias is not None:
         shown = shown & (bias_tile(request.bias, request.shape, queries, keys) != -torch.inf)
     return shown
@@ -73,7 +73,7 @@ def dense(mask: Mask, request: AttentionRequest) -> Tensor:
     """Write out what a mask means for a call: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
     start = request.query_start
-    return visible(mask, Place.of(shape.query_length, shape.key_length, query_start=start, device=shape.device))
+    return mask.tile(Place.of(shape.query_length, shape.key_length, query_start=start, device=shape.device))
 
 
 def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from multihead.cache import KeyValueCache
-from multihead.cache.reach import mask_behind
 from multihead.call import AttentionRequest
 from multihead.functional import request_of
 from multihead.heads import split_heads
@@ -24,9 +23,9 @@ from multihead.layer.inputs import (
 )
 from multihead.layer.terms import in_front
 from multihead.masks import Full, Mask
-from multihead.masks.behind import Behind
-from multihead.masks.values import refuse_unless_mask
-from multihead.packing import Packing, Padding, Side, can_stay_packed
+from multihead.masks.base import check_is_mask
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.packing import Packing, Padding, Side
 from multihead.scores.bias import Bias, added, shifted
 from multihead.shapes import resolved_query_start
 
@@ -77,7 +76,7 @@ def asked(
     query_start: int | Tensor | str | None = None,
 ) -> Asked:
     """Take what `MultiHeadAttention.forward` takes; a cache grows by it."""
-    refuse_unless_mask(mask)
+    check_is_mask(mask)
     x, memory, values, single = batched(x, memory, values)
     widths = Widths(layer.embed_dim, layer.key_dim, layer.value_dim, dtype_of(child(layer, "q_proj")))
     refuse_unless_fitting(widths, x, memory, values, lengths, memory_lengths)
@@ -103,7 +102,7 @@ def asked(
         and (head_gates is None or head_gates.dim() == 1)
         and layer.bias_k is None
         and of_distance
-        and can_stay_packed(mask)
+        and mask.translation_invariant
     )
     if packing is None:
         padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
@@ -145,7 +144,7 @@ def _self_attention(
     if cache is None:
         return _Placed(q, k, v, start, padding.hiding(mask))
     held = cache.extended(k, v, lengths=None if padding.rows is None else padding.rows.lengths)
-    mask = padding.hiding(mask_behind(mask, held.key_start), held.lengths, held.k.shape[2])
+    mask = padding.hiding(mask.after_dropping(held.key_start), held.lengths, held.k.shape[2])
     return _Placed(q, held.k, held.v, held.query_start, mask)
 
 
@@ -170,7 +169,7 @@ def _cross_attention(
     if layer.qk_norm is not None:
         q, normed = layer.qk_norm(q, k if remembered is None else k[:, :, :0])  # what is remembered is normed already
         k = normed if remembered is None else k
-    if cache is not None and query_start is None and _speaks_of_positions(layer, mask):
+    if cache is not None and query_start is None and _uses_positions(layer, mask):
         start = cache.query_start
     else:
         start = _start(layer, mask, query_start, q, k)
@@ -186,19 +185,19 @@ def _cross_attention(
     return _Placed(q, remembered.k, remembered.v, start, mask)
 
 
-def _speaks_of_positions(layer: MultiHeadAttention, mask: Mask) -> bool:
+def _uses_positions(layer: MultiHeadAttention, mask: Mask) -> bool:
     """Whether it matters where the queries stand among the keys."""
-    return mask.speaks_of_positions or layer.rotary is not None or layer.position_bias is not None
+    return mask.uses_positions or layer.rotary is not None or layer.position_bias is not None
 
 
 def _start(
     layer: MultiHeadAttention, mask: Mask, query_start: int | Tensor | str | None, q: Tensor, k: Tensor
 ) -> int | Tensor:
-    speaks = _speaks_of_positions(layer, mask)
+    speaks = _uses_positions(layer, mask)
     if query_start is None and not speaks:
         return 0
     start = resolved_query_start(
-        query_start, speaks_of_positions=speaks, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2]
+        query_start, uses_positions=speaks, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2]
     )
     if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as a number nobody may give it
         return torch.full((q.shape[0],), start, device=q.device)
@@ -224,7 +223,7 @@ def _request(
         bias = given if bias is None else added(bias, given, q.shape[2], k.shape[2])
     if layer.bias_k is not None and layer.bias_v is not None:
         k, v = in_front(layer.bias_k, k), in_front(layer.bias_v, v)
-        mask, start = Behind(1, mask), start + 1
+        mask, start = LeadingKeys(1, mask), start + 1
         bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
     sinks: Tensor | None = layer.sinks
     if layer.add_zero_attn:

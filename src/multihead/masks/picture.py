@@ -1,11 +1,11 @@
-"""Draw a mask: a row a query, a column a key, ■ where the key may be seen."""
+"""Draw a mask: a row per query, a column per key, ■ where the key may be seen."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from multihead.masks.dense import Place, visible
-from multihead.masks.values import Mask
+from multihead.masks.base import Mask
+from multihead.masks.place import Place
 
 
 def picture(mask: Mask, *, queries: int = 5, keys: int = 5, query_start: int | Tensor = 0) -> str:
@@ -15,13 +15,13 @@ def picture(mask: Mask, *, queries: int = 5, keys: int = 5, query_start: int | T
         mask: any mask.
         queries: how many queries to draw.
         keys: how many keys to draw.
-        query_start: where the first query stands among the keys.
+        query_start: position of the first query among the keys.
 
     >>> from multihead import masks
     >>> print(masks.picture(masks.Causal(), queries=2, query_start=3))
     ■ ■ ■ ■ ·
     ■ ■ ■ ■ ■
     """
-    seen = visible(mask, Place.of(queries, keys, query_start=query_start)).flatten(0, 1)
+    seen = mask.tile(Place.of(queries, keys, query_start=query_start)).flatten(0, 1)
     drawn = [[" ".join("■" if cell else "·" for cell in row) for row in sample] for sample in seen.tolist()]
     return "\n".join("   ".join(line) for line in zip(*drawn, strict=True))

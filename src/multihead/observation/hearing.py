@@ -12,7 +12,6 @@ from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
-from multihead.masks.behind import Behind
 from multihead.observation.choice import Choice
 from multihead.observation.pieces import Piece, Rows, grow_keys, kept
 from multihead.observation.projections import output_weight
@@ -107,7 +106,7 @@ class Ear:
         summed = Summed(request.shape.num_heads) if self.keep == "summary" else None
         layer = self._layers.setdefault(full, LayerRecord(full, summed=summed))
         chosen = self.choice.takes(full, list(self._layers).index(full))
-        if crosses and not request.mask.speaks_of_positions:
+        if crosses and not request.mask.uses_positions:
             # Queries have no place among the keys of another sequence: they are counted from its beginning.
             start: int | Tensor = last.query_stop if goes_on and last is not None else 0
             if continued is not None and continued.position is not None:
@@ -126,7 +125,7 @@ class Ear:
         request = call.request
         if request.continued is not None:
             # A key that is added in front has no place among others once the first ones of the text are forgotten.
-            return not isinstance(request.mask, Behind) or not bool(torch.as_tensor(offset).any())
+            return not request.mask.leading_keys or not bool(torch.as_tensor(offset).any())
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
         if request.packed_lengths is not None or last.edge is None or not request.shape.key_length:

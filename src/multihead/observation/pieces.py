@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.masks import Causal, Full, Mask, Window
-from multihead.masks.values import And
+from multihead.masks import Causal, Mask
 
 
 @dataclass(eq=False)
@@ -138,8 +137,8 @@ def _sees_from(mask: Mask, piece: Piece, later: Piece) -> bool:
     """Whether the later queries see no key before their call's first one, if they are given those of both calls."""
     if later.key_start == piece.key_start:
         return True
-    sizes = [part.size for part in (mask.parts if isinstance(mask, And) else (mask,)) if isinstance(part, Window)]
-    return bool(sizes) and piece.key_start <= later.key_start <= later.query_start - min(sizes) + 1
+    lookback = mask.lookback
+    return lookback is not None and piece.key_start <= later.key_start <= later.query_start - lookback + 1
 
 
 def _of_both(piece: Piece, later: Piece) -> Mask | None:
@@ -148,17 +147,15 @@ def _of_both(piece: Piece, later: Piece) -> Mask | None:
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (piece, later)
     )
-    return masks[0] if within and masks[0] == masks[1] and _hides_later(masks[0]) else None
+    return masks[0] if within and masks[0] == masks[1] and _spans_calls(masks[0]) else None
 
 
 def _plain(request: AttentionRequest) -> Mask:
     """Call it causal where one query at the end of its keys sees them all."""
     at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
-    return Causal() if at_end and request.mask == Full() else request.mask
+    return Causal() if at_end and request.mask.hides_nothing else request.mask
 
 
-def _hides_later(mask: Mask) -> bool:
-    """Whether a query sees no key behind its own, and a key's distance alone says whether it does."""
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    of_distance = all(isinstance(part, (Causal, Window)) for part in parts)
-    return of_distance and any(isinstance(part, Causal) or part.after == 0 for part in parts)  # type: ignore[attr-defined]
+def _spans_calls(mask: Mask) -> bool:
+    """Whether the mask of one call says what a later call sees too: by distance alone, and no later key."""
+    return mask.translation_invariant and mask.sees_no_later_key

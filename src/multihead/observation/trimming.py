@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import reduce
-from operator import and_, or_
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
-from multihead.kernels.tile import seen
-from multihead.masks import Documents, Drop, Full, Keep, Lengths, Mask, Prefix
-from multihead.masks.behind import Behind
-from multihead.masks.dense import as_tensor
-from multihead.masks.values import And, Or
-from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.masks import Keep
+from multihead.masks.base import KeyBounds
+from multihead.masks.counts import as_tensor
+from multihead.masks.place import Span
+from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import Bias
 from multihead.scores.relative import Relative
-
-
-@dataclass(frozen=True)
-class Span:
-    """The rows and columns of one sample in a call.
-
-    Fields:
-        sample: which row of the batch.
-        queries: first query and the one behind the last.
-        keys: first key and the one behind the last.
-    """
-
-    sample: int
-    queries: tuple[int, int]
-    keys: tuple[int, int]
 
 
 def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Span]:
@@ -98,12 +80,8 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     origin = int(start[span.sample]) if isinstance(start, Tensor) else start
     position = origin + rows.start - columns.start
     packed = request.packed_lengths is not None
-    mask = mask_of_part(without_documents(request.mask) if packed else request.mask, span)
-    if position < 0 and _has_documents(mask):
-        # Documents begin at the first key; a query before it has lost its own, and only a tensor can tell what it sees.
-        shown = seen(replace(request, bias=None), rows, columns)
-        mask = Keep(shown.expand(request.shape.batch, -1, -1, -1)[sample])
-    if not mask.speaks_of_positions:
+    mask = (request.mask.without_documents() if packed else request.mask).part(span)
+    if not mask.uses_positions:
         position = max(position, 0)  # a place before the first key means nothing to a mask of cross-attention
     small = replace(
         request,
@@ -138,61 +116,12 @@ def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
     return AttentionCall(replace(call.request, mask=mask), Attended(call.attended.output, logsumexp))
 
 
-def without_documents(mask: Mask) -> Mask:
-    """Take the documents out of the mask of a packed row: what each sample's own mask was.
-
-    >>> from multihead.masks import Causal
-    >>> without_documents(Causal() & Documents((3, 2)))
-    Causal()
-    """
-    if isinstance(mask, Documents):
-        return Full()
-    if isinstance(mask, And):
-        parts = [part for part in mask.parts if not isinstance(part, Documents)]
-        return And(tuple(parts)) if len(parts) > 1 else parts[0] if parts else Full()
-    return mask
-
-
-def mask_of_part(mask: Mask, span: Span) -> Mask:
-    """Say what a mask means on the rows and columns of one sample, counted from their own beginning."""
-    first_key = span.keys[0]
-    if isinstance(mask, (And, Or)):
-        parts = [mask_of_part(part, span) for part in mask.parts]
-        return reduce(and_ if isinstance(mask, And) else or_, parts)
-    if isinstance(mask, Behind):
-        count = max(mask.count - first_key, 0)
-        behind = (max(first_key - mask.count, 0), max(span.keys[1] - mask.count, 0))
-        return Behind(count, mask_of_part(mask.mask, replace(span, keys=behind)))
-    if isinstance(mask, (Keep, Drop)):
-        tile = _tile(mask.four_dimensional(), span)
-        hides = bool((~tile if isinstance(mask, Keep) else tile).any())
-        return type(mask)(tile) if hides else Full()
-    if isinstance(mask, Lengths):
-        lengths = as_tensor(mask.lengths, "cpu")
-        lengths = lengths[span.sample if lengths.shape[0] > 1 else 0]
-        lengths = lengths[slice(*span.queries)][None] if lengths.dim() == 1 else lengths[None]
-        return Lengths((lengths - first_key).clamp(0, span.keys[1] - first_key))
-    if isinstance(mask, Prefix):
-        length = as_tensor(mask.length, "cpu").flatten()
-        return Prefix(max(int(length[span.sample if length.numel() > 1 else 0]) - first_key, 0))
-    if isinstance(mask, Documents):
-        lengths = as_tensor(mask.lengths, "cpu")
-        lengths = lengths[span.sample if lengths.shape[0] > 1 else 0] if lengths.dim() == 2 else lengths
-        ends = (lengths.cumsum(-1) - first_key).clamp(min=0)
-        return Documents(ends.diff(prepend=torch.zeros_like(ends[:1])))
-    return mask  # what speaks of positions only means the same everywhere
-
-
 def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
     """Cut a bias to the rows and columns of one sample."""
     if isinstance(bias, Relative):
         part = bias.part(queries, span.queries, span.keys)
         return part if len(part.values) == 1 else Relative(part.values[span.sample][None])
     return _tile(bias, span)
-
-
-def _has_documents(mask: Mask) -> bool:
-    return isinstance(mask, Documents) or any(_has_documents(part) for part in getattr(mask, "parts", ()))
 
 
 def _tile(tensor: Tensor, span: Span) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from multihead.errors import InputError, MaskError, MultiheadError
-from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
-from multihead.masks.behind import Behind
-from multihead.masks.values import And, Or
+from multihead.masks import Mask
+from multihead.masks.base import UnknownMask, registered
 from multihead.scores.bias import Bias
 from multihead.scores.relative import Relative
 
 DEPTH = 32  # masks within masks
 MOST = 1 << 40  # tokens
+_RENAMED = {"Behind": "LeadingKeys"}  # in records of earlier versions
 
 
 @dataclass(eq=False)
@@ -43,32 +43,32 @@ class Tensors:
 
 
 def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
-    """Write a mask down; its tensors are named after `name`.
+    """Convert a mask to JSON: the name of its class and its fields; its tensors are stored under `name`.
 
+    Raises:
+        InputError: a field holds something that JSON cannot store.
+
+    >>> from multihead.masks import Causal, Window
     >>> written_mask(Causal() & Window(3), Tensors(), "mask")
     {'kind': 'And', 'parts': [{'kind': 'Causal'}, {'kind': 'Window', 'size': 3, 'after': 0}]}
     """
-    kind = {"kind": type(mask).__name__}
-    if isinstance(mask, (And, Or)):
-        return {
-            **kind,
-            "parts": [written_mask(part, tensors, f"{name}.{index}") for index, part in enumerate(mask.parts)],
-        }
-    if isinstance(mask, Behind):
-        return {**kind, "count": mask.count, "mask": written_mask(mask.mask, tensors, f"{name}.0")}
-    if isinstance(mask, Window):
-        return {**kind, "size": mask.size, "after": mask.after}
-    if isinstance(mask, (Keep, Drop)):
-        return {**kind, "axes": mask.axes, "tensor": tensors.put(name, mask.tensor)}
-    if isinstance(mask, (Lengths, Documents)):
-        return {**kind, "lengths": _written_counts(mask.lengths, tensors, name)}
-    if isinstance(mask, Prefix):
-        return {**kind, "length": _written_counts(mask.length, tensors, name)}
-    return kind
+    written = {key: _written(value, tensors, f"{name}.{key}", mask) for key, value in mask.values().items()}
+    return {"kind": type(mask).__name__, **written}
 
 
-def _written_counts(counts: Any, tensors: Tensors, name: str) -> Any:
-    return {"tensor": tensors.put(name, counts)} if isinstance(counts, Tensor) else counts
+def _written(value: object, tensors: Tensors, name: str, mask: Mask) -> Any:
+    if isinstance(value, Tensor):
+        return {"tensor": tensors.put(name, value)}
+    if isinstance(value, Mask):
+        return written_mask(value, tensors, name)
+    if isinstance(value, (tuple, list)):
+        return [_written(each, tensors, f"{name}.{index}", mask) for index, each in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise InputError(
+        f"{mask!r} cannot be saved: it holds a {type(value).__name__}.",
+        "Keep numbers, texts, tensors, masks, or tuples of them in the fields of a mask.",
+    )
 
 
 def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, Any] | None:
@@ -93,40 +93,28 @@ def read_mask(said: object, tensors: dict[str, Tensor], *, depth: int = 0) -> Ma
 
 
 def _read_mask(said: Any, tensors: dict[str, Tensor], depth: int) -> Mask:
-    kind = said["kind"]
     if depth > DEPTH:
         raise TypeError("it is nested too deep.")
-    if kind in ("And", "Or"):
-        parts = tuple(_read_mask(part, tensors, depth + 1) for part in said["parts"])
-        if len(parts) < 2:
-            raise TypeError("it joins no masks.")
-        return And(parts) if kind == "And" else Or(parts)
-    if kind == "Behind":
-        return Behind(_count(said["count"]), _read_mask(said["mask"], tensors, depth + 1))
-    if kind == "Window":
-        return Window(_count(said["size"]), _count(said["after"]))
-    if kind in ("Keep", "Drop"):
-        return (Keep if kind == "Keep" else Drop)(tensors[said["tensor"]], said["axes"])
-    if kind in ("Lengths", "Documents"):
-        return (Lengths if kind == "Lengths" else Documents)(_read_counts(said["lengths"], tensors))
-    if kind == "Prefix":
-        return Prefix(_read_counts(said["length"], tensors))
-    if kind in ("Full", "Causal"):
-        return Full() if kind == "Full" else Causal()
-    raise TypeError(f"there is no mask {kind!r}.")
+    kind = _RENAMED.get(said["kind"], said["kind"])
+    read = {key: _read(value, tensors, depth + 1) for key, value in said.items() if key != "kind"}
+    if kind in ("Keep", "Drop") and isinstance(read["tensor"], str):  # as version 1 of the format stored it
+        read["tensor"] = tensors[read["tensor"]]
+    found = registered(kind)
+    if found is None:
+        return UnknownMask(kind)
+    if kind in ("And", "Or") and not (len(read["parts"]) > 1 and all(isinstance(each, Mask) for each in read["parts"])):
+        raise TypeError("it combines no masks.")
+    return found(**read)
 
 
-def _read_counts(said: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(said, dict):
-        return tensors[said["tensor"]]
-    return [_read_counts(each, tensors) for each in said] if isinstance(said, list) else _count(said)
-
-
-def _count(said: Any) -> int:
-    """Refuse a number that tensors could not hold."""
-    if isinstance(said, bool) or not isinstance(said, int) or abs(said) > MOST:
-        raise TypeError(f"{said!r} is no number of tokens.")
-    return said
+def _read(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+    if isinstance(value, dict):
+        return _read_mask(value, tensors, depth) if "kind" in value else tensors[value["tensor"]]
+    if isinstance(value, list):
+        return tuple(_read(each, tensors, depth) for each in value)
+    if isinstance(value, int) and abs(value) > MOST:
+        raise TypeError(f"{value!r} is no number of tokens.")
+    return value
 
 
 def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:

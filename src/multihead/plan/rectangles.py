@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 
 Kind = Literal["full", "causal", "partial"]
 Rule = Literal["constant", "growing", "any"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.tile import seen
-from multihead.plan.bounds import KeyBounds
+from multihead.masks.base import KeyBounds
 
 ROWS = 256  # queries whose cells are counted in one step, where each must be looked at
 

@@ -15,7 +15,8 @@ from multihead.kernels.native_fields import bias_as_read
 from multihead.kernels.native_statistics import second_pass
 from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
 from multihead.masks import Full, Keep
-from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.masks.base import KeyBounds
+from multihead.plan.bounds import bounds_of
 from multihead.probes.weights import head_indices
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import Relative
@@ -99,10 +100,11 @@ def blocks(
                 # Half of a causal map is hidden, and nearly all of a window's: those keys need not be touched.
                 shown = _shown(bounds, strip, reached, without_first_key=without_first_key)
             part = _part(request, chosen, strip, reached)
+            cells = None
             if dense:
-                part = replace(part, mask=Keep(_cells(request, chosen, shown, strip, reached)))
+                cells = _cells(request, chosen, shown, strip, reached)
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
-            of_strip = _summed(part, shown, row, block)
+            of_strip = _summed(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
             height, width = of_strip.sums.shape[1:]
             found.sums[:, first : first + height, left : left + width] = of_strip.sums
@@ -205,13 +207,17 @@ def _cells(
     return cells & ((key >= shown.start[0, :, None]) & (key < shown.stop[0, :, None]))
 
 
-def _summed(part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, block: tuple[int, int]) -> Blocks:
-    """Sum and count a strip."""
-    cells = part.mask.tensor if isinstance(part.mask, Keep) else None
+def _summed(
+    part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
+) -> Blocks:
+    """Sum and count a strip, over the visible `cells` (1, heads or 1, rows, columns) or, where None, over the bounds."""
     counts = _counted(shown, part, block) if cells is None else _added(cells[0].double(), block).long()
     counts = counts.expand(part.shape.num_heads, -1, -1)
     scores_in_all = part.shape.num_heads * part.shape.query_length * part.shape.key_length
-    bounds = shown if cells is None else KeyBounds(shown.start, shown.stop, part.mask)
+    bounds = shown
+    if cells is not None:
+        part = replace(part, mask=Keep(cells))
+        bounds = KeyBounds(shown.start, shown.stop, part.mask)
     if scores_in_all > SMALL and native.refusal(part, bounds) is None:
         if part.bias is not None:
             part = replace(part, bias=bias_as_read(part.bias))

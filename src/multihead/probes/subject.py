@@ -11,7 +11,8 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.kernels.quarantine import quarantined
 from multihead.kernels.tile import seen
-from multihead.plan.bounds import KeyBounds, bounds_of
+from multihead.masks.base import KeyBounds
+from multihead.plan.bounds import bounds_of
 from multihead.probes.beside import Beside
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative

@@ -15,7 +15,7 @@ from multihead.compat.torch_nn import by_head
 from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.functional import request_of
 from multihead.listening import listen
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 from tests.kernel_names import needs_native
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 3, 4, 5, 6, 4
@@ -47,7 +47,7 @@ def plain(request: AttentionRequest, factor: Tensor | float) -> tuple[Tensor, Te
     """Compute output and weights as the formula says, the weights times what dropout makes of them."""
     scores = request.q @ request.k.mT * request.scale
     scores = scores if request.bias is None else scores + request.bias
-    shown = visible(request.mask, Place.of(QUERIES, KEYS))
+    shown = request.mask.tile(Place.of(QUERIES, KEYS))
     weights = scores.masked_fill(~shown, -1e300).softmax(-1).masked_fill(~shown, 0) * factor
     return weights @ request.v, weights
 
@@ -120,7 +120,7 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
     assert call.attended.output is output
     assert call.request.wanted == {"entropy"}
     scores = (request.q @ request.k.mT * request.scale).detach()
-    scores = scores.masked_fill(~visible(request.mask, Place.of(QUERIES, KEYS)), -torch.inf)
+    scores = scores.masked_fill(~request.mask.tile(Place.of(QUERIES, KEYS)), -torch.inf)
     torch.testing.assert_close(call.attended.logsumexp, scores.logsumexp(-1), rtol=0, atol=1e-12)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.compat.torch_nn.masks import Sizes, seeing
 from multihead.errors import DtypeError, MaskError, MultiheadError
 from multihead.masks import Causal, Drop, Full, Lengths
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 
 SIZES = Sizes(batch=2, heads=3, queries=4, keys=5, extra=0)
 CAUSAL = torch.ones(4, 5, dtype=torch.bool).triu(1)
@@ -83,7 +83,7 @@ def test_added_keys_stand_first_and_are_seen_by_every_query(extra: int) -> None:
     for attn_mask, hidden in ((CAUSAL, CAUSAL[None, None]), (per_head, per_head.view(2, 3, 4, 5))):
         for padding in (BEHIND, BEHIND.flip(1)):
             told = seeing(attn_mask, padding, sizes, is_causal=False)
-            shown = visible(told.mask, Place.of(4, 5 + extra, query_start=told.query_start)).expand(2, 3, -1, -1)
+            shown = told.mask.tile(Place.of(4, 5 + extra, query_start=told.query_start)).expand(2, 3, -1, -1)
             assert shown[..., :extra].all()
             assert torch.equal(shown[..., extra:], ~(hidden | padding[:, None, None]).expand(2, 3, -1, -1))
     added = seeing(torch.randn(4, 5), None, sizes, is_causal=False).bias

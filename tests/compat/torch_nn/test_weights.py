@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.compat.torch_nn.weights import random_state, returned_weights
 from multihead.functional import attend, request_of
-from multihead.masks.dense import Place, visible
+from multihead.masks.place import Place
 
 MASKS = {
     "full": masks.Full(),
@@ -36,7 +36,7 @@ def plain(request: AttentionRequest) -> Tensor:
     """Compute the weights as the formula says."""
     scores = request.q @ request.k.mT / 2
     scores = scores if request.bias is None else scores + request.bias
-    return scores.masked_fill(~visible(request.mask, Place.of(5, 6)), -torch.inf).softmax(-1)
+    return scores.masked_fill(~request.mask.tile(Place.of(5, 6)), -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize("average", [False, True])

@@ -14,7 +14,6 @@ from multihead import listening
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels import library
 from multihead.kernels.tile import seen, without_autocast
-from multihead.masks import Full
 from multihead.scores.bias import written_out
 
 # Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as large ones,
@@ -38,7 +37,7 @@ def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
         return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
-    if not request.dropout and (_follows(request) or not isinstance(request.mask, Full) or shape.key_length > KEYS):
+    if not request.dropout and (_follows(request) or not request.mask.hides_nothing or shape.key_length > KEYS):
         return False
     return _finite(request)
 
@@ -172,7 +171,7 @@ def _logsumexp(request: AttentionRequest) -> Tensor:
 
 def _hidden(request: AttentionRequest) -> Tensor | None:
     """Tell which cells no query may see: bool, (batch or 1, heads or 1, queries, keys); None where all are seen."""
-    return None if isinstance(request.mask, Full) and request.bias is None else ~seen(request)
+    return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
 
 
 def _cut(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:

@@ -11,7 +11,6 @@ from torch.nn.functional import dropout
 
 from multihead.call import Attended, AttentionRequest
 from multihead.kernels.tile import seen, without_autocast, working_dtype
-from multihead.masks import Full
 from multihead.scores.bias import written_out
 
 
@@ -109,7 +108,7 @@ class _Weights(torch.autograd.Function):
 
 def _hidden(request: AttentionRequest) -> Tensor | None:
     """Tell which cells no query may see: bool, (batch or 1, heads or 1, queries, keys); None where all are seen."""
-    if isinstance(request.mask, Full) and request.bias is None:
+    if request.mask.hides_nothing and request.bias is None:
         return None
     return ~seen(request)
 

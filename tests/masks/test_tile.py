@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multihead.errors import MaskError
 from multihead.functional import attention
 from multihead.masks import Causal, Documents, Drop, Keep, Lengths, Mask, Prefix, Window
-from multihead.masks.dense import Place, refuse_unless_fitting, visible
+from multihead.masks.place import CallSize, Place
 from tests import oracle
 from tests.drawing import sizes, starts, trees
 
@@ -25,50 +25,51 @@ def test_the_dense_meaning_is_that_of_the_loops(data: st.DataObject) -> None:
     rows = slice(data.draw(st.integers(0, size.queries)), None)
     columns = slice(data.draw(st.integers(0, size.keys)), data.draw(st.integers(0, size.keys)))
     number = size.keys - size.queries if isinstance(start, str) else start
-    refuse_unless_fitting(mask, batch=size.batch, heads=size.heads, queries=size.queries, keys=size.keys)
+    mask.check_fits(CallSize(size.batch, size.heads, size.queries, size.keys))
     place = Place.of(size.queries, size.keys, query_start=number, rows=rows, columns=columns)
     expected = oracle.shown(mask, size.cells, start)[:, :, rows, columns]
-    assert torch.equal(visible(mask, place).expand_as(expected), expected)
+    assert torch.equal(mask.tile(place).expand_as(expected), expected)
 
 
 def test_positions_before_the_first_key_see_nothing_before_them() -> None:
     place = Place.of(4, 2, query_start=-2)
-    assert visible(Causal(), place)[0, 0].tolist() == [[False, False], [False, False], [True, False], [True, True]]
-    assert visible(Documents((2,)), place)[0, 0].tolist() == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
+    assert Causal().tile(place)[0, 0].tolist() == [[False, False], [False, False], [True, False], [True, True]]
+    assert Documents((2,)).tile(place)[0, 0].tolist() == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
 
 
 def test_what_stands_behind_all_documents_sees_nothing_and_is_not_seen() -> None:
-    shown = visible(Documents((1, 1)), Place.of(4, 4))[0, 0]
+    shown = Documents((1, 1)).tile(Place.of(4, 4))[0, 0]
     assert shown.tolist() == [[True, False, False, False], [False, True, False, False], [False] * 4, [False] * 4]
 
 
 UNFIT: list[tuple[Mask, str]] = [
-    (Lengths((1, 2, 3)), "Lengths((1, 2, 3)) speaks of 3 samples, and the batch has 2. Give one row a sample."),
-    (Prefix((1, 2, 3)), "Prefix((1, 2, 3)) speaks of 3 samples, and the batch has 2. Give one row a sample."),
+    (Lengths((1, 2, 3)), "Lengths((1, 2, 3)) has lengths for 3 samples, and the batch has 2. Give one row per sample."),
+    (Prefix((1, 2, 3)), "Prefix((1, 2, 3)) has lengths for 3 samples, and the batch has 2. Give one row per sample."),
     (
         Documents(((1,), (2,), (3,))),
-        "Documents(((1,), (2,), (3,))) speaks of 3 samples, and the batch has 2. Give one row a sample.",
+        "Documents(((1,), (2,), (3,))) has lengths for 3 samples, and the batch has 2. Give one row per sample.",
     ),
     (
         Lengths(((1, 2), (3, 4))),
-        "Lengths(((1, 2), (3, 4))) speaks of 2 queries, and the call has 4. Give one length a sample and query.",
+        "Lengths(((1, 2), (3, 4))) has lengths for 2 queries, and the call has 4. "
+        "Give one length per sample and query.",
     ),
     (
         Lengths((4, 6)),
-        "Lengths((4, 6)) speaks of a length of 6 tokens, and there are 5 keys. Give lengths of at most 5 tokens.",
+        "Lengths((4, 6)) has a length of 6 tokens, and there are 5 keys. Give lengths of at most 5 tokens.",
     ),
     (
         Lengths(torch.tensor([[0, 0, 0, 9]])),
         (
-            "Lengths(<int64 tensor (1, 4)>) speaks of a length of 9 tokens, and there are 5 keys. "
+            "Lengths(<int64 tensor (1, 4)>) has a length of 9 tokens, and there are 5 keys. "
             "Give lengths of at most 5 tokens."
         ),
     ),
-    (Prefix(6), "Prefix(6) speaks of a length of 6 tokens, and there are 5 keys. Give lengths of at most 5 tokens."),
+    (Prefix(6), "Prefix(6) has a length of 6 tokens, and there are 5 keys. Give lengths of at most 5 tokens."),
     (
         Documents((3, 3)),
         (
-            "Documents((3, 3)) speaks of documents of together 6 tokens, and there are 5 keys. "
+            "Documents((3, 3)) has documents of together 6 tokens, and there are 5 keys. "
             "Give lengths of at most 5 tokens."
         ),
     ),
@@ -98,11 +99,14 @@ def test_a_mask_that_does_not_fit_the_call_is_refused(mask: Mask, sentence: str,
     assert str(refusal.value) == sentence
 
 
-def test_a_mask_without_a_meaning_is_refused() -> None:
+def test_a_mask_that_does_not_define_visible_is_refused() -> None:
     class Own(Mask):
         def __repr__(self) -> str:
             return "Own()"
 
     with pytest.raises(MaskError) as refusal:
-        visible(Own(), Place.of(1, 1))
-    assert str(refusal.value) == "Own() has no meaning written in masks/dense.py. Use the masks of multihead.masks."
+        Own().tile(Place.of(1, 1))
+    assert str(refusal.value) == (
+        "Own does not define visible(queries, keys). "
+        "Return there, from integer positions (.., queries, 1) and (.., 1, keys), which keys each query may see."
+    )

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from multihead import masks
-from multihead.cache.reach import has_key_axis, mask_behind, reach_of
 from tests import oracle
 
 WINDOW = masks.Window(4)
@@ -29,15 +28,15 @@ WINDOW = masks.Window(4)
     ids=str,
 )
 def test_how_far_a_mask_looks_back(mask: masks.Mask, reach: int | None) -> None:
-    assert reach_of(mask) == reach
+    assert mask.lookback == reach
 
 
 def test_a_tensor_has_a_key_axis_where_keys_differ_by_it() -> None:
-    assert has_key_axis(WINDOW & masks.Keep(torch.ones(5, dtype=torch.bool), "keys"))
-    assert has_key_axis(masks.Drop(torch.ones(2, 5, dtype=torch.bool), "batch keys"))
-    assert not has_key_axis(masks.Keep(torch.ones(5, dtype=torch.bool), "heads"))
-    assert not has_key_axis(masks.Keep(torch.ones(5, 1, dtype=torch.bool), "heads keys"))
-    assert not has_key_axis(masks.Causal())
+    assert (WINDOW & masks.Keep(torch.ones(5, dtype=torch.bool), "keys")).has_key_axis
+    assert (masks.Drop(torch.ones(2, 5, dtype=torch.bool), "batch keys")).has_key_axis
+    assert not (masks.Keep(torch.ones(5, dtype=torch.bool), "heads")).has_key_axis
+    assert not (masks.Keep(torch.ones(5, 1, dtype=torch.bool), "heads keys")).has_key_axis
+    assert not (masks.Causal()).has_key_axis
 
 
 TENSOR = torch.tensor([6, 9])
@@ -66,11 +65,11 @@ def test_a_mask_shows_the_same_cells_where_first_keys_are_left_out(
     whole = oracle.shown(mask, (batch, 1, queries, keys), position)
     each = [int(start) for start in key_start] if isinstance(key_start, torch.Tensor) else [key_start] * batch
     left = keys - max(each)
-    part = oracle.shown(mask_behind(mask, key_start), (batch, 1, queries, left), torch.tensor(each).neg() + position)
+    part = oracle.shown(mask.after_dropping(key_start), (batch, 1, queries, left), torch.tensor(each).neg() + position)
     for sample, start in enumerate(each):
         assert part[sample].equal(whole[sample, ..., start : start + left])
 
 
 def test_ints_stay_ints_where_they_can() -> None:
-    assert mask_behind(masks.Prefix(5), 2) == masks.Prefix(3)
-    assert mask_behind(masks.Prefix(5), 9) == masks.Prefix(0)
+    assert masks.Prefix(5).after_dropping(2) == masks.Prefix(3)
+    assert masks.Prefix(5).after_dropping(9) == masks.Prefix(0)

@@ -9,8 +9,8 @@ import torch
 
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError
-from multihead.masks.behind import Behind
-from multihead.masks.dense import Place, visible
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.masks.place import Place
 from multihead.plan.bounds import key_bounds
 from tests import oracle
 
@@ -28,10 +28,10 @@ INNER = [
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_every_query_sees_the_keys_before_and_the_mask_speaks_of_the_others(inner: masks.Mask, count: int) -> None:
-    mask, place = Behind(count, inner), Place.of(5, 4 + count, query_start=count - 1)
-    found = visible(mask, place).expand(2, 1, 5, 4 + count)
+    mask, place = LeadingKeys(count, inner), Place.of(5, 4 + count, query_start=count - 1)
+    found = mask.tile(place).expand(2, 1, 5, 4 + count)
     assert bool(found[..., :count].all())
-    behind = visible(inner, Place.of(5, 4, query_start=-1)).expand(2, 1, 5, 4)
+    behind = inner.tile(Place.of(5, 4, query_start=-1)).expand(2, 1, 5, 4)
     assert torch.equal(found[..., count:], behind)
     assert torch.equal(found, oracle.shown(mask, (2, 1, 5, 4 + count), torch.tensor([count - 1] * 2)))
 
@@ -42,27 +42,27 @@ def test_every_query_sees_the_keys_before_and_the_mask_speaks_of_the_others(inne
     ids=repr,
 )
 def test_what_begins_at_the_first_key_stays_an_interval(inner: masks.Mask, intervals: bool) -> None:
-    bounds = key_bounds(Behind(2, inner), queries=4, keys=6, query_start=2)
+    bounds = key_bounds(LeadingKeys(2, inner), queries=4, keys=6, query_start=2)
     assert (bounds.remainder is None) == intervals
 
 
 def test_two_are_equal_where_they_are_written_alike() -> None:
-    assert Behind(1, masks.Window(2)) == Behind(1, masks.Window(2))
-    assert hash(Behind(1, masks.Window(2))) == hash(Behind(1, masks.Window(2)))
-    assert Behind(1, masks.Window(2)) != Behind(2, masks.Window(2))
+    assert LeadingKeys(1, masks.Window(2)) == LeadingKeys(1, masks.Window(2))
+    assert hash(LeadingKeys(1, masks.Window(2))) == hash(LeadingKeys(1, masks.Window(2)))
+    assert LeadingKeys(1, masks.Window(2)) != LeadingKeys(2, masks.Window(2))
 
 
-def test_it_holds_tensors_and_speaks_of_positions_where_its_mask_does() -> None:
-    assert Behind(1, masks.Lengths(torch.tensor([2]))).holds_tensors
-    assert not Behind(1, masks.Lengths((2,))).holds_tensors
-    assert Behind(1, masks.Causal()).speaks_of_positions
-    assert not Behind(1, masks.Full()).speaks_of_positions
+def test_it_holds_tensors_and_uses_positions_where_its_mask_does() -> None:
+    assert LeadingKeys(1, masks.Lengths(torch.tensor([2]))).holds_tensors
+    assert not LeadingKeys(1, masks.Lengths((2,))).holds_tensors
+    assert LeadingKeys(1, masks.Causal()).uses_positions
+    assert not LeadingKeys(1, masks.Full()).uses_positions
 
 
 @pytest.mark.parametrize(
     ("given", "kind", "sentence"),
     [
-        ((-1, masks.Full()), ArgumentError, "Behind count is -1. Give an integer of at least 0."),
+        ((-1, masks.Full()), ArgumentError, "LeadingKeys count is -1. Give an integer of at least 0."),
         (
             (1, 3),
             MaskError,
@@ -72,5 +72,5 @@ def test_it_holds_tensors_and_speaks_of_positions_where_its_mask_does() -> None:
 )
 def test_what_is_no_count_or_no_mask_is_refused(given: Any, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind) as refusal:
-        Behind(*given)
+        LeadingKeys(*given)
     assert str(refusal.value) == sentence

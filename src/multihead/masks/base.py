@@ -1,0 +1,510 @@
+"""The base class of masks, how masks combine, and the intervals of keys that a mask turns into.
+
+A mask of your own is a subclass with `visible`. Everything else has a default that is built from it:
+
+| method or attribute | default | define it |
+|---|---|---|
+| `visible(queries, keys)` | none | always: which keys each query may see |
+| `interval(queries, keys)` | None | where each query sees one interval of keys: others are skipped |
+| `select_sample(index)` | the mask itself | where the mask holds a tensor with a row per sample |
+| `uses_positions` | True | False where the query's own position changes nothing |
+| `translation_invariant` | False | True where only the distance from query to key matters: packed rows stay packed |
+| `sees_no_later_key` | False | True where no query sees a key after its own position |
+| `lookback` | None | a number of keys, where no query sees further back: a cache may drop older ones |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from multihead.errors import MaskError
+from multihead.masks.counts import shown
+from multihead.masks.place import CallSize, Extent, Place, Span
+
+_REGISTERED: dict[str, type[Mask]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBounds:
+    """The keys each query may see: those of [start, stop) that the remainder, if any, shows too.
+
+    Attributes:
+        start: (batch or 1, queries), int64, the first key that a query may see.
+        stop: (batch or 1, queries), int64, one past the last one; equal to start where no key is seen.
+        remainder: the part of the mask whose rows are no intervals, or None where the intervals are the whole mask.
+    """
+
+    start: Tensor
+    stop: Tensor
+    remainder: Mask | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all samples have the same bounds."""
+        return self.start.shape[0] == 1
+
+    @property
+    def sees_nothing(self) -> Tensor:
+        """(batch or 1, queries), bool: the queries whose interval is empty."""
+        return self.start >= self.stop
+
+
+class Mask:
+    """Which keys each query may see; `a & b` is what both allow, `a | b` what either allows.
+
+    A mask is a value and not a tensor: it is written without the shape of the call, and takes no queries x keys memory.
+    Two masks are equal if they have the same type and fields; tensors in them are compared by identity.
+
+    Subclass it to define a mask of your own; only `visible` is required.
+
+    >>> from dataclasses import dataclass
+    >>> from multihead import masks
+    >>> @dataclass(frozen=True)
+    ... class Strided(masks.Mask):
+    ...     n: int
+    ...
+    ...     def visible(self, queries, keys):
+    ...         return (queries - keys) % self.n == 0
+    >>> print(masks.picture(Strided(2) & masks.Causal()))
+    ■ · · · ·
+    · ■ · · ·
+    ■ · ■ · ·
+    · ■ · ■ ·
+    ■ · ■ · ■
+    >>> masks.Causal() & masks.Lengths((5, 3)) == masks.Causal() & masks.Lengths([5, 3])
+    True
+    """
+
+    uses_positions: ClassVar[bool] = True  # whether a query's position among the keys changes what it sees
+    translation_invariant: ClassVar[bool] = False  # whether adding one number to all positions changes nothing
+    hides_nothing: ClassVar[bool] = False
+    sees_no_later_key: ClassVar[bool] = False  # whether no query sees a key after its own position
+    starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
+    has_key_axis: ClassVar[bool] = False  # whether it holds a tensor with a column per key
+    leading_keys: ClassVar[int] = 0  # how many keys at the beginning belong to no token
+    lookback: ClassVar[int | None] = None  # how many keys back a query sees at most, its own included
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        known = _REGISTERED.get(cls.__name__)
+        if known is not None and known.__module__.startswith("multihead.") and known.__module__ != cls.__module__:
+            raise MaskError(
+                f"There is a mask named {cls.__name__} in multihead.masks.",
+                "Give the class another name: a saved record finds a mask by the name of its class.",
+            )
+        _REGISTERED[cls.__name__] = cls
+
+    # ---- what a subclass defines
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return which keys each query may see.
+
+        Args:
+            queries: (batch or 1, heads or 1, queries, 1), int64, the position of each query among the keys.
+            keys: (batch or 1, heads or 1, 1, keys), int64, the position of each key.
+
+        Returns: bool, broadcasting to (batch, heads, queries, keys); True = may be seen.
+        """
+        raise MaskError(
+            f"{type(self).__name__} does not define visible(queries, keys).",
+            "Return there, from integer positions (.., queries, 1) and (.., 1, keys), which keys each query may see.",
+        )
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the interval of keys [start, stop) that each query sees, or None where rows are no intervals.
+
+        Args:
+            queries: (batch or 1, queries), int64, the position of each query among the keys.
+            keys: number of keys.
+
+        Returns: start and stop, int64, broadcasting to (batch, queries); they may reach outside of [0, keys).
+        """
+        return None
+
+    def select_sample(self, index: int) -> Mask:
+        """Return the mask of one sample of the batch, for a batch of one.
+
+        Args:
+            index: which sample.
+
+        Raises:
+            MaskError: the mask holds a tensor, and does not define this method.
+        """
+        if not self.holds_tensors:
+            return self
+        raise MaskError(
+            f"{self!r} holds a tensor, and {type(self).__name__} does not define select_sample(index).",
+            "Return there the mask of one sample: with its row of the tensor, or self where all samples share it.",
+        )
+
+    # ---- what follows from it
+
+    def tile(self, place: Place) -> Tensor:
+        """Return which keys each query may see in one tile of the map.
+
+        Returns: bool, broadcasting to (batch, heads, rows, columns).
+
+        >>> from multihead import masks
+        >>> masks.Causal().tile(Place.of(queries=2, keys=2))[0, 0].int()
+        tensor([[1, 0],
+                [1, 1]], dtype=torch.int32)
+        """
+        cells = self.visible(place.positions, place.columns)
+        if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
+            given = f"a {cells.dtype} tensor" if isinstance(cells, Tensor) else f"a {type(cells).__name__}"
+            raise MaskError(
+                f"{type(self).__name__}.visible returned {given}.",
+                "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen.",
+            )
+        return cells & place.everywhere()
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        """Return the interval of keys of each query, and the part of the mask that is no interval.
+
+        The bounds may be crossed (start > stop) where no key is seen.
+        """
+        interval = self.interval(extent.positions, extent.keys)
+        row = extent.positions[:1]
+        if interval is None:
+            whole = torch.zeros_like(row)
+            return KeyBounds(whole, whole + extent.keys, self)
+        start, stop = (_clamped(edge, extent.keys) for edge in interval)
+        start, stop, _ = torch.broadcast_tensors(start, stop, row)  # torch.broadcast_shapes would import sympy
+        return KeyBounds(start, stop)
+
+    def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
+        """Return the interval [start, stop) of one query without making a tensor, or None where that takes one."""
+        return None
+
+    def check_fits(self, size: CallSize) -> None:
+        """Check that the mask fits the sizes of a call.
+
+        Raises:
+            MaskError: a tensor does not broadcast, or counts are for another batch or exceed the keys.
+        """
+
+    def after_dropping(self, count: int | Tensor) -> Mask:
+        """Return this mask for keys of which the first `count` were dropped: one number, or (batch,).
+
+        >>> from multihead import masks
+        >>> (masks.Window(4) & masks.Prefix(10)).after_dropping(7)
+        Window(4) & Prefix(3)
+        """
+        if self.translation_invariant or (not isinstance(count, Tensor) and not count):
+            return self
+        return Shifted(self, count)
+
+    def part(self, span: Span) -> Mask:
+        """Return this mask for the rows and columns of one sample, with positions counted from its first key."""
+        return self.select_sample(span.sample).after_dropping(span.keys[0])
+
+    def with_first_keys(self, count: int) -> Mask | None:
+        """Return this mask for the first `count` keys alone, or None where it depends on the others."""
+        return self
+
+    def without_documents(self) -> Mask:
+        """Return the mask of each sample of a packed row: this mask without its documents."""
+        return self
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the mask can change its meaning without being another object."""
+        return any(isinstance(value, Tensor) for value in self.values().values())
+
+    def values(self) -> dict[str, object]:
+        """Return the fields by name: what decides equality, and what a saved record stores."""
+        if is_dataclass(self):
+            return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
+
+    # ---- how masks combine
+
+    def __and__(self, other: Mask) -> Mask:
+        """Return the mask that shows a key only where both masks show it."""
+        return _combined(And, self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        """Return the mask that shows a key wherever one of the masks shows it."""
+        return _combined(Or, self, other)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and isinstance(other, Mask) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._key()))
+
+    def _key(self) -> tuple[object, ...]:
+        return tuple(("tensor", id(value)) if isinstance(value, Tensor) else value for value in self.values().values())
+
+
+class _Combined(Mask):
+    """Shared by `And` and `Or`: their parts, in the order they were written."""
+
+    parts: tuple[Mask, ...]
+    sign: ClassVar[str]
+
+    def __repr__(self) -> str:
+        written = (f"({part!r})" if isinstance(part, _Combined) else repr(part) for part in self.parts)
+        return f" {self.sign} ".join(written)
+
+    @property
+    def holds_tensors(self) -> bool:
+        return any(part.holds_tensors for part in self.parts)
+
+    @property
+    def uses_positions(self) -> bool:  # type: ignore[override]
+        return any(part.uses_positions for part in self.parts)
+
+    @property
+    def translation_invariant(self) -> bool:  # type: ignore[override]
+        return all(part.translation_invariant for part in self.parts)
+
+    @property
+    def has_key_axis(self) -> bool:  # type: ignore[override]
+        return any(part.has_key_axis for part in self.parts)
+
+    @property
+    def starts_at_first_key(self) -> bool:  # type: ignore[override]
+        return all(part.starts_at_first_key for part in self.parts)
+
+    def check_fits(self, size: CallSize) -> None:
+        for part in self.parts:
+            part.check_fits(size)
+
+    def select_sample(self, index: int) -> Mask:
+        return self._of(part.select_sample(index) for part in self.parts)
+
+    def after_dropping(self, count: int | Tensor) -> Mask:
+        return self._of(part.after_dropping(count) for part in self.parts)
+
+    def part(self, span: Span) -> Mask:
+        return self._of(part.part(span) for part in self.parts)
+
+    def with_first_keys(self, count: int) -> Mask | None:
+        parts = [part.with_first_keys(count) for part in self.parts]
+        known = [part for part in parts if part is not None]
+        return self._of(known) if len(known) == len(parts) else None
+
+    def _of(self, parts: Iterator[Mask] | list[Mask]) -> Mask:
+        kind = type(self)
+        return reduce(lambda left, right: _combined(kind, left, right), parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class And(_Combined):
+    """A key is seen where every part shows it. Made by `&`."""
+
+    parts: tuple[Mask, ...]
+    sign: ClassVar[str] = "&"
+
+    @property
+    def sees_no_later_key(self) -> bool:  # type: ignore[override]
+        return any(part.sees_no_later_key for part in self.parts)
+
+    @property
+    def lookback(self) -> int | None:  # type: ignore[override]
+        return min((part.lookback for part in self.parts if part.lookback is not None), default=None)
+
+    def tile(self, place: Place) -> Tensor:
+        return reduce(torch.logical_and, (part.tile(place) for part in self.parts))
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        return reduce(_intersection, (part.bounds(extent) for part in self.parts))
+
+    def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
+        intervals = [part.interval_at(position, keys) for part in self.parts]
+        known = [interval for interval in intervals if interval is not None]
+        if len(known) < len(intervals):
+            return None
+        return max(start for start, _ in known), min(stop for _, stop in known)
+
+    def without_documents(self) -> Mask:
+        return self._of(part.without_documents() for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(_Combined):
+    """A key is seen where one of the parts shows it. Made by `|`."""
+
+    parts: tuple[Mask, ...]
+    sign: ClassVar[str] = "|"
+
+    @property
+    def sees_no_later_key(self) -> bool:  # type: ignore[override]
+        return all(part.sees_no_later_key for part in self.parts)
+
+    @property
+    def lookback(self) -> int | None:  # type: ignore[override]
+        known = [part.lookback for part in self.parts if part.lookback is not None]
+        return max(known) if len(known) == len(self.parts) else None
+
+    def tile(self, place: Place) -> Tensor:
+        return reduce(torch.logical_or, (part.tile(place) for part in self.parts))
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        """Join intervals; where they leave a gap between them, return their hull, and the mask as remainder."""
+        intervals = [part.bounds(extent) for part in self.parts]
+        whole = intervals[0]
+        for part in intervals[1:]:
+            left_empty, right_empty = whole.sees_nothing, part.sees_nothing
+            lowest, highest = whole.start.min(part.start), whole.stop.max(part.stop)
+            start = torch.where(left_empty, part.start, torch.where(right_empty, whole.start, lowest))
+            stop = torch.where(left_empty, part.stop, torch.where(right_empty, whole.stop, highest))
+            touching = left_empty | right_empty | (torch.maximum(whole.start, part.start) <= whole.stop.min(part.stop))
+            # Where values may not be read, two intervals certainly join if both start at the first key.
+            joined = bool(touching.all()) if extent.readable else self.starts_at_first_key
+            clean = joined and whole.remainder is None and part.remainder is None
+            whole = KeyBounds(start, stop, None if clean else self)
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
+class Shifted(Mask):
+    """A mask written for a sequence of which the first `offset` keys are gone.
+
+    The first key left is the key at position `offset` for the mask.
+
+    Attributes:
+        mask: the mask of the whole sequence.
+        offset: number of keys dropped at the beginning, one number or (batch,).
+    """
+
+    mask: Mask
+    offset: int | Tensor
+
+    def __repr__(self) -> str:
+        return f"Shifted({self.mask!r}, {shown(self.offset)})"
+
+    @property
+    def holds_tensors(self) -> bool:
+        return isinstance(self.offset, Tensor) or self.mask.holds_tensors
+
+    @property
+    def uses_positions(self) -> bool:  # type: ignore[override]
+        return self.mask.uses_positions
+
+    @property
+    def sees_no_later_key(self) -> bool:  # type: ignore[override]
+        return self.mask.sees_no_later_key
+
+    @property
+    def has_key_axis(self) -> bool:  # type: ignore[override]
+        return self.mask.has_key_axis
+
+    @property
+    def lookback(self) -> int | None:  # type: ignore[override]
+        return self.mask.lookback
+
+    def check_fits(self, size: CallSize) -> None:
+        # How many keys the whole sequence has is not known here for offsets in a tensor; intervals are clamped.
+        more = size.more_keys_later or isinstance(self.offset, Tensor)
+        keys = size.keys if isinstance(self.offset, Tensor) else size.keys + self.offset
+        self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, more))
+
+    def tile(self, place: Place) -> Tensor:
+        return self.mask.tile(place.shifted(self.offset))
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        offset = self.offset
+        if isinstance(offset, Tensor):
+            offset = offset.to(extent.positions.device).view(-1, 1)
+        inner = self.mask.bounds(Extent(extent.positions + offset, extent.keys + offset, extent.readable))
+        start, stop = (inner.start - offset).clamp(min=0), (inner.stop - offset).clamp(min=0)
+        return KeyBounds(start, stop, None if inner.remainder is None else Shifted(inner.remainder, self.offset))
+
+    def select_sample(self, index: int) -> Mask:
+        offset = self.offset
+        if isinstance(offset, Tensor):
+            offset = int(offset[index if len(offset) > 1 else 0])
+        return Shifted(self.mask.select_sample(index), offset)
+
+    def after_dropping(self, count: int | Tensor) -> Mask:
+        return Shifted(self.mask, self.offset + count)
+
+    def part(self, span: Span) -> Mask:
+        offset = self.offset
+        if isinstance(offset, Tensor):
+            offset = int(offset[span.sample if len(offset) > 1 else 0])
+        return self.mask.part(Span(span.sample, span.queries, (span.keys[0] + offset, span.keys[1] + offset)))
+
+    def with_first_keys(self, count: int) -> Mask | None:
+        if isinstance(self.offset, Tensor):
+            return None
+        inner = self.mask.with_first_keys(count + self.offset)
+        return None if inner is None else Shifted(inner, self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class UnknownMask(Mask):
+    """Stands in a loaded record for a mask whose class is not defined here: statistics can be read, maps cannot.
+
+    Attributes:
+        name: the name of the class.
+    """
+
+    name: str
+
+    def check_fits(self, size: CallSize) -> None:
+        """Accept any size: nothing is known of the mask."""
+
+    def tile(self, place: Place) -> Tensor:
+        raise self._error()
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        raise self._error()
+
+    def _error(self) -> MaskError:
+        return MaskError(
+            f"The record uses the mask {self.name}, which is not defined here.",
+            f"Import the module that defines the class {self.name} before the record is loaded.",
+        )
+
+
+def registered(name: str) -> type[Mask] | None:
+    """Return the mask class of a name, as it stands in a saved record; None where no such class is defined."""
+    return _REGISTERED.get(name)
+
+
+def check_is_mask(mask: object) -> None:
+    """Check that an argument is a mask; a bare tensor is rejected because the meaning of its True is unknown."""
+    if isinstance(mask, Tensor):
+        raise MaskError(
+            f"mask is a bare {mask.dtype} tensor of shape {tuple(mask.shape)}, and nothing says what its values mean.",
+            "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, bias=t if it is added to scores.",
+        )
+    if not isinstance(mask, Mask):
+        raise MaskError(
+            f"mask is a {type(mask).__name__}, and no mask of multihead.masks.",
+            "Give for example masks.Causal() & masks.Lengths((5, 3)).",
+        )
+
+
+def _combined(kind: type[_Combined], left: Mask, right: Mask) -> Mask:
+    check_is_mask(right)
+    if kind is And:
+        if left.hides_nothing or right.hides_nothing:
+            return right if left.hides_nothing else left
+    elif left.hides_nothing or right.hides_nothing:
+        return left if left.hides_nothing else right
+    parts = [part for side in (left, right) for part in (side.parts if isinstance(side, kind) else (side,))]
+    return kind(tuple(parts))  # type: ignore[call-arg]
+
+
+def _intersection(left: KeyBounds, right: KeyBounds) -> KeyBounds:
+    if left.remainder is None or right.remainder is None:
+        remainder = left.remainder or right.remainder
+    else:
+        remainder = left.remainder & right.remainder
+    return KeyBounds(torch.maximum(left.start, right.start), torch.minimum(left.stop, right.stop), remainder)
+
+
+def _clamped(edge: Tensor, keys: int | Tensor) -> Tensor:
+    if isinstance(keys, Tensor):
+        return torch.minimum(edge.clamp(min=0), keys)
+    return edge.clamp(0, keys)

@@ -1,0 +1,117 @@
+"""Token counts inside masks: lengths of samples, documents and prefixes, as ints or as an integer tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from multihead.errors import MaskError
+from multihead.masks.place import CallSize
+from multihead.reading import readable
+
+Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
+
+
+def checked_counts(
+    given: object, name: str, form: str, *, dims: tuple[int, ...] = (1, 2), ragged: bool = False
+) -> Ints | Tensor:
+    """Check lengths when a mask is made: integers, none negative, with a permitted number of dimensions."""
+    if isinstance(given, Tensor):
+        if given.is_floating_point() or given.dtype == torch.bool or given.dim() not in dims:
+            raise MaskError(
+                f"{name} was given a {given.dtype} tensor of shape {tuple(given.shape)}.",
+                f"Give integers of shape {form}.",
+            )
+        # Reading a tensor on an accelerator would make the host wait, and a compiler cannot read one.
+        if readable(given.device) and bool((given < 0).any()):
+            raise MaskError(f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens.")
+        return given
+    rows = _as_rows(given, name, form)
+    depth = 2 if rows and isinstance(rows[0], tuple) else 1
+    widths = {len(row) if isinstance(row, tuple) else -1 for row in rows}
+    if depth not in dims or (len(widths) > 1 and not (ragged and -1 not in widths)):
+        raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
+    if ragged and depth == 2:
+        width = max(widths)
+        rows = tuple(row + (0,) * (width - len(row)) for row in rows if isinstance(row, tuple))
+    smallest = min((min(row, default=0) if isinstance(row, tuple) else row for row in rows), default=0)
+    if smallest < 0:
+        raise MaskError(f"{name} holds a negative length, {smallest}.", "Give lengths of 0 or more tokens.")
+    return rows  # type: ignore[return-value]
+
+
+def _as_rows(given: object, name: str, form: str) -> tuple[int | tuple[int, ...], ...]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
+    rows: list[int | tuple[int, ...]] = []
+    for row in given:
+        numbers = row if isinstance(row, Sequence) and not isinstance(row, str) else (row,)
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
+        rows.append(tuple(numbers) if numbers is row or isinstance(row, Sequence) else row)
+    return tuple(rows)
+
+
+def as_tensor(counts: object, device: torch.device | str) -> Tensor:
+    """Return counts as an int64 tensor on a device; a tensor there already is returned unchanged."""
+    return torch.as_tensor(counts, dtype=torch.int64, device=device)
+
+
+def shape_of(counts: object) -> tuple[int, ...]:
+    """Return the shape of counts."""
+    return tuple(counts.shape) if isinstance(counts, Tensor) else tuple(torch.tensor(counts).shape)
+
+
+def check_rows(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
+    """Check that counts have one row per sample, or one row for all."""
+    if shape[0] not in (1, size.batch):
+        raise MaskError(
+            f"{mask!r} has lengths for {shape[0]} samples, and the batch has {size.batch}.", "Give one row per sample."
+        )
+
+
+def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool = False) -> None:
+    """Check that no count exceeds the number of keys, wherever its values can be read.
+
+    In a graph, and on an accelerator where reading would make the host wait, intervals are clamped instead.
+
+    Args:
+        mask: the mask, for the error.
+        counts: its counts.
+        size: the call.
+        summed: whether the counts of a row are added up (documents).
+    """
+    device = counts.device if isinstance(counts, Tensor) else torch.device("cpu")
+    if size.more_keys_later or not readable(device) or 0 in shape_of(counts):
+        return
+    totals = as_tensor(counts, "cpu")
+    longest = int((totals.sum(-1) if summed else totals).max())
+    if longest > size.keys:
+        what = "documents of together" if summed else "a length of"
+        raise MaskError(
+            f"{mask!r} has {what} {longest} tokens, and there are {size.keys} keys.",
+            f"Give lengths of at most {size.keys} tokens.",
+        )
+
+
+def dropped(counts: object, count: int | Tensor) -> Tensor:
+    """Subtract the keys dropped at the beginning, one number or (batch,), from counts (), (batch,) or (batch, n)."""
+    held = as_tensor(counts, _device(counts, count))
+    if isinstance(count, Tensor):
+        count = count[:, None] if held.dim() == 2 else count
+    return (held - count).clamp(min=0)
+
+
+def _device(counts: object, count: int | Tensor) -> torch.device | str:
+    given = count if isinstance(count, Tensor) else counts
+    return given.device if isinstance(given, Tensor) else "cpu"
+
+
+def shown(value: object) -> str:
+    """Return the repr of a value, with a tensor shortened to its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"<{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}>"
+    return repr(value)

@@ -1,0 +1,115 @@
+"""Packed documents: a query sees the keys of its own document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multihead.masks.base import Mask, Shifted
+from multihead.masks.counts import Ints, as_tensor, check_longest, check_rows, checked_counts, shape_of, shown
+from multihead.masks.full import Full
+from multihead.masks.place import CallSize, Span
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Documents follow one another in a row; a query sees the keys of its own document.
+
+    Args:
+        lengths: ints or an integer tensor, (documents,) for all samples or (batch, documents), tokens.
+            A document of length 0 is none. A position past the last document sees nothing and is not seen.
+
+    Raises:
+        MaskError: a length is negative or no integer, or the lengths have another number of dimensions.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Documents((2, 1, 1)), queries=5, keys=5))
+    ■ ■ · · ·
+    ■ ■ · · ·
+    · · ■ · ·
+    · · · ■ ·
+    · · · · ·
+    """
+
+    lengths: Ints | Tensor
+
+    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
+        counts = checked_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)
+        object.__setattr__(self, "lengths", counts)
+
+    def __repr__(self) -> str:
+        return f"Documents({shown(self.lengths)})"
+
+    def check_fits(self, size: CallSize) -> None:
+        shape = shape_of(self.lengths)
+        if len(shape) == 2:
+            check_rows(self, shape, size)
+        check_longest(self, self.lengths, size, summed=True)
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        lengths = as_tensor(self.lengths, keys.device)
+        of_query = document_of(queries, lengths)
+        return (of_query == document_of(keys, lengths)) & (of_query >= 0)
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        ends = as_tensor(self.lengths, queries.device).cumsum(-1)
+        ends = ends[None] if ends.dim() == 1 else ends
+        rows = max(ends.shape[0], queries.shape[0])
+        position = queries.expand(rows, -1).contiguous()
+        edges = (
+            torch.nn.functional.pad(ends, (1, 0)).expand(rows, -1).contiguous()
+        )  # document d: [edges[d], edges[d+1])
+        index = torch.searchsorted(edges, position, right=True)
+        outside = (index == 0) | (index == edges.shape[1])
+        inside = index.masked_fill(outside, 1 if edges.shape[1] > 1 else 0)
+        stop = edges.gather(1, inside).masked_fill(outside, 0)
+        return edges.gather(1, (inside - 1).clamp(min=0)).masked_fill(outside, 0), stop
+
+    def select_sample(self, index: int) -> Documents:
+        lengths = as_tensor(self.lengths, "cpu")
+        return Documents(lengths[index if len(lengths) > 1 else 0] if lengths.dim() == 2 else lengths)
+
+    def after_dropping(self, count: int | Tensor) -> Mask:
+        if not isinstance(count, Tensor) and not count:
+            return self
+        ends = as_tensor(self.lengths, count.device if isinstance(count, Tensor) else _device(self.lengths)).cumsum(-1)
+        ends = (ends - (count[:, None] if isinstance(count, Tensor) else count)).clamp(min=0)
+        return Documents(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
+
+    def part(self, span: Span) -> Mask:
+        documents, first_key = self.select_sample(span.sample), span.keys[0]
+        starts = as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
+        if first_key and first_key not in starts:  # a query before that key may belong to the document that is cut
+            return Shifted(documents, first_key)
+        return documents.after_dropping(first_key)
+
+    def with_first_keys(self, count: int) -> None:
+        """Return None: documents that end past the last key would lose the queries there."""
+
+    def without_documents(self) -> Full:
+        return Full()
+
+
+def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
+    """Return the index of the document that each position lies in.
+
+    Args:
+        positions: (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n), int64.
+        lengths: (documents,) or (batch, documents), int64, tokens.
+
+    Returns: int64, of the positions' shape with the batch of the lengths; -1 outside all documents.
+    """
+    ends = lengths.cumsum(-1)
+    rows = max(positions.shape[0], ends.shape[0] if ends.dim() == 2 else 1)
+    flat = positions.expand(rows, -1, -1, -1).reshape(rows, -1)
+    bounds = ends.expand(rows, -1) if ends.dim() == 2 else ends.expand(rows, ends.shape[0])
+    index = torch.searchsorted(bounds.contiguous(), flat.contiguous(), right=True)
+    outside = (index >= bounds.shape[-1]) | (flat < 0)
+    return index.masked_fill(outside, -1).view(rows, *positions.shape[1:])
+
+
+def _device(counts: object) -> torch.device | str:
+    return counts.device if isinstance(counts, Tensor) else "cpu"

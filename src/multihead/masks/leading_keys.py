@@ -1,0 +1,93 @@
+"""A mask shifted by leading keys that every query sees, such as the learned key of add_bias_kv."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multihead.errors import refuse_unless_integer
+from multihead.masks.base import KeyBounds, Mask, check_is_mask
+from multihead.masks.place import CallSize, Extent, Place, Span
+
+
+@dataclass(frozen=True, eq=False)
+class LeadingKeys(Mask):
+    """Every query sees the first `count` keys; `mask` applies to the keys after them, counted from there.
+
+    Positions are counted from the first key of all: the query at position p has the position p - count for the mask.
+
+    Args:
+        count: how many leading keys every query sees.
+        mask: what is visible of the others.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(LeadingKeys(2, masks.Window(2)), queries=3, keys=5, query_start=2))
+    ■ ■ ■ · ·
+    ■ ■ ■ ■ ·
+    ■ ■ · ■ ■
+    """
+
+    count: int
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        refuse_unless_integer("LeadingKeys count", self.count, least=0)
+        check_is_mask(self.mask)
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the mask of the other keys holds some."""
+        return self.mask.holds_tensors
+
+    @property
+    def uses_positions(self) -> bool:  # type: ignore[override]
+        """Whether the mask of the other keys does."""
+        return self.mask.uses_positions
+
+    @property
+    def leading_keys(self) -> int:  # type: ignore[override]
+        """How many keys at the beginning belong to no token."""
+        return self.count
+
+    @property
+    def starts_at_first_key(self) -> bool:  # type: ignore[override]
+        """Whether every query's interval starts at the first key."""
+        return self.count > 0 or self.mask.starts_at_first_key
+
+    def check_fits(self, size: CallSize) -> None:
+        keys = size.keys - self.count
+        self.mask.check_fits(CallSize(size.batch, size.heads, size.queries, keys, size.more_keys_later))
+
+    def tile(self, place: Place) -> Tensor:
+        leading = place.columns < self.count
+        return leading | (self.mask.tile(place.shifted(-self.count)) & ~leading)
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        """Shift the intervals by the leading keys; intervals that start later leave a gap and become a remainder."""
+        keys = extent.keys - self.count
+        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:  # a part may end with the leading keys
+            nothing = torch.zeros_like(extent.positions)
+            return KeyBounds(nothing, nothing + extent.keys)
+        inner = self.mask.bounds(Extent(extent.positions - self.count, keys, extent.readable))
+        if not self.count:
+            return inner
+        empty = inner.sees_nothing
+        stop = inner.stop.masked_fill(empty, 0) + self.count
+        all_at_first = extent.readable and bool((empty | (inner.start == 0)).all())
+        touching = all_at_first or self.mask.starts_at_first_key
+        clean = touching and inner.remainder is None
+        return KeyBounds(torch.zeros_like(stop), stop, None if clean else self)
+
+    def select_sample(self, index: int) -> LeadingKeys:
+        return LeadingKeys(self.count, self.mask.select_sample(index))
+
+    def part(self, span: Span) -> LeadingKeys:
+        first_key = span.keys[0]
+        keys = (max(first_key - self.count, 0), max(span.keys[1] - self.count, 0))
+        return LeadingKeys(max(self.count - first_key, 0), self.mask.part(Span(span.sample, span.queries, keys)))
+
+    def with_first_keys(self, count: int) -> LeadingKeys | None:
+        inner = self.mask.with_first_keys(max(count - self.count, 0))
+        return None if inner is None else LeadingKeys(self.count, inner)

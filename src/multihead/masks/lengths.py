@@ -1,0 +1,82 @@
+"""Padding: keys past a sample's length are hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from multihead.errors import MaskError
+from multihead.masks.base import Mask
+from multihead.masks.counts import Ints, as_tensor, check_longest, check_rows, checked_counts, dropped, shape_of, shown
+from multihead.masks.place import CallSize, Place, Span
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Mask):
+    """A query sees the first `lengths` keys: one length per sample, or one per sample and query.
+
+    Args:
+        lengths: ints or an integer tensor, (batch,) or (batch, queries), tokens.
+
+    Raises:
+        MaskError: a length is negative or no integer, or the lengths have another number of dimensions.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Lengths((3, 2)), queries=2, keys=4))
+    ■ ■ ■ ·   ■ ■ · ·
+    ■ ■ ■ ·   ■ ■ · ·
+    >>> print(masks.picture(Lengths(((1, 3), (4, 0))), queries=2, keys=4))
+    ■ · · ·   ■ ■ ■ ■
+    ■ ■ ■ ·   · · · ·
+    """
+
+    lengths: Ints | Tensor
+    uses_positions: ClassVar[bool] = False
+    starts_at_first_key: ClassVar[bool] = True
+
+    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
+        object.__setattr__(self, "lengths", checked_counts(lengths, "Lengths", "(batch,) or (batch, queries)"))
+
+    def __repr__(self) -> str:
+        return f"Lengths({shown(self.lengths)})"
+
+    def check_fits(self, size: CallSize) -> None:
+        shape = shape_of(self.lengths)
+        check_rows(self, shape, size)
+        if len(shape) == 2 and shape[1] != size.queries:
+            raise MaskError(
+                f"{self!r} has lengths for {shape[1]} queries, and the call has {size.queries}.",
+                "Give one length per sample and query.",
+            )
+        check_longest(self, self.lengths, size)
+
+    def tile(self, place: Place) -> Tensor:
+        lengths = as_tensor(self.lengths, place.columns.device)
+        if lengths.dim() == 1:
+            return place.everywhere() & (place.columns < lengths.view(-1, 1, 1, 1))
+        return place.columns < lengths[:, place.rows.flatten()][:, None, :, None]
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        lengths = as_tensor(self.lengths, queries.device)
+        lengths = lengths[:, None] if lengths.dim() == 1 else lengths
+        return torch.zeros_like(lengths), lengths
+
+    def select_sample(self, index: int) -> Lengths:
+        lengths = as_tensor(self.lengths, "cpu")
+        return Lengths(lengths[index if len(lengths) > 1 else 0][None])
+
+    def after_dropping(self, count: int | Tensor) -> Lengths:
+        return self if not isinstance(count, Tensor) and not count else Lengths(dropped(self.lengths, count))
+
+    def part(self, span: Span) -> Lengths:
+        lengths = as_tensor(self.lengths, "cpu")
+        lengths = lengths[span.sample if len(lengths) > 1 else 0]
+        lengths = lengths[slice(*span.queries)] if lengths.dim() == 1 else lengths
+        return Lengths((lengths[None] - span.keys[0]).clamp(0, span.keys[1] - span.keys[0]))
+
+    def with_first_keys(self, count: int) -> None:
+        """Return None: lengths count on all keys."""

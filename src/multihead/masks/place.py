@@ -1,0 +1,98 @@
+"""The positions at which a tile of the attention map is evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Positions of the queries and keys of one tile.
+
+    Attributes:
+        positions: (batch or 1, 1, rows, 1), int64, the position of each query among the keys.
+        rows: (1, 1, rows, 1), int64, the query indices.
+        columns: (batch or 1, 1, 1, columns), int64, the key positions.
+    """
+
+    positions: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    @staticmethod
+    def of(
+        queries: int,
+        keys: int,
+        *,
+        query_start: int | Tensor = 0,
+        device: torch.device | str = "cpu",
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+    ) -> Place:
+        """Return the positions of the tile `rows` x `columns` of a map of `queries` x `keys`."""
+        row = torch.arange(queries, device=device)[rows].view(1, 1, -1, 1)
+        column = torch.arange(keys, device=device)[columns].view(1, 1, 1, -1)
+        start = query_start.to(device).view(-1, 1, 1, 1) if isinstance(query_start, Tensor) else query_start
+        return Place(row + start, row, column)
+
+    def shifted(self, offset: int | Tensor) -> Place:
+        """Add an offset, one number or (batch,), to the positions of queries and keys."""
+        if isinstance(offset, Tensor):
+            offset = offset.to(self.columns.device).view(-1, 1, 1, 1)
+        return Place(self.positions + offset, self.rows, self.columns + offset)
+
+    def everywhere(self) -> Tensor:
+        """Return True for every cell: (1, 1, rows, columns) bool."""
+        return torch.ones_like(self.rows, dtype=torch.bool) & torch.ones_like(self.columns, dtype=torch.bool)
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """The queries and keys of a call whose mask is turned into intervals.
+
+    Attributes:
+        positions: (batch or 1, queries), int64, the position of each query among the keys.
+        keys: number of keys; a tensor (batch, 1) where it differs between samples.
+        readable: whether values may be read here without waiting for a device or breaking a graph.
+    """
+
+    positions: Tensor
+    keys: int | Tensor
+    readable: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows and columns of one sample in a call.
+
+    Attributes:
+        sample: index in the batch.
+        queries: first query and one past the last.
+        keys: first key and one past the last.
+    """
+
+    sample: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """The sizes that a mask must fit.
+
+    Attributes:
+        batch: number of samples.
+        heads: number of query heads.
+        queries: number of queries.
+        keys: number of keys.
+        more_keys_later: whether lengths may exceed `keys` (a cache that is still being filled).
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    more_keys_later: bool = False

@@ -1,0 +1,168 @@
+"""Masks given as boolean tensors: `Keep` (True = may be seen) and `Drop` (True = hidden)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from multihead.errors import MaskError
+from multihead.masks.base import KeyBounds, Mask
+from multihead.masks.counts import shown
+from multihead.masks.full import Full
+from multihead.masks.place import CallSize, Extent, Place, Span
+
+AXES = ("batch", "heads", "queries", "keys")
+
+
+class _TensorMask(Mask):
+    """Shared by `Keep` and `Drop`: a boolean tensor and the names of its axes."""
+
+    tensor: Tensor
+    axes: str
+    uses_positions: ClassVar[bool] = False
+
+    def __init__(self, tensor: Tensor, axes: str | None = None) -> None:
+        name = type(self).__name__
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+            given = f"a {tensor.dtype} tensor" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise MaskError(
+                f"{name} takes a boolean tensor, and this is {given}.",
+                "Say which values hide, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
+            )
+        if axes is None and tensor.dim() == len(AXES):
+            axes = " ".join(AXES)
+        named = (axes or "").split()
+        if len(named) != tensor.dim() or named != [axis for axis in AXES if axis in named]:
+            given = "without axes" if axes is None else f"with axes {axes!r}"
+            raise MaskError(
+                f"{name} was given a tensor of {tensor.dim()} dimensions {given}.",
+                f'Name each one, in the order of "batch heads queries keys", for example {name}(t, "batch keys").',
+            )
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "axes", " ".join(named))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(self.tensor)}, {self.axes!r})"
+
+    @property
+    def has_key_axis(self) -> bool:  # type: ignore[override]
+        return self.four_dimensional().shape[3] > 1
+
+    def four_dimensional(self) -> Tensor:
+        """Return the tensor with size 1 for every axis that it does not name: (batch, heads, queries, keys)."""
+        sizes = dict(zip(self.axes.split(), self.tensor.shape, strict=True))
+        return self.tensor.reshape([sizes.get(axis, 1) for axis in AXES])
+
+    def kept(self) -> Tensor:
+        """Return the cells that may be seen: bool, (batch or 1, heads or 1, queries or 1, keys or 1)."""
+        return self.four_dimensional()
+
+    def check_fits(self, size: CallSize) -> None:
+        sizes = dict(zip(AXES, (size.batch, size.heads, size.queries, size.keys), strict=True))
+        for axis, length in zip(self.axes.split(), self.tensor.shape, strict=True):
+            if length not in (1, sizes[axis]):
+                raise MaskError(
+                    f"{self!r} has {length} {axis}, and the call has {sizes[axis]}.",
+                    f"Give a tensor that broadcasts to (batch, heads, queries, keys) = {tuple(sizes.values())}.",
+                )
+
+    def tile(self, place: Place) -> Tensor:
+        cells = self.kept().to(place.columns.device)
+        if cells.shape[2] > 1:
+            cells = cells[:, :, place.rows.flatten()]
+        if cells.shape[3] > 1:
+            # Leading keys, which other masks see at negative positions, have no column here.
+            cells = cells[:, :, :, place.columns.flatten().clamp(min=0)]
+        return cells.expand(-1, -1, place.rows.numel(), place.columns.numel())
+
+    def bounds(self, extent: Extent) -> KeyBounds:
+        """Bound each row by its first and last visible key; the mask remains where there are gaps between them."""
+        cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, extent.keys)
+        count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
+        first = torch.where(count > 0, cells.int().argmax(-1), extent.keys)
+        stop = torch.where(count > 0, extent.keys - cells.flip(-1).int().argmax(-1), 0)
+        whole = extent.readable and bool((count == (stop - first).clamp(min=0)).all())
+        hull_first, hull_stop = first.amin(1), stop.amax(1)
+        if whole and first.shape[1] > 1:
+            whole = bool((first == hull_first[:, None]).all() & (stop == hull_stop[:, None]).all())
+        size = (-1, extent.positions.shape[1])
+        return KeyBounds(hull_first.expand(size), hull_stop.expand(size), None if whole else self)
+
+    def select_sample(self, index: int) -> Self:
+        tensor = self.four_dimensional()
+        return type(self)(tensor[index : index + 1] if tensor.shape[0] > 1 else tensor)
+
+    def after_dropping(self, count: int | Tensor) -> Mask:
+        return self if isinstance(count, int) and not count else self._with_columns_from(count)
+
+    def _with_columns_from(self, count: int | Tensor) -> Mask:
+        if not self.has_key_axis:
+            return self
+        if isinstance(count, Tensor):
+            raise MaskError(
+                f"{self!r} has a column per key, and the samples dropped different numbers of keys.",
+                "Give a tensor for the keys that are left.",
+            )
+        return type(self)(self.four_dimensional()[..., count:])
+
+    def part(self, span: Span) -> Mask:
+        tensor = self.select_sample(span.sample).four_dimensional()
+        if tensor.shape[2] > 1:
+            tensor = tensor[:, :, slice(*span.queries)]
+        if tensor.shape[3] > 1:
+            tensor = tensor[..., slice(*span.keys)]
+        mask = type(self)(tensor)
+        return Full() if bool(mask.kept().all()) else mask
+
+    def with_first_keys(self, count: int) -> Self:
+        if not self.axes.endswith("keys") or self.tensor.shape[-1] == 1:
+            return self
+        return type(self)(self.tensor[..., :count], self.axes)
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class Keep(_TensorMask):
+    """A boolean tensor: True = the query may see the key.
+
+    Args:
+        tensor: bool, broadcasting to (batch, heads, queries, keys).
+        axes: the names of its axes where it has fewer than four, for example "batch keys".
+
+    Raises:
+        MaskError: the tensor is not boolean, or its axes are not named.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Keep(torch.tensor([[True, False, True]]), "batch keys"), queries=2, keys=3))
+    ■ · ■
+    ■ · ■
+    """
+
+    tensor: Tensor
+    axes: str
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class Drop(_TensorMask):
+    """A boolean tensor: True = the key is hidden from the query.
+
+    Args:
+        tensor: bool, broadcasting to (batch, heads, queries, keys).
+        axes: the names of its axes where it has fewer than four, for example "batch keys".
+
+    Raises:
+        MaskError: the tensor is not boolean, or its axes are not named.
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Drop(torch.tensor([[True, False, True]]), "batch keys"), queries=2, keys=3))
+    · ■ ·
+    · ■ ·
+    """
+
+    tensor: Tensor
+    axes: str
+
+    def kept(self) -> Tensor:
+        return ~self.four_dimensional()

@@ -1,0 +1,61 @@
+"""Sliding-window attention: a query sees the keys near it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from multihead.errors import refuse_unless_integer
+from multihead.masks.base import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """A query sees `size` keys: its own and the `size - 1` before it; and `after` keys after it.
+
+    Libraries count windows differently; this is Hugging Face's count (ONNX excludes the query's own key).
+
+    >>> from multihead import masks
+    >>> print(masks.picture(Window(3)))
+    ■ · · · ·
+    ■ ■ · · ·
+    ■ ■ ■ · ·
+    · ■ ■ ■ ·
+    · · ■ ■ ■
+    >>> print(masks.picture(Window(2, after=1)))
+    ■ ■ · · ·
+    ■ ■ ■ · ·
+    · ■ ■ ■ ·
+    · · ■ ■ ■
+    · · · ■ ■
+    """
+
+    size: int
+    after: int = 0
+    translation_invariant: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_unless_integer("Window size", self.size, least=1)
+        refuse_unless_integer("Window after", self.after, least=0)
+
+    def __repr__(self) -> str:
+        return f"Window({self.size}, after={self.after})" if self.after else f"Window({self.size})"
+
+    @property
+    def sees_no_later_key(self) -> bool:  # type: ignore[override]
+        return self.after == 0
+
+    @property
+    def lookback(self) -> int:  # type: ignore[override]
+        return self.size
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys > queries - self.size) & (keys <= queries + self.after)
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        return queries - self.size + 1, queries + self.after + 1
+
+    def interval_at(self, position: int, keys: int) -> tuple[int, int]:
+        return position - self.size + 1, position + self.after + 1
