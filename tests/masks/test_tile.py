@@ -51,8 +51,10 @@ UNFIT: list[tuple[Mask, str]] = [
     ),
     (
         Lengths(((1, 2), (3, 4))),
-        "Lengths(((1, 2), (3, 4))) has lengths for 2 queries, and the call has 4. "
-        "Give one length per sample and query.",
+        (
+            "Lengths(((1, 2), (3, 4))) has lengths for 2 queries, and the call has 4. "
+            "Give one length per sample and query."
+        ),
     ),
     (
         Lengths((4, 6)),

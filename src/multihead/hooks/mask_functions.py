@@ -115,7 +115,8 @@ def _and(held: dict[str, Any], extent: Extent) -> Mask | None:
         return None
     if Causal() in parts:
         # `key > query - w` and `key <= query` are one window: the query and the w - 1 keys before it.
-        overlays = [each for each in parts if isinstance(each, Window) and each.after == extent.keys]
+        windows = [Window(each.lookback, after=extent.keys) for each in parts if each.lookback is not None]
+        overlays = [each for each in windows if each in parts]
         if overlays:
             parts = [each for each in parts if each != Causal() and each not in overlays]
             parts = [Window(min(each.size for each in overlays)), *parts]

@@ -80,10 +80,11 @@ class _TensorMask(Mask):
 
     def bounds(self, extent: Extent) -> KeyBounds:
         """Bound each row by its first and last visible key; the mask remains where there are gaps between them."""
-        cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, extent.keys)
+        keys = self.four_dimensional().shape[3] if isinstance(extent.keys, Tensor) else extent.keys
+        cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
-        first = torch.where(count > 0, cells.int().argmax(-1), extent.keys)
-        stop = torch.where(count > 0, extent.keys - cells.flip(-1).int().argmax(-1), 0)
+        first = torch.where(count > 0, cells.int().argmax(-1), keys)
+        stop = torch.where(count > 0, keys - cells.flip(-1).int().argmax(-1), 0)
         whole = extent.readable and bool((count == (stop - first).clamp(min=0)).all())
         hull_first, hull_stop = first.amin(1), stop.amax(1)
         if whole and first.shape[1] > 1:

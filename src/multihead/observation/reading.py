@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.hooks.inputs import Inputs
+from multihead.masks.place import Span
 from multihead.observation.sample import SampleRecord
-from multihead.observation.trimming import Span
 
 
 @dataclass(frozen=True, eq=False)

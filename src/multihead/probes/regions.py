@@ -210,7 +210,7 @@ def _cells(
 def _summed(
     part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
 ) -> Blocks:
-    """Sum and count a strip, over the visible `cells` (1, heads or 1, rows, columns) or, where None, over the bounds."""
+    """Sum and count a strip over the visible `cells`, (1, heads or 1, rows, columns), or None = those of the bounds."""
     counts = _counted(shown, part, block) if cells is None else _added(cells[0].double(), block).long()
     counts = counts.expand(part.shape.num_heads, -1, -1)
     scores_in_all = part.shape.num_heads * part.shape.query_length * part.shape.key_length

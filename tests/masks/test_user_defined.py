@@ -1,0 +1,213 @@
+"""A mask defined outside the package runs wherever the package's own masks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks
+from multihead.errors import MaskError
+from multihead.masks.base import registered
+from multihead.plan.bounds import key_bounds
+from tests.kernel_names import EACH, exactest, rounding
+
+LENGTH = 9
+
+
+@dataclass(frozen=True)
+class Strided(masks.Mask):
+    """As in the documentation: `visible` and nothing else."""
+
+    n: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries - keys) % self.n == 0
+
+
+@dataclass(frozen=True)
+class Blocks(masks.Mask):
+    """Keys of the query's own block; its rows are intervals that depend on absolute positions."""
+
+    size: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return queries // self.size == keys // self.size
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        start = queries // self.size * self.size
+        return start, start + self.size
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors(masks.Mask):
+    """One key per sample is visible, besides the query's own."""
+
+    keys: Tensor
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys == self.keys.view(-1, 1, 1, 1)) | (keys == queries)
+
+    def select_sample(self, index: int) -> Anchors:
+        return Anchors(self.keys[index : index + 1])
+
+
+def strided(size: int = LENGTH, n: int = 3) -> Tensor:
+    """(size, size) bool, by a loop."""
+    return torch.tensor([[(i - j) % n == 0 for j in range(size)] for i in range(size)])
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """The definition, in float64."""
+    scores = (q.double() @ k.double().mT / q.shape[-1] ** 0.5).masked_fill(~kept, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0) @ v.double()
+
+
+@pytest.mark.parametrize("kernel", EACH)
+def test_visible_alone_is_enough_for_outputs_and_gradients_of_every_kernel(kernel: str) -> None:
+    q, k, v = (torch.randn(2, 2, LENGTH, 16, dtype=exactest(kernel), requires_grad=True) for _ in range(3))
+    kept = strided() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    output = mh.attention(q, k, v, mask=Strided(3) & masks.Causal(), kernel=kernel)
+    expected = dense_attention(q, k, v, kept)
+    grads = torch.autograd.grad(output.square().sum(), (q, k, v))
+    expected_grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    torch.testing.assert_close(output.double(), expected, atol=rounding(kernel), rtol=rounding(kernel))
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, wanted, atol=8 * rounding(kernel), rtol=8 * rounding(kernel))
+
+
+def test_an_interval_makes_hidden_keys_skipped() -> None:
+    bounds = key_bounds(Blocks(3), queries=4, keys=8, query_start=2)
+    assert (bounds.start.tolist(), bounds.stop.tolist()) == ([[0, 3, 3, 3]], [[3, 6, 6, 6]])
+    assert bounds.remainder is None
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 16).unbind()
+    kept = torch.tensor([[i // 3 == j // 3 for j in range(LENGTH)] for i in range(LENGTH)])
+    torch.testing.assert_close(
+        mh.attention(q, k, v, mask=Blocks(3)).double(), dense_attention(q, k, v, kept), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("mask", [Strided(3), Blocks(4) | masks.Causal(), Anchors(torch.tensor([1, 0, 2]))], ids=repr)
+def test_padding_on_either_side_changes_nothing_for_the_tokens(mask: masks.Mask, side: str) -> None:
+    layer, lengths = mh.MultiHeadAttention(16, 2), (5, LENGTH, 2)
+    x = torch.randn(3, LENGTH, 16)
+    output = layer(x, mask=mask, lengths=lengths, padding_side=side)
+    for sample, length in enumerate(lengths):
+        rows = slice(0, length) if side == "right" else slice(LENGTH - length, LENGTH)
+        alone = layer(x[sample : sample + 1, rows], mask=mask.select_sample(sample))
+        torch.testing.assert_close(output[sample : sample + 1, rows], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_rows_mean_each_sample_alone() -> None:
+    layer, lengths = mh.MultiHeadAttention(16, 2), (5, LENGTH, 2)
+    x = torch.randn(3, LENGTH, 16)
+    tokens, packing = mh.pack(x, lengths)
+    output = packing.unpack(layer(tokens, mask=Blocks(4), packing=packing))
+    for sample, length in enumerate(lengths):
+        alone = layer(x[sample : sample + 1, :length], mask=Blocks(4))
+        torch.testing.assert_close(output[sample : sample + 1, :length], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("mask", [Strided(3), Blocks(4)], ids=repr)
+def test_a_cache_decodes_what_one_pass_computes(mask: masks.Mask, window: int | None) -> None:
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
+    mask = mask & masks.Causal() & (masks.Full() if window is None else masks.Window(window))
+    whole = layer(x, mask=mask)
+    cache = mh.KeyValueCache(window=window)
+    steps = [layer(part, mask=mask, cache=cache) for part in (x[:, :4], *x[:, 4:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_layer_runs_it_in_one_graph() -> None:
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
+    mask = Strided(3) & masks.Causal()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, mask=mask), layer(x, mask=mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [Strided(3), Anchors(torch.tensor([1, 0]))], ids=repr)
+def test_it_is_observed_saved_and_loaded(mask: masks.Mask, tmp_path: Path) -> None:
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
+    with mh.observe(layer) as seen:
+        layer(x, mask=mask, lengths=(LENGTH, 6))
+    seen.save(tmp_path / "run.safetensors")
+    opened = mh.Record.load(tmp_path / "run.safetensors")
+    for sample, length in enumerate((LENGTH, 6)):
+        kept = mask.select_sample(sample).visible(
+            torch.arange(length).view(1, 1, -1, 1), torch.arange(length).view(1, 1, 1, -1)
+        )[0, 0]
+        for record in (seen, opened):
+            one = record.layers[0].sample(sample)
+            assert torch.equal(one.visible(), kept)
+            assert torch.equal(one.weights() > 0, kept.expand(2, -1, -1))
+            torch.testing.assert_close(one.weights().sum(-1), torch.ones(2, length))
+
+
+def test_a_record_whose_mask_is_not_defined_here_keeps_its_statistics(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Gone(masks.Mask):
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return keys >= queries
+
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, LENGTH, 16)
+    with mh.observe(layer) as seen:
+        layer(x, mask=Gone())
+    seen.save(tmp_path / "run.safetensors")
+    masks.base._REGISTERED.pop("Gone")
+    opened = mh.Record.load(tmp_path / "run.safetensors")
+    kept = seen.layers[0].sample().statistics["entropy"]
+    assert torch.equal(opened.layers[0].sample().statistics["entropy"], kept)
+    assert len(opened.table().rows) == 2
+    with pytest.raises(MaskError) as refusal:
+        opened.layers[0].weights(head=0)
+    assert str(refusal.value) == (
+        "The record uses the mask Gone, which is not defined here. "
+        "Import the module that defines the class Gone before the record is loaded."
+    )
+
+
+def test_a_mask_with_a_tensor_per_sample_must_say_how_a_sample_is_selected() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Limits(masks.Mask):
+        last: Tensor
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return keys <= self.last.view(-1, 1, 1, 1)
+
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
+    with mh.observe(layer), pytest.raises(MaskError) as refusal:
+        layer(x, mask=Limits(torch.tensor([3, 4])))
+    assert str(refusal.value).endswith(
+        "holds a tensor, and Limits does not define select_sample(index). "
+        "Return there the mask of one sample: with its row of the tensor, or self where all samples share it."
+    )
+
+
+def test_what_visible_returns_must_be_boolean() -> None:
+    class Scores(masks.Mask):
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return queries - keys
+
+    q = torch.randn(1, 1, 3, 8)
+    with pytest.raises(MaskError) as refusal:
+        mh.attention(q, q, q, mask=Scores())
+    assert str(refusal.value) == (
+        "Scores.visible returned a torch.int64 tensor. "
+        "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen."
+    )
+
+
+def test_a_name_of_the_package_cannot_be_taken() -> None:
+    with pytest.raises(MaskError) as refusal:
+        type("Causal", (masks.Mask,), {})
+    assert str(refusal.value) == (
+        "There is a mask named Causal in multihead.masks. "
+        "Give the class another name: a saved record finds a mask by the name of its class."
+    )
+    assert registered("Causal") is masks.Causal
