@@ -58,3 +58,15 @@ def statistics_only() -> Record:
 def translating() -> Record:
     """Queries that read another text, and many fewer of them than keys."""
     return watch(12, memory=90, heads=2, layers=2)
+
+
+@cache
+def whole() -> Record:
+    """Six small layers."""
+    return watch(30, heads=2, layers=6)
+
+
+@cache
+def partial() -> Record:
+    """Two layers of six."""
+    return watch(30, heads=2, layers=6, layers_kept=[2, 5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,18 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     assert result.stderr.count("\n") == 1
     assert sentence in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layer_keeps_its_number_where_only_some_are_looked_at(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("p.html", "heads.json", "heads.csv", "run.safetensors")]
+    options = zip(("--out", "--json", "--csv", "--record"), map(str, files), strict=True)
+    result = run(MODEL, "--prompt", PROMPT, "--layers", "3-4", *(each for pair in options for each in pair))
+    assert result.exit_code == 0, result.output
+    expected = [(layer, f"encoder.layer.{layer}.attention.self") for layer in (3, 4) for _ in range(12)]
+    lines = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("L")]
+    assert lines == [f"L{layer}" for layer, _ in expected]
+    assert set(re.findall(r"layer (\d+) head", result.stdout)) <= {"3", "4"}
+    assert [(row["layer"], row["name"]) for row in json.loads(files[1].read_text("utf-8"))] == expected
+    with files[2].open(encoding="utf-8", newline="") as file:
+        assert [(int(row["layer"]), row["name"]) for row in csv.DictReader(file)] == expected
+    assert [layer.number for layer in Record.load(files[3]).layers] == [3, 4]

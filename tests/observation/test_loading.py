@@ -258,3 +258,26 @@ def test_a_record_with_every_mask_and_bias_that_holds_a_tensor_survives_damage_t
         holder[key] = random.Random(seed).choice([None, -1, 1 << 62, "calls", "0.0.q", [], {"kind": "Keep"}])
         save_file(tensors, other := tmp_path / "run.safetensors", metadata | {"record": json.dumps(said)})
         TestDamage().try_to_use(other)
+
+
+def test_layers_of_a_record_without_numbers_are_numbered_by_their_place(good: Path, tmp_path: Path) -> None:
+    def without_numbers(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for layer in said["layers"]:
+            del layer["number"]
+
+    assert [each.number for each in Record.load(changed(good, tmp_path, without_numbers)).layers] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (1, "FILE is damaged: two layers have one number. Save the record anew."),
+        (-1, "FILE is damaged: a layer's number is -1. Save the record anew."),
+        ("0", "FILE is damaged: a layer's number should be an integer, and is a text. Save the record anew."),
+    ],
+)
+def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: object, sentence: str) -> None:
+    def renumbered(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        said["layers"][0]["number"] = number
+
+    assert refusal(changed(good, tmp_path, renumbered)) == sentence

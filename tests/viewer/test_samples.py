@@ -41,6 +41,7 @@ def test_a_sample_is_described_head_by_head() -> None:
     assert told["special"][:2] == [True, False]
     assert told["texts"] == [{"tokens": told["tokens"], "special": told["special"]}]
     assert told["layers"][1] == {
+        "number": 1,
         "name": "1",
         "heads": 2,
         "maps": True,

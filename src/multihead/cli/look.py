@@ -148,7 +148,8 @@ def look(
         readings = read_layers(record, special=encoded.special)
     page = _written_page(record, readings, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
     table = record.table(sort=sort, top=top)
-    rows = [{**row, "kind": readings[row["layer"]].kinds[row["head"]]} for row in table.rows]
+    kinds = {reading.number: reading.kinds for reading in readings}
+    rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in table.rows]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
             click.echo(written(rows), nl=False)

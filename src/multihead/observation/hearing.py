@@ -105,8 +105,8 @@ class Ear:
         goes_on = last is not None and self._goes_on(call, last, offset, crosses=crosses)
         self._pass_goes_on |= goes_on and not crosses
         summed = Summed(request.shape.num_heads) if self.keep == "summary" else None
-        layer = self._layers.setdefault(full, LayerRecord(full, summed=summed))
-        chosen = self.choice.takes(full, list(self._layers).index(full))
+        layer = self._layers.setdefault(full, LayerRecord(full, summed=summed, number=len(self._layers)))
+        chosen = self.choice.takes(full, layer.number)
         if crosses and not request.mask.speaks_of_positions:
             # Queries have no place among the keys of another sequence: they are counted from its beginning.
             start: int | Tensor = last.query_stop if goes_on and last is not None else 0

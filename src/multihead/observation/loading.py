@@ -109,13 +109,16 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
         raise _WrongError("its id is none")
     texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
     layers = []
-    for each in _of(said["layers"], list, "the layers"):
+    for place, each in enumerate(_of(said["layers"], list, "the layers")):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
         samples = [_Sample(one, name, tensors, texts).read() for one in _of(each["samples"], list, "the samples")]
         summed = None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors)
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (summed is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
-        layers.append(LayerRecord(name, samples, summed))
+        # Records of earlier versions have no numbers; there a layer was called by its place in the file.
+        layers.append(LayerRecord(name, samples, summed, _count(each.get("number", place), "a layer's number")))
+    if len({each.number for each in layers}) < len(layers):
+        raise _WrongError("two layers have one number")
     order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:

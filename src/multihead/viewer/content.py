@@ -56,7 +56,7 @@ def page_data(
     """All that the page's script needs to know, the maps and the findings aside."""
     return {
         "texts": texts,
-        "layers": [_layer(layer.name, layer.sample(sample), texts) for layer in record.layers],
+        "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
         "metrics": {column: values for column, name in _COLUMNS.items() if (values := _column(readings, name))},
         "kinds": [kind for one in readings for kind in one.kinds],
         "top": _numbers(torch.cat([one.sight.largest_entropy for one in readings])),
@@ -145,9 +145,10 @@ def size(num_bytes: int, words: dict[str, str]) -> str:
     return words["megabytes"].format(n=f"{num_bytes / 1e6:.1f}".removesuffix(".0"))
 
 
-def _layer(name: str, one: SampleRecord, texts: dict[str, Any]) -> dict[str, Any]:
+def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> dict[str, Any]:
     queries, keys = _sources(one, {key: len(text["shown"]) for key, text in texts.items()})
     return {
+        "number": number,
         "name": name,
         "heads": one.num_heads,
         "queries": one.num_queries,

@@ -92,9 +92,9 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
     readings = read_layers(run.record, sample=sample, special=main_text(run, sample).special)
     return [
-        {"layer": index, "head": head, "name": one.name, "kind": kind}
+        {"layer": one.number, "head": head, "name": one.name, "kind": kind}
         | {name: float(values[head]) for name, values in one.means.items()}
-        for index, one in enumerate(readings)
+        for one in readings
         for head, kind in enumerate(one.kinds)
     ]
 
@@ -135,6 +135,7 @@ def _layer(run: Run, index: int, sample: int, reading: LayerReading, texts: list
     # Where the keys are another text, the record may know that of the queries, or not.
     of_queries = one.text if not crosses else one.query_text if one.crosses else Text()
     return {
+        "number": reading.number,
         "name": reading.name,
         "heads": one.num_heads,
         "maps": has_maps(one),

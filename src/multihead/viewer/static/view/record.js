@@ -58,8 +58,11 @@ class Sample {
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
-    this.heads = told.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h })));
-    this.first = told.layers.map((_, l) => this.heads.findIndex(head => head.l === l));
+    // A layer is called by its number in the model everywhere, in addresses too; it is no place in the list of layers,
+    // which may hold some layers only.
+    this.heads = told.layers.flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ l: layer.number, h })));
+    this.numbered = new Map(told.layers.map(layer => [layer.number, layer]));
+    this.first = new Map(told.layers.map(({ number }) => [number, this.heads.findIndex(head => head.l === number)]));
     this.widest = Math.max(...told.layers.map(layer => layer.heads));
     this.queries = Math.max(...told.layers.map(layer => layer.queries));
     this.keys = Math.max(...told.layers.map(layer => layer.keys));
@@ -69,16 +72,16 @@ class Sample {
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
 
-  has(l, h) { return l >= 0 && l < this.layers.length && h >= 0 && h < this.layers[l].heads; }
-  index(l, h) { return this.has(l, h) ? this.first[l] + h : -1; }
-  layer(i) { return this.layers[this.heads[i].l]; }
+  has(l, h) { return h >= 0 && h < (this.numbered.get(l)?.heads ?? 0); }
+  index(l, h) { return this.has(l, h) ? this.first.get(l) + h : -1; }
+  layer(i) { return this.numbered.get(this.heads[i].l); }
   short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
   long(i) { return say('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
   told(i) { return say('{head}, {kind}', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Whether the small maps of a layer can be had by now; heads are built one after the other.
-  mapped(l) { return this.keep === 'statistics' || this.layers[l].levels <= BUILT || this.coarse || this.first[l] + this.layers[l].heads <= this.progress.done; }
+  mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).levels <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
   sides(layer) {
