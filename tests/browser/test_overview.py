@@ -174,3 +174,11 @@ def test_two_runs_of_other_layers_are_compared_by_number(opened: Opened) -> None
     shown = opened("whole", "partial", place="#a=L5H1")
     shown.press("c")
     assert (shown.place["a"], shown.place["b"], shown.place["rb"]) == ("L5H1", "L5H1", "1")
+
+
+def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) -> None:
+    shown = opened("inherited")
+    assert shown.texts("#cols button")[2:] == ["entropy, nats", "constructor", "proto", "toString", "hasOwnProperty"]
+    assert len(shown.texts("#rows tr")) == 2
+    shown.visit("#c=constructor&k=__proto__&o=toString&f=constructor>0")
+    assert len(shown.texts("#rows tr")) == 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
+from multihead.escaping import visible
 from multihead.observation.findings import read_layers
 from multihead.observation.seeing import near_mass
 from multihead.observation.summaries import Of
@@ -109,7 +110,9 @@ class FoundHead:
 
     def __str__(self) -> str:
         """The head in a line: "L16 H0: previous_token 0.883"."""
-        return f"L{self.layer} H{self.head}: " + ", ".join(f"{name} {value:.3f}" for name, value in self.values.items())
+        return f"L{self.layer} H{self.head}: " + ", ".join(
+            f"{visible(name)} {value:.3f}" for name, value in self.values.items()
+        )
 
 
 def find(record: Record, wanted: Mapping[str, Bounds], *, of: Of = "mean") -> list[FoundHead]:

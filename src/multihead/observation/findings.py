@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
+from multihead.escaping import visible
 from multihead.observation.seeing import Sight, near_mass, read_sight
 from multihead.observation.speech import SPEECH
 from multihead.observation.texts import Text
@@ -184,10 +185,10 @@ def findings(
     read = readings if readings is not None else read_layers(record, sample=sample, special=special)
     heads = _HeadList(read)
     words = SPEECH[lang]
-    first = words["first token"].format(token=tokens[0]) if tokens else words["a first token"]
+    first = words["first token"].format(token=visible(tokens[0])) if tokens else words["a first token"]
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
     separators -= {tokens[0]} if tokens else set()
-    separator = separators.pop() if len(separators) == 1 else words["separators"]
+    separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
     found: list[Finding] = []
     taken: set[tuple[int, int]] = set()
     for topic in _TOPICS:

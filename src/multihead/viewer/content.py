@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multihead.escaping import visible
 from multihead.observation import seeing
 from multihead.observation.findings import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerReading, percent
 from multihead.viewer.store import Store, keeps_weights
@@ -149,7 +150,7 @@ def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> 
     queries, keys = _sources(one, {key: len(text["shown"]) for key, text in texts.items()})
     return {
         "number": number,
-        "name": name,
+        "name": visible(name),
         "heads": one.num_heads,
         "queries": one.num_queries,
         "keys": one.num_keys,
@@ -213,7 +214,7 @@ def _attention(readings: Sequence[LayerReading], words: dict[str, str]) -> str:
 def _separator(tokens: Sequence[str], special: Sequence[bool] | None) -> str:
     """The one mark that stands after the first token, or nothing where there are several kinds or none."""
     marks = {token for token, mark in list(zip(tokens, special or (), strict=False))[1:] if mark}
-    return marks.pop() if len(marks) == 1 else ""
+    return visible(marks.pop()) if len(marks) == 1 else ""
 
 
 def _numbers(values: Tensor) -> list[float | None]:

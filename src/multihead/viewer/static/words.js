@@ -5,7 +5,7 @@ const $ = id => document.getElementById(id);
 
 // A sentence of the page with its {holes} filled.
 function say(key, given = {}) {
-  return (D.words[key] ?? key).replace(/\{(\w+)\}/g, (hole, name) => name in given ? String(given[name]) : hole);
+  return (Object.hasOwn(D.words, key) ? D.words[key] : key).replace(/\{(\w+)\}/g, (hole, name) => Object.hasOwn(given, name) ? String(given[name]) : hole);
 }
 
 function el(tag, props = {}, ...children) {

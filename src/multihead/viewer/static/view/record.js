@@ -20,7 +20,7 @@ export function glyph(kind) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), path = document.createElementNS(svg.namespaceURI, 'path');
   svg.setAttribute('viewBox', '0 0 12 12');
   svg.setAttribute('aria-hidden', 'true');
-  path.setAttribute('d', GLYPHS[kind] ?? GLYPHS.mixed);
+  path.setAttribute('d', Object.hasOwn(GLYPHS, kind) ? GLYPHS[kind] : GLYPHS.mixed);
   path.setAttribute('fill', 'currentColor');
   svg.append(path);
   return svg;
@@ -34,11 +34,12 @@ const WRITTEN = {
   keys: { unit: '', show: v => v.toFixed(1), times: 1 },
   norm: { unit: '', show: v => String(+v.toPrecision(3)), times: 1 },
 };
-const PLAIN = { effective_keys: 'keys', mean_distance: 'distance', distance_spread: 'spread', largest_weight: 'largest' };
-const plain = id => PLAIN[id] ?? id.replace(/_mass$/, '');
+// A Map, because a record may have a statistic called "constructor" or "__proto__", which every object has too.
+const PLAIN = new Map([['effective_keys', 'keys'], ['mean_distance', 'distance'], ['distance_spread', 'spread'], ['largest_weight', 'largest']]);
+const plain = id => PLAIN.get(id) ?? id.replace(/_mass$/, '');
 
 function metric(column, values, most) {
-  const { unit, show, times } = WRITTEN[column.unit] ?? WRITTEN.norm;
+  const { unit, show, times } = Object.hasOwn(WRITTEN, column.unit) ? WRITTEN[column.unit] : WRITTEN.norm;
   const name = plain(column.id), found = values.filter(known);
   const full = column.unit === 'share' ? 1 : column.id === 'entropy' ? Math.log(most) : Math.max(1e-9, ...found);
   return {
@@ -66,7 +67,7 @@ class Sample {
     this.widest = Math.max(...told.layers.map(layer => layer.heads));
     this.queries = Math.max(...told.layers.map(layer => layer.queries));
     this.keys = Math.max(...told.layers.map(layer => layer.keys));
-    this.metrics = told.columns.filter(column => told.metrics[column.id]).map(column => metric(column, told.metrics[column.id], this.keys));
+    this.metrics = told.columns.filter(column => Object.hasOwn(told.metrics, column.id)).map(column => metric(column, told.metrics[column.id], this.keys));
     this.texts = (told.texts ?? []).map(text => reading(text.tokens, text.special));
     // Levels from 6 on are built once: until then they are not asked for.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
