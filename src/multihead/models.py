@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,8 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         raise ModelError(f"{loaded.name} came without a tokenizer.", "Give a model that reads text.")
     if not text.strip():
         raise InputError("The text is empty.", "Give at least one word.")
+    if re.search("[\ud800-\udfff]", text):
+        raise InputError("The text holds half of a surrogate pair, or bytes that are no UTF-8.", "Give it as UTF-8.")
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
     with quiet():

