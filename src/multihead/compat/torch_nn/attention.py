@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
 
+_KEY = -1  # torch numbers the hooks that it registers from 0
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     """nn.MultiheadAttention, faster on any mask, and seen by `observe`.
@@ -28,8 +31,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     - asking for weights does not change a bit of the output; nor does saying `is_causal` of a causal mask, after which
       the original hides added keys too.
 
-    It is an nn.MultiheadAttention to `isinstance`. `nn.TransformerEncoderLayer` calls its forward, where it would read
-    the original's weights and bypass it (in eval without gradients). Hooks on `out_proj` fire.
+    It is an nn.MultiheadAttention to `isinstance`. `nn.TransformerEncoderLayer` calls its forward, where (in eval
+    without gradients) it would read the original's weights and bypass it: a forward pre-hook that does nothing keeps
+    the encoder layer off this fused path. Hooks on `out_proj` fire.
 
     Args:
         embed_dim: width of queries and output, features.
@@ -73,19 +77,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        # PyTorch's fused encoder layer reads the weights of an attention that says True, and never calls its forward.
-        self._qkv_same_embed_dim = False
+        keep_from_bypassing(self)
 
-    def _reset_parameters(self) -> None:
-        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-        for key in (self.bias_k, self.bias_v):
-            if key is not None:
-                nn.init.xavier_normal_(key)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle a layer, also one saved when the drop-in stated that its projections were separate."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        keep_from_bypassing(self)
 
     def forward(
         self,
@@ -260,6 +258,26 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"with batch_first={self.batch_first} inputs are {layout}.",
                 f"Give both the same batch, or make the layer with batch_first={not self.batch_first}.",
             )
+
+
+def keep_from_bypassing(module: nn.MultiheadAttention) -> None:
+    """Keep nn.TransformerEncoderLayer from computing the attention without calling the module.
+
+    In eval without gradients the encoder layer hands the weights of `self_attn` to one fused operator, unless one of
+    its submodules has a forward hook. This hook does nothing, and adapters and copies of the module keep it.
+    """
+    # The key is no number that register_forward_pre_hook draws: a hook that is registered after unpickling in another
+    # process would replace this one otherwise.
+    module._forward_pre_hooks[_KEY] = _do_nothing  # noqa: SLF001
+
+
+def let_bypass(module: nn.MultiheadAttention) -> None:
+    """Undo `keep_from_bypassing`."""
+    module._forward_pre_hooks.pop(_KEY, None)  # noqa: SLF001
+
+
+def _do_nothing(module: nn.Module, given: tuple[Any, ...]) -> None:
+    """Be a forward pre-hook."""
 
 
 def _batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
