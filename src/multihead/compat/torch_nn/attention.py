@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 
 from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
+from multihead.compat.torch_nn.nested import beyond, nested_like
 from multihead.compat.torch_nn.weights import random_state, returned_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_share
 from multihead.functional import attend, request_of
@@ -102,9 +104,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         exchanged, and masks and weights stay as they are. Unbatched inputs, masks and outputs have no batch.
 
         Args:
-            query: (batch, queries, embed_dim).
-            key: (batch, keys, kdim).
-            value: (batch, keys, vdim).
+            query: (batch, queries, embed_dim), or a nested tensor of samples (queries, embed_dim).
+            key: (batch, keys, kdim), or nested like the query.
+            value: (batch, keys, vdim), or nested like the query.
             key_padding_mask: (batch, keys), bool, True = hidden; or floats added to the scores.
             need_weights: whether the weights are returned.
             attn_mask: (queries, keys) or (batch * heads, queries, keys), bool, True = hidden; or floats added to
@@ -115,14 +117,20 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Returns: the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
             `average_attn_weights=False` (batch, heads, queries, keys), or None. In training they are those after
-            dropout, as the original's are. Added keys (bias, then zero) are their last columns.
+            dropout, as the original's are. Added keys (bias, then zero) are their last columns. Of nested inputs the
+            output is nested, and the weights are padded with 0.
 
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
-        if query.is_nested:
-            hidden = attn_mask is not None or key_padding_mask is not None or is_causal
-            return self._nested(query, key, value, plain=not (need_weights or hidden)), None
+        if query.is_nested or key.is_nested or value.is_nested:
+            self._refuse_unless_nested(query, key, value, attn_mask, key_padding_mask)
+            added = self.bias_k is not None or self.add_zero_attn
+            if query is key and key is value and not (need_weights or is_causal or added):
+                return self._packed(query), None
+            return self._padded(
+                query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
+            )
         self._refuse_unless_fitting(query, key, value)
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
         if key_padding_mask is not None and not batched:
@@ -189,21 +197,69 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = returned_weights(request, attended, average=average, random_state=state) if need_weights else None
         return merge_heads(attended.output), weights
 
-    def _nested(self, query: Tensor, key: Tensor, value: Tensor, *, plain: bool) -> Tensor:
-        """Attend within samples of any lengths, as nn.TransformerEncoder gives them: one row of documents."""
-        if not (plain and query is key and key is value) or self.bias_k is not None or self.add_zero_attn:
-            raise ArgumentError(
-                "query is a nested tensor, and of those only self-attention without masks, weights and added keys "
-                "is computed.",
-                "Give query.to_padded_tensor(0.0) with a key_padding_mask.",
-            )
+    def _packed(self, query: Tensor) -> Tensor:
+        """Attend within nested samples of any lengths, as nn.TransformerEncoder gives them: one row of documents."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         told = Seeing(Documents(lengths), None, 0)
         q, k, v = self._projected(tokens, tokens, tokens)
         merged, _ = self._attended(q, k, v, told, need_weights=False, average=False)
-        return torch.nested.as_nested_tensor(list(self.out_proj(merged)[0].split(lengths)), layout=query.layout)
+        return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
+
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from nested samples to nested samples; weights are padded with 0, as the original's are."""
+        rows, columns = beyond(query), beyond(key)  # (batch, length) each
+        unique = {id(given): given for given in (query, key, value)}
+        padded = {
+            name: pad_sequence(list(given.unbind()), batch_first=self.batch_first) for name, given in unique.items()
+        }
+        q, k, v = (padded[id(given)] for given in (query, key, value))
+        output, weights = self.forward(q, k, v, columns, need_weights, None, average, is_causal)
+        output = output if self.batch_first else output.transpose(0, 1)
+        samples = [sample[~hidden] for sample, hidden in zip(output, rows, strict=True)]
+        if weights is not None:
+            hidden_rows = rows[:, :, None] if average else rows[:, None, :, None]
+            weights = weights.masked_fill(hidden_rows, 0)
+        return nested_like(query, samples), weights
+
+    def _refuse_unless_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> None:
+        """Refuse inputs of which some are nested and others are not, or which do not fit each other."""
+        given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, tensor, _ in given:
+            if not tensor.is_nested:
+                raise ShapeError(
+                    f"{name} is no nested tensor, and another input is one.",
+                    "Give query, key and value as nested tensors, or none of them.",
+                )
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if mask is not None:
+                raise ArgumentError(
+                    f"query is a nested tensor, and {name} is given, which describes padded ones.",
+                    f"Leave {name} out, or give query.to_padded_tensor(0.0) and a key_padding_mask.",
+                )
+        lengths = []
+        for name, tensor, width in given:
+            samples = tensor.unbind()
+            if not samples or any(sample.dim() != 2 or sample.shape[1] != width for sample in samples):
+                shapes = ", ".join(str(tuple(sample.shape)) for sample in samples) or "no samples"
+                raise ShapeError(
+                    f"{name} is a nested tensor of {shapes}.", f"Give samples of shape (length, features = {width})."
+                )
+            lengths.append([sample.shape[0] for sample in samples])
+        if len(lengths[0]) != len(lengths[1]):
+            raise ShapeError(
+                f"query has {len(lengths[0])} samples and key has {len(lengths[1])}.", "Give both the same batch."
+            )
+        if lengths[1] != lengths[2]:
+            raise ShapeError(
+                f"key has samples of the lengths {lengths[1]} and value of {lengths[2]}.",
+                "Give every key its one value.",
+            )
 
     def _without_bad_padding(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
