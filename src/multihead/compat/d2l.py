@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from multihead.call import AttentionRequest
 from multihead.compat.weighing import Remembered
-from multihead.errors import ArgumentError, MaskError, ShapeError
+from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.kernels.reference import softmax
@@ -47,6 +47,8 @@ class DotProductAttention(nn.Module):
     <BLANKLINE>
             [[0.1667, 0.1667, 0.1667]]])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -119,6 +121,8 @@ class MultiHeadAttention(nn.Module):
     tensor([[0.3333, 0.3333, 0.3333, 0.0000, 0.0000, 0.0000],
             [0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000]])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

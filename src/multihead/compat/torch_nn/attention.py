@@ -14,7 +14,7 @@ from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
 from multihead.compat.torch_nn.nested import beyond, nested_like
 from multihead.compat.torch_nn.weights import random_state, returned_weights
-from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_share
+from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_scripting, refuse_unless_share
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
@@ -59,6 +59,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> output.shape, weights.shape
     (torch.Size([2, 10, 512]), torch.Size([2, 10, 10]))
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,
