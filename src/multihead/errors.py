@@ -101,7 +101,7 @@ def refuse_scripting(module: object) -> NoReturn:
     """
     kind = type(module)
     raise ArgumentError(
-        f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its kernel "
-        "are Python objects, which TorchScript does not support.",
+        f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its "
+        "kernel are Python objects, which TorchScript does not support.",
         "Use torch.export.export, torch.compile or torch.jit.trace.",
     )

@@ -270,6 +270,29 @@ def test_nan_in_a_hidden_token_reaches_nothing(*, cross: bool, as_float: bool, b
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
+def test_nan_in_one_hidden_token_does_not_change_the_output_of_another() -> None:
+    """A hidden token is a query too: only one that is not finite is replaced by 0."""
+    _, ours = pair()
+    x, hidden = torch.randn(2, 5, 12), torch.arange(5) >= torch.tensor([[3], [4]])
+    expected, _ = ours(x, x, x, hidden)
+    x[1, 4] = torch.nan
+    actual, _ = ours(x, x, x, hidden)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual[1, :4], expected[1, :4], rtol=0, atol=2e-6)
+    assert torch.isfinite(actual).all()
+
+
+def test_an_encoder_with_drop_ins_is_compiled_as_one_graph_with_padding() -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 24, 0.0, batch_first=True)
+    layer.self_attn = MultiheadAttention(12, 3, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x, hidden = torch.randn(2, 5, 12), torch.arange(5) >= torch.tensor([[3], [4]])
+    with torch.no_grad():
+        actual = compiled(x, src_key_padding_mask=hidden)
+        torch.testing.assert_close(actual, model(x, src_key_padding_mask=hidden), rtol=0, atol=2e-5)
+
+
 def test_hooks_on_the_output_projection_fire_and_listeners_hear_the_layer_itself() -> None:
     heard: list[Any] = []
 

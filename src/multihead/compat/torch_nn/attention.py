@@ -18,6 +18,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_scrip
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
+from multihead.reading import readable
 
 _KEY = -1  # torch numbers the hooks that it registers from 0
 
@@ -269,7 +270,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Put 0 for NaN and inf in hidden tokens: in the projection, 0 * NaN would reach a parameter's gradient."""
         if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
             return query, key, value
-        if bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+        if readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
             return query, key, value
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
         if key.dim() == 2:
@@ -278,8 +279,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             hidden = hidden.T
         if hidden.shape != key.shape[:-1]:
             return query, key, value  # refused in words where masks are translated
-        clean = key.masked_fill(hidden[..., None], 0)
-        of_value = clean if value is key else value.masked_fill(hidden[..., None], 0)
+        clean = _finite_where(hidden, key)
+        of_value = clean if value is key else _finite_where(hidden, value)
         return clean if query is key else query, clean, of_value
 
     def _refuse_unless_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -316,6 +317,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"with batch_first={self.batch_first} inputs are {layout}.",
                 f"Give both the same batch, or make the layer with batch_first={not self.batch_first}.",
             )
+
+
+def _finite_where(hidden: Tensor, x: Tensor) -> Tensor:
+    """Replace hidden tokens that are not finite by 0, and no others, so that their own outputs do not depend on it."""
+    return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
 
 
 def keep_from_bypassing(module: nn.MultiheadAttention) -> None:
