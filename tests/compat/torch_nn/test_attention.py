@@ -282,6 +282,14 @@ def test_nan_in_one_hidden_token_does_not_change_the_output_of_another() -> None
     assert torch.isfinite(actual).all()
 
 
+def test_a_bias_of_another_dtype_is_added_as_by_the_original() -> None:
+    theirs, ours = (layer.double() for layer in pair())
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    for layer in (theirs, ours):
+        layer.in_proj_bias = nn.Parameter(layer.in_proj_bias.detach().half())
+    torch.testing.assert_close(ours(x, x, x), theirs(x, x, x), rtol=0, atol=1e-10)
+
+
 def test_an_encoder_with_drop_ins_is_compiled_as_one_graph_with_padding() -> None:
     layer = nn.TransformerEncoderLayer(12, 3, 24, 0.0, batch_first=True)
     layer.self_attn = MultiheadAttention(12, 3, batch_first=True)

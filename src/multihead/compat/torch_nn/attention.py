@@ -160,6 +160,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project what is the same tensor together: (..., embed_dim) each."""
         width, packed, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        if bias is not None and bias.dtype != self.out_proj.weight.dtype:
+            bias = bias.to(self.out_proj.weight.dtype)  # the original adds it, which promotes
         if packed is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
