@@ -159,9 +159,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project what is the same tensor together: (..., embed_dim) each."""
-        width, packed, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
-        if bias is not None and bias.dtype != self.out_proj.weight.dtype:
-            bias = bias.to(self.out_proj.weight.dtype)  # the original adds it, which promotes
+        width, packed = self.embed_dim, self.in_proj_weight
+        dtype = self.out_proj.weight.dtype
+        # The original adds a bias of another dtype, and does not refuse it.
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.to(dtype)
         if packed is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
