@@ -1,4 +1,4 @@
-"""TorchScript: scripting is refused with a sentence."""
+"""TorchScript: what cannot be scripted or traced is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -42,3 +42,17 @@ def test_scripting_an_encoder_with_drop_ins_is_refused_too() -> None:
     torch.jit.script(model)
     with mh.compat.torch_nn.replace(model, inplace=True), pytest.raises(ArgumentError, match=r"^torch\.jit\.script"):
         torch.jit.script(model)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_tracing_an_encoder_that_packs_padded_batches_is_refused_with_a_sentence() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True), 1).eval()
+    model = mh.compat.torch_nn.replace(encoder, inplace=True).model
+    x, padding = torch.randn(2, 5, EMBED), torch.arange(5) >= torch.tensor([[5], [3]])
+    sentence = (
+        "query is a nested tensor, whose lengths torch.jit.trace would record as constants. "
+        "Set enable_nested_tensor=False in nn.TransformerEncoder (or encoder.use_nested_tensor = False)."
+    )
+    with torch.no_grad(), pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
+        torch.jit.trace(lambda x, padding: model(x, src_key_padding_mask=padding), (x, padding))

@@ -235,6 +235,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> None:
         """Refuse inputs of which some are nested and others are not, or which do not fit each other."""
+        if torch.jit.is_tracing():
+            raise ArgumentError(
+                "query is a nested tensor, whose lengths torch.jit.trace would record as constants.",
+                "Set enable_nested_tensor=False in nn.TransformerEncoder (or encoder.use_nested_tensor = False).",
+            )
         given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, tensor, _ in given:
             if not tensor.is_nested:
