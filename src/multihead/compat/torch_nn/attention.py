@@ -235,7 +235,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> None:
         """Refuse inputs of which some are nested and others are not, or which do not fit each other."""
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ArgumentError(
                 "query is a nested tensor, whose lengths torch.jit.trace would record as constants.",
                 "Set enable_nested_tensor=False in nn.TransformerEncoder (or encoder.use_nested_tensor = False).",
