@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from multihead.call import AttentionRequest
 from multihead.compat.weighing import Remembered
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.kernels.reference import softmax
@@ -27,8 +27,9 @@ from multihead.kernels.tile import working_dtype
 from multihead.masks import Full, Lengths, Mask
 from multihead.masks.dense import Place, refuse_unless_fitting, visible
 from multihead.packing import Packing
+from multihead.reading import readable
 
-ValidLens: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | None"
+ValidLens: TypeAlias = "Tensor | Sequence[float] | Sequence[Sequence[float]] | None"
 
 
 class DotProductAttention(nn.Module):
@@ -46,6 +47,8 @@ class DotProductAttention(nn.Module):
     <BLANKLINE>
             [[0.1667, 0.1667, 0.1667]]])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -69,7 +72,8 @@ class DotProductAttention(nn.Module):
             queries: (batch, queries, head_dim).
             keys: (batch, keys, head_dim).
             values: (batch, keys, value_dim).
-            valid_lens: keys that may be seen, (batch,) or (batch, queries); all if None. Longer than the keys is all.
+            valid_lens: how many keys are visible, (batch,) or (batch, queries); all if None. Key j is visible where
+                j < length: more than there are shows all, 3.5 shows 4, and a negative length shows none.
 
         Returns: (batch, queries, value_dim), 0 where the length is 0.
         """
@@ -118,6 +122,8 @@ class MultiHeadAttention(nn.Module):
             [0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000]])
     """
 
+    __prepare_scriptable__ = refuse_scripting
+
     def __init__(
         self,
         key_size: int | None = None,
@@ -164,7 +170,8 @@ class MultiHeadAttention(nn.Module):
             queries: (batch, queries, query_size).
             keys: (batch, keys, key_size).
             values: (batch, keys, value_size).
-            valid_lens: keys that may be seen, (batch,) or (batch, queries); all if None. Longer than the keys is all.
+            valid_lens: how many keys are visible, (batch,) or (batch, queries); all if None. Key j is visible where
+                j < length: more than there are shows all, 3.5 shows 4, and a negative length shows none.
 
         Returns: (batch, queries, num_hiddens). Where the length is 0 no key is seen: W_o of 0.
 
@@ -216,9 +223,9 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
 
     Args:
         X: (batch, queries, keys), scores.
-        valid_lens: (batch,) or (batch, queries); all keys if None.
+        valid_lens: (batch,) or (batch, queries), as for the layer; all keys if None.
 
-    Returns: (batch, queries, keys), in the dtype of X; 0 behind the length, and 0 everywhere if it is 0.
+    Returns: (batch, queries, keys), in the dtype of X; 0 after the length, and 0 everywhere if it is 0.
 
     >>> masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 0]))
     tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],
@@ -235,11 +242,20 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
 
 
 def _mask(valid_lens: ValidLens, keys: int) -> Mask:
-    """Turn valid lengths into a mask; the book compares key indices with them, so that a longer one means all keys."""
+    """Turn valid lengths into a mask. The book shows key j where j < length, whatever number the length is."""
     if valid_lens is None:
         return Full()
-    lengths = Lengths(valid_lens).lengths  # refused here if they are no lengths
-    return Lengths(torch.as_tensor(lengths).clamp(max=keys))
+    try:
+        lengths = torch.as_tensor(valid_lens)
+    except (TypeError, ValueError):  # rows of different lengths, or something else than numbers
+        return Lengths(valid_lens)  # type: ignore[arg-type]  # rejected there, with a sentence
+    if lengths.is_floating_point():
+        if readable(lengths.device) and bool(lengths.isnan().any()):
+            raise MaskError("valid_lens holds NaN.", "Give numbers of keys, (batch,) or (batch, queries).")
+        lengths = lengths.nan_to_num(0.0).clamp(0, keys).ceil().long()  # 3.5 shows the keys 0, 1, 2 and 3
+    elif lengths.dtype != torch.bool and not lengths.is_complex():
+        lengths = lengths.long().clamp(0, keys)
+    return Lengths(lengths)
 
 
 def _padding(mask: Mask, keys: Tensor, values: Tensor) -> Packing | None:
