@@ -231,7 +231,7 @@ class _Sample:
             read_mask(said["mask"], self.tensors),
             read_bias(said["bias"], self.tensors),
             None if said["softcap"] is None else float(said["softcap"]),
-            None,
+            self.sinks(said),
             float(said["scale"]),
             0.0,
             start,
@@ -239,6 +239,16 @@ class _Sample:
         nothing = torch.empty(0)
         key_start = _count(said["key_start"], "a key's place")
         return Piece(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
+
+    def sinks(self, said: dict[str, Any]) -> Tensor | None:
+        """Read the sinks of a call; older files have their share in the logsumexp alone."""
+        name = said.get("sinks")
+        if name is None:
+            return None
+        sinks = self.tensors[name]
+        if not sinks.is_floating_point():
+            raise _WrongError("the sinks are no numbers")
+        return _shaped(sinks, (self.heads,), "the sinks", sinks.dtype)
 
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
         name = self.tensor_name()
