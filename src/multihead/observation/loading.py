@@ -245,10 +245,8 @@ class _Sample:
         name = said.get("sinks")
         if name is None:
             return None
-        sinks = self.tensors[name]
-        if not sinks.is_floating_point():
-            raise _WrongError("the sinks are no numbers")
-        return _shaped(sinks, (self.heads,), "the sinks", sinks.dtype)
+        floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        return _shaped(self.tensors[name], (self.heads,), "sinks", *floats)
 
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
         name = self.tensor_name()

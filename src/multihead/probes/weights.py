@@ -82,7 +82,6 @@ def tile(
     """
     shape, chosen = request.shape, head_indices(heads, request.shape.num_heads)
     rows, columns = range(shape.query_length)[queries], range(shape.key_length)[keys]
-    totals = totals or RowTotals()
     of_head = max(1, shape.batch * len(columns))
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
     num_rows = max(ROWS, CELLS // (of_head * num_heads))
@@ -97,11 +96,15 @@ def tile(
                 begin, end = _reached(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
                     own = _with_sinks(_logsumexp(cells, logsumexp.dtype), request, some_heads)
-                else:
+                elif totals is not None:
                     own = totals.of(request, some_heads, part)
-                own = _unless_other(own, row, request, some_heads, part)[..., None]
-                shown = shown & (row != -torch.inf)[..., None]
-                parts.append((cells - own).to(logsumexp.dtype).exp_().masked_fill_(~shown, 0))
+                else:
+                    own = _streamed(request, some_heads, part)
+                own = _unless_other(own, row, request, some_heads, part)
+                own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
+                weights = (cells - own).to(logsumexp.dtype).exp_()
+                # Hidden cells of a row of NaN are 0 too.
+                parts.append(weights if shown is None else weights.masked_fill_(~shown, 0))
             found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -139,10 +142,10 @@ def in_float64(request: AttentionRequest) -> AttentionRequest:
     )
 
 
-def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor]:
+def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
     """Compute the scores of a tile in float64, -inf where hidden, and which cells may be seen.
 
-    Returns: (batch, heads, queries, keys), and bool that broadcasts to it.
+    Returns: (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
     """
     precise = _precise(request.shape.device)
     # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.
@@ -152,9 +155,22 @@ def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slic
     if request.bias is not None:
         added = bias_tile(request.bias, request.shape, queries, keys).to(precise)
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
+    if _all_seen(request, queries, keys):
+        return cells, None
     shown = seen(request, queries, keys)
     shown = shown[:, heads] if shown.shape[1] > 1 else shown
     return cells.masked_fill(~shown, -torch.inf), shown  # whatever a hidden score is, NaN and inf included
+
+
+def _all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+    """Whether each of the queries sees each of the keys, as far as the bounds say so."""
+    if traced() or request.bias is not None:
+        return False
+    bounds, columns = bounds_of(request), range(request.shape.key_length)[keys]
+    if bounds.remainder is not None or not columns:
+        return False
+    start, stop = bounds.start[:, queries], bounds.stop[:, queries]
+    return bool(start.numel()) and int(start.max()) <= columns[0] and columns[-1] < int(stop.min())
 
 
 def _logsumexp(cells: Tensor, dtype: torch.dtype) -> Tensor:
