@@ -256,8 +256,7 @@ class SampleRecord:
         """
         parts = (Subject.of(*self.request_of(piece), NOTHING) for piece in self.pieces)
         with torch.no_grad():
-            found = torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1)
-        return found.to(working_dtype(self.dtype))
+            return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1).to(working_dtype(self.dtype))
 
     def intervals(self) -> tuple[Tensor, Tensor] | None:
         """Tell the first key that each query may see and the one behind the last: (queries,) int64 each.

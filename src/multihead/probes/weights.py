@@ -184,7 +184,7 @@ def _logsumexp(cells: Tensor, dtype: torch.dtype) -> Tensor:
     largest = cells.amax(-1, keepdim=True)
     hidden = largest == -torch.inf
     # exp(-80) changes no sum whose largest term is 1; denormal numbers would make the exponentials ten times slower.
-    terms = (cells - largest.masked_fill(hidden, 0)).to(dtype).clamp_(min=-80).exp_()
+    terms = (cells - largest.masked_fill(hidden, 0)).to(dtype).clamp(min=-80).exp_()
     return (largest + terms.sum(-1, keepdim=True, dtype=cells.dtype).log()).masked_fill(hidden, -torch.inf)[..., 0]
 
 
