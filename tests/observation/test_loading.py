@@ -124,6 +124,8 @@ class TestRefusals:
             (lambda said, tensors: piece(said).update(mask=nested(99)), "it is nested too deep"),
             (lambda said, tensors: piece(said).update(mask={"kind": "Window"}), "A mask of the file cannot be read"),
             (lambda said, tensors: piece(said).update(bias={"kind": "Tensor", "tensor": "0.0.calls"}), "A bias of the"),
+            (lambda said, tensors: piece(said).update(sinks="0.0.calls"), "sinks is a torch.int64 tensor of shape"),
+            (lambda said, tensors: piece(said).update(sinks=3), "what it says does not fit together"),
             (lambda said, tensors: tensors.update({"0.0.q": tensors["0.0.q"].double()}), "q is a torch.float64 tensor"),
             (lambda said, tensors: tensors.pop("0.0.k"), "what it says does not fit together"),
             (
@@ -175,6 +177,17 @@ def test_a_mask_nested_beyond_all_measure_is_refused_and_does_not_overflow(good:
     deep = '{"kind":"And","parts":[' * 100_000
     save_file(tensors, file := tmp_path / "deep.safetensors", metadata | {"record": '{"layers":' + deep})
     assert refusal(file).startswith("FILE is damaged: ")
+
+
+def test_a_file_of_a_version_that_kept_no_sinks_opens(good: Path, tmp_path: Path) -> None:
+    def older(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for layer in said["layers"]:
+            for one in layer["samples"]:
+                for each in one["pieces"]:
+                    del each["sinks"]
+
+    expected, found = Record.load(good), Record.load(changed(good, tmp_path, older))
+    assert torch.equal(found.layers[0].sample().weights(), expected.layers[0].sample().weights())
 
 
 def test_tensors_stay_in_the_file(good: Path) -> None:

@@ -212,7 +212,7 @@ class Ear:
             wanted=frozenset(),
             shape=replace(request.shape, device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
-            sinks=None,  # their share is in the logsumexp
+            sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
             query_start=int(request.query_start),
             continued=None,
         )

@@ -234,7 +234,7 @@ class _Sample:
             read_mask(said["mask"], self.tensors),
             read_bias(said["bias"], self.tensors),
             None if said["softcap"] is None else float(said["softcap"]),
-            None,
+            self.sinks(said),
             float(said["scale"]),
             0.0,
             start,
@@ -242,6 +242,14 @@ class _Sample:
         nothing = torch.empty(0)
         key_start = _count(said["key_start"], "a key's place")
         return Piece(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
+
+    def sinks(self, said: dict[str, Any]) -> Tensor | None:
+        """Read the sinks of a call; older files have their share in the logsumexp alone."""
+        name = said.get("sinks")
+        if name is None:
+            return None
+        floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        return _shaped(self.tensors[name], (self.heads,), "sinks", *floats)
 
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
         name = self.tensor_name()

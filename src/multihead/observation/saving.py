@@ -188,4 +188,5 @@ def _written_piece(piece: Piece, tensors: Tensors, name: str, *, kept: bool) -> 
         "softcap": request.softcap,
         "mask": written_mask(request.mask, tensors, f"{name}.mask"),
         "bias": written_bias(bias, tensors, f"{name}.bias"),
+        "sinks": tensors.put(f"{name}.sinks", request.sinks) if kept and request.sinks is not None else None,
     }
