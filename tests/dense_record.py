@@ -96,6 +96,7 @@ class DenseSample:
 class DenseLayer:
     name: str
     samples: list[DenseSample]
+    number: int = 0
 
     num_heads = property(lambda self: self.samples[0].num_heads)
     num_samples = property(lambda self: len(self.samples))
@@ -121,7 +122,7 @@ def record_of(
     for index, dense in enumerate(layers):
         shown = torch.ones(dense.shape[1:], dtype=torch.bool) if seen is None else seen
         name = f"encoder.layer.{index}.attention.self"
-        made.append(DenseLayer(name, [DenseSample(name, dense, shown, query_start, special, keep)]))
+        made.append(DenseLayer(name, [DenseSample(name, dense, shown, query_start, special, keep)], index))
     return DenseRecord(made)
 
 

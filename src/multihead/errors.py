@@ -15,6 +15,8 @@ SlowPathWarning      a path that is slow and was not chosen by the caller
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class MultiheadError(Exception):
     """The root of all errors that multihead raises on purpose.
@@ -89,3 +91,17 @@ def refuse_unless_integer(name: str, value: object, *, least: int = 1) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"{name} is {value!r}.", f"Give an integer of at least {least}.")
+
+
+def refuse_scripting(module: object) -> NoReturn:
+    """Refuse torch.jit.script, which asks every module for `__prepare_scriptable__` before it compiles one.
+
+    Raises:
+        ArgumentError: always.
+    """
+    kind = type(module)
+    raise ArgumentError(
+        f"torch.jit.script cannot compile {kind.__module__}.{kind.__qualname__}: its masks and the choice of its "
+        "kernel are Python objects, which TorchScript does not support.",
+        "Use torch.export.export, torch.compile or torch.jit.trace.",
+    )

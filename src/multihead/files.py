@@ -18,7 +18,7 @@ def readable_text(file: str) -> str:
         InputError: there is no such file, it is no file, may not be read, or is no UTF-8 text.
     """
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return _standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"There is no file {file!r}.", "Check its name.") from None
     except IsADirectoryError:
@@ -28,7 +28,15 @@ def readable_text(file: str) -> str:
             f"{file!r} is no UTF-8 text: its byte {error.start} does not fit.", "Save it as UTF-8."
         ) from None
     except OSError as error:
-        raise InputError(f"{file!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
+        raise InputError(f"{file!r} cannot be read: {error.strerror or error}.", "Check its name and rights.") from None
+
+
+def _standard_input() -> str:
+    """Read all of standard input as UTF-8, whatever encoding the terminal has."""
+    if sys.stdin is None:  # the process was started with it closed
+        raise InputError("Standard input is closed, and the text was to come from it.", "Give the name of a file.")
+    binary = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
 
 
 def refuse_unless_writable(targets: Sequence[str]) -> None:

@@ -140,7 +140,7 @@ def weights(
     queries: slice = slice(None),
     keys: slice = slice(None),
 ) -> Tensor:
-    """Compute one tile of the attention map, exactly, in the memory of that tile.
+    """Compute one tile of the attention map, exactly at any size of the scores, in the memory of that tile.
 
     Args:
         q: (batch, heads, queries, head_dim).
@@ -151,14 +151,15 @@ def weights(
         sinks: see `attention`.
         scale: see `attention`.
         query_start: see `attention`.
-        logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first.
+        logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first. It may be over
+            more keys than k has.
         heads: which heads.
         queries: which queries.
         keys: which keys.
 
     Returns: (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
 
-    Source: p_ij = exp(s_ij - L_i), with L the logsumexp over all keys.
+    Source: p_ij = exp(s_ij - L_i), with L the logsumexp over all keys; s and L in float64.
 
     >>> q, k = torch.randn(2, 1, 8, 100, 16).unbind()
     >>> tile = weights(q, k, heads=3, queries=slice(0, 10), keys=slice(50, 100))

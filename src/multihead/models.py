@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,8 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         raise ModelError(f"{loaded.name} came without a tokenizer.", "Give a model that reads text.")
     if not text.strip():
         raise InputError("The text is empty.", "Give at least one word.")
+    if re.search("[\ud800-\udfff]", text):
+        raise InputError("The text holds half of a surrogate pair, or bytes that are no UTF-8.", "Give it as UTF-8.")
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
     with quiet():
@@ -309,6 +312,7 @@ def _pretrained(transformers: Any, model: str, source: dict[str, str], is_here: 
         except Exception as error:  # a broken file fails in whatever way its bytes lead to
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue
+            _refuse_code(model, str(error))
             if is_here or isinstance(error, ValueError):
                 mend = "Fetch or convert it anew." if "gguf_file" in source else _SAVE_ANEW
                 said = str(error).strip().splitlines()
@@ -321,6 +325,24 @@ def _pretrained(transformers: Any, model: str, source: dict[str, str], is_here: 
                 "Check the name, or go online and download it first.",
             ) from error
     raise ModelError(f"{model} is no model of text with attention.", "Give an encoder or a language model.")
+
+
+def _refuse_code(model: str, said: str) -> None:
+    """Refuse a model that would run code; what transformers says of it ends in the advice to allow that.
+
+    Raises: ModelError where that is why it was not read.
+    """
+    if "weights_only" in said or "Weights only load failed" in said:
+        raise ModelError(
+            f"{model} keeps its weights in a pickle, and this one is broken or holds more than tensors, which may run "
+            "code when it is opened.",
+            "Give the model with its weights as safetensors.",
+        )
+    if "trust_remote_code" in said or "custom code" in said:
+        raise ModelError(
+            f"{model} needs Python code that comes with it, and multihead runs no code of a model.",
+            "Give a model of a family that transformers has built in.",
+        )
 
 
 def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from multihead.viewer.samples import Run
-from tests.browser.records import causal, hostile, other_run, statistics_only, translating
+from tests.browser.records import causal, hostile, inherited, other_run, partial, statistics_only, translating, whole
 from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving
 
@@ -49,6 +49,9 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "hostile": hostile,
         "statistics": statistics_only,
         "translating": translating,
+        "whole": whole,
+        "inherited": inherited,
+        "partial": partial,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

@@ -58,3 +58,26 @@ def statistics_only() -> Record:
 def translating() -> Record:
     """Queries that read another text, and many fewer of them than keys."""
     return watch(12, memory=90, heads=2, layers=2)
+
+
+@cache
+def whole() -> Record:
+    """Six small layers."""
+    return watch(30, heads=2, layers=6)
+
+
+@cache
+def partial() -> Record:
+    """Two layers of six."""
+    return watch(30, heads=2, layers=6, layers_kept=[2, 5])
+
+
+@cache
+def inherited() -> Record:
+    """Statistics and layers with names that every JavaScript object has."""
+    seen = watch(20, heads=2, probes=("entropy",))
+    (layer,) = seen.layers
+    layer.name = "__proto__"
+    names = ("entropy", "constructor", "__proto__", "toString", "hasOwnProperty")
+    layer.samples[0].put(dict.fromkeys(names, layer.samples[0].statistics["entropy"]))
+    return seen

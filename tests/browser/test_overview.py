@@ -150,3 +150,35 @@ def test_both_files_of_the_table_can_be_had(opened: Opened) -> None:
         with shown.page.expect_download() as download:
             shown.at(f"#tablelinks a:has-text('{form}')").click()
         assert download.value.path().read_text("utf-8").lstrip().startswith(start)
+
+
+def test_layers_keep_their_numbers_where_only_some_were_recorded(opened: Opened) -> None:
+    shown = opened("partial")
+    assert shown.texts("#grid [role=rowheader]") == ["L2", "L5"]
+    assert {name.split()[0] for name in shown.texts("#rows th")} == {"L2", "L5"}
+    shown.press("/")
+    shown.page.keyboard.type("L5H1")
+    shown.settle()
+    assert shown.texts("#rows th") == ["L5 H1"]
+    shown.page.click("#rows a")
+    shown.settle()
+    assert shown.place["a"] == "L5H1"
+    assert shown.page.title().startswith("L5\u00a0H1 ")
+    labels = shown.page.locator("#heada optgroup").evaluate_all("all => all.map(each => each.label)")
+    assert labels == ["Layer 2", "Layer 5"]
+    shown.page.keyboard.press("[")
+    shown.page.wait_for_function("location.hash.includes('L5H0')")
+
+
+def test_two_runs_of_other_layers_are_compared_by_number(opened: Opened) -> None:
+    shown = opened("whole", "partial", place="#a=L5H1")
+    shown.press("c")
+    assert (shown.place["a"], shown.place["b"], shown.place["rb"]) == ("L5H1", "L5H1", "1")
+
+
+def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) -> None:
+    shown = opened("inherited")
+    assert shown.texts("#cols button")[2:] == ["entropy, nats", "constructor", "proto", "toString", "hasOwnProperty"]
+    assert len(shown.texts("#rows tr")) == 2
+    shown.visit("#c=constructor&k=__proto__&o=toString&f=constructor>0")
+    assert len(shown.texts("#rows tr")) == 2

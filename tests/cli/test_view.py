@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 from click.testing import CliRunner, Result
@@ -109,14 +111,26 @@ def test_the_sample_to_open_stands_in_the_address_and_the_words_are_chinese(tmp_
 
 
 def test_the_browser_is_opened_unless_it_should_not_be(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(view.webbrowser, "open", opened.append)
+    opened: list[tuple[str, str, int, int]] = []
+
+    def open_page(address: str) -> None:
+        place = Path(url2pathname(urlsplit(address).path))
+        modes = (place.stat().st_mode & 0o777, place.parent.stat().st_mode & 0o777)
+        opened.append((address, place.read_text(encoding="utf-8"), *modes))
+
+    monkeypatch.setattr(view.webbrowser, "open", open_page)
     monkeypatch.setattr(
         "multihead.viewer.server.serve", lambda runs, *, ready, **options: ready("http://127.0.0.1:1/t/")
     )
     result = run(str(file))
     assert result.exit_code == 0, result.output
-    assert opened == ["http://127.0.0.1:1/t/"]
+    # The token of the address is on no command line: the browser is given a file that only this user can read.
+    ((address, page, mode, of_folder),) = opened
+    assert address.startswith("file:///")
+    assert "http" not in address
+    assert '<meta http-equiv="refresh" content="0; url=http://127.0.0.1:1/t/">' in page
+    assert (mode, of_folder) == (0o600, 0o700)
+    assert not Path(url2pathname(urlsplit(address).path)).parent.exists()
     assert result.stdout.startswith("Showing run.safetensors at\n  http://127.0.0.1:1/t/\n")
     run(str(file), "--no-browser")
     assert len(opened) == 1
@@ -201,3 +215,22 @@ def test_the_bar_is_there_while_something_is_left_and_comes_again() -> None:
             told(done, total)
             shown.append([(task.completed, task.total) for task in bar.shown.tasks])
     assert shown == [[(0.5, 2)], [(1.0, 2)], [], [], [(2.5, 4)], []]
+
+
+def test_the_browsers_file_is_removed_where_the_command_is_terminated(file: Path) -> None:
+    started = Started(str(file), before="import webbrowser; webbrowser.open = lambda a: print(a, flush=True); ")
+    assert started.process.stdout is not None
+    place = Path(url2pathname(urlsplit(started.process.stdout.readline().strip()).path))
+    assert place.exists()
+    started.process.terminate()
+    started.process.communicate(timeout=60)
+    started.patience.cancel()
+    assert started.process.returncode == 128 + signal.SIGTERM
+    assert not place.parent.exists()
+
+
+def test_a_files_name_cannot_act_on_the_terminal(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multihead.viewer.server.serve", lambda runs, *, ready, **options: ready("http://host/"))
+    target = tmp_path / "\x1b[2J[red]\u202erun"
+    target.write_bytes(file.read_bytes())
+    assert run(str(target), "--no-browser").stdout.startswith("Showing \\x1b[2J[red]\\u202erun at\n")

@@ -6,6 +6,7 @@ import copy
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def floats(*size: int) -> Tensor:
     return torch.randn(*size, dtype=torch.float64)
 
 
-def run(layer: nn.Module, x: Sequence[Tensor], lens: Tensor | None) -> tuple[Tensor, Tensor]:
+def run(layer: nn.Module, x: Sequence[Tensor], lens: Tensor | list[Any] | None) -> tuple[Tensor, Tensor]:
     output = layer(*x, lens)
     weights = layer.weights if isinstance(layer, Book) else layer.attention.attention_weights
     return output, weights
@@ -114,6 +115,37 @@ def test_nan_in_padding_reaches_no_output_and_no_gradient() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     actual.sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in ours.parameters() if parameter.grad is not None)
+
+
+NUMBERS = (
+    [3.5, 1.0],
+    [2.0, 0.001],
+    [9.5, torch.inf],
+    [-1, 2],
+    [-0.5, 3.0],
+    [-torch.inf, 4.0],
+    [[1.5, 0, -3], [2, 4.2, 7]],
+)
+
+
+@pytest.mark.parametrize("lens", NUMBERS, ids=str)
+def test_a_key_is_visible_where_its_index_is_less_than_the_length_whatever_number_that_is(lens: list[Any]) -> None:
+    ours, theirs = pair(4, 4, 4, 6, 2)
+    x, memory = floats(2, 3, 4), floats(2, 5, 4)
+    valid = torch.tensor(lens)
+    limits = valid[:, None] if valid.dim() == 1 else valid
+    sees = (limits > 0).expand(2, 3)  # otherwise the book shows all keys, and we show none
+    expected, their_weights = run(theirs, (x, memory, memory), valid)
+    for lengths in (valid, lens):
+        actual, weights = run(ours, (x, memory, memory), lengths)
+        torch.testing.assert_close(actual[sees], expected[sees], rtol=0, atol=1e-12)
+        shown = sees.repeat_interleave(2, 0)  # (batch * heads, queries)
+        torch.testing.assert_close(weights[shown], their_weights[shown], rtol=0, atol=1e-12)
+        assert (weights[~shown] == 0).all()
+    scores = floats(2, 3, 5)
+    hidden = torch.arange(5) >= limits[..., None]
+    wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(masked_softmax(scores, valid), wanted, rtol=0, atol=1e-12)
 
 
 def test_the_same_seed_draws_the_books_parameters_and_state_dicts_load_both_ways() -> None:
@@ -288,11 +320,13 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
         layer(x, x, x[:, 1:], torch.tensor([1, 1]))
     with refused(ShapeError, "k has 3 keys and v has 2. Give every key its one value."):
         layer(x, x, x[:, 1:], None)
+    with refused(MaskError, "valid_lens holds NaN. Give numbers of keys, (batch,) or (batch, queries)."):
+        layer(x, x, x, torch.tensor([1.0, torch.nan]))
     with refused(
         MaskError,
-        "Lengths was given a torch.float32 tensor of shape (2,). Give integers of shape (batch,) or (batch, queries).",
+        "Lengths was given a torch.bool tensor of shape (2,). Give integers of shape (batch,) or (batch, queries).",
     ):
-        layer(x, x, x, torch.tensor([1.0, 2.0]))
+        layer(x, x, x, torch.tensor([True, False]))
     with refused(
         ShapeError, "valid_lens has shape (3,), and the batch has 2 samples. Give one length a sample: shape (2,)."
     ):

@@ -77,20 +77,35 @@ def test_an_adapter_on_the_books_drop_in_merges_to_the_same_outputs() -> None:
     torch.testing.assert_close(merged(x, x, x, lengths), before, atol=1e-5, rtol=1e-5)
 
 
-def test_the_drop_in_for_pytorchs_layer_has_to_become_a_layer_of_ours_first() -> None:
-    """It tells PyTorch's encoder not to read its packed weights, and so it tells peft, which wants to write them."""
-    drop_in = mh.compat.torch_nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
-    with pytest.raises(ValueError, match=r"^Only same embed for query/key/value"):
-        adapted(Model(drop_in), "attend")
+def test_an_adapter_on_pytorchs_drop_in_trains_and_merges_as_on_the_original() -> None:
+    (x,), found = inputs("self-attention"), []
+    for kind in (nn.MultiheadAttention, mh.compat.torch_nn.MultiheadAttention):
+        torch.manual_seed(0)
+        model = adapted(Model(kind(EMBED, HEADS, batch_first=True)), "attend").double()
+        output, weights = model(x.double(), x.double(), x.double())
+        output.square().sum().backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        assert all(".lora_" in name for name in gradients)
+        merged = model.merge_and_unload()
+        assert type(merged.attend) is kind
+        again, _ = merged(x.double(), x.double(), x.double())
+        torch.testing.assert_close(again, output, atol=1e-12, rtol=0)
+        found.append((output, weights, gradients, merged.state_dict()))
+    torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=1e-10)
+
+
+def test_adapters_on_drop_ins_act_in_an_encoder_without_gradients_too() -> None:
+    """PyTorch's fused path would read the weights without the adapters: with the original it does."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True), 2)
     (x,) = inputs("self-attention")
-    ours = Model(mh.compat.torch_nn.from_torch(drop_in))
-    torch.testing.assert_close(ours(x), drop_in(x, x, x)[0])
-    model = adapted(ours, *PROJECTIONS)
-    before = model(x)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(merged(x), before, atol=1e-5, rtol=1e-5)
-    back = mh.compat.torch_nn.to_torch(merged.attend, batch_first=True)
-    torch.testing.assert_close(back(x, x, x)[0], before, atol=1e-5, rtol=1e-5)
+    padding = torch.arange(x.shape[1]) >= torch.tensor(LENGTHS)[:, None]
+    model = adapted(mh.compat.torch_nn.replace(encoder).model, "self_attn", "linear1").eval()
+    expected = model(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        actual = model(x, src_key_padding_mask=padding)
+        without = encoder.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(actual, without, atol=1e-2)
 
 
 def test_a_model_with_adapters_is_watched_like_any_other() -> None:

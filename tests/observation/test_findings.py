@@ -191,3 +191,13 @@ def test_what_a_head_does_with_tokens_that_were_there_before_is_named_and_said(k
     assert (found.layer, found.head, found.value) == (1, 3, pytest.approx(0.9))
     assert "90" in found.sentence
     assert "{" not in found.sentence + found.brief
+
+
+def test_a_token_in_a_sentence_cannot_act_on_a_terminal_or_turn_the_text() -> None:
+    tokens, special = ["\x1b[31m\u202e", *"abcd", "\x9b"], [True, *[False] * 4, True]
+    weights = torch.full((3, 4, 6), 1 / 6)  # keys of another text: nothing is said of previous tokens and distances
+    weights[:2] = 0.02
+    weights[0, :, 0] = weights[1, :, 5] = 0.9
+    found = {one.topic: one for one in findings(record_of(weights, special=special), tokens=tokens, special=special)}
+    assert found["first"].sentence.startswith("rests on \\x1b[31m\\u202e: ")
+    assert str(found["separator"]) == "layer 0 head 1: 90 % on \\x9b"

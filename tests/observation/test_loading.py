@@ -124,6 +124,8 @@ class TestRefusals:
             (lambda said, tensors: piece(said).update(mask=nested(99)), "it is nested too deep"),
             (lambda said, tensors: piece(said).update(mask={"kind": "Window"}), "A mask of the file cannot be read"),
             (lambda said, tensors: piece(said).update(bias={"kind": "Tensor", "tensor": "0.0.calls"}), "A bias of the"),
+            (lambda said, tensors: piece(said).update(sinks="0.0.calls"), "sinks is a torch.int64 tensor of shape"),
+            (lambda said, tensors: piece(said).update(sinks=3), "what it says does not fit together"),
             (lambda said, tensors: tensors.update({"0.0.q": tensors["0.0.q"].double()}), "q is a torch.float64 tensor"),
             (lambda said, tensors: tensors.pop("0.0.k"), "what it says does not fit together"),
             (
@@ -175,6 +177,17 @@ def test_a_mask_nested_beyond_all_measure_is_refused_and_does_not_overflow(good:
     deep = '{"kind":"And","parts":[' * 100_000
     save_file(tensors, file := tmp_path / "deep.safetensors", metadata | {"record": '{"layers":' + deep})
     assert refusal(file).startswith("FILE is damaged: ")
+
+
+def test_a_file_of_a_version_that_kept_no_sinks_opens(good: Path, tmp_path: Path) -> None:
+    def older(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for layer in said["layers"]:
+            for one in layer["samples"]:
+                for each in one["pieces"]:
+                    del each["sinks"]
+
+    expected, found = Record.load(good), Record.load(changed(good, tmp_path, older))
+    assert torch.equal(found.layers[0].sample().weights(), expected.layers[0].sample().weights())
 
 
 def test_tensors_stay_in_the_file(good: Path) -> None:
@@ -258,3 +271,26 @@ def test_a_record_with_every_mask_and_bias_that_holds_a_tensor_survives_damage_t
         holder[key] = random.Random(seed).choice([None, -1, 1 << 62, "calls", "0.0.q", [], {"kind": "Keep"}])
         save_file(tensors, other := tmp_path / "run.safetensors", metadata | {"record": json.dumps(said)})
         TestDamage().try_to_use(other)
+
+
+def test_layers_of_a_record_without_numbers_are_numbered_by_their_place(good: Path, tmp_path: Path) -> None:
+    def without_numbers(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for layer in said["layers"]:
+            del layer["number"]
+
+    assert [each.number for each in Record.load(changed(good, tmp_path, without_numbers)).layers] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (1, "FILE is damaged: two layers have one number. Save the record anew."),
+        (-1, "FILE is damaged: a layer's number is -1. Save the record anew."),
+        ("0", "FILE is damaged: a layer's number should be an integer, and is a text. Save the record anew."),
+    ],
+)
+def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: object, sentence: str) -> None:
+    def renumbered(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        said["layers"][0]["number"] = number
+
+    assert refusal(changed(good, tmp_path, renumbered)) == sentence

@@ -17,8 +17,10 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, ModelError
 from multihead.functional import attend, request_of
+from multihead.observation.findings import findings
 from multihead.observation.record import Record, SampleRecord
 from multihead.probes import PROBES
+from tests.observation.recorded import ids, read
 
 HEADS, LENGTH = 4, 10
 Q, K = torch.randn(2, 1, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -226,3 +228,46 @@ def test_a_record_is_titled_by_the_models_class_and_has_an_id_of_its_own() -> No
     assert first.title == "Asking"
     assert first.id != second.id
     assert len(first.id) == 32
+
+
+@pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
+def test_a_layer_keeps_its_number_where_only_some_layers_are_watched(keep: str) -> None:
+    every = read(ids(1, 12), keep=keep, layers=None)
+    some = read(ids(1, 12), keep=keep, layers=[1])
+    assert [(layer.number, layer.name) for layer in some.layers] == [(1, every.layers[1].name)]
+    assert some.table().rows == [row for row in every.table().rows if row["layer"] == 1]
+    found = some.find(entropy=mh.above(0))
+    assert {(one.layer, one.name) for one in found} == {(1, every.layers[1].name)}
+    assert str(found[0]).startswith("L1 H")
+    assert some[1] is some[every.layers[1].name] is some.layers[0]
+
+
+def test_the_nearest_heads_are_asked_for_and_found_by_the_numbers_of_their_layers() -> None:
+    some = read(ids(1, 12), layers=[1])
+    assert {(one.layer, one.name) for one in some.nearest(1, 0)} == {(1, some.layers[0].name)}
+    with pytest.raises(ArgumentError) as caught:
+        some.nearest(0, 0)
+    assert str(caught.value) == "There is no layer 0. Give 1."
+
+
+def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
+    some = read(ids(1, 12), layers=[1])
+    found = findings(some)
+    assert {one.layer for one in found} == {1}
+    assert all(str(one).startswith("layer 1 head ") for one in found)
+
+
+def test_a_layer_number_that_was_not_watched_is_refused_with_those_that_were() -> None:
+    with pytest.raises(ModelError) as caught:
+        read(ids(1, 12), layers=[1])[0]
+    assert str(caught.value) == "There is no layer 0 in the record. The layers seen are: 1."
+
+
+def test_layers_of_two_stacks_are_numbered_in_the_order_they_run() -> None:
+    stacks = nn.ModuleDict({name: nn.ModuleList(mh.MultiHeadAttention(8, 2) for _ in range(2)) for name in "ab"})
+    x = torch.zeros(1, 3, 8)
+    with mh.observe(stacks, layers=["b.1", "a.0"]) as seen:
+        for name in "ab":
+            for layer in stacks[name]:  # type: ignore[attr-defined]
+                layer(x)
+    assert [(layer.number, layer.name) for layer in seen.layers] == [(0, "a.0"), (3, "b.1")]

@@ -199,3 +199,12 @@ def test_more_samples_than_a_header_can_list_are_refused(tmp_path: Path, monkeyp
     assert str(caught.value) == (
         "The record holds 3 samples in each of 2 layers, more than one file can list. Save fewer samples a file."
     )
+
+
+@pytest.mark.parametrize("keep", ["cpu", "summary"])
+def test_the_numbers_of_the_layers_are_saved(tmp_path: Path, keep: str) -> None:
+    record = read(ids(1, 6), layers=[1], keep=keep)
+    record.save(tmp_path / "run.safetensors")
+    loaded = Record.load(tmp_path / "run.safetensors")
+    assert [(each.number, each.name) for each in loaded.layers] == [(1, record.layers[0].name)]
+    assert loaded.table().rows == record.table().rows

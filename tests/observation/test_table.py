@@ -60,3 +60,8 @@ def test_a_number_of_rows_that_is_none_is_refused(top: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
         HeadTable.of(ROWS, top=top)
     assert str(caught.value) == f"top is {top!r}. Give an integer of at least 1, or None for all heads."
+
+
+def test_a_name_cannot_act_on_the_terminal_it_is_printed_to() -> None:
+    table = HeadTable.of([{"layer": 0, "head": 1, "name": "a\x1b[2J\n\u202eb", "x\x9b": 1.25}])
+    assert str(table).splitlines() == ["layer  head  x\\x9b  name", "    0     1  1.250  a\\x1b[2J\\n\\u202eb"]

@@ -88,3 +88,8 @@ def test_more_weights_than_a_file_should_hold_are_refused() -> None:
         "1,025 queries x 1,024 keys are 1,049,600 weights. "
         "Ask for 1,048,576 at most; `seen[layer].weights(...)` gives as many as fit the memory."
     )
+
+
+def test_a_heading_opens_no_formula() -> None:
+    found = b"".join(exports.table_csv([{"layer": 0, "=cmd()": 1.0}])).decode()
+    assert found == "layer,'=cmd()\r\n0,1.0\r\n"

@@ -327,3 +327,23 @@ def test_a_page_is_replaced_and_readable_by_others_as_any_new_file(tmp_path: Pat
     write(a_record(), path)
     assert path.read_text().startswith("<!doctype html>")
     assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_layer_of_the_page_keeps_its_number_where_only_some_were_recorded(tmp_path: Path) -> None:
+    record = a_record()
+    record.layers[0].number = 17
+    write(record, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert page.data["layers"][0]["number"] == 17
+    assert 17 in {one["layer"] for one in page.data["findings"]}
+
+
+def test_names_on_the_page_cannot_turn_it(tmp_path: Path) -> None:
+    record = a_record(special=SPECIAL)
+    record.layers[0].name = "\u202elayer"
+    write(record, tmp_path / "page.html", title="\u202emodel\x1b", tokens=[*TOKENS[:-1], "\u2067[SEP]"])
+    page = Page(tmp_path / "page.html")
+    assert page.data["title"] == "\\u202emodel\\x1b"
+    assert page.data["layers"][0]["name"] == "\\u202elayer"
+    assert page.data["separator"] == "\\u2067[SEP]"
+    assert not re.search("[\u202a-\u202e\u2066-\u2069]", page.html + str(page.data))

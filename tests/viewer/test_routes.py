@@ -373,3 +373,20 @@ def test_a_failure_is_a_sentence_and_the_server_goes_on(record: Record, monkeypa
         }
         assert "content-security-policy" in answer.headers
         assert served.get(f"{HEAD}/row?query=3").status == 200
+
+
+def test_a_layer_is_asked_for_and_shown_by_its_number_where_only_some_were_recorded() -> None:
+    some = watch(20, layers=3, layers_kept=[1, 2])
+    with serving(Run("run.safetensors", some)) as served:
+        told = served.get(SAMPLE).json
+        assert [layer["number"] for layer in told["layers"]] == [1, 2]
+        rows = served.get(f"{SAMPLE}/table.json").json
+        assert [(row["layer"], row["name"]) for row in rows] == [(1, "1"), (1, "1"), (2, "2"), (2, "2")]
+        answer = served.get(f"{SAMPLE}/heads/2/1/weights.csv")
+        assert answer.headers["content-disposition"] == 'attachment; filename="weights-0-L2H1.csv"'
+        weights = served.get(f"{SAMPLE}/heads/2/1/row?query=3").floats
+        assert np.array_equal(weights, some.layers[1].weights(1)[3].numpy())
+        near = served.get(f"{SAMPLE}/heads/2/1/nearest?top=9").json
+        assert {(each["layer"], each["head"]) for each in near} == {(1, 0), (1, 1), (2, 0)}
+        refused = served.get(f"{SAMPLE}/layers/0/maps")
+        assert (refused.status, refused.error) == (404, "There is no layer 0 in this record. Give one of 1, 2.")

@@ -41,6 +41,7 @@ def test_a_sample_is_described_head_by_head() -> None:
     assert told["special"][:2] == [True, False]
     assert told["texts"] == [{"tokens": told["tokens"], "special": told["special"]}]
     assert told["layers"][1] == {
+        "number": 1,
         "name": "1",
         "heads": 2,
         "maps": True,
@@ -96,3 +97,11 @@ def test_the_table_has_a_row_a_head_with_its_kind() -> None:
         (1, 1, "1"),
     ]
     assert all(isinstance(row["kind"], str) and isinstance(row["entropy"], float) for row in rows)
+
+
+def test_names_that_a_page_shows_cannot_turn_it() -> None:
+    record = watch(9)
+    record.title, record.layers[0].name = "\u202etitle", "\x1b\u2066layer"
+    run = Run("\u202efile", record)
+    assert (listed(run)["name"], listed(run)["title"]) == ("\\u202efile", "\\u202etitle")
+    assert described(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"

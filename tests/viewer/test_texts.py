@@ -67,3 +67,8 @@ def test_what_is_not_one_a_token_is_refused(name: str) -> None:
     sentence = f"{name} has 1 entries, and there are 2 tokens. Give {name} one entry a token."
     with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):
         reading(["a", "b"], **{name: [(0, 1)] if name == "offsets" else [True]})
+
+
+def test_what_stands_between_tokens_cannot_turn_the_direction_of_the_page() -> None:
+    page = reading(["a", "b"], text="\u200fa\u202e b\u2067", offsets=[(1, 2), (4, 5)])
+    assert (page["gaps"], page["shown"], page["tail"]) == (["�", "� "], ["a", "b"], "�")

@@ -23,6 +23,7 @@ def watch(
     memory: int | None = None,
     lengths: Sequence[int] | None = None,
     layers: int = 1,
+    layers_kept: Sequence[int] | None = None,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -41,7 +42,7 @@ def watch(
         for layer in stack:
             layer.q_proj.weight.mul_(3)
             layer.k_proj.weight.mul_(3)
-        with mh.observe(stack, **options) as seen:
+        with mh.observe(stack, layers=layers_kept, **options) as seen:
             for layer in stack:
                 given = {} if mask is None else {"mask": mask}
                 layer(

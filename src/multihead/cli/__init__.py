@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,6 +12,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from multihead.errors import MultiheadError
+from multihead.escaping import visible
 
 __all__ = ["VERBS", "Verbs", "main"]
 
@@ -24,6 +27,7 @@ VERBS = {
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+STREAM_ENDED = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 class Verbs(click.Group):
@@ -53,6 +57,7 @@ class Verbs(click.Group):
         **extra: Any,
     ) -> NoReturn:
         """Run the command line; any refusal is one line on stderr and exit status 2."""
+        _open_closed_streams()
         for stream in (sys.stdout, sys.stderr):
             _never_fail_on_a_sign(stream)
         extra["standalone_mode"] = False
@@ -67,15 +72,51 @@ class Verbs(click.Group):
             _refuse(f"{error.format_message()} See `{asked}`.")
         except click.ClickException as error:
             _refuse(error.format_message())
+        except OSError as error:
+            if error.errno not in STREAM_ENDED:
+                raise
+            _end_without_output(error)
+        try:
+            _flush(sys.stdout)
+        except OSError as error:
+            _end_without_output(error)
         sys.exit(status if isinstance(status, int) else 0)
 
 
 def _refuse(sentence: str) -> NoReturn:
-    click.echo(f"error: {' '.join(sentence.split())}", err=True)
+    click.echo(f"error: {visible(' '.join(sentence.split()))}", err=True)
     sys.exit(BAD_INPUT)
 
 
-def _never_fail_on_a_sign(stream: TextIO) -> None:
+def _open_closed_streams() -> None:
+    """Connect standard streams that are closed to the null device.
+
+    Otherwise the next file that is opened takes the number of the closed stream, and what a library prints there is
+    written into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+
+
+def _flush(stream: TextIO | None) -> None:
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+def _end_without_output(error: OSError) -> NoReturn:
+    """End where standard output takes no more: silently for a reader that went away, else with the reason."""
+    for stream in (sys.stdout, sys.stderr) if error.errno == errno.EPIPE else (sys.stdout,):
+        # What is still buffered would fail again when Python flushes it at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if error.errno == errno.EPIPE:
+        sys.exit(1)
+    _refuse(f"The output cannot be written: {error.strerror}. Send it elsewhere.")
+
+
+def _never_fail_on_a_sign(stream: TextIO | None) -> None:
     """Print a question mark for a sign the terminal's encoding lacks, instead of failing."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:

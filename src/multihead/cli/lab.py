@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from multihead.errors import ArgumentError
+from multihead.escaping import visible
 from multihead.files import refuse_unless_writable
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def lab(
     for number, chapter in enumerate(tell(answers, phrases), start=1):
         _tell(console, number, chapter, phrases)
     console.print()
-    _say(console, phrases.say("page at" if answers.experiments else "page only", path=path), style="green")
+    _say(console, phrases.say("page at" if answers.experiments else "page only", path=visible(path)), style="green")
 
 
 def _parsed(heads: str) -> tuple[int, ...]:

@@ -7,15 +7,19 @@ import io
 import json
 import math
 import sys
+from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from multihead.cli.telling import COLUMNS, tell, tell_textbook, tell_where
+from multihead.errors import ModelError, MultiheadError
+from multihead.escaping import ACTING, visible
 from multihead.files import readable_text, refuse_unless_writable, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -40,6 +44,7 @@ or a name on the Hugging Face hub.
 
 STAGES = {"weights": "its weights", "tokenizer": "its words"}
 FACTS = {"en": ("Head size", "Precision"), "zh": ("头大小", "精度")}
+OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 SORTS = ["layer", *COLUMNS]
 
 
@@ -119,20 +124,22 @@ def look(
 
     # Imported here, so that --help need not load torch.
     from rich.console import Console
+    from rich.text import Text
 
     from multihead.models import encode, load
     from multihead.observation.findings import read_layers
     from multihead.observation.memory import memory_of
 
-    notes = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())  # bars are for people to watch
+    watched = sys.stderr is not None and sys.stderr.isatty()
+    notes = Console(stderr=True, highlight=False, quiet=not watched)  # bars are for people to watch
     with _bar(notes) as progress:
-        task = progress.add_task(f"Loading {model}", total=len(STAGES))
+        task = progress.add_task(f"Loading {visible(model)}", total=len(STAGES))
         loaded = load(
             model,
             device=device,
             dtype=dtype,
             stage=lambda stage: progress.update(
-                task, description=f"Loading {model}: {STAGES[stage]}", completed=list(STAGES).index(stage)
+                task, description=f"Loading {visible(model)}: {STAGES[stage]}", completed=list(STAGES).index(stage)
             ),
         )
         encoded = encode(loaded, text or "", tokens=tokens)
@@ -142,13 +149,14 @@ def look(
     record = _watched(loaded, encoded, chosen, notes)
     memory = memory_of(record)
     if record_file is not None:
-        with notes.status(f"Saving {record_file} …"):
+        with notes.status(Text(f"Saving {visible(record_file)} …")):
             _save(record, loaded, encoded, record_file)
     with notes.status("Reading the heads …"):
         readings = read_layers(record, special=encoded.special)
     page = _written_page(record, readings, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
     table = record.table(sort=sort, top=top)
-    rows = [{**row, "kind": readings[row["layer"]].kinds[row["head"]]} for row in table.rows]
+    kinds = {reading.number: reading.kinds for reading in readings}
+    rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in table.rows]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
             click.echo(written(rows), nl=False)
@@ -188,6 +196,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
                 special_ids=encoded.special_ids,
             ) as record,
             listen(Counter()),
+            _text_alone(loaded),
         ):
             loaded.reader(**loaded.arguments(encoded))
     return record
@@ -239,14 +248,41 @@ def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> N
 def _of_textbook(loaded: LoadedModel, notes: Console) -> dict[str, list[TextbookHead]]:
     from multihead.observation.textbook import start_of, textbook_heads, words_of
 
-    with notes.status("Reading random tokens …"):
+    with notes.status("Reading random tokens …"), _text_alone(loaded):
         return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
+
+
+@contextmanager
+def _text_alone(loaded: LoadedModel) -> Iterator[None]:
+    """Say in words that a model takes more than the tokens of a text, where it fails without the rest.
+
+    Raises:
+        ModelError: it failed, and its forward takes images, sounds or the like.
+    """
+    try:
+        yield
+    except MultiheadError:
+        raise
+    except Exception as error:
+        others = [name for name in signature(loaded.reader.forward).parameters if name in OTHER_INPUTS]
+        if not others:
+            raise
+        raise ModelError(
+            f"{loaded.title} does not read a text alone: it takes {' and '.join(others)}.",
+            "Give a model that reads text, or call this one from Python, inside multihead.observe(model).",
+        ) from error
 
 
 def _bar(notes: Console) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    parts = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    parts = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*parts, console=notes, transient=True)
 
 
@@ -256,15 +292,23 @@ def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
         {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
         for row in rows
     ]
-    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(plain, indent=1, ensure_ascii=False)
+    # Within a JSON string an escape means the same character, and does not act on a terminal.
+    return ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write a line a head under a line of names."""
+    from multihead.viewer.exports import cell
+
+    def safe(value: object) -> object:
+        return cell(visible(value)) if isinstance(value, str) else value
+
     written = io.StringIO()
-    table = csv.DictWriter(written, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = csv.writer(written, lineterminator="\n")
+    table.writerow([safe(name) for name in names])
+    table.writerows([safe(row.get(name, "")) for name in names] for row in rows)
     return written.getvalue()
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from multihead.escaping import visible
+
 if TYPE_CHECKING:
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.findings import LayerReading
@@ -84,7 +86,9 @@ def tell(
 
     console = Console(highlight=False)
     part = "" if loaded.reader is loaded.model else "The encoder of "
-    console.print(f"{part}{loaded.title} read {len(encoded.tokens)} tokens with {_counted(record)}.\n", markup=False)
+    console.print(
+        f"{part}{visible(loaded.title)} read {len(encoded.tokens)} tokens with {_counted(record)}.\n", markup=False
+    )
     console.print(_drawn(rows, console.width))
     found = findings(record, tokens=encoded.tokens, special=encoded.special, lang=lang, readings=readings)
     if found:
@@ -122,9 +126,15 @@ def tell_where(page: ReportSummary, record_file: str | None, memory: Memory, lan
     click.echo("\n" + words["page"].format(page=page))
     if record_file is not None:
         size = _size(Path(record_file).stat().st_size)
-        click.echo(words["record"].format(file=record_file, size=size, quoted=shlex.quote(record_file)))
+        click.echo(words["record"].format(file=visible(record_file), size=size, quoted=_quoted(record_file)))
     elif page.holds != "every weight":
         click.echo(words["more"])
+
+
+def _quoted(file: str) -> str:
+    """Write a file's name so that a shell reads it back, acting characters as escapes within $'...'."""
+    shown = visible(file.replace("\\", "\\\\").replace("'", "\\'"))
+    return shlex.quote(file) if visible(file) == file else f"$'{shown}'"
 
 
 def _size(num_bytes: int) -> str:

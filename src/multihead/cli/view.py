@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import sys
+import tempfile
 import webbrowser
+from contextlib import contextmanager
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +17,10 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.errors import InputError
+from multihead.escaping import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.progress import TaskID
 
@@ -83,16 +89,53 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
     console = Console(highlight=False, soft_wrap=True)
 
     def ready(address: str) -> None:
-        names = ", ".join(run.name for run in runs)
+        names = ", ".join(visible(run.name) for run in runs)
         address += f"#t={sample}" if sample else ""
         console.print(words["open"].format(names=names), markup=False)
         console.print(f"  {address}", markup=False)
         console.print(words["end"], markup=False)
         if browser:
-            webbrowser.open(address)
+            webbrowser.open(redirect(address))
 
-    with _Bar(words["bar"]) as told:
+    with _ending_on_sigterm(), _redirect() as redirect, _Bar(words["bar"]) as told:
         serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, told=told)
+
+
+@contextmanager
+def _redirect() -> Iterator[Callable[[str], str]]:
+    """Give a function that writes a page of its own, which leads to an address, and returns where that page is.
+
+    The command line of a browser can be read by every user of the machine, and the viewer's address holds its token.
+    So the browser is given a file that only this user can read. It is removed at the end, with its folder.
+    """
+    with tempfile.TemporaryDirectory(prefix="multihead-") as folder:  # for this user alone (mode 700)
+
+        def write(address: str) -> str:
+            place = Path(folder) / "open.html"
+            shown = escape(address)
+            page = (
+                '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+                f'<meta http-equiv="refresh" content="0; url={shown}"><a href="{shown}">multihead</a>\n'
+            )
+            with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(page)
+            return place.as_uri()
+
+        yield write
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as an exception does, so that what it made is removed."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _loaded(files: Sequence[str]) -> list[Run]:
@@ -122,7 +165,9 @@ class _Bar:
         console = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
         self.name = name
-        self.shown = Progress(*columns, console=console, disable=not sys.stderr.isatty(), transient=True)
+        self.shown = Progress(
+            *columns, console=console, disable=sys.stderr is None or not sys.stderr.isatty(), transient=True
+        )
         self.task: TaskID | None = None
 
     def __enter__(self) -> Callable[[float, int], None]:

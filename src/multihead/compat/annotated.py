@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from multihead.call import AttentionRequest
 from multihead.compat.weighing import Remembered, attend_with_weights
-from multihead.errors import MaskError, ShapeError
+from multihead.errors import MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Full, Keep, Mask
@@ -41,6 +41,8 @@ class MultiHeadAttention(nn.Module):
     >>> output.shape, weights.shape
     (torch.Size([2, 10, 512]), torch.Size([2, 8, 10, 10]))
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, d_model: int, h: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -120,6 +122,8 @@ class MultiHeadedAttention(nn.Module):
     >>> layer.attn.shape
     torch.Size([2, 8, 10, 10])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()

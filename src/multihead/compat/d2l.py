@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from multihead.call import AttentionRequest
 from multihead.compat.weighing import Remembered
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.kernels.reference import softmax
@@ -27,8 +27,9 @@ from multihead.kernels.tile import working_dtype
 from multihead.masks import Full, Lengths, Mask
 from multihead.masks.place import CallSize, Place
 from multihead.packing import Packing
+from multihead.reading import readable
 
-ValidLens: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | None"
+ValidLens: TypeAlias = "Tensor | Sequence[float] | Sequence[Sequence[float]] | None"
 
 
 class DotProductAttention(nn.Module):
@@ -46,6 +47,8 @@ class DotProductAttention(nn.Module):
     <BLANKLINE>
             [[0.1667, 0.1667, 0.1667]]])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -69,14 +72,15 @@ class DotProductAttention(nn.Module):
             queries: (batch, queries, head_dim).
             keys: (batch, keys, head_dim).
             values: (batch, keys, value_dim).
-            valid_lens: keys that may be seen, (batch,) or (batch, queries); all if None. Longer than the keys is all.
+            valid_lens: how many keys are visible, (batch,) or (batch, queries); all if None. Key j is visible where
+                j < length: more than there are shows all, 3.5 shows 4, and a negative length shows none.
 
         Returns: (batch, queries, value_dim), 0 where the length is 0.
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _refuse_unless_3d(name, tensor)
         q, k, v = queries[:, None], keys[:, None], values[:, None]  # (batch, 1, length, features)
-        return self._attended(q, k, v, _mask(valid_lens, keys.shape[1]), owner=self)[:, 0]
+        return self._attended(q, k, v, _mask(_lengths(valid_lens, keys.shape[1])), owner=self)[:, 0]
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
         """Attend with heads on their own axis: (batch, heads, queries, value_dim)."""
@@ -117,6 +121,8 @@ class MultiHeadAttention(nn.Module):
     tensor([[0.3333, 0.3333, 0.3333, 0.0000, 0.0000, 0.0000],
             [0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000]])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,
@@ -164,7 +170,8 @@ class MultiHeadAttention(nn.Module):
             queries: (batch, queries, query_size).
             keys: (batch, keys, key_size).
             values: (batch, keys, value_size).
-            valid_lens: keys that may be seen, (batch,) or (batch, queries); all if None. Longer than the keys is all.
+            valid_lens: how many keys are visible, (batch,) or (batch, queries); all if None. Key j is visible where
+                j < length: more than there are shows all, 3.5 shows 4, and a negative length shows none.
 
         Returns: (batch, queries, num_hiddens). Where the length is 0 no key is seen: W_o of 0.
 
@@ -173,8 +180,8 @@ class MultiHeadAttention(nn.Module):
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _refuse_unless_3d(name, tensor)
-        mask = _mask(valid_lens, keys.shape[1])
-        padding = _padding(mask, keys, values)
+        lengths = _lengths(valid_lens, keys.shape[1])
+        mask, padding = _mask(lengths), _padding(lengths, keys, values)
         if padding is None:
             k, v = self.W_k(keys), self.W_v(values)  # (batch, keys, num_hiddens) each
         else:
@@ -216,9 +223,9 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
 
     Args:
         X: (batch, queries, keys), scores.
-        valid_lens: (batch,) or (batch, queries); all keys if None.
+        valid_lens: (batch,) or (batch, queries), as for the layer; all keys if None.
 
-    Returns: (batch, queries, keys), in the dtype of X; 0 behind the length, and 0 everywhere if it is 0.
+    Returns: (batch, queries, keys), in the dtype of X; 0 after the length, and 0 everywhere if it is 0.
 
     >>> masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 0]))
     tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],
@@ -227,30 +234,44 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     """
     _refuse_unless_3d("X", X)
     batch, queries, keys = X.shape
-    mask = _mask(valid_lens, keys)
+    mask = _mask(_lengths(valid_lens, keys))
     mask.check_fits(CallSize(batch, 1, queries, keys))
     hidden = ~mask.tile(Place.of(queries, keys, device=X.device))
     cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
     return softmax(cells, None)[0][:, 0].to(X.dtype)
 
 
-def _mask(valid_lens: ValidLens, keys: int) -> Mask:
-    """Turn valid lengths into a mask; the book compares key indices with them, so that a longer one means all keys."""
+def _mask(lengths: Tensor | None) -> Mask:
+    return Full() if lengths is None else Lengths(lengths)
+
+
+def _lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
+    """Return valid lengths as integers. The book shows key j where j < length, whatever number the length is."""
     if valid_lens is None:
-        return Full()
-    lengths = Lengths(valid_lens).lengths  # refused here if they are no lengths
-    return Lengths(torch.as_tensor(lengths).clamp(max=keys))
+        return None
+    try:
+        lengths = torch.as_tensor(valid_lens)
+    except (TypeError, ValueError):  # rows of different lengths, or something else than numbers
+        Lengths(valid_lens)  # type: ignore[arg-type]  # rejects them
+        raise
+    if lengths.is_floating_point():
+        if readable(lengths.device) and bool(lengths.isnan().any()):
+            raise MaskError("valid_lens holds NaN.", "Give numbers of keys, (batch,) or (batch, queries).")
+        lengths = lengths.nan_to_num(0.0).clamp(0, keys).ceil().long()  # 3.5 shows the keys 0, 1, 2 and 3
+    elif lengths.dtype != torch.bool and not lengths.is_complex():
+        lengths = lengths.long().clamp(0, keys)
+    return lengths
 
 
-def _padding(mask: Mask, keys: Tensor, values: Tensor) -> Packing | None:
-    """Find the keys that stand behind the lengths of whole samples, or None if there are none to leave out."""
-    if not isinstance(mask, Lengths) or not isinstance(mask.lengths, Tensor) or mask.lengths.dim() != 1:
+def _padding(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
+    """Return the packing that leaves out keys past the lengths of whole samples, or None if there are none."""
+    if lengths is None or lengths.dim() != 1:
         return None
     if values.shape[:2] != keys.shape[:2]:
         raise ShapeError(
             f"keys has shape {tuple(keys.shape)} and values has {tuple(values.shape)}.", "Give every key its one value."
         )
-    return Packing.of(mask.lengths, batch=keys.shape[0], length=keys.shape[1], device=keys.device, name="valid_lens")
+    return Packing.of(lengths, batch=keys.shape[0], length=keys.shape[1], device=keys.device, name="valid_lens")
 
 
 def _linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:

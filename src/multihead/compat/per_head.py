@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, ShapeError, refuse_unless_integer
+from multihead.errors import ArgumentError, ShapeError, refuse_scripting, refuse_unless_integer
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, split_heads
 from multihead.layer import MultiHeadAttention
@@ -53,6 +53,8 @@ class PerHeadAttention(nn.Module):
     >>> len(Z), Z[0].shape, concat(Z).shape
     (8, torch.Size([2, 3]), torch.Size([2, 24]))
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

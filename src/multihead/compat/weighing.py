@@ -13,7 +13,6 @@ from multihead.functional import attend
 from multihead.kernels.quarantine import poisoned, quarantined
 from multihead.kernels.tile import scores, seen, without_autocast
 from multihead.plan.bounds import bounds_of
-from multihead.probes.weights import tile
 from multihead.reading import traced
 
 
@@ -77,9 +76,6 @@ class Remembered:
 def _weights(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the weights of a call that has run, in the working dtype; and its values, cleaned of hidden NaN."""
     shape = request.shape
-    follows = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
-    if not follows and not request.dropout and not traced():
-        return tile(request, logsumexp), request.v
     bounds = bounds_of(request)
     with without_autocast(shape.device):
         cleaned, bad_rows = quarantined(request, bounds)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
-from multihead.errors import ArgumentError, refuse_unless_integer, refuse_unless_share
+from multihead.errors import ArgumentError, refuse_scripting, refuse_unless_integer, refuse_unless_share
 from multihead.explaining import Explanation, explained
 from multihead.functional import attend
 from multihead.heads import head_counts, head_dim_of, merge_heads
@@ -69,6 +69,8 @@ class MultiHeadAttention(nn.Module):
     >>> layer(torch.randn(2, 10, 512), mask=masks.Causal()).shape
     torch.Size([2, 10, 512])
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ def joined_blocks(
                     block=block,
                     without_first_key=without_first_key and piece.key_start == 0,
                     cancelled=cancelled,
+                    totals=piece.totals,
                 )
                 target = slice(row, row + part.sums.shape[1]), slice(column, column + part.sums.shape[2])
                 found.sums[:, target[0], target[1]] += part.sums.cpu()

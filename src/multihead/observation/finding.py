@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
+from multihead.escaping import visible
 from multihead.observation.findings import read_layers
 from multihead.observation.seeing import near_mass
 from multihead.observation.summaries import Of
@@ -96,7 +97,7 @@ class FoundHead:
     """One head that was found.
 
     Fields:
-        layer: the layer's index in the record.
+        layer: the layer's number.
         head: the head's index in its layer.
         name: the layer's name.
         values: what was asked for -> the head's number.
@@ -109,7 +110,9 @@ class FoundHead:
 
     def __str__(self) -> str:
         """The head in a line: "L16 H0: previous_token 0.883"."""
-        return f"L{self.layer} H{self.head}: " + ", ".join(f"{name} {value:.3f}" for name, value in self.values.items())
+        return f"L{self.layer} H{self.head}: " + ", ".join(
+            f"{visible(name)} {value:.3f}" for name, value in self.values.items()
+        )
 
 
 def find(record: Record, wanted: Mapping[str, Bounds], *, of: Of = "mean") -> list[FoundHead]:
@@ -124,13 +127,13 @@ def find(record: Record, wanted: Mapping[str, Bounds], *, of: Of = "mean") -> li
         if record.layers and not any(name in each for each in numbers):
             raise _unknown(record, name)
     found = []
-    for index, (layer, each) in enumerate(zip(record.layers, numbers, strict=True)):
+    for layer, each in zip(record.layers, numbers, strict=True):
         if not all(name in each for name in wanted):
             continue
         for head in range(layer.num_heads):
             values = {name: float(each[name][head]) for name in wanted}
             if all(values[name] in bounds for name, bounds in wanted.items()):
-                found.append(FoundHead(index, head, layer.name, values))
+                found.append(FoundHead(layer.number, head, layer.name, values))
     first, bounds = next(iter(wanted.items()))
     sign = 1 if bounds.least is None else -1
     return sorted(found, key=lambda one: sign * one.values[first])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
+from multihead.escaping import visible
 from multihead.observation.seeing import Sight, near_mass, read_sight
 from multihead.observation.speech import SPEECH
 from multihead.observation.texts import Text
@@ -47,6 +48,7 @@ class LayerReading:
     """One layer of a record as the report and the terminal read it.
 
     Attributes:
+        number: the layer's number.
         name: the layer's module path.
         means: statistic -> (heads,) float64, the means over the queries that see a key;
             "separator_mass" is added where special tokens after the first are known.
@@ -55,6 +57,7 @@ class LayerReading:
         crosses: whether the keys are another text than the queries (cross-attention).
     """
 
+    number: int
     name: str
     means: dict[str, Tensor]
     kinds: tuple[str, ...]
@@ -68,7 +71,7 @@ class Finding:
 
     Attributes:
         topic: what it is about: one of `KINDS`, "distance" or "focused".
-        layer: the layer's index in the record.
+        layer: the layer's number.
         head: the head's index in its layer.
         value: the number in the sentence (a share from 0 to 1, keys, or tokens).
         sentence: what the head does; its subject is the head.
@@ -138,7 +141,7 @@ def read_layers(
         sample: which text of the record.
         special: one flag a token, True for the model's own marks ([CLS], [SEP], <s>); with it, attention on
             special tokens after the first is told apart as "separator_mass". None = as the record's own text says.
-        layers: which layers, by index; None reads all.
+        layers: which layers, by their place in the record; None reads all.
     """
     readings = []
     if special is None and isinstance(record, _KnowsTexts):
@@ -154,7 +157,7 @@ def read_layers(
             means["separator_mass"] = (means["special_mass"] - first).clamp(min=0)
         sight = read_sight(one)
         named = kinds(means, largest_entropy=sight.largest_entropy, near=near_mass(one, sight), crosses=crosses)
-        readings.append(LayerReading(name=layer.name, means=means, kinds=named, sight=sight, crosses=crosses))
+        readings.append(LayerReading(layer.number, layer.name, means, kinds=named, sight=sight, crosses=crosses))
     return readings
 
 
@@ -182,10 +185,10 @@ def findings(
     read = readings if readings is not None else read_layers(record, sample=sample, special=special)
     heads = _HeadList(read)
     words = SPEECH[lang]
-    first = words["first token"].format(token=tokens[0]) if tokens else words["a first token"]
+    first = words["first token"].format(token=visible(tokens[0])) if tokens else words["a first token"]
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
     separators -= {tokens[0]} if tokens else set()
-    separator = separators.pop() if len(separators) == 1 else words["separators"]
+    separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
     found: list[Finding] = []
     taken: set[tuple[int, int]] = set()
     for topic in _TOPICS:
@@ -193,6 +196,7 @@ def findings(
         if best is None:
             continue
         layer, head, value = best
+        number = read[layer].number
         passed = topic.kind is None or heads.kind(layer, head) == topic.kind or value >= topic.threshold
         texts = words[topic.name if passed else f"{topic.name} weak"].split("|")
         given = {
@@ -203,8 +207,8 @@ def findings(
             "separator": separator,
         }
         sentence, short = (text.format(**given) for text in texts)
-        brief = f"{words['place'].format(layer=layer, head=head)}{short}".replace("\u00a0", " ")
-        found.append(Finding(topic.name, layer, head, value, sentence, _count(topic, heads, words), brief))
+        brief = f"{words['place'].format(layer=number, head=head)}{short}".replace("\u00a0", " ")
+        found.append(Finding(topic.name, number, head, value, sentence, _count(topic, heads, words), brief))
         taken.add((layer, head))
         if len(found) == 6:
             break
@@ -227,7 +231,7 @@ class _KnowsTexts(Protocol):
 
 
 class _HeadList:
-    """All heads of the readings, asked by (layer, head)."""
+    """All heads of the readings, each found by the place of its layer in the record and its index."""
 
     def __init__(self, readings: Sequence[LayerReading]) -> None:
         self.readings = readings
@@ -305,7 +309,7 @@ def _count(topic: _Topic, heads: _HeadList, words: Mapping[str, str]) -> str:
     if not number:
         return words["none"].format(share=share)
     most = min(layers, key=lambda layer: (-layers[layer], layer))
-    tail = words["most"].format(layer=most) if number > 4 and len(layers) > 1 else ""
+    tail = words["most"].format(layer=heads.readings[most].number) if number > 4 and len(layers) > 1 else ""
     return words["one" if number == 1 else "some"].format(number=number, heads=len(heads.places)) + tail
 
 

@@ -104,8 +104,8 @@ class Ear:
         goes_on = last is not None and self._goes_on(call, last, offset, crosses=crosses)
         self._pass_goes_on |= goes_on and not crosses
         summed = Summed(request.shape.num_heads) if self.keep == "summary" else None
-        layer = self._layers.setdefault(full, LayerRecord(full, summed=summed))
-        chosen = self.choice.takes(full, list(self._layers).index(full))
+        layer = self._layers.setdefault(full, LayerRecord(full, summed=summed, number=len(self._layers)))
+        chosen = self.choice.takes(full, layer.number)
         if crosses and not request.mask.uses_positions:
             # Queries have no place among the keys of another sequence: they are counted from its beginning.
             start: int | Tensor = last.query_stop if goes_on and last is not None else 0
@@ -211,7 +211,7 @@ class Ear:
             wanted=frozenset(),
             shape=replace(request.shape, device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
-            sinks=None,  # their share is in the logsumexp
+            sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
             query_start=int(request.query_start),
             continued=None,
         )

@@ -109,13 +109,16 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
         raise _WrongError("its id is none")
     texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
     layers = []
-    for each in _of(said["layers"], list, "the layers"):
+    for place, each in enumerate(_of(said["layers"], list, "the layers")):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
         samples = [_Sample(one, name, tensors, texts).read() for one in _of(each["samples"], list, "the samples")]
         summed = None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors)
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (summed is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
-        layers.append(LayerRecord(name, samples, summed))
+        # Records of earlier versions have no numbers; there a layer was called by its place in the file.
+        layers.append(LayerRecord(name, samples, summed, _count(each.get("number", place), "a layer's number")))
+    if len({each.number for each in layers}) < len(layers):
+        raise _WrongError("two layers have one number")
     order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
@@ -231,7 +234,7 @@ class _Sample:
             read_mask(said["mask"], self.tensors),
             read_bias(said["bias"], self.tensors),
             None if said["softcap"] is None else float(said["softcap"]),
-            None,
+            self.sinks(said),
             float(said["scale"]),
             0.0,
             start,
@@ -239,6 +242,14 @@ class _Sample:
         nothing = torch.empty(0)
         key_start = _count(said["key_start"], "a key's place")
         return Piece(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
+
+    def sinks(self, said: dict[str, Any]) -> Tensor | None:
+        """Read the sinks of a call; older files have their share in the logsumexp alone."""
+        name = said.get("sinks")
+        if name is None:
+            return None
+        floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        return _shaped(self.tensors[name], (self.heads,), "sinks", *floats)
 
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
         name = self.tensor_name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ class NearHead:
     """One head, and how far its weights are from those of the head that was asked for.
 
     Fields:
-        layer: the layer's index in the record.
+        layer: the layer's number.
         head: the head's index in its layer.
         name: the layer's name.
         divergence: Jensen-Shannon divergence, nats, from 0 (the same weights) to ln 2 (no key in common), the mean
@@ -53,24 +54,38 @@ def nearest(
     refuse_unless_integer("top", top)
     if queries is not None:
         refuse_unless_integer("queries", queries)
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(record.layers):
-        raise ArgumentError(f"There is no layer {layer!r}.", f"Give one from 0 to {len(record.layers) - 1}.")
-    one = record.layers[layer].sample(sample)
+    known = {each.number: each for each in record.layers}
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer not in known:
+        raise ArgumentError(f"There is no layer {layer!r}.", f"Give {numbers_in_words(list(known))}.")
+    one = known[layer].sample(sample)
     if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < one.num_heads:
         raise ArgumentError(f"There is no head {head!r}.", f"Give one from 0 to {one.num_heads - 1}.")
     alike = {
-        index: each.samples[sample]
-        for index, each in enumerate(record.layers)
+        number: each.samples[sample]
+        for number, each in known.items()
         if -each.num_samples <= sample < each.num_samples and _are_alike(each.samples[sample], one)
     }
     rows = _rows(one.num_queries, one.num_keys * sum(each.num_heads for each in alike.values()), queries)
     found = [
-        NearHead(index, number, record.layers[index].name, float(value), len(range(*rows.indices(one.num_queries))))
-        for index, each in alike.items()
-        for number, value in enumerate(_divergence(one, head, each, rows))
-        if (index, number) != (layer, head)
+        NearHead(number, index, known[number].name, float(value), len(range(*rows.indices(one.num_queries))))
+        for number, each in alike.items()
+        for index, value in enumerate(_divergence(one, head, each, rows))
+        if (number, index) != (layer, head)
     ]
     return sorted(found, key=lambda each: each.divergence)[:top]
+
+
+def numbers_in_words(numbers: Sequence[int]) -> str:
+    """List the layer numbers that a user can choose.
+
+    >>> numbers_in_words([0, 1, 2]), numbers_in_words([17, 18]), numbers_in_words([4])
+    ('one from 0 to 2', 'one of 17, 18', '4')
+    """
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if list(numbers) == list(range(len(numbers))):
+        return f"one from 0 to {len(numbers) - 1}"
+    return f"one of {', '.join(map(str, numbers))}"
 
 
 def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:

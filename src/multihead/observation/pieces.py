@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.masks import Causal, Mask
+from multihead.probes.weights import RowTotals
 
 
 @dataclass(eq=False)
@@ -77,11 +78,13 @@ class Piece:
         request: what was asked, with a batch of one; its q, k and v are empty.
         key_start: where its first key stands among the keys of the sample.
         row_start: where its first query stands among the queries of the sample.
+        totals: the logsumexp of its rows in float64, as far as a tile has needed it; a changed piece begins anew.
     """
 
     request: AttentionRequest
     key_start: int = 0
     row_start: int = 0
+    totals: RowTotals = field(init=False, default_factory=RowTotals)
 
     @property
     def num_queries(self) -> int:
@@ -123,6 +126,8 @@ def joined(piece: Piece, later: Piece) -> Piece | None:
         return None
     if (first.scale, first.softcap) != (second.scale, second.softcap) or not _sees_from(mask, piece, later):
         return None
+    if not _same_sinks(first.sinks, second.sinks):
+        return None
     if later.query_start != piece.query_start + piece.num_queries or later.key_stop < piece.key_stop:
         return None
     shape = replace(
@@ -131,6 +136,10 @@ def joined(piece: Piece, later: Piece) -> Piece | None:
         key_length=later.key_stop - piece.key_start,
     )
     return replace(piece, request=replace(first, shape=shape, mask=mask))
+
+
+def _same_sinks(sinks: Tensor | None, others: Tensor | None) -> bool:
+    return sinks is others if sinks is None or others is None else torch.equal(sinks, others)
 
 
 def _sees_from(mask: Mask, piece: Piece, later: Piece) -> bool:

@@ -31,11 +31,14 @@ class LayerRecord:
         name: the layer's qualified name in the model; "#2" and so on where it runs again in one forward pass.
         samples: one a text, over all batches; none where texts are only summed up.
         summed: the sums over all texts, where only these were kept.
+        number: its place, from 0, among all attention layers of the model in the order they first ran, those that
+            were not recorded included: L17 is the layer that `observe(layers=17)` chooses.
     """
 
     name: str
     samples: list[SampleRecord] = field(default_factory=list)
     summed: Summed | None = None
+    number: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -134,17 +137,17 @@ class Record:
         for sample, index in self.calls:
             yield sample.call(index)
 
-    def __getitem__(self, name: str) -> LayerRecord:
-        """Return the record of a layer.
+    def __getitem__(self, layer: str | int) -> LayerRecord:
+        """Return the record of a layer, by its name or its number.
 
         Raises:
-            ModelError: no layer of that name was seen.
+            ModelError: no layer of that name or number was seen.
         """
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        known = ", ".join(layer.name for layer in self.layers) or "none"
-        raise ModelError(f"There is no layer {name!r} in the record.", f"The layers seen are: {known}.")
+        for each in self.layers:
+            if layer == (each.name if isinstance(layer, str) else each.number):
+                return each
+        known = ", ".join(each.name if isinstance(layer, str) else str(each.number) for each in self.layers) or "none"
+        raise ModelError(f"There is no layer {layer!r} in the record.", f"The layers seen are: {known}.")
 
     @property
     def keeps_weights(self) -> bool:
@@ -230,11 +233,11 @@ class Record:
         """
         refuse_unless_summary(of)
         rows = []
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             summary = layer.summary(of)
             for head in range(layer.num_heads):
                 values = {name: float(value[head]) for name, value in summary.items()}
-                rows.append({"layer": index, "head": head, "name": layer.name, **values})
+                rows.append({"layer": layer.number, "head": head, "name": layer.name, **values})
         return HeadTable.of(rows, sort=sort, top=top)
 
     def find(self, *, of: Of = "mean", **bounds: Bounds) -> list[FoundHead]:
@@ -271,7 +274,7 @@ class Record:
         Heads are compared query by query, over the same keys: layers of other lengths are left out.
 
         Args:
-            layer: the layer's index in the record.
+            layer: the layer's number.
             head: the head's index in its layer.
             top: how many heads.
             sample: which text.

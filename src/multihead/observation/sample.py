@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ProbeError, refuse_unless_integer
-from multihead.kernels.tile import seen
+from multihead.kernels.tile import seen, working_dtype
 from multihead.observation import html
 from multihead.observation.areas import ends, joined_blocks
 from multihead.observation.pieces import Piece, Rows, joined
@@ -229,7 +229,8 @@ class SampleRecord:
         for piece, rows in self._rows(queries):
             request, logsumexp = self.request_of(piece)
             columns = self._columns(piece, keys)
-            found.append(tile(request, logsumexp, heads=heads, queries=rows, keys=columns)[0].cpu())
+            part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=piece.totals)
+            found.append(part[0].cpu())
         if not found:
             self._refuse_unless_kept()
         cells = self._assembled(found, queries, keys, self.num_heads if head is None else 1)
@@ -255,7 +256,7 @@ class SampleRecord:
         """
         parts = (Subject.of(*self.request_of(piece), NOTHING) for piece in self.pieces)
         with torch.no_grad():
-            return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1)
+            return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1).to(working_dtype(self.dtype))
 
     def intervals(self) -> tuple[Tensor, Tensor] | None:
         """Tell the first key that each query may see and the one behind the last: (queries,) int64 each.

@@ -87,7 +87,8 @@ def written(record: Record, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         for number, one in enumerate(layer.samples):
             places[id(one)] = (index, number)
             samples.append(_written_sample(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
-        layers.append({"name": layer.name, "samples": samples, "summed": _written_sums(layer.summed, tensors, index)})
+        summed = _written_sums(layer.summed, tensors, index)
+        layers.append({"name": layer.name, "number": layer.number, "samples": samples, "summed": summed})
     order = [(*places[id(sample)], call) for sample, call in record.calls if id(sample) in places]
     tensors.put("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
     said = {
@@ -187,4 +188,5 @@ def _written_piece(piece: Piece, tensors: Tensors, name: str, *, kept: bool) -> 
         "softcap": request.softcap,
         "mask": written_mask(request.mask, tensors, f"{name}.mask"),
         "bias": written_bias(bias, tensors, f"{name}.bias"),
+        "sinks": tensors.put(f"{name}.sinks", request.sinks) if kept and request.sinks is not None else None,
     }

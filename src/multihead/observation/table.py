@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multihead.errors import ArgumentError
+from multihead.escaping import visible
 
 PLACES = ("layer", "head", "name")  # told in their own order; statistics are told from the largest
 HEADINGS = {
@@ -69,9 +70,9 @@ class HeadTable:
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row if name not in PLACES))
-        head = ["layer", "head", *(HEADINGS.get(name, name) for name in names), "name"]
+        head = ["layer", "head", *(visible(HEADINGS.get(name, name)) for name in names), "name"]
         lines = [
-            [str(row["layer"]), str(row["head"]), *(_number(row.get(name)) for name in names), str(row["name"])]
+            [str(row["layer"]), str(row["head"]), *(_number(row.get(name)) for name in names), visible(row["name"])]
             for row in self.rows
         ]
         widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]

@@ -31,7 +31,7 @@ class TextbookHead:
     """One head and how much of a kind it is.
 
     Fields:
-        layer: the layer's index.
+        layer: the layer's number.
         head: the head's index in its layer.
         share: the mean share of its attention, 0 to 1, that goes where the kind says.
     """
@@ -79,12 +79,12 @@ def textbook_heads(
     found: dict[str, list[TextbookHead]] = {}
     for kind, name in KINDS.items():
         heads = []
-        for index, layer in enumerate(seen.layers):
+        for layer in seen.layers:
             if kind in _OF_REPEATS:
                 shares = torch.stack([one.per_query[name][:, fresh:].double().mean(1) for one in layer.samples]).mean(0)
             else:
                 shares = layer.means()[name]
-            heads += [TextbookHead(index, head, float(share)) for head, share in enumerate(shares)]
+            heads += [TextbookHead(layer.number, head, float(share)) for head, share in enumerate(shares)]
         found[kind] = sorted(heads, key=lambda each: -each.share)
     return found
 

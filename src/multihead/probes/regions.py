@@ -17,7 +17,7 @@ from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
-from multihead.probes.weights import head_indices
+from multihead.probes.weights import RowTotals, head_indices, in_float64, is_large, row_totals
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import Relative
 from multihead.shapes import AttentionShape
@@ -58,11 +58,15 @@ def blocks(
     block: tuple[int, int],
     without_first_key: bool = False,
     cancelled: Callable[[], bool] | None = None,
+    totals: RowTotals | None = None,
 ) -> Blocks:
     """Sum the weights of each block of a rectangle of a map, and count the cells that may be seen.
 
     Blocks are counted from the first query and the first key of the rectangle; the last ones may be smaller. What
     is held is the blocks and a strip of the map, never queries x keys. A query whose logsumexp is NaN adds nothing.
+
+    Blocks of one cell, which are weights, and blocks of calls with a large logsumexp are computed as `weights.tile`
+    computes weights, in float64; other sums from the logsumexp as it is.
 
     Args:
         request: a call with a batch of one.
@@ -73,6 +77,7 @@ def blocks(
         block: queries and keys a block.
         without_first_key: whether the key 0 counts as hidden.
         cancelled: asked between strips; once it says True the work ends.
+        totals: keeps the logsumexp of the call in float64 for its next blocks.
 
     Raises:
         ArgumentError: a head that does not exist, a slice with steps, or an empty block.
@@ -89,6 +94,8 @@ def blocks(
         return found
     bounds = bounds_of(request)
     dense = _is_dense(request, bounds)
+    exact = block == (1, 1) or is_large(logsumexp)
+    totals = totals or RowTotals()
     with torch.no_grad(), without_autocast(request.shape.device):
         for strip in _strips(rows, columns, block, dense=dense):
             if cancelled is not None and cancelled():
@@ -104,6 +111,9 @@ def blocks(
             if dense:
                 cells = _cells(request, chosen, shown, strip, reached)
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
+            if exact:
+                row = row_totals(request, row, totals, chosen, slice(*strip))
+                part = in_float64(part)
             of_strip = _summed(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
             height, width = of_strip.sums.shape[1:]
@@ -243,7 +253,7 @@ def _streamed(
             here = cells[:, :, rows]
         row = logsumexp[:, :, rows, None]  # (1, heads, rows, 1)
         counted = here & (row != -torch.inf) & ~row.isnan()
-        weights = (scores(part, rows) - row).exp().masked_fill(~counted, 0)
+        weights = (scores(part, rows) - row).exp_().masked_fill_(~counted, 0)
         found.append(_added(weights[0].double(), block))
     return torch.cat(found, 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,7 +82,7 @@ def _weights(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: 
     Returns: (heads, rows, keys + 1), and (heads, rows) bool.
     """
     chosen = heads.tolist()
-    cells = tile(replace(request, sinks=None), logsumexp, heads=chosen, queries=rows)[0]
+    cells = tile(request, logsumexp, heads=chosen, queries=rows)[0]
     row = logsumexp[0, chosen][:, rows]  # (heads, rows)
     sees = ~(row.isnan() | (row == -torch.inf))
     sink = torch.zeros_like(row)

@@ -14,6 +14,7 @@ from multihead.kernels.tile import seen
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
 from multihead.probes.beside import Beside
+from multihead.probes.weights import RowTotals, in_float64, is_large, row_totals
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
@@ -40,8 +41,14 @@ class Subject:
 
     @staticmethod
     def of(request: AttentionRequest, logsumexp: Tensor, beside: Beside, *, output: Tensor | None = None) -> Subject:
-        """Plan a call."""
-        return Subject(request, bounds_of(request), logsumexp, beside, output)
+        """Plan a call; one with a large logsumexp is measured in float64."""
+        bounds = bounds_of(request)
+        if logsumexp.dtype != torch.float64 and is_large(logsumexp):
+            heads, rows = torch.arange(request.shape.num_heads), slice(0, request.shape.query_length)
+            logsumexp = row_totals(request, logsumexp, RowTotals(), heads.to(request.shape.device), rows)
+            request = in_float64(request)
+            output = None if output is None else output.double()
+        return Subject(request, bounds, logsumexp, beside, output)
 
     @cached_property
     def cleaned(self) -> AttentionRequest:

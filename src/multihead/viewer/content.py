@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multihead.escaping import visible
 from multihead.observation import seeing
 from multihead.observation.findings import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerReading, percent
 from multihead.viewer.store import Store, keeps_weights
@@ -56,7 +57,7 @@ def page_data(
     """All that the page's script needs to know, the maps and the findings aside."""
     return {
         "texts": texts,
-        "layers": [_layer(layer.name, layer.sample(sample), texts) for layer in record.layers],
+        "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
         "metrics": {column: values for column, name in _COLUMNS.items() if (values := _column(readings, name))},
         "kinds": [kind for one in readings for kind in one.kinds],
         "top": _numbers(torch.cat([one.sight.largest_entropy for one in readings])),
@@ -145,10 +146,11 @@ def size(num_bytes: int, words: dict[str, str]) -> str:
     return words["megabytes"].format(n=f"{num_bytes / 1e6:.1f}".removesuffix(".0"))
 
 
-def _layer(name: str, one: SampleRecord, texts: dict[str, Any]) -> dict[str, Any]:
+def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> dict[str, Any]:
     queries, keys = _sources(one, {key: len(text["shown"]) for key, text in texts.items()})
     return {
-        "name": name,
+        "number": number,
+        "name": visible(name),
         "heads": one.num_heads,
         "queries": one.num_queries,
         "keys": one.num_keys,
@@ -212,7 +214,7 @@ def _attention(readings: Sequence[LayerReading], words: dict[str, str]) -> str:
 def _separator(tokens: Sequence[str], special: Sequence[bool] | None) -> str:
     """The one mark that stands after the first token, or nothing where there are several kinds or none."""
     marks = {token for token, mark in list(zip(tokens, special or (), strict=False))[1:] if mark}
-    return marks.pop() if len(marks) == 1 else ""
+    return visible(marks.pop()) if len(marks) == 1 else ""
 
 
 def _numbers(values: Tensor) -> list[float | None]:

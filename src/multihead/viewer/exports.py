@@ -49,7 +49,7 @@ def refuse_unless_moderate(queries: slice, keys: slice) -> None:
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a line a head under a line of names."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    yield from _lines([names])
+    yield from _lines([[cell(name) for name in names]])
     yield from _lines([cell(row.get(name, "")) for name in names] for row in rows)
 
 

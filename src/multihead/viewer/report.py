@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError, ShapeError
+from multihead.escaping import visible
 from multihead.files import write_whole
 from multihead.observation.findings import LayerReading, findings, read_layers
 from multihead.viewer import content
@@ -53,7 +54,7 @@ class ReportSummary:
     def __str__(self) -> str:
         """One line: the path, the size, what it holds or leaves out."""
         size = content.size(self.num_bytes, content.all_words()["en"])
-        return f"{self.path} ({size}, {self.holds}){' ' + self.left_out if self.left_out else ''}"
+        return f"{visible(self.path)} ({size}, {self.holds}){' ' + self.left_out if self.left_out else ''}"
 
 
 def write_report(
@@ -101,7 +102,7 @@ def write_report(
     """
     path = Path(path)
     _check(record, path, tokens, sample, max_bytes, lang)
-    words = content.all_words()[lang]
+    title, words = visible(title), content.all_words()[lang]
     read = readings if readings is not None else read_layers(record, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
     if key_tokens is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from multihead.observation.nearness import numbers_in_words
 from multihead.viewer import exports
 from multihead.viewer.answers import GONE, download, floats, page_file, until_gone
 from multihead.viewer.asked import AbsentError, LaterError, flag, number, span
@@ -168,7 +169,7 @@ class Viewer:
 
     async def weights(self, request: Request) -> Response:
         """Give a part of a head's map as a file."""
-        _, sample, layer, head, one = self._head(request)
+        run, sample, layer, head, one = self._head(request)
         form, write = _form(request, exports.WEIGHTS)
         _refuse_without_map(one)
         queries = span("queries", request.query_params.get("queries"), one.num_queries)
@@ -177,7 +178,7 @@ class Viewer:
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )
-        return download(text, f"weights-{sample}-L{layer}H{head}", form)
+        return download(text, f"weights-{sample}-L{self._number(run, layer)}H{head}", form)
 
     async def nearest(self, request: Request) -> Response:
         """Give the heads that attend most like one."""
@@ -187,7 +188,7 @@ class Viewer:
         found = await self._computed(
             request,
             ("nearest", run, sample, layer, head, top),
-            lambda _: near(self.runs[run], sample, layer, head, top),
+            lambda _: near(self.runs[run], sample, self._number(run, layer), head, top),
             by=self.slow,
         )
         return said(found)
@@ -197,10 +198,17 @@ class Viewer:
         return run, number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
 
     def _layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
+        """Find the layer of a number: its run, the sample, the layer's place in the record, and what it read."""
         run, sample = self._sample(request)
         layers = self.runs[run].record.layers
-        layer = number("layer", request.path_params["layer"], below=len(layers))
-        return run, sample, layer, layers[layer].sample(sample)
+        places = {layer.number: place for place, layer in enumerate(layers)}
+        chosen = number("layer", request.path_params["layer"], below=max(places) + 1)
+        if chosen not in places:
+            raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}.")
+        return run, sample, places[chosen], layers[places[chosen]].sample(sample)
+
+    def _number(self, run: int, place: int) -> int:
+        return self.runs[run].record.layers[place].number
 
     def _head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
         run, sample, layer, one = self._layer(request)

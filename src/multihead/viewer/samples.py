@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multihead.escaping import visible
 from multihead.observation import seeing
 from multihead.observation.findings import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerReading, read_layers
 from multihead.observation.texts import Text
@@ -57,8 +58,8 @@ def listed(run: Run) -> dict[str, Any]:
     """Say what a run is: its name, what was kept, and how long its texts are."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
-        "name": run.name,
-        "title": run.record.title,
+        "name": visible(run.name),
+        "title": visible(run.record.title),
         "keep": "all" if all(run.keeps(index) for index in range(run.num_samples)) else "statistics",
         "samples": [{"queries": one.num_queries, "keys": one.num_keys} for one in samples],
     }
@@ -92,9 +93,9 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
     readings = read_layers(run.record, sample=sample, special=main_text(run, sample).special)
     return [
-        {"layer": index, "head": head, "name": one.name, "kind": kind}
+        {"layer": one.number, "head": head, "name": one.name, "kind": kind}
         | {name: float(values[head]) for name, values in one.means.items()}
-        for index, one in enumerate(readings)
+        for one in readings
         for head, kind in enumerate(one.kinds)
     ]
 
@@ -135,7 +136,8 @@ def _layer(run: Run, index: int, sample: int, reading: LayerReading, texts: list
     # Where the keys are another text, the record may know that of the queries, or not.
     of_queries = one.text if not crosses else one.query_text if one.crosses else Text()
     return {
-        "name": reading.name,
+        "number": reading.number,
+        "name": visible(reading.name),
         "heads": one.num_heads,
         "maps": has_maps(one),
         "queries": one.num_queries,

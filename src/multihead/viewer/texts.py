@@ -12,8 +12,8 @@ SPECIAL, UNKNOWN, PART = 1, 2, 4
 
 _VISIBLE = {" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥", "\u00a0": "␣", "\u3000": "␣"}
 
-# Characters that turn the direction of all text behind them; a token must not turn the page.
-_TURNS = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "�")
+# Characters that turn the direction of the text after them. Neither a token nor what is between two may turn the page.
+_TURNS = dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "�")
 
 
 def reading(
@@ -50,7 +50,11 @@ def reading(
         gaps, shown, tail = _from_text(tokens, flags, text, offsets)
     else:
         gaps, shown, tail = _from_tokens(tokens)
-    shown = [token.translate(_TURNS) for token in shown]
+    gaps, shown, tail = (
+        [each.translate(_TURNS) for each in gaps],
+        [each.translate(_TURNS) for each in shown],
+        tail.translate(_TURNS),
+    )
     labels = [_label(token.translate(_TURNS)) for token in tokens]
     return {"gaps": gaps, "shown": shown, "labels": labels, "flags": flags, "tail": tail}
 

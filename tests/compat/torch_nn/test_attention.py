@@ -203,12 +203,14 @@ def test_arguments_stand_in_the_originals_order() -> None:
         torch.testing.assert_close(mine, original, rtol=0, atol=1e-10)
 
 
-def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+def pair(
+    *, num_heads: int = 3, batch_first: bool = True, **options: Any
+) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
     """Make both layers with the same weights, biases not zero."""
-    theirs = nn.MultiheadAttention(12, 3, batch_first=True, **options)
+    theirs = nn.MultiheadAttention(12, num_heads, batch_first=batch_first, **options)
     nn.init.normal_(theirs.in_proj_bias)
     nn.init.normal_(theirs.out_proj.bias)
-    ours = MultiheadAttention(12, 3, batch_first=True, **options)
+    ours = MultiheadAttention(12, num_heads, batch_first=batch_first, **options)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -268,6 +270,37 @@ def test_nan_in_a_hidden_token_reaches_nothing(*, cross: bool, as_float: bool, b
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
+def test_nan_in_one_hidden_token_does_not_change_the_output_of_another() -> None:
+    """A hidden token is a query too: only one that is not finite is replaced by 0."""
+    _, ours = pair()
+    x, hidden = torch.randn(2, 5, 12), torch.arange(5) >= torch.tensor([[3], [4]])
+    expected, _ = ours(x, x, x, hidden)
+    x[1, 4] = torch.nan
+    actual, _ = ours(x, x, x, hidden)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual[1, :4], expected[1, :4], rtol=0, atol=2e-6)
+    assert torch.isfinite(actual).all()
+
+
+def test_a_bias_of_another_dtype_is_added_as_by_the_original() -> None:
+    theirs, ours = (layer.double() for layer in pair())
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    for layer in (theirs, ours):
+        layer.in_proj_bias = nn.Parameter(layer.in_proj_bias.detach().half())
+    torch.testing.assert_close(ours(x, x, x), theirs(x, x, x), rtol=0, atol=1e-10)
+
+
+def test_an_encoder_with_drop_ins_is_compiled_as_one_graph_with_padding() -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 24, 0.0, batch_first=True)
+    layer.self_attn = MultiheadAttention(12, 3, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x, hidden = torch.randn(2, 5, 12), torch.arange(5) >= torch.tensor([[3], [4]])
+    with torch.no_grad():
+        actual = compiled(x, src_key_padding_mask=hidden)
+        torch.testing.assert_close(actual, model(x, src_key_padding_mask=hidden), rtol=0, atol=2e-5)
+
+
 def test_hooks_on_the_output_projection_fire_and_listeners_hear_the_layer_itself() -> None:
     heard: list[Any] = []
 
@@ -297,16 +330,6 @@ def test_autocast_gives_the_originals_dtypes_and_values() -> None:
         expected, actual = theirs(x, x, x), ours(x, x, x)
     assert actual[0].dtype == expected[0].dtype
     torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0.05)
-
-
-def test_nested_samples_are_attended_one_by_one() -> None:
-    theirs, ours = pair()
-    samples = [torch.randn(length, 12) for length in (5, 2, 3)]
-    nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
-    output, weights = ours(nested, nested, nested, need_weights=False)
-    assert weights is None
-    for sample, actual in zip(samples, output.unbind(), strict=True):
-        torch.testing.assert_close(actual, theirs(sample, sample, sample)[0], rtol=0, atol=2e-5)
 
 
 def layer_and_tokens() -> tuple[MultiheadAttention, Tensor]:
@@ -356,14 +379,6 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
         (
             "query has 2 samples and key has 1: with batch_first=True inputs are (batch, length, features). "
             "Give both the same batch, or make the layer with batch_first=False."
-        ),
-    ),
-    "nested": (
-        lambda layer, x: layer(*(torch.nested.as_nested_tensor([x[0]], layout=torch.jagged),) * 3),
-        ArgumentError,
-        (
-            "query is a nested tensor, and of those only self-attention without masks, weights and added keys is "
-            "computed. Give query.to_padded_tensor(0.0) with a key_padding_mask."
         ),
     ),
 }

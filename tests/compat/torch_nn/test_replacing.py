@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from multihead import observe
 from multihead.compat.torch_nn import MultiheadAttention, replace
 
 
@@ -75,6 +76,61 @@ def test_an_encoder_that_packs_padded_batches_goes_on_packing_them(monkeypatch: 
     assert len(called) == 2
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
     assert (actual[1, 3:] == 0).all()
+
+
+def by_replace() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return replace(nn.TransformerEncoder(layer, 2), inplace=True).model
+
+
+def by_hand() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    layer.self_attn = MultiheadAttention(16, 2, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def by_pickle() -> nn.TransformerEncoder:
+    model: nn.TransformerEncoder = pickle.loads(pickle.dumps(by_hand()))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("made", [by_replace, by_hand, by_pickle])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padding", [None, "bool", "float", "left"])
+def test_no_fused_path_bypasses_a_drop_in_that_says_its_projections_are_packed(
+    monkeypatch: pytest.MonkeyPatch, made: Any, context: Any, padding: str | None
+) -> None:
+    model, called = made().eval(), calls_of_ours(monkeypatch)
+    assert model.use_nested_tensor
+    assert all(layer.self_attn._qkv_same_embed_dim for layer in model.layers)
+    x, hidden = torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[5], [3], [1]])
+    if padding == "left":
+        hidden = hidden.flip(1)
+    given = hidden.float().masked_fill(hidden, -torch.inf) if padding == "float" else hidden if padding else None
+    real = ~hidden if padding else torch.ones_like(hidden)
+    expected = copy.deepcopy(model).train()  # every submodule is called in training
+    for module in expected.modules():
+        if isinstance(module, nn.Dropout | MultiheadAttention):
+            module.eval()
+    expected = expected(x, src_key_padding_mask=given)
+    called.clear()
+    spoilt = x.masked_fill(~real[..., None], torch.nan)
+    with context(), observe(model) as seen:
+        actual = model(spoilt, src_key_padding_mask=given)
+    assert called == [layer.self_attn for layer in model.layers]
+    assert [layer.name for layer in seen.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
+    torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=2e-5)
+
+
+def test_a_layer_saved_when_it_stated_separate_projections_states_packed_ones_after_loading() -> None:
+    layer = MultiheadAttention(16, 2)
+    layer._forward_pre_hooks.clear()
+    layer._qkv_same_embed_dim = False
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert loaded._qkv_same_embed_dim is True
+    assert len(loaded._forward_pre_hooks) == 1
+    assert MultiheadAttention(16, 2, kdim=8)._qkv_same_embed_dim is False
 
 
 def test_the_list_names_what_was_exchanged_and_what_stays_and_why() -> None:

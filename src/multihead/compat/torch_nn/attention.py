@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 
 from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
+from multihead.compat.torch_nn.nested import beyond, nested_like
 from multihead.compat.torch_nn.weights import random_state, returned_weights
-from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_share
+from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_scripting, refuse_unless_share
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
+from multihead.reading import readable
+
+_KEY = -1  # torch numbers the hooks that it registers from 0
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -28,8 +34,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     - asking for weights does not change a bit of the output; nor does saying `is_causal` of a causal mask, after which
       the original hides added keys too.
 
-    It is an nn.MultiheadAttention to `isinstance`. `nn.TransformerEncoderLayer` calls its forward, where it would read
-    the original's weights and bypass it (in eval without gradients). Hooks on `out_proj` fire.
+    It is an nn.MultiheadAttention to `isinstance`. `nn.TransformerEncoderLayer` calls its forward, where (in eval
+    without gradients) it would read the original's weights and bypass it: a forward pre-hook that does nothing keeps
+    the encoder layer off this fused path. Hooks on `out_proj` fire.
 
     Args:
         embed_dim: width of queries and output, features.
@@ -54,6 +61,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     (torch.Size([2, 10, 512]), torch.Size([2, 10, 10]))
     """
 
+    __prepare_scriptable__ = refuse_scripting
+
     def __init__(
         self,
         embed_dim: int,
@@ -73,19 +82,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        # PyTorch's fused encoder layer reads the weights of an attention that says True, and never calls its forward.
-        self._qkv_same_embed_dim = False
+        keep_from_bypassing(self)
 
-    def _reset_parameters(self) -> None:
-        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-        for key in (self.bias_k, self.bias_v):
-            if key is not None:
-                nn.init.xavier_normal_(key)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle a layer, also one saved when the drop-in stated that its projections were separate."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        keep_from_bypassing(self)
 
     def forward(
         self,
@@ -104,9 +107,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         exchanged, and masks and weights stay as they are. Unbatched inputs, masks and outputs have no batch.
 
         Args:
-            query: (batch, queries, embed_dim).
-            key: (batch, keys, kdim).
-            value: (batch, keys, vdim).
+            query: (batch, queries, embed_dim), or a nested tensor of samples (queries, embed_dim).
+            key: (batch, keys, kdim), or nested like the query.
+            value: (batch, keys, vdim), or nested like the query.
             key_padding_mask: (batch, keys), bool, True = hidden; or floats added to the scores.
             need_weights: whether the weights are returned.
             attn_mask: (queries, keys) or (batch * heads, queries, keys), bool, True = hidden; or floats added to
@@ -117,14 +120,20 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Returns: the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
             `average_attn_weights=False` (batch, heads, queries, keys), or None. In training they are those after
-            dropout, as the original's are. Added keys (bias, then zero) are their last columns.
+            dropout, as the original's are. Added keys (bias, then zero) are their last columns. Of nested inputs the
+            output is nested, and the weights are padded with 0.
 
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
-        if query.is_nested:
-            hidden = attn_mask is not None or key_padding_mask is not None or is_causal
-            return self._nested(query, key, value, plain=not (need_weights or hidden)), None
+        if query.is_nested or key.is_nested or value.is_nested:
+            self._refuse_unless_nested(query, key, value, attn_mask, key_padding_mask)
+            added = self.bias_k is not None or self.add_zero_attn
+            if query is key and key is value and not (need_weights or is_causal or added):
+                return self._packed(query), None
+            return self._padded(
+                query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
+            )
         self._refuse_unless_fitting(query, key, value)
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
         if key_padding_mask is not None and not batched:
@@ -150,7 +159,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project what is the same tensor together: (..., embed_dim) each."""
-        width, packed, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        width, packed = self.embed_dim, self.in_proj_weight
+        dtype = self.out_proj.weight.dtype
+        # The original adds a bias of another dtype, and does not refuse it.
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.to(dtype)
         if packed is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -191,21 +203,74 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = returned_weights(request, attended, average=average, random_state=state) if need_weights else None
         return merge_heads(attended.output), weights
 
-    def _nested(self, query: Tensor, key: Tensor, value: Tensor, *, plain: bool) -> Tensor:
-        """Attend within samples of any lengths, as nn.TransformerEncoder gives them: one row of documents."""
-        if not (plain and query is key and key is value) or self.bias_k is not None or self.add_zero_attn:
-            raise ArgumentError(
-                "query is a nested tensor, and of those only self-attention without masks, weights and added keys "
-                "is computed.",
-                "Give query.to_padded_tensor(0.0) with a key_padding_mask.",
-            )
+    def _packed(self, query: Tensor) -> Tensor:
+        """Attend within nested samples of any lengths, as nn.TransformerEncoder gives them: one row of documents."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         told = Seeing(Documents(lengths), None, 0)
         q, k, v = self._projected(tokens, tokens, tokens)
         merged, _ = self._attended(q, k, v, told, need_weights=False, average=False)
-        return torch.nested.as_nested_tensor(list(self.out_proj(merged)[0].split(lengths)), layout=query.layout)
+        return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
+
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from nested samples to nested samples; weights are padded with 0, as the original's are."""
+        rows, columns = beyond(query), beyond(key)  # (batch, length) each
+        unique = {id(given): given for given in (query, key, value)}
+        padded = {
+            name: pad_sequence(list(given.unbind()), batch_first=self.batch_first) for name, given in unique.items()
+        }
+        q, k, v = (padded[id(given)] for given in (query, key, value))
+        output, weights = self.forward(q, k, v, columns, need_weights, None, average, is_causal)
+        output = output if self.batch_first else output.transpose(0, 1)
+        samples = [sample[~hidden] for sample, hidden in zip(output, rows, strict=True)]
+        if weights is not None:
+            hidden_rows = rows[:, :, None] if average else rows[:, None, :, None]
+            weights = weights.masked_fill(hidden_rows, 0)
+        return nested_like(query, samples), weights
+
+    def _refuse_unless_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> None:
+        """Refuse inputs of which some are nested and others are not, or which do not fit each other."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise ArgumentError(
+                "query is a nested tensor, whose lengths torch.jit.trace would record as constants.",
+                "Set enable_nested_tensor=False in nn.TransformerEncoder (or encoder.use_nested_tensor = False).",
+            )
+        given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, tensor, _ in given:
+            if not tensor.is_nested:
+                raise ShapeError(
+                    f"{name} is no nested tensor, and another input is one.",
+                    "Give query, key and value as nested tensors, or none of them.",
+                )
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if mask is not None:
+                raise ArgumentError(
+                    f"query is a nested tensor, and {name} is given, which describes padded ones.",
+                    f"Leave {name} out, or give query.to_padded_tensor(0.0) and a key_padding_mask.",
+                )
+        lengths = []
+        for name, tensor, width in given:
+            samples = tensor.unbind()
+            if not samples or any(sample.dim() != 2 or sample.shape[1] != width for sample in samples):
+                shapes = ", ".join(str(tuple(sample.shape)) for sample in samples) or "no samples"
+                raise ShapeError(
+                    f"{name} is a nested tensor of {shapes}.", f"Give samples of shape (length, features = {width})."
+                )
+            lengths.append([sample.shape[0] for sample in samples])
+        if len(lengths[0]) != len(lengths[1]):
+            raise ShapeError(
+                f"query has {len(lengths[0])} samples and key has {len(lengths[1])}.", "Give both the same batch."
+            )
+        if lengths[1] != lengths[2]:
+            raise ShapeError(
+                f"key has samples of the lengths {lengths[1]} and value of {lengths[2]}.",
+                "Give every key its one value.",
+            )
 
     def _without_bad_padding(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
@@ -213,7 +278,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Put 0 for NaN and inf in hidden tokens: in the projection, 0 * NaN would reach a parameter's gradient."""
         if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
             return query, key, value
-        if bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+        if readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
             return query, key, value
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
         if key.dim() == 2:
@@ -222,8 +287,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             hidden = hidden.T
         if hidden.shape != key.shape[:-1]:
             return query, key, value  # refused in words where masks are translated
-        clean = key.masked_fill(hidden[..., None], 0)
-        of_value = clean if value is key else value.masked_fill(hidden[..., None], 0)
+        clean = _finite_where(hidden, key)
+        of_value = clean if value is key else _finite_where(hidden, value)
         return clean if query is key else query, clean, of_value
 
     def _refuse_unless_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -260,6 +325,31 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"with batch_first={self.batch_first} inputs are {layout}.",
                 f"Give both the same batch, or make the layer with batch_first={not self.batch_first}.",
             )
+
+
+def _finite_where(hidden: Tensor, x: Tensor) -> Tensor:
+    """Replace hidden tokens that are not finite by 0, and no others, so that their own outputs do not depend on it."""
+    return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
+
+
+def keep_from_bypassing(module: nn.MultiheadAttention) -> None:
+    """Keep nn.TransformerEncoderLayer from computing the attention without calling the module.
+
+    In eval without gradients the encoder layer hands the weights of `self_attn` to one fused operator, unless one of
+    its submodules has a forward hook. This hook does nothing, and adapters and copies of the module keep it.
+    """
+    # The key is no number that register_forward_pre_hook draws: a hook that is registered after unpickling in another
+    # process would replace this one otherwise.
+    module._forward_pre_hooks[_KEY] = _do_nothing  # noqa: SLF001
+
+
+def let_bypass(module: nn.MultiheadAttention) -> None:
+    """Undo `keep_from_bypassing`."""
+    module._forward_pre_hooks.pop(_KEY, None)  # noqa: SLF001
+
+
+def _do_nothing(module: nn.Module, given: tuple[Any, ...]) -> None:
+    """Be a forward pre-hook."""
 
 
 def _batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -12,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from multihead.compat.torch_nn.attention import MultiheadAttention
+from multihead.compat.torch_nn.attention import MultiheadAttention, keep_from_bypassing, let_bypass
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -92,22 +90,11 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
     return Replaced(model, tuple(names), left)
 
 
-@contextmanager
-def as_originals(model: nn.Module) -> Iterator[None]:
-    """Let the drop-ins of a model be originals for the while of a block."""
-    ours = [module for module in model.modules() if type(module) is MultiheadAttention]
-    try:
-        for module in ours:
-            _become(module, nn.MultiheadAttention)
-        yield
-    finally:
-        for module in ours:
-            _become(module, MultiheadAttention)
-
-
 def _become(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
-    """Make a module another kind. The drop-in has the original's attributes and no others: the object stays."""
+    """Change the class of a module. The drop-in has the original's attributes and one hook: the object stays."""
     module.__class__ = kind
     assert isinstance(module, nn.MultiheadAttention)
-    packed = kind is nn.MultiheadAttention and module.in_proj_weight is not None
-    module._qkv_same_embed_dim = packed  # noqa: SLF001  (what the drop-in says is told in its __init__)
+    if kind is MultiheadAttention:
+        keep_from_bypassing(module)
+    else:
+        let_bypass(module)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from multihead.compat.torch_nn.replacing import as_originals, replace
+from multihead.compat.torch_nn.replacing import replace
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -49,9 +49,7 @@ class TransformerEncoder(nn.TransformerEncoder):
     """
 
     def __init__(self, encoder_layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> None:
-        # The original asks the layer here whether its attention could take packed samples. Ours can.
-        with as_originals(encoder_layer):
-            super().__init__(encoder_layer, *args, **kwargs)
+        super().__init__(encoder_layer, *args, **kwargs)
         replace(self, inplace=True)
 
 

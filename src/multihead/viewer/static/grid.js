@@ -22,7 +22,7 @@ function sharpen(scope) {
 function findings() {
   $('findsec').hidden = !D.findings.length;
   $('finds').replaceChildren(...D.findings.map(finding => {
-    const i = indexOf(finding.layer, finding.head);
+    const i = numbered(finding.layer, finding.head);
     const words = el('p', {}, el('b', { textContent: longName(i) }), say('between sentences') + finding.sentence, el('small', { textContent: finding.count }));
     return el('li', {}, el('a', { href: address(i) }, frame(i), words));
   }));
@@ -52,7 +52,7 @@ function grid() {
   const rows = [el('div', { className: 'gr', role: 'row' }, el('span', { role: 'columnheader' }),
     ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', role: 'columnheader', textContent: h % step ? '' : (short || WIDEST > 24 ? '' : 'H') + h })))];
   D.layers.forEach((layer, l) => {
-    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (short ? '' : 'L') + l, title: layer.name }));
+    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (short ? '' : 'L') + layer.number, title: layer.name }));
     for (let h = 0; h < layer.heads; h++) {
       const i = indexOf(l, h), entropy = METRICS.find(metric => metric.id === 'entropy');
       const label = `${longName(i)}, ${kindName(kindOf(i))}` + (entropy ? `, ${entropy.label} ${entropy.text(i)} ${say('nats')}` : '');

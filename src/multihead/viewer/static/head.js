@@ -26,7 +26,7 @@ function headTitle(i) {
 }
 
 async function headPage(i) {
-  const turn = ++opening, { l, h } = HEADS[i];
+  const turn = ++opening, { number, h } = HEADS[i];
   const left = el('div', { id: 'mapbox' }), pane = el('div', { className: 'pane' });
   $('head').replaceChildren(headTitle(i), el('div', { className: 'one' }, left, pane));
   const whole = [el('h2', { textContent: say('as a whole') }), metricTable(i)];
@@ -40,7 +40,7 @@ async function headPage(i) {
   left.append(el('p', { className: 'note state', id: 'unpacking', textContent: say('unpacking') }));
   const head = await openHead(i);
   if (turn !== opening) return;  // another head was asked for meanwhile
-  const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': say('map label', { layer: l, head: h }) });
+  const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': say('map label', { layer: number, head: h }) });
   const note = head.whole ? say('map note') : say('map note pooled', { rows: head.rowBlock, columns: head.colBlock });
   left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note)));
   const crosses = head.layer.queryTokens.text !== head.layer.keyTokens.text, rows = head.whole || head.largest;

@@ -16,7 +16,7 @@ function overview() {
 }
 
 function route() {
-  const asked = location.hash.match(/^#L(\d+)H(\d+)$/), i = asked ? indexOf(+asked[1], +asked[2]) : -1, before = shownHead;
+  const asked = location.hash.match(/^#L(\d+)H(\d+)$/), i = asked ? numbered(+asked[1], +asked[2]) : -1, before = shownHead;
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the first page
   $('all').hidden = i >= 0;
   $('head').hidden = i < 0;
@@ -76,7 +76,7 @@ async function start() {
   definitions();
   if (D.store.mode !== 'none' && typeof DecompressionStream === 'undefined') failure = say('old browser');
   else await loadThumbs();
-  lit = D.findings.length ? indexOf(D.findings[0].layer, D.findings[0].head) : 0;
+  lit = D.findings.length ? numbered(D.findings[0].layer, D.findings[0].head) : 0;
   overview();
   route();
 }

@@ -12,7 +12,7 @@ function metricCalled(word) {
 function fits(i, filter) {
   return lower(filter).replaceAll('＞', '>').replaceAll('＜', '<').split(/[\s、，]+/).filter(Boolean).every(word => {
     const place = word.match(/^(?:l(\d+))?(?:h(\d+))?$/), bound = word.match(/^([^<>=]+)([<>]=?)([\d.]+)%?$/);
-    if (place) return (place[1] === undefined || +place[1] === HEADS[i].l) && (place[2] === undefined || +place[2] === HEADS[i].h);
+    if (place) return (place[1] === undefined || +place[1] === HEADS[i].number) && (place[2] === undefined || +place[2] === HEADS[i].h);
     if (bound) {
       const metric = metricCalled(bound[1]);
       if (!metric || !known(metric.values[i])) return false;

@@ -5,7 +5,7 @@ const $ = id => document.getElementById(id);
 
 // A sentence of the page with its {holes} filled.
 function say(key, given = {}) {
-  return (D.words[key] ?? key).replace(/\{(\w+)\}/g, (hole, name) => name in given ? String(given[name]) : hole);
+  return (Object.hasOwn(D.words, key) ? D.words[key] : key).replace(/\{(\w+)\}/g, (hole, name) => Object.hasOwn(given, name) ? String(given[name]) : hole);
 }
 
 function el(tag, props = {}, ...children) {
@@ -20,16 +20,18 @@ function el(tag, props = {}, ...children) {
   return made;
 }
 
-// Every head of every layer in one list; layers may differ in heads.
-const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h })));
+// Every head of every layer in one list; layers may differ in heads. A layer is found by its place l in the list; it is
+// shown by its number in the model, which differs where only some layers were recorded.
+const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h, number: layer.number })));
 const FIRST = D.layers.map((_, l) => HEADS.findIndex(head => head.l === l));
 const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
 const indexOf = (l, h) => l < D.layers.length && h >= 0 && h < D.layers[l].heads ? FIRST[l] + h : -1;
+const numbered = (number, h) => HEADS.findIndex(head => head.number === number && head.h === h);
 const layerOf = i => D.layers[HEADS[i].l];
 const kindOf = i => D.kinds[i];
-const shortName = i => `L${HEADS[i].l} H${HEADS[i].h}`;
-const longName = i => say('layer head', { layer: HEADS[i].l, head: HEADS[i].h });
-const address = i => `#L${HEADS[i].l}H${HEADS[i].h}`;
+const shortName = i => `L${HEADS[i].number} H${HEADS[i].h}`;
+const longName = i => say('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
+const address = i => `#L${HEADS[i].number}H${HEADS[i].h}`;
 
 // Tokens of the queries and the keys of a layer: a run of one of the page's texts, or bare positions.
 function tokensOf(source) {

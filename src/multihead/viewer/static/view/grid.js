@@ -16,13 +16,13 @@ function mapOf(record, i) {
   const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
   return found ? { rows: found.rows, cols: found.cols, values: found.heads[h] } : null;
 }
-export const mapsMissing = record => record.layers.some((_, l) => maps.get(nameOf(record, l)) === null);
+export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
 const queue = [], asked = new Set();
 let busy = 0;
 function fetchMaps(record, l) {
   const name = nameOf(record, l);
-  if (!record.layers[l].maps) { maps.set(name, null); told.arrived(record, l); return; }
+  if (!record.numbered.get(l).maps) { maps.set(name, null); told.arrived(record, l); return; }
   if (!record.mapped(l) || maps.has(name) || asked.has(name)) return;
   asked.add(name);
   queue.push({ record, l, name });
@@ -63,7 +63,7 @@ function fitted(record, width) {
 
 export function grid(record, passes, goTo) {
   current = record;
-  topWeight.value = Math.max(0, ...record.layers.map((_, l) => maps.get(nameOf(record, l))?.top ?? 0));
+  topWeight.value = Math.max(0, ...record.layers.map(({ number }) => maps.get(nameOf(record, number))?.top ?? 0));
   shape = fitted(record, $('gridbox').clientWidth);
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
   const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
@@ -73,9 +73,9 @@ export function grid(record, passes, goTo) {
   const step = cell < 17 ? 4 : 1, rows = [];
   const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}),
     ...Array.from({ length: record.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : (cell < 30 || phone ? '' : 'H') + h })));
-  record.layers.forEach((layer, l) => {
-    if (l % perColumn === 0) rows.push(heading(!l));
-    rows.push(gridRow(record, layer, l));
+  record.layers.forEach((layer, place) => {
+    if (place % perColumn === 0) rows.push(heading(!place));
+    rows.push(gridRow(record, layer, layer.number));
   });
   box.replaceChildren(...rows);
   box.onclick = event => { const link = event.target.closest('a'); if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) { event.preventDefault(); goTo(+link.dataset.i); } };
@@ -131,7 +131,7 @@ export function redrawRows() { for (const l of seen) drawRow(l); }
 export function drawRow(l) {
   const made = $('grid').querySelector(`[data-l="${l}"]`), found = maps.get(nameOf(current, l)), { cell, gap } = shape;
   if (!made || found === undefined) return;
-  const canvas = made.querySelector('canvas'), layer = current.layers[l], pen = sized(canvas, layer.heads * (cell + gap), cell), inset = cell < 30 ? 1.5 : 2, size = cell - inset * 2;
+  const canvas = made.querySelector('canvas'), layer = current.numbered.get(l), pen = sized(canvas, layer.heads * (cell + gap), cell), inset = cell < 30 ? 1.5 : 2, size = cell - inset * 2;
   const hatch = hatching(pen, 4);
   for (let h = 0; h < layer.heads; h++) {
     const i = current.index(l, h), x = h * (cell + gap) + inset;
@@ -179,7 +179,8 @@ export function focusHead(i, options) {
 
 // The neighbour of a head in the grid; layers may differ in heads.
 export function neighbour(record, i, key) {
-  const { l, h } = record.heads[i], near = layer => layer >= 0 && layer < record.layers.length ? record.index(layer, Math.min(h, record.layers[layer].heads - 1)) : -1;
-  return { ArrowLeft: record.index(l, h - 1), ArrowRight: record.index(l, h + 1), ArrowUp: near(l - 1), ArrowDown: near(l + 1), Home: record.index(l, 0), End: record.index(l, record.layers[l].heads - 1) }[key];
+  const { l, h } = record.heads[i], layer = record.layer(i), place = record.layers.indexOf(layer);
+  const near = other => other ? record.index(other.number, Math.min(h, other.heads - 1)) : -1;
+  return { ArrowLeft: record.index(l, h - 1), ArrowRight: record.index(l, h + 1), ArrowUp: near(record.layers[place - 1]), ArrowDown: near(record.layers[place + 1]), Home: record.index(l, 0), End: record.index(l, layer.heads - 1) }[key];
 }
 export const kindTag = (record, i) => el('span', { className: 'kind', k: record.kinds[i] }, glyph(record.kinds[i]), kindName(record.kinds[i]));

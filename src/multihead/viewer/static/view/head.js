@@ -19,8 +19,8 @@ let scene = null, pointed = null, raf = 0, listed = '';
 
 // What the drawing parts need to know of the two heads.
 function stage(record, other) {
-  const { a, b } = state, layer = record.layers[a.l], second = b && other.has(b.l, b.h) ? b : { r: state.run, ...a };
-  const otherRecord = second.r === state.run ? record : other, otherLayer = otherRecord.layers[second.l];
+  const { a, b } = state, layer = record.numbered.get(a.l), second = b && other.has(b.l, b.h) ? b : { r: state.run, ...a };
+  const otherRecord = second.r === state.run ? record : other, otherLayer = otherRecord.numbered.get(second.l);
   const i = record.index(a.l, a.h), j = otherRecord.index(second.l, second.h), runs = otherRecord !== record;
   const name = (of, n, which) => runs ? `${of.short(n)} ${say(which)}` : of.short(n);
   return {

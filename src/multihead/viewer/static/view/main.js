@@ -33,7 +33,7 @@ async function route() {
   Object.assign(state, asked);
   show(shown, second, wasHead);
 }
-const mended = (of, { l, h }) => { const layer = clampTo(l, of.layers.length); return { l: layer, h: clampTo(h, of.layers[layer].heads) }; };
+const mended = (of, { l, h }) => { const layer = of.layers.reduce((best, one) => Math.abs(one.number - l) < Math.abs(best.number - l) ? one : best); return { l: layer.number, h: clampTo(h, layer.heads) }; };
 
 // What to compare with at first: the same head of the next run, else a neighbour.
 function secondFor(of, a) {
@@ -95,8 +95,8 @@ function heads(id, of, chosen) {
   const key = `${of.run} ${of.sample}`;
   if (optioned[id] !== key) {
     optioned[id] = key;
-    $(id).replaceChildren(...of.layers.map((layer, l) => el('optgroup', { label: say('layer n', { n: l }) }, ...Array.from({ length: layer.heads }, (_, h) => {
-      const i = of.index(l, h);
+    $(id).replaceChildren(...of.layers.map(layer => el('optgroup', { label: say('layer n', { n: layer.number }) }, ...Array.from({ length: layer.heads }, (_, h) => {
+      const i = of.index(layer.number, h);
       return el('option', { value: i, textContent: `${of.short(i)}, ${kindName(of.kinds[i])}` });
     }))));
   }

@@ -15,7 +15,7 @@ export function navigator(scene) {
     box.setAttribute('aria-label', say('all heads', { n: record.heads.length }));
     box.replaceChildren(...record.heads.map((head, n) => {
       const link = el('a', { k: record.kinds[n], 'aria-label': record.told(n), title: `${record.short(n)}, ${kindName(record.kinds[n])}`, tabIndex: -1 });
-      link.style.gridRow = head.l + 1;
+      link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;
       link.style.gridColumn = head.h + 1;
       return link;
     }));

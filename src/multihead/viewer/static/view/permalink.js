@@ -15,7 +15,7 @@ export function read(hash) {
     run, sample: Math.floor(number(given.get('t'), 0)), a: place(given.get('a')),
     b: b && { r: Math.floor(number(given.get('rb'), run)), ...b }, compare: given.get('v') === 'ab',
     x: number(given.get('x'), 0), y: number(given.get('y'), 0), n: number(given.get('n'), 0), q: Math.floor(number(given.get('q'), -1)),
-    scale: { linear: 'linear', log: 'log', root: 'root' }[given.get('c')] ?? '', masked: given.get('s') === '1',
+    scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '', masked: given.get('s') === '1',
     filter: given.get('f') ?? '', kind: given.get('k') ?? '', order: given.get('o') ?? '',
   };
 }

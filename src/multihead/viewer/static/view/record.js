@@ -20,7 +20,7 @@ export function glyph(kind) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), path = document.createElementNS(svg.namespaceURI, 'path');
   svg.setAttribute('viewBox', '0 0 12 12');
   svg.setAttribute('aria-hidden', 'true');
-  path.setAttribute('d', GLYPHS[kind] ?? GLYPHS.mixed);
+  path.setAttribute('d', Object.hasOwn(GLYPHS, kind) ? GLYPHS[kind] : GLYPHS.mixed);
   path.setAttribute('fill', 'currentColor');
   svg.append(path);
   return svg;
@@ -34,11 +34,12 @@ const WRITTEN = {
   keys: { unit: '', show: v => v.toFixed(1), times: 1 },
   norm: { unit: '', show: v => String(+v.toPrecision(3)), times: 1 },
 };
-const PLAIN = { effective_keys: 'keys', mean_distance: 'distance', distance_spread: 'spread', largest_weight: 'largest' };
-const plain = id => PLAIN[id] ?? id.replace(/_mass$/, '');
+// A Map, because a record may have a statistic called "constructor" or "__proto__", which every object has too.
+const PLAIN = new Map([['effective_keys', 'keys'], ['mean_distance', 'distance'], ['distance_spread', 'spread'], ['largest_weight', 'largest']]);
+const plain = id => PLAIN.get(id) ?? id.replace(/_mass$/, '');
 
 function metric(column, values, most) {
-  const { unit, show, times } = WRITTEN[column.unit] ?? WRITTEN.norm;
+  const { unit, show, times } = Object.hasOwn(WRITTEN, column.unit) ? WRITTEN[column.unit] : WRITTEN.norm;
   const name = plain(column.id), found = values.filter(known);
   const full = column.unit === 'share' ? 1 : column.id === 'entropy' ? Math.log(most) : Math.max(1e-9, ...found);
   return {
@@ -58,27 +59,30 @@ class Sample {
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
-    this.heads = told.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h })));
-    this.first = told.layers.map((_, l) => this.heads.findIndex(head => head.l === l));
+    // A layer is called by its number in the model everywhere, in addresses too; it is no place in the list of layers,
+    // which may hold some layers only.
+    this.heads = told.layers.flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ l: layer.number, h })));
+    this.numbered = new Map(told.layers.map(layer => [layer.number, layer]));
+    this.first = new Map(told.layers.map(({ number }) => [number, this.heads.findIndex(head => head.l === number)]));
     this.widest = Math.max(...told.layers.map(layer => layer.heads));
     this.queries = Math.max(...told.layers.map(layer => layer.queries));
     this.keys = Math.max(...told.layers.map(layer => layer.keys));
-    this.metrics = told.columns.filter(column => told.metrics[column.id]).map(column => metric(column, told.metrics[column.id], this.keys));
+    this.metrics = told.columns.filter(column => Object.hasOwn(told.metrics, column.id)).map(column => metric(column, told.metrics[column.id], this.keys));
     this.texts = (told.texts ?? []).map(text => reading(text.tokens, text.special));
     // Levels from 6 on are built once: until then they are not asked for.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
 
-  has(l, h) { return l >= 0 && l < this.layers.length && h >= 0 && h < this.layers[l].heads; }
-  index(l, h) { return this.has(l, h) ? this.first[l] + h : -1; }
-  layer(i) { return this.layers[this.heads[i].l]; }
+  has(l, h) { return h >= 0 && h < (this.numbered.get(l)?.heads ?? 0); }
+  index(l, h) { return this.has(l, h) ? this.first.get(l) + h : -1; }
+  layer(i) { return this.numbered.get(this.heads[i].l); }
   short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
   long(i) { return say('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
   told(i) { return say('{head}, {kind}', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Whether the small maps of a layer can be had by now; heads are built one after the other.
-  mapped(l) { return this.keep === 'statistics' || this.layers[l].levels <= BUILT || this.coarse || this.first[l] + this.layers[l].heads <= this.progress.done; }
+  mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).levels <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
   sides(layer) {

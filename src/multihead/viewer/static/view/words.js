@@ -4,17 +4,17 @@ export const NBSP = '\u00a0';
 let words = {}, tongue = 'en';
 
 export function speak(all, lang) {
-  tongue = lang in all ? lang : 'en';
+  tongue = Object.hasOwn(all, lang) ? lang : 'en';
   words = all[tongue];
   document.documentElement.lang = tongue === 'zh' ? 'zh-CN' : tongue;
   for (const part of document.querySelectorAll('[data-say]')) part.textContent = say(part.dataset.say);
 }
 
-export const knows = key => key in words;
+export const knows = key => Object.hasOwn(words, key);
 
 // A sentence of the page with its {holes} filled.
 export function say(key, given = {}) {
-  return (words[key] ?? key).replace(/\{(\w+)\}/g, (hole, name) => name in given ? String(given[name]) : hole);
+  return (knows(key) ? words[key] : key).replace(/\{(\w+)\}/g, (hole, name) => Object.hasOwn(given, name) ? String(given[name]) : hole);
 }
 
 export function el(tag, props = {}, ...children) {
