@@ -33,6 +33,9 @@ class MultiHeadAttention(nn.Module):
 
     output = merge_h(softmax(scale * (x W_q)_h (memory W_k)_h^T) (memory W_v)_h) W_out
 
+    Heads may be split over processes: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and
+    `RowwiseParallel()` for out_proj. All other parameters stay whole, and so do the per-head arguments of a call.
+
     Args:
         embed_dim: width of the input, features.
         num_heads: number of query heads.
@@ -206,7 +209,7 @@ class MultiHeadAttention(nn.Module):
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
         with _NOTHING if cache is None else cache.unless_refused():
-            request, padding, single = asked(
+            request, padding, single, local = asked(
                 self,
                 x,
                 memory,
@@ -223,7 +226,8 @@ class MultiHeadAttention(nn.Module):
             )
             output = attend(request).output  # (batch, heads, queries, value_head_dim)
             for gates in (self.head_gates, head_gates):
-                output = output if gates is None else gated(output, gates)
+                if gates is not None:
+                    output = gated(output, gates if local is None else local.of_gates(gates))
         merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
         merged = padding.taken(merged)
         out_proj = self._modules.get("out_proj")  # as an attribute it is looked for half a microsecond longer

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.packing import Packing, refuse_unless_packed
+from multihead.packing import Packing, Padding, refuse_unless_packed
 
 
 class Widths(NamedTuple):
@@ -100,6 +100,18 @@ def refuse_unless_fitting(
             "lengths and memory_lengths are both given, and there is no memory.",
             "Give lengths alone: in self-attention they speak of queries and keys.",
         )
+
+
+def refuse_unless_as_long(name: str, x: Tensor, projected: Tensor, padding: Padding) -> None:
+    """Refuse padding where a projection gathers tokens of other processes, whose padding nobody knows here."""
+    if padding.rows is padding.columns is None or projected.shape[1] == x.shape[1]:
+        return
+    raise ShapeError(
+        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
+        f"{x.shape[1]}.",
+        "Give every process all tokens where lengths or packing are given, or hide the padding with "
+        "mask=masks.Lengths(...).",
+    )
 
 
 def refuse_unless_packing_fits(
