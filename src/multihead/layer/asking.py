@@ -135,7 +135,7 @@ def _self_attention(
     x, memory, values = tokens
     q_proj, k_proj, v_proj = child(layer, "q_proj"), child(layer, "k_proj"), child(layer, "v_proj")
     q, k, v = q_proj(x), k_proj(memory), v_proj(values)
-    refuse_unless_as_long("q_proj", x, q, padding)
+    refuse_unless_as_long("q_proj", x, q, padding.rows)
     q, k, v = padding.placed(q, k, v)
     local = None if _holds_all(layer, q, k, v) else local_heads(layer, q, k, v)
     if local is None:
@@ -174,11 +174,11 @@ def _cross_attention(
     x, memory, values = tokens
     remembered = None if cache is None else cache.memory
     q = layer.q_proj(x)
-    refuse_unless_as_long("q_proj", x, q, padding)
+    refuse_unless_as_long("q_proj", x, q, padding.rows)
     q = padding.placed_queries(q)
     if remembered is None:
         k, v = layer.k_proj(memory), layer.v_proj(values)
-        refuse_unless_as_long("k_proj", memory, k, padding)
+        refuse_unless_as_long("k_proj", memory, k, padding.columns)
         k, v = padding.placed_keys(k), padding.placed_keys(v)
         local = None if _holds_all(layer, q, k, v) else local_heads(layer, q, k, v)
     else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Mask
-from multihead.packing import Packing, Padding, refuse_unless_packed
+from multihead.packing import Packing, refuse_unless_packed
 
 
 class Widths(NamedTuple):
@@ -119,9 +119,9 @@ def refuse_unless_fitting(
         )
 
 
-def refuse_unless_as_long(name: str, x: Tensor, projected: Tensor, padding: Padding) -> None:
+def refuse_unless_as_long(name: str, x: Tensor, projected: Tensor, packing: Packing | None) -> None:
     """Refuse padding where a projection gathers tokens of other processes, whose padding nobody knows here."""
-    if padding.rows is padding.columns is None or projected.shape[1] == x.shape[1]:
+    if packing is None or projected.shape[1] == x.shape[1]:
         return
     raise ShapeError(
         f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
