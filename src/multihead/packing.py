@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Causal, Documents, Full, Lengths, Mask, Window
 from multihead.masks.values import And, Or
 from multihead.reading import readable, traced
@@ -73,6 +73,8 @@ class Packing:
         if isinstance(lengths, Tensor):
             whole, where = not lengths.is_floating_point() and lengths.dtype != torch.bool, lengths.device
         else:
+            if not isinstance(lengths, Iterable):
+                raise ArgumentError(f"{name} is {lengths!r}.", f"Give one length per sample: {batch} integers.")
             lengths, where = tuple(lengths), torch.device("cpu")
             whole = all(isinstance(number, int) and not isinstance(number, bool) for number in lengths)
         if not whole:
@@ -149,6 +151,8 @@ def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "ri
     >>> tokens[..., 0], packing.mask
     (tensor([[0., 1., 3.]]), Documents(<int64 tensor (2,)>))
     """
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is a {type(x).__name__}, and must be a tensor.", "Give (batch, length, features).")
     if x.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x.shape)}.", "Give (batch, length, features).")
     packing = Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, side=padding_side)
@@ -178,6 +182,10 @@ def unpack(tokens: Tensor, packing: Packing) -> Tensor:
 
 def refuse_unless_packed(name: str, tokens: Tensor, packing: Packing) -> None:
     """Refuse what are not the tokens of a packing."""
+    if not isinstance(packing, Packing):
+        raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")
+    if not isinstance(tokens, Tensor):
+        raise DtypeError(f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give what mh.pack returns.")
     given = tuple(tokens.shape)
     if len(given) != 3 or given[0] != 1 or (not traced() and given[1] != len(packing.index)):
         raise ShapeError(

@@ -69,7 +69,7 @@ UNFIT: list[tuple[Mask, str]] = [
         Documents((3, 3)),
         (
             "Documents((3, 3)) speaks of documents of together 6 tokens, and there are 5 keys. "
-            "Give lengths of at most 5 tokens."
+            "Give lengths that add up to at most 5."
         ),
     ),
     (

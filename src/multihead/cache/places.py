@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ def counts_of(
         ArgumentError: one is no integer, negative, or more than there can be.
         ShapeError: there is not one a sample.
     """
+    if not isinstance(given, (Tensor, Iterable)):
+        raise ArgumentError(f"{name} is {given!r}.", f"Give one integer per sample: {batch} of them.")
     whole = (
         not given.is_floating_point() and given.dtype != torch.bool
         if isinstance(given, Tensor)

@@ -14,9 +14,11 @@ from multihead.cache.places import counts_of
 from multihead.cache.progress import Progress
 from multihead.cache.reach import has_key_axis, reach_of
 from multihead.call import Continued
-from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_unless_integer
+from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, refuse_unless_integer
 from multihead.masks import Mask
 from multihead.reading import readable
+
+_HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
 
 class Memory(NamedTuple):
@@ -148,6 +150,9 @@ class KeyValueCache:
                 "The cache remembers another sequence, and was given keys of the text itself.",
                 "Give each attention a cache of its own.",
             )
+        for name, given in (("k", k), ("v", v)):
+            if not isinstance(given, Tensor):
+                raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
         buffers = self._buffers
         if buffers is None:
             buffers = self._buffers = Buffers(k, v, capacity=self.capacity, window=self.window)
@@ -229,6 +234,8 @@ class KeyValueCache:
             ArgumentError: there is no such sample, or the cache is empty.
         """
         progress = self._progress_or_refusal("Reorder")
+        if isinstance(index, str):
+            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
             raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")

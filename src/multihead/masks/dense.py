@@ -171,5 +171,7 @@ def _refuse_unless_counts_fit(
         what = "documents of together" if isinstance(mask, Documents) else "a length of"
         raise MaskError(
             f"{mask!r} speaks of {what} {longest} tokens, and there are {keys} keys.",
-            f"Give lengths of at most {keys} tokens.",
+            f"Give lengths that add up to at most {keys}."
+            if isinstance(mask, Documents)
+            else f"Give lengths of at most {keys} tokens.",
         )

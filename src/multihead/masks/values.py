@@ -223,6 +223,8 @@ class _Given(Mask):
                 f"{name} takes a boolean tensor, and this is {given}.",
                 "Say which values hide, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
             )
+        if not isinstance(axes, str | None):
+            raise MaskError(f"{name} was given the axes {axes!r}.", f'Name them in a string: {name}(t, "batch keys").')
         if axes is None and tensor.dim() == len(AXES):
             axes = " ".join(AXES)
         named = (axes or "").split()

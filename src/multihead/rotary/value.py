@@ -75,6 +75,23 @@ class Rotary:
         """Copy and pickle what was said; the tables are made again."""
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
+    def refuse_unless_turning(self, head_dim: int) -> None:
+        """Reject a head_dim whose columns cannot be turned in pairs.
+
+        Raises:
+            ArgumentError: it is odd, or smaller than dim.
+        """
+        if self.dim is None and head_dim % 2:
+            part = f", or turn a part of the columns: Rotary(dim={head_dim - 1})" if head_dim > 1 else ""
+            raise ArgumentError(
+                f"head_dim is {head_dim}, and Rotary turns columns in pairs.", f"Give an even head_dim{part}."
+            )
+        if self.dim is not None and self.dim > head_dim:
+            raise ArgumentError(
+                f"head_dim is {head_dim}, and Rotary turns {self.dim} columns of each head.",
+                f"Give Rotary a dim of at most {head_dim}.",
+            )
+
     def frequencies(self, head_dim: int) -> tuple[float, ...]:
         """Give the angle that each pair of a head's columns is turned by from one token to the next, radians.
 
@@ -177,7 +194,9 @@ class Rotary:
         if self.dim is None and head_dim % 2:
             raise ShapeError(
                 f"x has a head_dim of {head_dim}, and columns are turned in pairs.",
-                f"Give an even head_dim, or turn a part of the columns: Rotary(dim={head_dim - 1}).",
+                f"Give an even head_dim, or turn a part of the columns: Rotary(dim={head_dim - 1})."
+                if head_dim > 1
+                else "Give an even head_dim.",
             )
         if self.dim is not None and self.dim > head_dim:
             raise ShapeError(
