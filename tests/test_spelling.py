@@ -272,7 +272,8 @@ def test_a_record_says_what_it_takes_for_layers_samples_heads_and_sizes() -> Non
             lambda: seen[0.5],  # type: ignore[index]
             (
                 "The layer is 0.5, and a record finds layers by name or number. "
-                "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
+                "Give record[name] or record[number], "
+                "or record.layers[index] for the layers in the order they first ran."
             ),
         ),
         (lambda: seen.layers[0].sample("a"), "sample is 'a'. Give the index of one sample, an integer."),  # type: ignore[arg-type]
