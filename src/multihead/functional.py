@@ -25,7 +25,7 @@ from multihead.probes import DEFAULT, Beside, Probe
 from multihead.probes import statistics as measuring
 from multihead.probes import weights as tiles
 from multihead.probes.statistics import NOTHING
-from multihead.reading import transformed
+from multihead.reading import traced, transformed
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
@@ -213,11 +213,18 @@ def statistics(
 
     Raises:
         ProbeError: a name is unknown, or a statistic needs what was not given, such as `special_mass` its keys.
+        ArgumentError: torch.jit.trace, make_fx or FakeTensorMode runs this code.
 
     >>> q, k = torch.zeros(2, 1, 2, 4, 8).unbind()
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
+    if traced() and not transformed() and not torch.compiler.is_compiling():
+        raise ArgumentError(
+            "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
+            "cannot be read.",
+            "Call it outside of them, on the tensors themselves.",
+        )
     leading = Leading.of(q)
     if leading is not None:
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
@@ -313,7 +320,7 @@ def _joined(leading: Leading, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    if not listening.listeners() or transformed():  # a transform's tensors hold no numbers to tell anybody of
+    if not listening.listeners() or traced():  # no values, nothing to publish
         return _run(request, kernel)
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)

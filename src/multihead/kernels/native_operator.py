@@ -14,6 +14,7 @@ from multihead.kernels.native_fields import features_beside
 from multihead.masks import Full, Keep
 from multihead.masks.dense import refuse_unless_fitting
 from multihead.plan.bounds import KeyBounds
+from multihead.reading import untraced
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.relative import Relative
 from multihead.scores.sinks import refuse_unless_sinks_fit
@@ -73,7 +74,8 @@ def attention(
     >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
     True
     """
-    return forward(_job((q, k, v), (start, stop, seen), (bias, relative), sinks, (scale, softcap, dropout), seed))
+    with untraced():
+        return forward(_job((q, k, v), (start, stop, seen), (bias, relative), sinks, (scale, softcap, dropout), seed))
 
 
 @torch.library.custom_op("multihead::attention_backward", mutates_args=(), device_types="cpu")

@@ -60,11 +60,13 @@ def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
     >>> head_indices(slice(0, 8, 2), 8)
     tensor([0, 2, 4, 6])
     """
-    every = torch.arange(num_heads)
-    wanted = every[heads].tolist() if isinstance(heads, slice) else [heads] if isinstance(heads, int) else list(heads)
+    if isinstance(heads, slice):
+        wanted = list(range(num_heads)[heads])
+    else:
+        wanted = [heads] if isinstance(heads, int) else list(heads)
     if not wanted:
         raise ArgumentError("No head was chosen.", f"Give heads from 0 to {num_heads - 1}.")
     for head in wanted:
         if not -num_heads <= head < num_heads:
             raise ArgumentError(f"There is no head {head}.", f"Give heads from 0 to {num_heads - 1}.")
-    return every[wanted]
+    return torch.tensor([head % num_heads for head in wanted])

@@ -15,6 +15,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unles
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
+from multihead.reading import readable
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -213,7 +214,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Put 0 for NaN and inf in hidden tokens: in the projection, 0 * NaN would reach a parameter's gradient."""
         if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
             return query, key, value
-        if bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+        if readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
             return query, key, value
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
         if key.dim() == 2:
@@ -222,6 +223,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             hidden = hidden.T
         if hidden.shape != key.shape[:-1]:
             return query, key, value  # refused in words where masks are translated
+        # A finite token stays, because as a query it has an output.
+        hidden = hidden & ~(torch.isfinite(key.detach()).all(-1) & torch.isfinite(value.detach()).all(-1))
         clean = key.masked_fill(hidden[..., None], 0)
         of_value = clean if value is key else value.masked_fill(hidden[..., None], 0)
         return clean if query is key else query, clean, of_value
