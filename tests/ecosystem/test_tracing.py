@@ -198,23 +198,36 @@ def test_symbolic_sizes_serve_other_lengths() -> None:
     torch.testing.assert_close(graph(*inputs), model(*inputs))
 
 
-@needs_native
-@each_way
-def test_make_fx_records_forward_and_backward_as_operators(way: str) -> None:
-    class Gradient(nn.Module):
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            leaf = x.detach().requires_grad_()
-            return torch.autograd.grad(Attending()(leaf, lengths).square().sum(), leaf)[0]
+class Gradient(nn.Module):
+    """The gradient of an attention."""
 
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(Attending()(leaf, lengths).square().sum(), leaf)[0]
+
+
+@needs_native
+@pytest.mark.parametrize("way", ["real", "fake", "symbolic"])
+def test_make_fx_records_forward_and_backward_as_operators(way: str) -> None:
     graph, inputs = made_by(Gradient(), way), given()
     assert [name in graph.code for name in ("multihead.attention", "multihead.attention_backward")] == [True, True]
     torch.testing.assert_close(graph(*inputs), Gradient()(*inputs))
 
 
-@each_model
+@needs_native
+def test_a_backward_pass_that_is_recorded_before_dispatch_is_rejected() -> None:
+    with pytest.raises(ArgumentError) as refused:
+        made_by(Gradient(), "before dispatch")
+    assert str(refused.value) == (
+        "The backward pass of torch.ops.multihead.attention is recorded before dispatch, where PyTorch makes constants "
+        "of what the forward pass saved. Leave out pre_dispatch=True of make_fx, or the gradient in what torch.export "
+        "is given."
+    )
+
+
+# How many tokens are left of padding depends on values, which fake tensors do not have.
+@pytest.mark.parametrize("name", [name for name in MODELS if "padded" not in name])
 def test_fake_tensors_have_the_shape_of_the_output_and_leave_nothing_behind(name: str) -> None:
-    if "padded" in name:
-        pytest.skip("how many tokens are left of padding depends on values, which fake tensors do not have")
     model = MODELS[name]().eval()
     inputs = given(length=31, dtype=dtype_of(model))  # a length whose plan no other test makes
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -166,6 +166,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch._ops._len_torch_dispatch_stack_pre_dispatch():  # noqa: SLF001 - torch has no public word for it
+        raise ArgumentError(
+            "The backward pass of torch.ops.multihead.attention is recorded before dispatch, where PyTorch makes "
+            "constants of what the forward pass saved.",
+            "Leave out pre_dispatch=True of make_fx, or the gradient in what torch.export is given.",
+        )
     output, logsumexp, *tensors, seed = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     if of_output is None:

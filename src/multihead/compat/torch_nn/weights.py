@@ -13,7 +13,7 @@ from multihead.call import Attended, AttentionRequest
 from multihead.kernels.reference import softmax
 from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
 from multihead.masks import Full
-from multihead.reading import jit_traced
+from multihead.reading import traced
 from multihead.scores.bias import written_out
 
 
@@ -31,7 +31,7 @@ def returned_weights(
     Returns: (batch, queries, keys), or (batch, heads, queries, keys), in the dtype of q; after dropout.
     """
     at_once = average and not request.dropout  # what is dropped of each head decides their average
-    if jit_traced():  # which cannot record an autograd.Function
+    if traced() and not torch.compiler.is_compiling():  # other tracers record no autograd.Function, or half of one
         weights = _all_heads(request)
         weights = weights.mean(1) if at_once else weights
     else:
