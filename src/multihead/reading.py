@@ -69,7 +69,7 @@ def transformed() -> bool:
 
 def jit_traced() -> bool:
     """Whether torch.jit.trace runs this code."""
-    return bool(_jit_traces())
+    return not torch.compiler.is_compiling() and bool(_jit_traces())
 
 
 def _without_values() -> bool:

@@ -129,7 +129,7 @@ def test_plans_are_kept_within_a_number_of_bytes_and_the_oldest_go_first() -> No
     assert kept.held == 3 * a_plan
     assert [kept.plan(*key) is plan for key, plan in zip(keys[1:], plans[1:], strict=True)] == [True] * 3
     assert kept.plan(*keys[0]) is not plans[0]
-    larger = (Window(1), 400, 400, 0, torch.device("cpu"))
+    larger = (Window(1), 1000, 1000, 0, torch.device("cpu"))
     assert kept.plan(*larger) is not kept.plan(*larger)
     assert kept.held == 3 * a_plan
 
