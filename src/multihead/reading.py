@@ -57,7 +57,23 @@ def recorded() -> bool:
     ...     recorded(), traced()
     (True, False)
     """
-    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _jit_traces() or _proxied()
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _jit_traces()
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+    )
+
+
+def intercepted() -> bool:
+    """Whether this code is `recorded` or `transformed`: one question for what every call asks."""
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _transforms() is not None
+        or _jit_traces()
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+    )
 
 
 def transformed() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, cast
 
+import torch
+
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import (
@@ -18,7 +20,6 @@ from multihead.kernels import (
 from multihead.kernels.rules import slower
 from multihead.kernels.strictness import refuse_if_strict
 from multihead.plan.bounds import KeyBounds
-from multihead.reading import traced
 
 
 class Kernel(Protocol):
@@ -74,7 +75,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
     refusals: dict[str, str] = {}
     for name in KERNELS if kernel is None else (kernel,):
         reason = KERNELS[name].refusal(request, bounds)
-        if reason is None and name == "native" and kernel is None and not traced():
+        if reason is None and name == "native" and kernel is None and not torch.compiler.is_compiling():
             reason = slower(request, bounds, library.chosen().name)
         if reason is None:
             if name == "reference" and kernel is None:

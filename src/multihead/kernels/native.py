@@ -31,7 +31,7 @@ from multihead.kernels.native_statistics import Measuring
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import dense, without_tensors
 from multihead.plan.bounds import KeyBounds
-from multihead.reading import recorded, transformed
+from multihead.reading import intercepted, recorded, transformed
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
@@ -53,15 +53,20 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
-    if not recorded():  # what is recorded is the operator, which PyTorch hands plain tensors in the end
-        if transformed():
-            return "it reads memory, and a transform of torch.func hands it tensors that have none"
-        for tensor in _read(request, bounds):
+    if not intercepted():
+        for tensor in () if _usual(request, bounds) else _read(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     elif transformed():
-        return "its operator has no rule for the transforms of torch.func"
+        return "it reads memory, and a transform of torch.func hands it tensors that have none"
     return library.absence()
+
+
+def _usual(request: AttentionRequest, bounds: KeyBounds) -> bool:
+    """Whether all tensors of a call without bias and sinks are plain, which most are: looked at on every call."""
+    if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
+        return False
+    return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
 
 
 def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
@@ -85,23 +90,22 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     # Drawn from torch's own generator, so torch.manual_seed repeats it.
     seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
     job = Job(ready, bounds, measuring, seed)
+    compute = _with_gradient if torch.is_grad_enabled() and _follows(ready) else forward
     if profiler._is_profiler_enabled:  # noqa: SLF001 - what record_function itself asks only after microseconds
         with profiler.record_function("multihead::attention"):  # the operator's name
-            output, logsumexp = _attended(job)
+            output, logsumexp = compute(job)
     else:
-        output, logsumexp = _attended(job)
+        output, logsumexp = compute(job)
     if measuring is None:
         return Attended(output, logsumexp)
     return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
 
 
-def _attended(job: Job) -> tuple[Tensor, Tensor]:
-    """Compute a call, with a gradient where some input wants one."""
+def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
+    """Compute what `forward` does, with a gradient."""
     ready = job.request
-    if torch.is_grad_enabled() and _follows(ready):
-        inputs = (ready.q, ready.k, ready.v, _bias_of(ready), ready.sinks)
-        return _Differentiable.apply(*inputs, job)  # type: ignore[no-any-return, no-untyped-call]
-    return forward(job)
+    inputs = (ready.q, ready.k, ready.v, _bias_of(ready), ready.sinks)
+    return _Differentiable.apply(*inputs, job)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:

@@ -14,7 +14,7 @@ from multihead.call import AttentionRequest
 from multihead.masks.behind import Behind
 from multihead.masks.dense import as_tensor
 from multihead.masks.values import And, Causal, Documents, Full, Keep, Lengths, Mask, Or, Prefix, Window, _Given
-from multihead.reading import readable, recorded, traced, transformed
+from multihead.reading import intercepted, readable, traced
 
 # Plans that are kept may take so many bytes together: 16 for each query that has bounds of its own.
 KEPT_BYTES = 32 << 20
@@ -89,7 +89,7 @@ def bounds_of(request: AttentionRequest) -> KeyBounds:
 
 
 def _bounds_in(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
-    if isinstance(query_start, Tensor) or recorded() or transformed():
+    if isinstance(query_start, Tensor) or intercepted():
         return _planned(mask, queries, keys, query_start, device)
     if queries == 1:  # each step of a decoding is another one: it is planned in numbers
         only = _interval_at(mask, query_start, keys)

@@ -16,7 +16,7 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
-from multihead.reading import recorded, traced, transformed
+from multihead.reading import intercepted, traced
 from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
 from multihead.rotary.waves import Tables, Waves, exact_on, turned_columns, waves_of
 
@@ -136,7 +136,7 @@ class Rotary:
         """Look the waves up, or compute them where a table could not be kept: where code is recorded or transformed."""
         self._refuse_unless_fitting(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
-        if type(x) is Tensor and not recorded() and not transformed():
+        if type(x) is Tensor and not intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
                 return tables.between(positions, positions + x.shape[2])
