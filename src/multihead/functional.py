@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from multihead import listening
 from multihead.call import Attended, AttentionCall, AttentionRequest, Continued
-from multihead.errors import DtypeError, ShapeError, refuse_unless_scale, refuse_unless_share, refuse_unless_slice
+from multihead.errors import (
+    ArgumentError,
+    DtypeError,
+    ShapeError,
+    refuse_unless_scale,
+    refuse_unless_share,
+    refuse_unless_slice,
+)
 from multihead.explaining import Explanation, explained
 from multihead.kernels.choose import KERNELS, choose
 from multihead.kernels.quarantine import poisoned, quarantined
@@ -25,7 +32,7 @@ from multihead.probes import DEFAULT, Beside, Probe
 from multihead.probes import statistics as measuring
 from multihead.probes import weights as tiles
 from multihead.probes.statistics import NOTHING
-from multihead.reading import transformed
+from multihead.reading import traced, transformed
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
@@ -230,6 +237,7 @@ def statistics(
 
     Raises:
         ProbeError: a name is unknown, or a statistic needs what was not given, such as `special_mass` its keys.
+        ArgumentError: torch.jit.trace, make_fx or FakeTensorMode runs this code.
 
     >>> q, k = torch.zeros(2, 1, 2, 4, 8).unbind()
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
@@ -237,6 +245,12 @@ def statistics(
     """
     if unknown:
         refuse_unknown(statistics, unknown, OF_FUNCTIONS)
+    if traced() and not transformed() and not torch.compiler.is_compiling():
+        raise ArgumentError(
+            "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
+            "cannot be read.",
+            "Call it outside of them, on the tensors themselves.",
+        )
     leading = Leading.of(q)
     if leading is not None:
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
@@ -334,7 +348,7 @@ def _joined(leading: Leading, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    if not listening.listeners() or transformed():  # a transform's tensors hold no numbers to tell anybody of
+    if not listening.listeners() or traced():  # no values, nothing to publish
         return _run(request, kernel)
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)

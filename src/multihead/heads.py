@@ -8,6 +8,7 @@ from typing import Literal
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.reading import untraced
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 
@@ -98,6 +99,9 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
             "Give a tensor with three axes.",
         )
     batch, length, width = x.shape
+    if isinstance(width, Tensor):  # a size that torch.jit.trace records
+        with untraced():
+            width = x.shape[2]
     head_dim = head_dim_of(width, num_heads, name="The last axis of x")
     x_split = x.view(batch, length, num_heads, head_dim)  # (batch, length, heads, head_dim)
     return x_split.transpose(1, 2)  # (batch, heads, length, head_dim)

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Causal, Documents, Full, Lengths, Mask, Window
 from multihead.masks.values import And, Or
-from multihead.reading import readable, traced
+from multihead.reading import jit_traced, readable, traced
 
 Side = Literal["right", "left"]
 
@@ -91,7 +91,8 @@ class Packing:
                 f"{name} holds {wrong}, and the batch is padded to {length} tokens.",
                 f"Give lengths from 0 to {length}.",
             )
-        places = torch.ops.multihead.places if torch.compiler.is_compiling() else _places
+        as_operator = traced() and not jit_traced()  # which would make a constant of the length
+        places = torch.ops.multihead.places if as_operator else _places
         index = places(counts, length, side == "left")
         return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ShapeError
+from multihead.reading import traced
 
 # A buffer is (batch, kv_heads, room + 1, dim): padding is written to the place behind the room, as zeros.
 
@@ -99,7 +100,7 @@ def counts_of(
             f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",
             f"Give one number a sample: shape ({batch},).",
         )
-    if torch.compiler.is_compiling() or not batch:
+    if traced() or not batch:
         return counts
     least, largest = (int(edge) for edge in counts.aminmax())
     if least < 0 or largest > most:

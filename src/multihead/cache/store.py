@@ -16,7 +16,7 @@ from multihead.cache.reach import has_key_axis, reach_of
 from multihead.call import Continued
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, refuse_unless_integer
 from multihead.masks import Mask
-from multihead.reading import readable
+from multihead.reading import readable, traced
 
 _HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
@@ -162,7 +162,7 @@ class KeyValueCache:
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         real = None if lengths is None else counts_of(lengths, batch=len(k), most=k.shape[2], device=k.device)
-        if real is not None and not torch.compiler.is_compiling() and bool((real == k.shape[2]).all()):
+        if real is not None and not traced() and bool((real == k.shape[2]).all()):
             real = None  # no padding after all: samples that were alike stay so
         held = buffers.extended(k, v, real)
         if not torch.compiler.is_compiling():

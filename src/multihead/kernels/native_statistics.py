@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ _FIELD = {
     "largest_key": "largest_key",
 }
 _OFFSETS = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
-_OF_OFFSETS = torch.tensor(tuple(_OFFSETS.values()))
+_OF_OFFSETS = array("q", _OFFSETS.values())  # no tensor: the mode under which it were made could be any
 ONE_PASS = frozenset(_FIELD)
 SECOND_PASS = frozenset({"received", "pooled_map"})
 
@@ -74,8 +75,6 @@ class Measuring:
         if names:
             whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
             made.needs["query_start"] = whole.to(torch.int64).contiguous()
-        if "at_offsets" in made.raw:
-            made.needs["offsets"] = _OF_OFFSETS
         if "on_given_key" in made.raw:
             made.needs["given_key"] = first_keys(bounds).expand(shape.batch).contiguous()
         if "on_special_keys" in made.raw and special_keys is not None:
@@ -98,7 +97,7 @@ class Measuring:
         for name, tensor in {**self.raw, **self.needs}.items():
             fields[AT[name]] = tensor.data_ptr()
         if "at_offsets" in self.raw:
-            fields[AT["num_offsets"]] = len(_OFFSETS)
+            fields[AT["offsets"]], fields[AT["num_offsets"]] = _OF_OFFSETS.buffer_info()
 
     def found(self, logsumexp: Tensor) -> dict[str, Tensor]:
         """Return the statistics by the names of the probes."""

@@ -250,10 +250,9 @@ def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
     >>> head_indices(slice(0, 8, 2), 8)
     tensor([0, 2, 4, 6])
     """
-    every = torch.arange(num_heads)
     if isinstance(heads, slice):
         refuse_unless_slice("heads", heads)
-        wanted = every[heads].tolist()
+        wanted = list(range(num_heads)[heads])
     else:
         given = heads.tolist() if isinstance(heads, Tensor) else heads
         wanted = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
@@ -264,4 +263,4 @@ def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
             raise ArgumentError(f"heads holds {head!r}.", f"Give integers from 0 to {num_heads - 1}, or a slice.")
         if not -num_heads <= head < num_heads:
             raise ArgumentError(f"There is no head {head}.", f"Give heads from 0 to {num_heads - 1}.")
-    return every[[index(head) for head in wanted]]
+    return torch.tensor([index(head) % num_heads for head in wanted])
