@@ -40,6 +40,11 @@ class Rows:
         """How many rows there are."""
         return self._length
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether anything was added, be it a tensor without rows."""
+        return bool(self._chunks)
+
     def add(self, chunk: Tensor) -> None:
         """Put rows behind those that are there."""
         self._chunks.append(chunk)
@@ -61,7 +66,7 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
     missing = start - rows.length
     if missing > 0:  # keys that no query at hand may see: a cache had dropped them
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length:
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # the keys of an empty sample have a shape too
         rows.add(kept(k[:, :, rows.length - start :], device))
 
 
