@@ -20,9 +20,9 @@ from multihead.observation.reading import read_ids
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import SampleRecord
 from multihead.observation.summed import Summed
-from multihead.observation.trimming import cut, spans, without_queries
+from multihead.observation.trimming import Span, cut, moved, part_of, sliceable, spans, without_queries
 from multihead.probes.beside import Beside, Pool
-from multihead.probes.probe import Probe
+from multihead.probes.probe import Need, Probe
 from multihead.probes.statistics import of_call, possible, without_positions
 from multihead.probes.weights import tile
 from multihead.scores.bias import values_of, with_values
@@ -164,21 +164,82 @@ class Ear:
         ids = read_ids(self.inputs, call.request, name, crosses=crosses)
         if not goes_on:
             now.samples, now.leads = [], []
-        for index, span in enumerate(spans(call.request, queries=real, keys=padding)):
+        found = spans(call.request, queries=real, keys=padding)
+        starts = []
+        for index, span in enumerate(found):
             place = offsets[span.sample] + span.keys[0]
             if not goes_on:
                 now.leads.append(place)
                 now.samples.append(self._blank(layer.name, crosses=crosses))
                 if layer.summed is None:
                     layer.samples.append(now.samples[-1])
-            sample = now.samples[index]
-            ids.add_to(sample, span, index, offsets[span.sample] - now.leads[index])
-            start = place - now.leads[index] if call.request.packed_lengths is None else 0
-            alone = cut(call, span)
-            if real is not None:
-                alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-            self._add(layer, sample, alone, start, call.request.owner, first=not goes_on)
+            ids.add_to(now.samples[index], span, index, offsets[span.sample] - now.leads[index])
+            starts.append(place - now.leads[index] if call.request.packed_lengths is None else 0)
+        if not goes_on and self._is_measured(call, found, now.samples, real):
+            self._add_together(layer, now.samples, call, found)
+        else:
+            for sample, span, start in zip(now.samples, found, starts, strict=True):
+                alone = cut(call, span)
+                if real is not None:
+                    alone = without_queries(alone, real[span.sample, slice(*span.queries)])
+                self._add(layer, sample, alone, start, call.request.owner, first=not goes_on)
+        for sample in now.samples:
             self.record.add(layer, sample)
+
+    def _is_measured(
+        self, call: AttentionCall, found: list[Span], samples: list[SampleRecord], real: Tensor | None
+    ) -> bool:
+        """Whether the kernel measured all that is wanted of every sample, and no padding stands between its queries."""
+        request, at_hand = call.request, call.attended.statistics
+        if real is not None:
+            lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
+            if not torch.equal(real.sum(1).cpu(), lengths):
+                return False
+        crosses = any(sample.crosses for sample in samples)
+        known: set[Need] = {"values", "output_weight", "sets"}
+        if request.sinks is not None:
+            known.add("sinks")
+        if any(sample.keys_read.ids is not None for sample in samples):
+            known |= {"ids", "special_keys"} if self.special_ids else {"ids"}
+        wanted = {
+            probe.name for probe in self.probes if probe.needs <= known and not (crosses and probe.parts & OF_TOKENS)
+        }
+        return all(wanted == sliceable(request, span, at_hand) & wanted for span in found)
+
+    def _add_together(
+        self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, found: list[Span]
+    ) -> None:
+        """Add a call that begins all its samples, and that the kernel has measured whole: a few steps for the batch."""
+        request, attended = call.request, call.attended
+        wanted = {probe.name for probe in self.probes}
+        statistics = {name: value for name, value in attended.statistics.items() if name in wanted}
+        logsumexp = attended.logsumexp.detach()
+        if layer.summed is not None:
+            layer.summed.add_together(statistics, logsumexp, request, found)
+            return
+        device = request.shape.device if self.keep == "device" else torch.device("cpu")
+        names = [name for name in (probe.name for probe in self.probes) if name in statistics]
+        alike = [name for name in names if statistics[name].dtype == logsumexp.dtype]
+        stacked = torch.stack([logsumexp, *(statistics[name] for name in alike)])  # (1 + names, batch, heads, queries)
+        bare = self._bare(request, device)
+        for sample, span in zip(samples, found, strict=True):
+            rows = slice(*span.queries)
+            own = stacked[:, span.sample, :, rows].cpu().clone()  # (1 + names, heads, rows)
+            measured = dict(zip(alike, own[1:].unbind(), strict=True))
+            for name in names:
+                if name not in measured:
+                    measured[name] = moved(name, statistics[name][span.sample, :, rows].cpu().clone(), span)
+            keeps = sample.q is not None
+            if sample.k is not None:
+                grow_keys(
+                    sample.k, request.k[span.sample : span.sample + 1, :, slice(*span.keys)], start=0, device=device
+                )
+            sample.add(
+                Piece(part_of(bare, span)),
+                own[:1].to(device),
+                {name: measured[name] for name in names},
+                kept(request.q[span.sample : span.sample + 1, :, rows], device) if keeps else None,
+            )
 
     def _add(
         self,
@@ -199,23 +260,7 @@ class Ear:
             found["induction_mass"] = found["induction_mass"] + _behind_dropped_key(sample, call, key_start)
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         keeps = self.keep in ("cpu", "device")
-        bias = request.bias
-        if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
-            bias = None  # it hides no key, and nothing else of it will be asked for
-        nothing = torch.empty(0)
-        request = replace(
-            request,
-            q=nothing,
-            k=nothing,
-            v=nothing,
-            owner=None,
-            wanted=frozenset(),
-            shape=replace(request.shape, device=device),
-            bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
-            sinks=None,  # their share is in the logsumexp
-            query_start=int(request.query_start),
-            continued=None,
-        )
+        request = replace(self._bare(request, device), query_start=int(request.query_start))
         if sample.k is not None:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
@@ -229,6 +274,25 @@ class Ear:
         )
         if layer.summed is not None:
             layer.summed.add(target, first=first)
+
+    def _bare(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
+        """Leave out of a request what a record does not keep in it: q, k, v, its owner and its sinks."""
+        bias = request.bias
+        if bias is not None and self.keep not in ("cpu", "device") and not bool((values_of(bias) == -torch.inf).any()):
+            bias = None  # it hides no key, and nothing else of it is needed
+        nothing = torch.empty(0)
+        return replace(
+            request,
+            q=nothing,
+            k=nothing,
+            v=nothing,
+            owner=None,
+            wanted=frozenset(),
+            shape=replace(request.shape, device=device),
+            bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
+            sinks=None,  # their share is in the logsumexp
+            continued=None,
+        )
 
     def _beside(
         self, sample: SampleRecord, call: AttentionCall, start: int, owner: nn.Module | None, *, first: bool

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from multihead.call import AttentionRequest
 from multihead.observation.summaries import SHARES, Of, counted, refuse_unless_summary
+from multihead.observation.trimming import Span, position_of
 
 if TYPE_CHECKING:
     from multihead.observation.sample import SampleRecord
@@ -44,12 +47,10 @@ class Sketch:
 
     def add(self, values: Tensor, rows: Tensor) -> None:
         """Add some queries: values (heads, queries), and which of them count (heads, queries) bool."""
-        values = values.double()
-        self.total += values.masked_fill(~rows, 0).sum(-1)
-        self.count += rows.sum(-1)
-        place = ((values / LEAST).log() / math.log(RATIO)).ceil().nan_to_num(nan=0, neginf=0).clamp(0, BINS - 1).long()
-        head = torch.arange(len(values))[:, None] * BINS
-        self.bins += (head + place)[rows].bincount(minlength=self.bins.numel()).view_as(self.bins)
+        total, count, bins = _sums(values[:, None], rows[:, None])
+        self.total += total[0]
+        self.count += count[0]
+        self.bins += bins[0]
 
     def quantile(self, share: float) -> Tensor:
         """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 of none."""
@@ -82,9 +83,62 @@ class Summed:
             if values.is_floating_point():
                 self.statistics.setdefault(name, Sketch.zero(self.num_heads)).add(values, counted(call, name))
 
+    def add_together(
+        self, measured: Mapping[str, Tensor], logsumexp: Tensor, request: AttentionRequest, found: Sequence[Span]
+    ) -> None:
+        """Add a call that begins all its samples, in a few steps for the whole batch.
+
+        Args:
+            measured: its statistics, (batch, heads, queries) each; rows of padding do not count.
+            logsumexp: (batch, heads, queries).
+            request: the call.
+            found: where each sample stands in it.
+        """
+        self.num_samples += len(found)
+        names = [name for name, value in measured.items() if value.is_floating_point()]
+        if not names:
+            return
+        size = (request.shape.batch, request.shape.query_length)
+        real = torch.zeros(size, dtype=torch.bool)
+        before, after = real.clone(), real.clone()  # queries that have a key before their own, and one after it
+        for span in found:
+            place = (span.sample, slice(*span.queries))
+            real[place] = True
+            position = torch.arange(span.queries[1] - span.queries[0]) + position_of(request, span)
+            before[place], after[place] = position >= 1, position + 1 < span.keys[1] - span.keys[0]
+        sees = (logsumexp != -torch.inf).cpu() & real[:, None]
+        having = {"previous_mass": sees & before[:, None], "next_mass": sees & after[:, None]}
+        # Where every name has rows of its own, one head's rows of all samples are beside each other.
+        values = torch.stack([measured[name].cpu() for name in names], 1).transpose(0, 2)  # (heads, names, batch, ...)
+        rows = torch.stack([having.get(name, sees) for name in names], 1).transpose(0, 2)
+        total, count, bins = _sums(values.flatten(2), rows.flatten(2))
+        for index, name in enumerate(names):
+            sketch = self.statistics.get(name)
+            if sketch is None:
+                self.statistics[name] = Sketch(total[index].clone(), count[index].clone(), bins[index].clone())
+            else:
+                sketch.total += total[index]
+                sketch.count += count[index]
+                sketch.bins += bins[index]
+
     def summary(self, of: Of) -> dict[str, Tensor]:
         """Sum up each statistic: (heads,) float64 each; "mean" is exact, "median" and "p95" within 1 %."""
         refuse_unless_summary(of)
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in self.statistics.items()}
         return {name: each.quantile(SHARES[of]) for name, each in self.statistics.items()}
+
+
+def _sums(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum up several statistics at once: values (heads, names, queries), and which of them count, bool.
+
+    Returns: their sums (names, heads) float64, how many there are (names, heads) float64, and how many lie in each
+        bin (names, heads, bins) int64.
+    """
+    heads, names, _ = values.shape
+    total = values.masked_fill(~rows, 0).sum(-1, dtype=torch.float64)
+    # Widths of bins are far larger than what float32 rounds of a logarithm: one in 10,000 of a bin.
+    place = values.div(LEAST).log_().div_(math.log(RATIO)).ceil_().nan_to_num_(nan=0, neginf=0).clamp_(0, BINS - 1)
+    first = (torch.arange(names) * heads + torch.arange(heads)[:, None]) * BINS  # (heads, names)
+    bins = (place.long() + first[..., None])[rows].bincount(minlength=names * heads * BINS)
+    return total.T, rows.sum(-1).double().T, bins.view(names, heads, BINS)

@@ -59,8 +59,8 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         lengths = request.packed_lengths.to(shape.device)
         behind = lengths.cumsum(0).repeat_interleave(lengths)
         inside = (bounds.start >= behind - lengths.repeat_interleave(lengths)) & (bounds.stop <= behind)
-        holds_all = bool((bounds.sees_nothing | inside).all())
-        return [Span(0, place, place, holds_all, holds_first=True) for place in places]
+        within = bool((bounds.sees_nothing | inside).all())
+        return [Span(0, place, place, holds_all=within, holds_first=True) for place in places]
     start, stop, seeing = (
         each.expand(batch, -1) for each in (bounds.start, bounds.stop, ~bounds.sees_nothing)
     )  # (batch, queries)
@@ -119,18 +119,24 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     The statistics that the kernel measured are sliced with it; those that mean something else in the sample are left
     out.
     """
-    request, attended = part_of(call.request, span), call.attended
-    sample, rows = slice(span.sample, span.sample + 1), slice(*span.queries)
+    request, attended = call.request, call.attended
+    sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
+    part = replace(
+        part_of(request, span),
+        q=request.q[sample, :, rows],
+        k=request.k[sample, :, columns],
+        v=request.v[sample, :, columns],
+    )
     kept = {
         name: moved(name, value[sample, :, rows], span)
         for name, value in attended.statistics.items()
-        if name in sliceable(call.request, span, attended.statistics)
+        if name in sliceable(request, span, attended.statistics)
     }
-    return AttentionCall(request, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
+    return AttentionCall(part, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
 
 def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
-    """Cut one sample out of what is asked: see `cut`."""
+    """Cut one sample out of a request as `cut` does, but for q, k and v, which stay those of the whole."""
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
     shape = replace(
         request.shape,
@@ -138,7 +144,7 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
         query_length=rows.stop - rows.start,
         key_length=columns.stop - columns.start,
     )
-    position = _position(request, span)
+    position = position_of(request, span)
     packed = request.packed_lengths is not None
     mask = mask_of_part(without_documents(request.mask) if packed else request.mask, span)
     if position < 0 and _has_documents(mask):
@@ -149,9 +155,6 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
         position = max(position, 0)  # a place before the first key means nothing to a mask of cross-attention
     return replace(
         request,
-        q=request.q[sample, :, rows],
-        k=request.k[sample, :, columns],
-        v=request.v[sample, :, columns],
         shape=shape,
         mask=mask,
         query_start=position,
@@ -171,7 +174,7 @@ def sliceable(request: AttentionRequest, span: Span, names: Iterable[str]) -> fr
     if not (span.holds_all or (whole and request.packed_lengths is None)):
         return frozenset()
     left_out = frozenset[str]() if span.holds_first else frozenset({"first_mass"})
-    if _position(request, span) < 0:
+    if position_of(request, span) < 0:
         left_out |= OF_POSITIONS
     return frozenset(names) - left_out
 
@@ -181,7 +184,7 @@ def moved(name: str, value: Tensor, span: Span) -> Tensor:
     return value - span.keys[0] * (value >= 0) if name == "largest_key" and span.keys[0] else value
 
 
-def _position(request: AttentionRequest, span: Span) -> int:
+def position_of(request: AttentionRequest, span: Span) -> int:
     """Return where the first query of a sample stands among its keys."""
     start = request.query_start
     origin = int(start[span.sample]) if isinstance(start, Tensor) else start
