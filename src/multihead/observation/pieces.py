@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from multihead.masks import Causal, Full, Mask, Window
 from multihead.masks.values import And
 
 
-@dataclass(eq=False)
 class Rows:
     """A tensor that grows along one axis: what comes stands behind what is there.
 
@@ -25,15 +24,15 @@ class Rows:
         chunks: what is there.
     """
 
-    axis: int
-    chunks: Iterable[Tensor] = ()
-    _chunks: list[Tensor] = field(init=False)
-    _length: int = field(init=False)
+    __slots__ = ("_chunks", "_length", "axis")
 
-    def __post_init__(self) -> None:
-        self._chunks = list(self.chunks)
-        self.chunks = ()
-        self._length = sum(chunk.shape[self.axis] for chunk in self._chunks)
+    def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
+        """Begin with some chunks; a sample has a dozen of these, so this is as short as can be."""
+        self.axis = axis
+        self._chunks = list(chunks)
+        self._length = 0
+        for chunk in self._chunks:
+            self._length += chunk.shape[axis]
 
     @property
     def length(self) -> int:

@@ -47,7 +47,7 @@ class Sketch:
 
     def add(self, values: Tensor, rows: Tensor) -> None:
         """Add some queries: values (heads, queries), and which of them count (heads, queries) bool."""
-        total, count, bins = _sums(values[:, None], rows[:, None])
+        total, count, bins = _sums(values.T[:, None], rows.T[:, None])
         self.total += total[0]
         self.count += count[0]
         self.bins += bins[0]
@@ -98,24 +98,23 @@ class Summed:
         names = [name for name, value in measured.items() if value.is_floating_point()]
         if not names:
             return
-        size = (request.shape.batch, request.shape.query_length)
-        real = torch.zeros(size, dtype=torch.bool)
-        before, after = real.clone(), real.clone()  # queries that have a key before their own, and one after it
-        for span in found:
-            place = (span.sample, slice(*span.queries))
-            real[place] = True
-            position = torch.arange(span.queries[1] - span.queries[0]) + position_of(request, span)
-            before[place], after[place] = position >= 1, position + 1 < span.keys[1] - span.keys[0]
-        sees = (logsumexp != -torch.inf).cpu() & real[:, None]
-        having = {"previous_mass": sees & before[:, None], "next_mass": sees & after[:, None]}
-        # Where every name has rows of its own, one head's rows of all samples are beside each other.
-        values = torch.stack([measured[name].cpu() for name in names], 1).transpose(0, 2)  # (heads, names, batch, ...)
-        rows = torch.stack([having.get(name, sees) for name in names], 1).transpose(0, 2)
-        total, count, bins = _sums(values.flatten(2), rows.flatten(2))
+        # One entry a real query: its sample, its place in it, and where it stands among the sample's keys.
+        lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
+        sample = torch.arange(len(found)).repeat_interleave(lengths)
+        place = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
+        row = place + torch.tensor([span.queries[0] for span in found])[sample]
+        position = place + torch.tensor([position_of(request, span) for span in found])[sample]
+        keys = torch.tensor([span.keys[1] - span.keys[0] for span in found])[sample]
+        batch = torch.tensor([span.sample for span in found])[sample]
+        values = torch.stack([measured[name].cpu() for name in names])[:, batch, :, row]  # (queries, names, heads)
+        sees = logsumexp.cpu()[batch, :, row] != -torch.inf  # (queries, heads)
+        having = {"previous_mass": position >= 1, "next_mass": position + 1 < keys}
+        rows = torch.stack([sees & having[name][:, None] if name in having else sees for name in names], 1)
+        total, count, bins = _sums(values, rows)
         for index, name in enumerate(names):
             sketch = self.statistics.get(name)
             if sketch is None:
-                self.statistics[name] = Sketch(total[index].clone(), count[index].clone(), bins[index].clone())
+                self.statistics[name] = Sketch(total[index], count[index], bins[index])
             else:
                 sketch.total += total[index]
                 sketch.count += count[index]
@@ -130,15 +129,17 @@ class Summed:
 
 
 def _sums(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum up several statistics at once: values (heads, names, queries), and which of them count, bool.
+    """Sum up several statistics at once: values (queries, names, heads), and which of them count, bool.
 
     Returns: their sums (names, heads) float64, how many there are (names, heads) float64, and how many lie in each
         bin (names, heads, bins) int64.
     """
-    heads, names, _ = values.shape
-    total = values.masked_fill(~rows, 0).sum(-1, dtype=torch.float64)
-    # Widths of bins are far larger than what float32 rounds of a logarithm: one in 10,000 of a bin.
-    place = values.div(LEAST).log_().div_(math.log(RATIO)).ceil_().nan_to_num_(nan=0, neginf=0).clamp_(0, BINS - 1)
-    first = (torch.arange(names) * heads + torch.arange(heads)[:, None]) * BINS  # (heads, names)
-    bins = (place.long() + first[..., None])[rows].bincount(minlength=names * heads * BINS)
-    return total.T, rows.sum(-1).double().T, bins.view(names, heads, BINS)
+    _, names, heads = values.shape
+    values = values.masked_fill(~rows, 0)
+    # log_RATIO(value / LEAST); bins are far wider than what float32 rounds of a logarithm: one in 10,000 of a bin.
+    place = values.log2().mul_(1 / math.log2(RATIO)).sub_(math.log2(LEAST) / math.log2(RATIO)).ceil_()
+    place = place.clamp_(0, BINS - 1).nan_to_num_(nan=0).int()
+    place.add_(torch.arange(names * heads, dtype=torch.int32).view(names, heads) * BINS)
+    place.masked_fill_(~rows, names * heads * BINS)  # what does not count goes into a bin after all others
+    bins = place.flatten().bincount(minlength=names * heads * BINS + 1)[:-1]
+    return values.sum(0, dtype=torch.float64), rows.sum(0).double(), bins.view(names, heads, BINS)
