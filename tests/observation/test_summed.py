@@ -111,7 +111,7 @@ def test_a_text_alone_is_refused() -> None:
 
 @needs_native
 @pytest.mark.parametrize("options", [{}, {"padding_side": "left"}, {"query_start": 0}])
-def test_a_padded_batch_is_summed_up_in_one_step_a_layer(options: dict[str, Any]) -> None:
+def test_a_padded_batch_is_summed_up_in_one_step_a_layer(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
     counting = patch.object(summed, "_sums", side_effect=summed._sums)
@@ -130,6 +130,8 @@ def test_a_padded_batch_is_summed_up_in_one_step_a_layer(options: dict[str, Any]
                 alone.add(sample.per_query[name], counted(sample, name))
             assert torch.equal(sketch.bins, alone.bins)
             assert torch.equal(sketch.count, alone.count)
+    found.save(tmp_path / "run.safetensors")
+    assert Record.load(tmp_path / "run.safetensors").table(of="p95").rows == found.table(of="p95").rows
 
 
 @needs_native

@@ -21,7 +21,7 @@ from multihead.observation.reading import read_ids
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import SampleRecord
 from multihead.observation.summed import Summed
-from multihead.observation.trimming import Span, cut, moved, part_of, sliceable, spans, without_queries
+from multihead.observation.trimming import Places, Span, cut, moved, part_of, sliceable, spans, without_queries
 from multihead.probes.beside import Beside, Pool
 from multihead.probes.probe import Need, Probe
 from multihead.probes.statistics import of_call, possible, without_positions
@@ -55,39 +55,6 @@ class _Last:
 
 
 @dataclass(eq=False)
-class _Cut:
-    """Where the samples of a call stand: the layers of a model that share a mask share this too.
-
-    Fields:
-        request: the call, without its tensors.
-        real: (batch, queries) bool, True = no padding, or None.
-        padding: (batch, keys) bool, True = no padding, or None.
-        found: a sample: its rows and columns.
-        parts: a sample: its own request, as a record keeps it; empty until they are needed.
-    """
-
-    request: AttentionRequest
-    real: Tensor | None
-    padding: Tensor | None
-    found: list[Span]
-    parts: list[Piece] = field(default_factory=list)
-
-    def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
-        """Whether another call has its samples at the same places, and asks the same of them."""
-        mine = self.request
-        for each in (request, mine):
-            if isinstance(each.query_start, Tensor) or each.bias is not None or each.packed_lengths is not None:
-                return False
-        return (
-            request.mask is mine.mask
-            and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
-            and vars(request.shape) == vars(mine.shape)
-            and _same(real, self.real)
-            and _same(padding, self.padding)
-        )
-
-
-@dataclass(eq=False)
 class Ear:
     """Hears every call, finds whose it is and what it goes on from, and notes it."""
 
@@ -105,7 +72,7 @@ class Ear:
     _last: dict[tuple[str, object], _Last] = field(default_factory=dict)  # of each layer and text
     _counts: dict[str, int] = field(default_factory=dict)
     _pass: int = -1
-    _cut: _Cut | None = None  # of the last call in this pass
+    _places: Places | None = None  # of the last call in this pass
     _pass_goes_on: bool = False  # whether self-attention in this pass went on from a cache
 
     @property
@@ -125,7 +92,7 @@ class Ear:
     def _numbered(self, name: str) -> str:
         """Number the calls of one layer within a forward pass of the model."""
         if self.inputs.passes != self._pass or not self.inputs.running:
-            self._pass, self._pass_goes_on, self._cut = self.inputs.passes, False, None
+            self._pass, self._pass_goes_on, self._places = self.inputs.passes, False, None
             self._counts.clear()
         self._counts[name] = self._counts.get(name, 0) + 1
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
@@ -199,10 +166,10 @@ class Ear:
         ids = read_ids(self.inputs, call.request, name, crosses=crosses)
         if not goes_on:
             now.samples, now.leads = [], []
-        if self._cut is None or not self._cut.fits(call.request, real, padding):
+        if self._places is None or not self._places.fits(call.request, real, padding):
             found = spans(call.request, queries=real, keys=padding)
-            self._cut = _Cut(without_tensors(call.request), real, padding, found)
-        found = self._cut.found
+            self._places = Places(without_tensors(call.request), real, padding, found)
+        found = self._places.found
         starts = []
         for index, span in enumerate(found):
             place = offsets[span.sample] + span.keys[0]
@@ -214,7 +181,7 @@ class Ear:
             ids.add_to(now.samples[index], span, index, offsets[span.sample] - now.leads[index])
             starts.append(place - now.leads[index] if call.request.packed_lengths is None else 0)
         if not goes_on and self._is_measured(call, found, now.samples, real):
-            self._add_together(layer, now.samples, call, self._cut)
+            self._add_together(layer, now.samples, call, self._places)
         else:
             for sample, span, start in zip(now.samples, found, starts, strict=True):
                 alone = cut(call, span)
@@ -244,7 +211,9 @@ class Ear:
         }
         return all(wanted == sliceable(request, span, at_hand) & wanted for span in found)
 
-    def _add_together(self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, places: _Cut) -> None:
+    def _add_together(
+        self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, places: Places
+    ) -> None:
         """Add a call that begins all its samples, and that the kernel has measured whole: a few steps for the batch."""
         request, attended = call.request, call.attended
         wanted = {probe.name for probe in self.probes}
@@ -259,25 +228,18 @@ class Ear:
         stacked = torch.stack([logsumexp, *(statistics[name] for name in alike)])  # (1 + names, batch, heads, queries)
         if not places.parts:
             bare = self._bare(request, device)
-            places.parts = [Piece(part_of(bare, span)) for span in places.found]
+            places.parts = [part_of(bare, span) for span in places.found]
         for sample, span, part in zip(samples, places.found, places.parts, strict=True):
-            rows = slice(*span.queries)
+            one, rows = slice(span.sample, span.sample + 1), slice(*span.queries)
             own = stacked[:, span.sample, :, rows].cpu().clone()  # (1 + names, heads, rows)
             measured = dict(zip(alike, own[1:].unbind(), strict=True))
             for name in names:
                 if name not in measured:
                     measured[name] = moved(name, statistics[name][span.sample, :, rows].cpu().clone(), span)
-            keeps = sample.q is not None
             if sample.k is not None:
-                grow_keys(
-                    sample.k, request.k[span.sample : span.sample + 1, :, slice(*span.keys)], start=0, device=device
-                )
-            sample.add(
-                part,
-                own[:1].to(device),
-                {name: measured[name] for name in names},
-                kept(request.q[span.sample : span.sample + 1, :, rows], device) if keeps else None,
-            )
+                grow_keys(sample.k, request.k[one, :, slice(*span.keys)], start=0, device=device)
+            q = None if sample.q is None else kept(request.q[one, :, rows], device)
+            sample.add(Piece(part), own[:1].to(device), {name: measured[name] for name in names}, q)
 
     def _add(
         self,
@@ -392,10 +354,6 @@ class Ear:
                 f"No layer that ran is called {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _behind_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:

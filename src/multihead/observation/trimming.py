@@ -41,6 +41,39 @@ class Span:
     holds_first: bool = field(default=False, compare=False)
 
 
+@dataclass(eq=False)
+class Places:
+    """Where the samples of a call stand: the layers of a model that share a mask share this too.
+
+    Fields:
+        request: the call, without its tensors.
+        real: (batch, queries) bool, True = no padding, or None.
+        padding: (batch, keys) bool, True = no padding, or None.
+        found: of each sample its rows and columns.
+        parts: of each sample its own request, as a record keeps it; empty until they are needed.
+    """
+
+    request: AttentionRequest
+    real: Tensor | None
+    padding: Tensor | None
+    found: list[Span]
+    parts: list[AttentionRequest] = field(default_factory=list)
+
+    def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
+        """Whether another call has its samples at the same places, and asks the same of them."""
+        mine = self.request
+        for each in (request, mine):
+            if isinstance(each.query_start, Tensor) or each.bias is not None or each.packed_lengths is not None:
+                return False
+        return (
+            request.mask is mine.mask
+            and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
+            and vars(request.shape) == vars(mine.shape)
+            and _same(real, self.real)
+            and _same(padding, self.padding)
+        )
+
+
 def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Span]:
     """Find where each sample of a call stands.
 
@@ -89,6 +122,10 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
     ]
 
 
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
 def _hulls(flags: Tensor) -> tuple[Tensor, Tensor]:
     """Find the first True of each row and the place behind the last: (rows, n) bool; (0, 0) where there is none."""
     behind = _largest(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
@@ -127,10 +164,9 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
         k=request.k[sample, :, columns],
         v=request.v[sample, :, columns],
     )
+    names = sliceable(request, span, attended.statistics)
     kept = {
-        name: moved(name, value[sample, :, rows], span)
-        for name, value in attended.statistics.items()
-        if name in sliceable(request, span, attended.statistics)
+        name: moved(name, value[sample, :, rows], span) for name, value in attended.statistics.items() if name in names
     }
     return AttentionCall(part, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
