@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from multihead.masks.values import And
 from multihead.probes.weights import RowTotals
 
 
-@dataclass(eq=False)
 class Rows:
     """A tensor that grows along one axis: what comes stands behind what is there.
 
@@ -26,20 +25,25 @@ class Rows:
         chunks: what is there.
     """
 
-    axis: int
-    chunks: Iterable[Tensor] = ()
-    _chunks: list[Tensor] = field(init=False)
-    _length: int = field(init=False)
+    __slots__ = ("_chunks", "_length", "axis")
 
-    def __post_init__(self) -> None:
-        self._chunks = list(self.chunks)
-        self.chunks = ()
-        self._length = sum(chunk.shape[self.axis] for chunk in self._chunks)
+    def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
+        """Begin with some chunks; a sample has a dozen of these, so this is as short as can be."""
+        self.axis = axis
+        self._chunks = list(chunks)
+        self._length = 0
+        for chunk in self._chunks:
+            self._length += chunk.shape[axis]
 
     @property
     def length(self) -> int:
         """How many rows there are."""
         return self._length
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether anything was added, be it a tensor without rows."""
+        return bool(self._chunks)
 
     def add(self, chunk: Tensor) -> None:
         """Put rows behind those that are there."""
@@ -62,7 +66,7 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
     missing = start - rows.length
     if missing > 0:  # keys that no query at hand may see: a cache had dropped them
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length:
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # the keys of an empty sample have a shape too
         rows.add(kept(k[:, :, rows.length - start :], device))
 
 
