@@ -229,7 +229,11 @@ class Ear:
         if not places.parts:
             bare = self._bare(request, device)
             places.parts = [part_of(bare, span) for span in places.found]
-        for sample, span, part in zip(samples, places.found, places.parts, strict=True):
+        parts = places.parts
+        if request.sinks is not None:  # which each layer has of its own
+            sinks = kept(request.sinks, device) if self.keep in ("cpu", "device") else None
+            parts = [replace(part, sinks=sinks) for part in parts]
+        for sample, span, part in zip(samples, places.found, parts, strict=True):
             one, rows = slice(span.sample, span.sample + 1), slice(*span.queries)
             own = stacked[:, span.sample, :, rows].cpu().clone()  # (1 + names, heads, rows)
             measured = dict(zip(alike, own[1:].unbind(), strict=True))
