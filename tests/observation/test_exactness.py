@@ -146,8 +146,9 @@ def test_layers_that_share_a_mask_keep_their_own_sinks() -> None:
             layer(x, mask=mask)
     for layer, heard in zip(layers, seen.layers, strict=True):
         for sample, length in enumerate((6, 4)):
-            q, k = (mh.split_heads(proj(x[sample, None, :length]), 2).double() for proj in (layer.q_proj, layer.k_proj))
-            scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(length, length).triu(1) > 0, -torch.inf)
-            sink = layer.sinks.detach().double()[None, :, None, None].expand(1, 2, length, 1)
+            q = mh.split_heads(layer.q_proj(x[sample, None]), 2).double()  # (1, heads, queries, head_dim)
+            k = mh.split_heads(layer.k_proj(x[sample, None, :length]), 2).double()
+            scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(6, length).triu(1) > 0, -torch.inf)
+            sink = layer.sinks.detach().double()[None, :, None, None].expand(1, 2, 6, 1)
             expected = torch.cat([scores, sink], -1).softmax(-1)[0, ..., :-1]
             torch.testing.assert_close(heard.sample(sample).weights().double(), expected, atol=1e-6, rtol=0)
