@@ -290,6 +290,26 @@ def test_a_mode_of_a_user_sees_the_operator_and_changes_no_number() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("bias", ["none", "cells", "distance"])
+def test_a_mode_of_a_user_has_a_mask_of_cells_written_down_block_by_block(bias: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("multihead.kernels.native_fields.DENSE_BYTES", 1)  # blocks of 96 queries
+    q, k = torch.randn(2, 2, 2, 200, 8).requires_grad_().unbind()
+    given = {
+        "none": None,
+        "cells": torch.randn(1, 2, 200, 200),
+        "distance": mh.scores.Relative(torch.randn(1, 2, 399)),
+    }[bias]
+    mask = masks.Window(9) | masks.Prefix(torch.tensor((3, 50)))
+    plain = mh.attention(q, k, k, mask=mask, bias=given, kernel="native")
+    of_plain = torch.autograd.grad(plain.square().sum(), (q, k))
+    with Recording() as mode:
+        seen = mh.attention(q, k, k, mask=mask, bias=given, kernel="native")
+        of_seen = torch.autograd.grad(seen.square().sum(), (q, k))
+    assert len(mode.ours) == 2 * 3
+    torch.testing.assert_close((seen, *of_seen), (plain, *of_plain), atol=1e-5, rtol=1e-5)
+
+
+@needs_native
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_mode_that_begins_with_the_backward_pass_sees_the_operator(dropout: float) -> None:
     q, sinks = torch.randn(2, 4, 6, 8, requires_grad=True), torch.zeros(4, requires_grad=True)

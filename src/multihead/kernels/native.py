@@ -31,7 +31,7 @@ from multihead.kernels.native_statistics import Measuring
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import dense, without_tensors
 from multihead.plan.bounds import KeyBounds
-from multihead.reading import intercepted, recorded, transformed
+from multihead.reading import intercepted, recorded, traced, transformed
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
@@ -53,7 +53,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
-    if not intercepted():
+    if not intercepted() or not traced():
         for tensor in () if _usual(request, bounds) else _read(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
@@ -111,8 +111,14 @@ def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
 def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Call the registered operator (`kernels/native_operator.py`) of tensors and numbers, which a recorder sees."""
     seed = torch.randint(1 << 62, (), device="cpu") if request.dropout else None
-    output, logsumexp = torch.ops.multihead.attention(*_operands(request, bounds, seed))
-    return Attended(output, logsumexp)
+    if traced() or bounds.remainder is None or request.dropout:  # a block would draw a dropout of its own
+        output, logsumexp = torch.ops.multihead.attention(*_operands(request, bounds, seed))
+        return Attended(output, logsumexp)
+    parts = [torch.ops.multihead.attention(*_operands_of(request, rows)) for rows in blocks(request, bounds)]
+    if len(parts) == 1:
+        return Attended(*parts[0])
+    outputs, logsumexps = zip(*parts, strict=True)
+    return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
 
 
 def _operands(request: AttentionRequest, bounds: KeyBounds, seed: Tensor | None) -> tuple[Any, ...]:
@@ -123,6 +129,19 @@ def _operands(request: AttentionRequest, bounds: KeyBounds, seed: Tensor | None)
     visible = (bounds.start, bounds.stop, seen)
     numbers = (request.scale, request.softcap, request.dropout)
     return request.q, request.k, request.v, *visible, bias, relative, request.sinks, *numbers, seed
+
+
+def _operands_of(request: AttentionRequest, rows: Rows) -> tuple[Any, ...]:
+    """List what the registered operator takes of some consecutive queries, which no dense mask of all is made for."""
+    shape, bias = request.shape, request.bias
+    if rows.rows is not WHOLE:
+        if isinstance(bias, Relative):
+            bias = bias.part(shape.query_length, (rows.rows.start, rows.rows.stop), (0, shape.key_length))
+        elif bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, rows.rows]
+    part = replace(request, q=rows.of(request.q), bias=bias)
+    q, k, v, start, stop, _, *terms = _operands(part, replace(rows.bounds, remainder=None), None)
+    return q, k, v, start, stop, rows.seen, *terms
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:

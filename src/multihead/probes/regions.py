@@ -17,7 +17,7 @@ from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
 from multihead.masks import Full, Keep
 from multihead.plan.bounds import KeyBounds, bounds_of
 from multihead.probes.weights import RowTotals, head_indices, in_float64, is_large, row_totals
-from multihead.reading import recorded
+from multihead.reading import traced
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import Relative
 from multihead.shapes import AttentionShape
@@ -223,7 +223,7 @@ def _summed(part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, block: 
     counts = counts.expand(part.shape.num_heads, -1, -1)
     scores_in_all = part.shape.num_heads * part.shape.query_length * part.shape.key_length
     bounds = shown if cells is None else KeyBounds(shown.start, shown.stop, part.mask)
-    if scores_in_all > SMALL and not recorded() and native.refusal(part, bounds) is None:
+    if scores_in_all > SMALL and not traced() and native.refusal(part, bounds) is None:
         if part.bias is not None:
             part = replace(part, bias=bias_as_read(part.bias))
         _, sums = second_pass(part, bounds, logsumexp, cell=block)
