@@ -233,17 +233,28 @@ class Ear:
         if request.sinks is not None:  # which each layer has of its own
             sinks = kept(request.sinks, device) if self.keep in ("cpu", "device") else None
             parts = [replace(part, sinks=sinks) for part in parts]
+        # Where nothing is padding the samples share one copy: many small ones wait for the other threads many times.
+        shared = places.cover(request)
+        q, k = (kept(each, device) if shared and samples[0].q is not None else each for each in (request.q, request.k))
         for sample, span, part in zip(samples, places.found, parts, strict=True):
             one, rows = slice(span.sample, span.sample + 1), slice(*span.queries)
-            own = stacked[:, span.sample, :, rows].cpu().clone()  # (1 + names, heads, rows)
+            own = stacked[:, span.sample, :, rows]  # (1 + names, heads, rows)
+            own = own if shared else own.clone()
             measured = dict(zip(alike, own[1:].unbind(), strict=True))
             for name in names:
                 if name not in measured:
-                    measured[name] = moved(name, statistics[name][span.sample, :, rows].cpu().clone(), span)
+                    value = statistics[name][span.sample, :, rows]
+                    measured[name] = moved(name, value if len(samples) == 1 else value.clone(), span)
+            own_q, own_k = q[one, :, rows], k[one, :, slice(*span.keys)]
             if sample.k is not None:
-                grow_keys(sample.k, request.k[one, :, slice(*span.keys)], start=0, device=device)
-            q = None if sample.q is None else kept(request.q[one, :, rows], device)
-            sample.add(Piece(part), own[:1].to(device), {name: measured[name] for name in names}, q)
+                sample.k.add(own_k if shared else kept(own_k, device))
+            own_q = own_q if shared else kept(own_q, device)
+            sample.add(
+                Piece(part),
+                own[:1].to(device),
+                {name: measured[name].cpu() for name in names},
+                None if sample.q is None else own_q,
+            )
 
     def _add(
         self,

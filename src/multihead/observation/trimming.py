@@ -59,6 +59,13 @@ class Places:
     found: list[Span]
     parts: list[AttentionRequest] = field(default_factory=list)
 
+    def cover(self, request: AttentionRequest) -> bool:
+        """Whether every query and every key of the call belongs to a sample."""
+        rows = sum(span.queries[1] - span.queries[0] for span in self.found)
+        columns = sum(span.keys[1] - span.keys[0] for span in self.found)
+        batch = request.shape.batch
+        return (rows, columns) == (batch * request.shape.query_length, batch * request.shape.key_length)
+
     def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
         """Whether another call has its samples at the same places, and asks the same of them."""
         mine = self.request
