@@ -31,7 +31,7 @@ class NearHead:
         head: the head's index in its layer.
         name: the layer's name.
         divergence: Jensen-Shannon divergence, nats, from 0 (the same weights) to ln 2 (no key in common), the mean
-            over the queries that see a key.
+            over the queries that see a key and whose weights are finite in both heads; NaN where there is none.
         queries: how many queries were looked at.
     """
 
@@ -70,7 +70,8 @@ def nearest(
         for number, value in enumerate(_divergence(one, head, each, rows))
         if (index, number) != (layer, head)
     ]
-    return sorted(found, key=lambda each: each.divergence)[:top]
+    # NaN compares with nothing: a head without finite weights comes last.
+    return sorted(found, key=lambda each: (math.isnan(each.divergence), each.divergence))[:top]
 
 
 def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:
@@ -108,10 +109,10 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
         p = _with_sink(one.weights(head, queries=chosen, keys=seen)[None])  # (1, rows, keys + 1)
         q = _with_sink(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
         between = (entropy_of((p + q) / 2) - (entropy_of(p) + entropy_of(q)) / 2).clamp(min=0)
-        sees = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0)
-        total += between.masked_fill(~sees, 0).sum(-1)
-        count += sees.sum(-1)
-    return total / count.clamp(min=1)
+        compared = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0) & between.isfinite()
+        total += between.masked_fill(~compared, 0).sum(-1)
+        count += compared.sum(-1)
+    return total / count
 
 
 def _with_sink(weights: Tensor) -> Tensor:
