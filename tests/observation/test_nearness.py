@@ -137,3 +137,8 @@ def test_queries_whose_weights_are_not_finite_are_left_out_of_the_mean() -> None
     sample.q.whole()[:, 1, 4] = math.nan
     weights = record.layers[0].weights()[:, [0, 1, 2, 3, 5, 6, 7, 8]]
     assert record.nearest(0, 0)[0].divergence == pytest.approx(by_hand(*weights), abs=1e-5)
+
+
+def test_without_a_query_no_head_is_like_another() -> None:
+    found = asked(heads=2, queries=0, query_start=0).nearest(0, 0)
+    assert [(each.head, math.isnan(each.divergence), each.queries) for each in found] == [(1, True, 0)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
+from multihead.files import refuse_unless_name
 from multihead.functional import request_of
 from multihead.observation.pieces import Piece, Rows
 from multihead.observation.record import LayerRecord, Record
@@ -23,7 +24,20 @@ from multihead.observation.summed import BINS, Sketch, Summed
 from multihead.observation.texts import Reading, Text
 from multihead.observation.written import read_bias, read_mask
 
-MOST = 1 << 40  # tokens, and anything else that is counted
+MOST = 1 << 40  # anything that is counted and has no limit of its own
+
+MOST_TOKENS = 1 << 28
+"""Queries or keys of a sample; the longest contexts of models hold 2^24. More would be computed for minutes, or not
+fit the memory, where a file of statistics alone says so and holds nothing of that size."""
+
+MOST_HEADS = 1 << 18
+"""Heads of all layers together; the largest models have 2^14. Without queries they take no byte of a file, and each
+takes time where it is listed."""
+
+MOST_WIDTH = 1 << 20
+"""Numbers of a query, key or value of one head; models have 2^9 at most."""
+
+_LENGTH = 300  # characters of what is wrong in a file, in an error
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 CALLED: dict[type, str] = {
     dict: "an object",
@@ -67,6 +81,7 @@ class _WrongError(Exception):
 
 
 def _damaged(target: str, what: str) -> InputError:
+    what = what if len(what) <= _LENGTH else f"{what[: _LENGTH - 1]}…"
     return InputError(f"{target!r} is damaged: {what}.", "Save the record anew.")
 
 
@@ -79,6 +94,7 @@ def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     refuse_unless_installed()
     from safetensors import SafetensorError, safe_open
 
+    refuse_unless_name(target)
     try:
         with safe_open(target, framework="pt", device="cpu") as opened:
             return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -109,6 +125,7 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
         raise _WrongError("its id is none")
     texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
     layers = []
+    heads = 0
     for each in _of(said["layers"], list, "the layers"):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
         samples = [_Sample(one, name, tensors, texts).read() for one in _of(each["samples"], list, "the samples")]
@@ -116,6 +133,9 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (summed is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
         layers.append(LayerRecord(name, samples, summed))
+        heads += layers[-1].num_heads
+        if heads > MOST_HEADS:
+            raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
     order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
@@ -135,8 +155,8 @@ def _of(value: Any, kind: type, what: str) -> Any:
     return value
 
 
-def _count(value: Any, what: str, *, least: int = 0) -> int:
-    if not least <= _of(value, int, what) <= MOST:
+def _count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
+    if not least <= _of(value, int, what) <= most:
         raise _WrongError(f"{what} is {value}")
     return int(value)
 
@@ -158,7 +178,7 @@ def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: t
 
 
 def _sums(said: dict[str, Any], tensors: dict[str, Tensor]) -> Summed:
-    heads = _count(said["heads"], "a number of heads", least=1)
+    heads = _count(said["heads"], "a number of heads", least=1, most=MOST_HEADS)
     found = Summed(heads, _count(said["samples"], "a number of samples"))
     for name, parts in _of(said["statistics"], dict, "the statistics").items():
         total, count = (_shaped(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count"))
@@ -185,10 +205,10 @@ class _Sample:
     def __init__(self, said: Any, name: str, tensors: dict[str, Tensor], texts: list[Text]) -> None:
         self.said = _of(said, dict, "a sample")
         self.name, self.tensors, self.texts = name, tensors, texts
-        self.heads = _count(self.said["heads"], "a number of heads", least=1)
-        self.kv_heads = _count(self.said["kv_heads"], "a number of key/value heads", least=1)
-        self.head_dim = _count(self.said["head_dim"], "a width", least=1)
-        self.value_dim = _count(self.said["value_dim"], "a width", least=1)
+        self.heads = _count(self.said["heads"], "a number of heads", least=1, most=MOST_HEADS)
+        self.kv_heads = _count(self.said["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
+        self.head_dim = _count(self.said["head_dim"], "a width", least=1, most=MOST_WIDTH)
+        self.value_dim = _count(self.said["value_dim"], "a width", least=1, most=MOST_WIDTH)
         if self.said["dtype"] not in DTYPES:
             raise _WrongError(f"there is no dtype {self.said['dtype']!r}")
         self.dtype = DTYPES[self.said["dtype"]]
@@ -216,12 +236,13 @@ class _Sample:
 
     def piece(self, said: dict[str, Any], row_start: int) -> Piece:
         """Read where a call stands; the request is checked as if it were asked anew."""
-        queries, keys = _count(said["queries"], "a number of queries"), _count(said["keys"], "a number of keys")
+        queries = _count(said["queries"], "a number of queries", most=MOST_TOKENS)
+        keys = _count(said["keys"], "a number of keys", most=MOST_TOKENS)
         numbers = [said["scale"], *([] if said["softcap"] is None else [said["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise _WrongError("a scale is no number")
         start = _of(said["query_start"], int, "a query's place")
-        if abs(start) > MOST:
+        if abs(start) > MOST_TOKENS:
             raise _WrongError(f"a query's place is {start}")
         blank = torch.empty((), dtype=self.dtype)  # as large as q, k and v, and without their memory
         request = request_of(
@@ -237,7 +258,7 @@ class _Sample:
             start,
         )
         nothing = torch.empty(0)
-        key_start = _count(said["key_start"], "a key's place")
+        key_start = _count(said["key_start"], "a key's place", most=MOST_TOKENS)
         return Piece(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
 
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
@@ -259,13 +280,13 @@ class _Sample:
         said = _shaped(self.tensors[self.said["calls"]], (None, 4), "calls", torch.int64).tolist()
         found: list[tuple[tuple[int, int], tuple[int, int]]] = []
         pieces = iter(one.pieces)
-        piece, place = next(pieces), 0
+        piece, place, keys = next(pieces), 0, one.num_keys
         for first, behind, first_key, behind_key in said:
             while behind > piece.row_stop and behind <= one.num_queries:
                 piece = next(pieces)
             rows = place == first <= behind <= piece.row_stop and piece.row_start <= first
             within = piece.key_start <= first_key <= behind_key <= piece.key_stop
-            if not rows or not (within or (first == behind and 0 <= first_key <= behind_key <= one.num_keys)):
+            if not rows or not (within or (first == behind and 0 <= first_key <= behind_key <= keys)):
                 raise _WrongError("the calls of a sample do not follow each other")
             found.append(((first, behind), (first_key, behind_key)))
             place = behind

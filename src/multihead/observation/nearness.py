@@ -87,7 +87,7 @@ def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:
 def _rows(length: int, cells_a_query: int, most: int | None) -> slice:
     """Choose the queries: every n-th, the last among them."""
     count = max(16, CELLS // max(cells_a_query, 1)) if most is None else most
-    step = math.ceil(length / count)
+    step = max(math.ceil(length / count), 1)
     return slice((length - 1) % step, None, step)
 
 
