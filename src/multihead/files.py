@@ -49,6 +49,14 @@ def readable_text(file: str) -> str:
         raise _unusable(file, error, "read") from None
 
 
+def is_folder(place: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is there; a name that no file can have is none, instead of an error."""
+    try:
+        return Path(place).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def refuse_unless_name(name: str) -> None:
     """Reject what no file can be called: a name with a NUL, or one that the file system cannot spell.
 
@@ -129,6 +137,8 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with _part_of(place, info) as file:
             yield file
     except OSError as error:
+        if error.errno is None:
+            raise  # not of the system
         raise _unusable(name, error, "written") from error
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
-from multihead.files import refuse_unless_name
+from multihead.files import is_folder, refuse_unless_name
 from multihead.functional import request_of
 from multihead.observation.pieces import Piece, Rows
 from multihead.observation.record import LayerRecord, Record
@@ -101,7 +101,7 @@ def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     except FileNotFoundError:
         raise InputError(f"There is no file {target!r}.", "Check its name.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        if Path(target).is_dir():
+        if is_folder(target):
             raise InputError(f"{target!r} is a folder.", "Give a file that Record.save wrote.") from None
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"{target!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
