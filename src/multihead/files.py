@@ -8,6 +8,8 @@ import re
 import secrets
 import stat
 import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,8 @@ except ImportError:  # Windows
 MOST_NAME = 100
 """Bytes of a file's name that the file written next to it begins with; most systems take names of 255 bytes."""
 
+_READING = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+_SEEKING = threading.Lock()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -248,3 +252,99 @@ def _unusable(name: str, error: OSError, verb: str) -> InputError:
     if error.errno in _FULL:
         return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Free some space, or write elsewhere.")
     return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Check its name and rights.")
+
+
+class Parts:
+    """A file of a fixed size that is read, and written, in parts at any place.
+
+    Another process may cut or replace it meanwhile. That is an error here, where a file that is mapped into memory
+    would end the process with SIGBUS.
+
+    Args:
+        file: the file; it is there.
+        hold: keep it open, so that it is read on after another one took its name; then nobody may write into it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, file: Path, *, hold: bool = False) -> None:
+        self.file = file
+        self._held: int | None = os.open(file, _READING)
+        info = os.fstat(self._held)
+        self._time = info.st_mtime_ns if hold else None
+        self._known = self._seen(info)
+        close = weakref.finalize(self, os.close, self._held)
+        if not hold:
+            close()
+            self._held = None
+
+    @property
+    def size(self) -> int:
+        """Its size, bytes."""
+        return self._known[2]
+
+    def read_into(self, place: int, numbers: memoryview) -> None:
+        """Fill some bytes with what is in the file from a place on.
+
+        Raises:
+            InputError: the file was cut, replaced, removed or written into.
+        """
+        try:
+            handle = os.open(self.file, _READING) if self._held is None else self._held
+            try:
+                found = _read_at(handle, place, numbers)
+                # Afterwards, so that what was read is what was there at first.
+                same = self._seen(os.fstat(handle)) == self._known
+            finally:
+                if self._held is None:
+                    os.close(handle)
+        except OSError as error:
+            raise self._changed() from error
+        if found < len(numbers) or not same:
+            raise self._changed()
+
+    def write(self, parts: dict[int, memoryview]) -> None:
+        """Write some bytes, each to their place within the file, and wait until they are on the disk.
+
+        Raises:
+            InputError: the file was cut, replaced or removed, or cannot be written.
+        """
+        try:
+            with self.file.open("r+b") as file:
+                if self._seen(os.fstat(file.fileno())) != self._known:
+                    raise self._changed()
+                for place, numbers in parts.items():
+                    file.seek(place)
+                    file.write(numbers)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileNotFoundError as error:
+            raise self._changed() from error
+        except OSError as error:
+            raise _unusable(str(self.file), error, "written") from error
+
+    def _seen(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
+        """Return what stays the same of a file as long as nobody else touches it."""
+        return info.st_dev, info.st_ino, info.st_size, None if self._time is None else info.st_mtime_ns
+
+    def _changed(self) -> InputError:
+        return InputError(f"{str(self.file)!r} was changed, cut or removed while it was read.", "Open it again.")
+
+
+def _read_at(handle: int, place: int, into: memoryview) -> int:
+    """Fill a buffer from a place in an open file; returns the bytes that are there, fewer where the file ends."""
+    done = 0
+    while done < len(into):
+        if hasattr(os, "preadv"):
+            count = os.preadv(handle, [into[done:]], place + done)
+        else:  # Windows
+            with _SEEKING:
+                os.lseek(handle, place + done, os.SEEK_SET)
+                found = os.read(handle, min(len(into) - done, 1 << 24))
+            count = len(found)
+            into[done : done + count] = found
+        if not count:
+            break
+        done += count
+    return done

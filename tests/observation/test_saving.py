@@ -248,7 +248,7 @@ class TestMasksThatNoFileHolds:
 def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(saving.DTYPES, torch.bool)
+    monkeypatch.delitem(saving.STORED, torch.bool)
     with pytest.raises(DtypeError) as caught:
         asked(mask=MASKS["keep"]).save(tmp_path / "run.safetensors")
     assert str(caught.value) == (

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
-from multihead.files import is_folder, refuse_unless_name
+from multihead.files import Parts, is_folder, refuse_unless_name
 from multihead.functional import request_of
 from multihead.observation.pieces import Piece, Rows
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import OF_MAPS, PER_KEY, SampleRecord
-from multihead.observation.saving import FORMAT, VERSION, refuse_unless_installed
+from multihead.observation.saving import FORMAT, HEADER, STORED, VERSION, refuse_unless_installed
+from multihead.observation.stored import Held, StoredRows, bytes_of
 from multihead.observation.summed import BINS, Sketch, Summed
 from multihead.observation.texts import Reading, Text
 from multihead.observation.written import read_bias, read_mask
@@ -37,6 +39,7 @@ takes time where it is listed."""
 MOST_WIDTH = 1 << 20
 """Numbers of a query, key or value of one head; models have 2^9 at most."""
 
+_NAMED = {name: dtype for dtype, name in STORED.items()}
 _LENGTH = 300  # characters of what is wrong in a file, in an error
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 CALLED: dict[type, str] = {
@@ -49,10 +52,18 @@ CALLED: dict[type, str] = {
 }
 
 
-def load(file: str | os.PathLike[str]) -> Record:
-    """Open a record; see `Record.load`."""
+def load(file: str | os.PathLike[str], *, mapped: bool = True) -> Record:
+    """Open a record; see `Record.load`.
+
+    Args:
+        file: the record's file.
+        mapped: map the file into memory, which ends the process if somebody cuts the file meanwhile. Else q and k are
+            read where they are needed, everything else at once, and a file that was cut or written into since it was
+            opened raises InputError.
+    """
     target = os.fspath(file)
-    metadata, tensors = _opened(target)
+    # PyTorch reads numbers in the machine's own order of bytes, and the file has the lowest first.
+    metadata, tensors, stored = _opened(target, mapped=mapped or sys.byteorder == "big")
     if metadata.get("format") != FORMAT:
         raise InputError(
             f"{target!r} is a safetensors file, and no record of multihead.", "Give a file that Record.save wrote."
@@ -67,7 +78,7 @@ def load(file: str | os.PathLike[str]) -> Record:
             "Update multihead: pip install --upgrade multihead.",
         )
     try:
-        return _record(metadata, tensors)
+        return _record(metadata, tensors, stored)
     except _WrongError as error:
         raise _damaged(target, str(error)) from None
     except MultiheadError as error:
@@ -85,8 +96,8 @@ def _damaged(target: str, what: str) -> InputError:
     return InputError(f"{target!r} is damaged: {what}.", "Save the record anew.")
 
 
-def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Map a file into memory: its metadata and tensors.
+def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+    """Open a file: its metadata, its tensors, and those that are read where they are needed.
 
     Raises:
         InputError: there is no such file, it is no safetensors file, or it is cut.
@@ -97,7 +108,9 @@ def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     refuse_unless_name(target)
     try:
         with safe_open(target, framework="pt", device="cpu") as opened:
-            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if not mapped:
+                return _read(target)
+            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}, {}  # noqa: SIM118
     except FileNotFoundError:
         raise InputError(f"There is no file {target!r}.", "Check its name.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -113,13 +126,44 @@ def _opened(target: str) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise InputError(f"{target!r} is no safetensors file.", "Give a file that Record.save wrote.") from error
 
 
+def _read(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+    """Read a file that safetensors has found to be one; q and k stay in it.
+
+    Raises:
+        ValueError: it is another one by now.
+    """
+    parts = Parts(Path(target), hold=True)
+    parts.read_into(0, memoryview(size := bytearray(8)))
+    begin = 8 + int.from_bytes(size, "little")
+    if begin > min(parts.size, HEADER + 8):
+        raise ValueError("The header is longer than the file.")
+    parts.read_into(8, memoryview(text := bytearray(begin - 8)))
+    header = json.loads(text)
+    metadata = header.pop("__metadata__", {})
+    held = Held(parts)
+    tensors: dict[str, Tensor] = {}
+    stored: dict[str, StoredRows] = {}
+    for name, said in header.items():
+        dtype, shape, (first, behind) = _NAMED.get(said["dtype"]), tuple(said["shape"]), said["data_offsets"]
+        if dtype is None:
+            continue  # no tensor of ours
+        if behind - first != math.prod(shape) * dtype.itemsize or begin + behind > parts.size:
+            raise ValueError(f"{name} is not where the header has it.")
+        if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
+            stored[name] = StoredRows(held, begin + first, shape, dtype)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            parts.read_into(begin + first, bytes_of(tensors[name]))
+    return metadata, tensors, stored
+
+
 def _begins_as_safetensors(target: str) -> bool:
     with Path(target).open("rb") as file:
         start = file.read(9)
     return len(start) < 9 or start[8:] == b"{"
 
 
-def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
+def _record(metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows]) -> Record:
     said = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "what it says")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _WrongError("its id is none")
@@ -128,7 +172,9 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Record:
     heads = 0
     for each in _of(said["layers"], list, "the layers"):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
-        samples = [_Sample(one, name, tensors, texts).read() for one in _of(each["samples"], list, "the samples")]
+        samples = [
+            _Sample(one, name, tensors, stored, texts).read() for one in _of(each["samples"], list, "the samples")
+        ]
         summed = None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors)
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (summed is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
@@ -202,9 +248,11 @@ def _text(said: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
 class _Sample:
     """Reads one sample."""
 
-    def __init__(self, said: Any, name: str, tensors: dict[str, Tensor], texts: list[Text]) -> None:
+    def __init__(
+        self, said: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
+    ) -> None:
         self.said = _of(said, dict, "a sample")
-        self.name, self.tensors, self.texts = name, tensors, texts
+        self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
         self.heads = _count(self.said["heads"], "a number of heads", least=1, most=MOST_HEADS)
         self.kv_heads = _count(self.said["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
         self.head_dim = _count(self.said["head_dim"], "a width", least=1, most=MOST_WIDTH)
@@ -266,11 +314,17 @@ class _Sample:
         row = torch.float64 if self.dtype == torch.float64 else torch.float32
         one.logsumexp.add(_shaped(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row))
         if _of(self.said["kept"], bool, "kept"):
-            q, k = self.tensors[f"{name}.q"], self.tensors[f"{name}.k"]
-            one.q = Rows(2, [_shaped(q, (1, self.heads, queries, self.head_dim), "q", self.dtype)])
-            one.k = Rows(2, [_shaped(k, (1, self.kv_heads, None, self.head_dim), "k", self.dtype)])
+            one.q = self.rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
+            one.k = self.rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
             if one.k.length < keys:
                 raise _WrongError(f"k has {one.k.length} keys of {keys}")
+
+    def rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
+        stored = self.stored.get(name)
+        if stored is None:
+            return Rows(2, [_shaped(self.tensors[name], shape, what, self.dtype)])
+        _shaped(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), shape, what, self.dtype)
+        return stored
 
     def tensor_name(self) -> str:
         return str(_of(self.said["name"], str, "a name"))

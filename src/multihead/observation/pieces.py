@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,8 +51,8 @@ class Rows:
             self._chunks = [torch.cat(self._chunks, self.axis)]
         return self._chunks[0]
 
-    def between(self, start: int, stop: int) -> Tensor:
-        """Return the rows from one place to another."""
+    def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows from one place to another; of other heads than those named they may have no meaning."""
         return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 

@@ -227,7 +227,7 @@ class SampleRecord:
         heads = slice(None) if head is None else head
         found = []
         for piece, rows in self._rows(queries):
-            request, logsumexp = self.request_of(piece)
+            request, logsumexp = self.request_of(piece, head)
             columns = self._columns(piece, keys)
             found.append(tile(request, logsumexp, heads=heads, queries=rows, keys=columns)[0].cpu())
         if not found:
@@ -310,7 +310,7 @@ class SampleRecord:
         for length in size:
             refuse_unless_integer("block", length)
         return joined_blocks(
-            ((piece, *self.request_of(piece)) for piece in self.pieces),
+            ((piece, *self.request_of(piece, head)) for piece in self.pieces),
             heads=head_indices(slice(None) if head is None else head, self.num_heads).tolist(),
             rows=ends(queries, self.num_queries),
             columns=ends(keys, self.num_keys),
@@ -352,8 +352,12 @@ class SampleRecord:
         means = self.blocks(head, queries=queries, keys=keys, block=(height, width)).means().float()
         return means if head is None else means[0]
 
-    def request_of(self, piece: Piece) -> tuple[AttentionRequest, Tensor]:
+    def request_of(self, piece: Piece, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
         """Return a piece as a call that can be computed again, and its logsumexp (1, heads, queries).
+
+        Args:
+            piece: one of the pieces.
+            head: the only head whose q and k will be looked at; None is all of them.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -361,8 +365,13 @@ class SampleRecord:
         self._refuse_unless_kept()
         assert self.q is not None
         assert self.k is not None
-        k = self.k.between(piece.key_start, piece.key_stop)
-        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop), k=k, v=k)
+        of_q = of_k = None
+        if head is not None and -self.num_heads <= head < self.num_heads:
+            of_q = (head % self.num_heads,)
+            of_k = (of_q[0] // piece.request.shape.group,)
+        q = self.q.between(piece.row_start, piece.row_stop, heads=of_q)
+        k = self.k.between(piece.key_start, piece.key_stop, heads=of_k)
+        request = replace(piece.request, q=q, k=k, v=k)
         return request, self.logsumexp.between(piece.row_start, piece.row_stop)
 
     def _refuse_unless_kept(self) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMAT = "multihead record"
 VERSION = 1
 HEADER = 100_000_000  # bytes: the most that safetensors reads
-DTYPES = {
+STORED = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -51,7 +51,7 @@ def save(record: Record, file: str | os.PathLike[str], *, keep: str = "all") -> 
     refuse_unless_installed()
     said, tensors = written(record, keep=keep)
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in STORED:
             raise DtypeError(
                 f"{name} is a {tensor.dtype} tensor, and a record holds none.", "Convert it to float32 or int64."
             )
@@ -77,7 +77,7 @@ def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
     place = 0
     for name, tensor in named:
         offsets = [place, place := place + tensor.nbytes]
-        said[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        said[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
