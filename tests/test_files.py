@@ -104,7 +104,7 @@ class TestWhatIsThereAlready:
         os.mkfifo(pipe := tmp_path / "pipe")
         refuse_unless_writable([str(pipe)])
         found: list[bytes] = []
-        reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+        reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
         reader.start()
         write_whole(pipe, "through a pipe")
         reader.join()

@@ -180,7 +180,8 @@ def _into(name: str, info: os.stat_result | None) -> BinaryIO:
     if stream is None:
         return os.fdopen(os.open(name, os.O_WRONLY), "wb")
     for each in (sys.stdout, sys.stderr):
-        each.flush()
+        if each is not None:  # under pythonw it is
+            each.flush()
     return os.fdopen(os.dup(stream), "wb")
 
 
@@ -217,7 +218,7 @@ def _remove_leftovers(place: Path) -> None:
     """Remove what killed processes left of earlier writings of a file: what no process has locked."""
     pattern = re.compile(re.escape(_prefix(place)) + r"[a-z0-9_]{8}\.part")
     with suppress(OSError), os.scandir(place.parent) as entries:
-        for entry in [each for each in entries if pattern.fullmatch(each.name)]:
+        for entry in [each for each in entries if pattern.fullmatch(each.name) and each.is_file(follow_symlinks=False)]:
             with suppress(OSError):
                 handle = os.open(entry.path, os.O_WRONLY)
                 try:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import re
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multihead.claims import gguf_layers, refuse_unless_moderate
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import is_folder
 
@@ -28,19 +26,6 @@ _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoMod
 _INCOMPLETE = "\ufffd"  # what decoding gives for some bytes of a character
 _SAVE_ANEW = "Save it anew with model.save_pretrained(folder)."
 _GGUF_NEEDS = ("gguf", "accelerate")
-
-MOST_LAYERS = 4096
-"""Layers that a configuration may claim; the deepest transformers have 1,000, and building one more takes a
-millisecond or more, whether the file has weights for it or not."""
-
-MOST_LABELS = 10_000_000
-"""Classes that a configuration may claim; transformers writes a name for each."""
-
-# num_hidden_layers, n_layer, encoder_layers, depths, num_hidden_groups and inner_group_num of ALBERT ...
-_COUNTED = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
-_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
-_GGUF_TEXT, _GGUF_ARRAY = 8, 9
-_GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
 Stage = Callable[[str], None]
 """Told what begins now: "weights" or "tokenizer"."""
@@ -145,7 +130,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     tell = stage or (lambda name: None)
     with quiet():
         tell("weights")
-        _refuse_unless_moderate(transformers, model, source)
+        refuse_unless_moderate(model, _claimed(transformers, source))
         network = _pretrained(transformers, model, source, found is not None, dtype)
         tell("tokenizer")
         tokenizer = _tokenizer(transformers, source)
@@ -348,68 +333,15 @@ def _pretrained(transformers: Any, model: str, source: dict[str, str], is_here: 
     raise ModelError(f"{model} is no model of text with attention.", "Give an encoder or a language model.")
 
 
-def _refuse_unless_moderate(transformers: Any, model: str, source: dict[str, str]) -> None:
-    """Reject a model whose configuration claims more layers or classes than any model has.
-
-    Raises:
-        ModelError: it does. What cannot be read at all is left to those who load it.
-    """
+def _claimed(transformers: Any, source: dict[str, str]) -> Any:
+    """Read what a model claims to be, or nothing where it cannot be read: loading it finds that out, in words."""
     try:
         if "gguf_file" in source:
             with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
-                claimed: Any = _gguf_layers(file)
-        else:
-            claimed, _ = transformers.PretrainedConfig.get_config_dict(**source)
+                return gguf_layers(file)
+        return transformers.PretrainedConfig.get_config_dict(**source)[0]
     except Exception:  # noqa: BLE001 - a broken file fails in whatever way its bytes lead to
-        return
-    for name, number in _claims(claimed):
-        most = MOST_LABELS if name == "num_labels" else MOST_LAYERS
-        if number > most:
-            raise ModelError(
-                f"{model} cannot be read: {name} is {number:,} in its configuration.",
-                f"Give a model whose {name} is at most {most:,}.",
-            )
-
-
-def _claims(config: Any) -> Iterator[tuple[str, int]]:
-    """Find the numbers of layers and of classes that a configuration claims, at any depth of it."""
-    left = [("", config)]
-    for name, value in left:  # it grows meanwhile
-        if isinstance(value, dict):
-            left += [(str(key), each) for key, each in value.items()]
-        elif isinstance(value, list):
-            left += [(name, each) for each in value]
-        elif isinstance(value, int) and (name == "num_labels" or _COUNTED.search(name)):
-            yield name, value
-
-
-def _gguf_layers(file: BinaryIO) -> dict[str, int]:
-    """Read how many layers a GGUF file claims, without its long lists of tokens, which mostly come later."""
-
-    def number(form: str) -> int:
-        return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
-
-    def skip(kind: int) -> None:
-        if kind == _GGUF_TEXT:
-            file.seek(number("Q"), os.SEEK_CUR)
-        elif kind == _GGUF_ARRAY:
-            of, length = number("I"), number("Q")
-            if of in _GGUF_SIZES:
-                file.seek(_GGUF_SIZES[of] * length, os.SEEK_CUR)
-            else:
-                for _ in range(length):  # beyond the end of the file nothing can be read, which ends it
-                    skip(of)
-        else:
-            file.seek(_GGUF_SIZES[kind], os.SEEK_CUR)
-
-    file.seek(16)  # behind the format, its version and the number of tensors
-    for _ in range(number("Q")):
-        name = file.read(number("Q"))
-        kind = number("I")
-        if name.endswith(b".block_count") and kind in _GGUF_INTEGERS:
-            return {"num_layers": number(_GGUF_INTEGERS[kind])}
-        skip(kind)
-    return {}
+        return {}
 
 
 def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from multihead import masks
 from multihead.errors import InputError, MultiheadError
+from multihead.observation.loading import load
 from multihead.observation.record import Record
 from tests.observation.recorded import Tokenizer, asked, ids, read
 
@@ -268,19 +269,20 @@ class TestDamage:
         self.try_to_use(file)
 
     def try_to_use(self, file: Path) -> None:
-        try:
-            record = Record.load(file)
-        except InputError:
-            return
-        try:
-            for layer in record.layers:
-                layer.sample().weights(queries=slice(0, 2))
-                layer.sample().map(0, bins=2)
-            record.table()
-            for call in itertools.islice(record, 4):
-                call.weights(0)
-        except MultiheadError:
-            return  # a record that opens and has no weights says so
+        for mapped in (True, False):
+            try:
+                record = load(file, mapped=mapped)
+            except InputError:
+                continue
+            try:
+                for layer in record.layers:
+                    layer.sample().weights(queries=slice(0, 2))
+                    layer.sample().map(0, bins=2)
+                record.table()
+                for call in itertools.islice(record, 4):
+                    call.weights(0)
+            except MultiheadError:
+                continue  # a record that opens and has no weights says so
 
 
 def places_in(said: Any) -> Iterator[tuple[Any, Any]]:

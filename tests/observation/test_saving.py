@@ -292,7 +292,7 @@ def test_without_room_the_old_record_stays(tmp_path: Path) -> None:
 def test_a_pipe_is_written_into(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     found: list[bytes] = []
-    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
     reader.start()
     (expected := asked()).save(pipe)
     reader.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ import torch
 from torch.testing import assert_close
 
 from multihead import masks
-from multihead.observation.loading import load
 from multihead.observation.record import Record
 from multihead.observation.texts import Text
 from multihead.probes.regions import CancelledError
@@ -308,54 +306,6 @@ class TestLongTexts:
                 assert answer.status == 503
                 assert answer.headers["retry-after"] == "1"
                 assert answer.error == "The coarse levels are being built, 0 % are done. Ask again in a second."
-
-    def test_a_record_that_is_cut_while_it_is_shown_is_an_error_and_the_viewer_goes_on(
-        self, long: Record, tmp_path: Path
-    ) -> None:
-        long.save(file := tmp_path / "run.safetensors")
-        with serving(Run("run.safetensors", load(file, mapped=False))) as served:
-            os.truncate(file, 100_000)
-            answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")
-            sentence = f"{str(file)!r} was changed, cut or removed while it was read. Open it again."
-            assert (answer.status, answer.error) == (500, sentence)
-            for _ in range(600):
-                told = served.get(f"{SAMPLE}/levels").json
-                if told["state"] == "none":
-                    break
-                time.sleep(0.02)
-            assert told["error"] == f"The coarse levels could not be built: {sentence}"
-            assert served.get("api/view").status == 200
-
-    @pytest.mark.parametrize("harm", [lambda file: os.truncate(file, 2000), lambda file: file.unlink()])
-    def test_levels_that_are_cut_while_they_are_shown_are_an_error(
-        self, harm: Callable[[Path], None], long: Record, tmp_path: Path
-    ) -> None:
-        with serving(Run("run.safetensors", long, tmp_path / "levels")) as served:
-            self.until_ready(served)
-            harm(file := tmp_path / "levels" / "layer-0.sample-0.safetensors")
-            sentence = f"{str(file)!r} was changed, cut or removed while it was read. Open it again."
-            for path in (f"{SAMPLE}/heads/0/1/tile?level=6&row=0&column=0", f"{SAMPLE}/layers/0/maps"):
-                answer = served.get(path)
-                assert (answer.status, answer.error) == (500, sentence)
-            assert served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0").status == 200
-
-    def test_levels_in_memory_are_bounded(self, long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(routes, "IN_MEMORY", 12_000)  # of one head: 33 x 33 cells of 8 bytes, and 33
-        with serving(Run("run.safetensors", long)) as served:
-            for _ in range(600):
-                told = served.get(f"{SAMPLE}/levels").json
-                if told["state"] != "building":
-                    break
-                time.sleep(0.02)
-            sentence = (
-                "The coarse levels could not be built: The disk has no room for them, and memory holds 8,976 bytes of "
-                "them, of 12,000 at most. Free some space next to the record, and open it again."
-            )
-            assert (told["state"], told["error"]) == ("none", sentence)
-            paths = [f"{SAMPLE}/heads/0/{head}/tile?level=6&row=0&column=0" for head in (0, 1)]
-            answers = sorted((served.get(path) for path in paths), key=lambda each: each.status)
-            assert [each.status for each in answers] == [200, 404]
-            assert answers[1].error == f"{sentence} Zoom in: finer ones need none."
 
     def test_where_the_folder_cannot_be_written_they_stay_in_memory(self, long: Record, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("no folder")

@@ -104,6 +104,13 @@ class Piece:
         """Where its first query stands among the keys of the sample."""
         return self.key_start + int(self.request.query_start)
 
+    def only(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return what a head is among the query heads, and among the key heads; None, of all or of no head, is all."""
+        shape = self.request.shape
+        if head is None or not -shape.num_heads <= head < shape.num_heads:
+            return None, None
+        return (head % shape.num_heads,), (head % shape.num_heads // shape.group,)
+
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Piece:
         """Keep some of its queries and keys, counted in the sample; it is one call, or was joined from calls."""
         if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):

@@ -353,11 +353,7 @@ class SampleRecord:
         return means if head is None else means[0]
 
     def request_of(self, piece: Piece, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
-        """Return a piece as a call that can be computed again, and its logsumexp (1, heads, queries).
-
-        Args:
-            piece: one of the pieces.
-            head: the only head whose q and k will be looked at; None is all of them.
+        """Return a piece as a call that can be computed again, for one head or all, and its logsumexp (1, heads, queries).
 
         Raises:
             ProbeError: only statistics were kept.
@@ -365,13 +361,9 @@ class SampleRecord:
         self._refuse_unless_kept()
         assert self.q is not None
         assert self.k is not None
-        of_q = of_k = None
-        if head is not None and -self.num_heads <= head < self.num_heads:
-            of_q = (head % self.num_heads,)
-            of_k = (of_q[0] // piece.request.shape.group,)
-        q = self.q.between(piece.row_start, piece.row_stop, heads=of_q)
+        of_q, of_k = piece.only(head)
         k = self.k.between(piece.key_start, piece.key_stop, heads=of_k)
-        request = replace(piece.request, q=q, k=k, v=k)
+        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(piece.row_start, piece.row_stop)
 
     def _refuse_unless_kept(self) -> None:
