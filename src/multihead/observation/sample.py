@@ -353,7 +353,7 @@ class SampleRecord:
         return means if head is None else means[0]
 
     def request_of(self, piece: Piece, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
-        """Return a piece as a call that can be computed again, for one head or all, and its logsumexp (1, heads, queries).
+        """Return a piece as a call to compute again, for one head or all, and its logsumexp (1, heads, queries).
 
         Raises:
             ProbeError: only statistics were kept.
