@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,8 +56,8 @@ class Rows:
             self._chunks = [torch.cat(self._chunks, self.axis)]
         return self._chunks[0]
 
-    def between(self, start: int, stop: int) -> Tensor:
-        """Return the rows from one place to another."""
+    def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows from one place to another; of other heads than those named they may have no meaning."""
         return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
@@ -110,6 +110,13 @@ class Piece:
     def query_start(self) -> int:
         """Where its first query stands among the keys of the sample."""
         return self.key_start + int(self.request.query_start)
+
+    def only(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return what a head is among the query heads, and among the key heads; None, of all or of no head, is all."""
+        shape = self.request.shape
+        if head is None or not -shape.num_heads <= head < shape.num_heads:
+            return None, None
+        return (head % shape.num_heads,), (head % shape.num_heads // shape.group,)
 
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Piece:
         """Keep some of its queries and keys, counted in the sample; it is one call, or was joined from calls."""

@@ -328,7 +328,7 @@ class Record:
         Raises:
             InputError: the file cannot be written.
             ArgumentError: `keep` is none of these.
-
+            MaskError: a mask is none that a file holds; nothing is written then.
         """
         from multihead.observation.saving import save
 
@@ -338,6 +338,7 @@ class Record:
     def load(file: str | os.PathLike[str]) -> Record:
         """Open a saved record; its tensors stay in the file until they are read (memory-mapped).
 
+        Whoever cuts the file while it is mapped ends the process; writing a new file under its name does no harm.
         Nothing in a file is ever executed, whoever wrote it.
 
         Raises:

@@ -227,7 +227,7 @@ class SampleRecord:
         heads = one_or_all(head, self.num_heads)
         found = []
         for piece, rows in self._rows(queries):
-            request, logsumexp = self.request_of(piece)
+            request, logsumexp = self.request_of(piece, head)
             columns = self._columns(piece, keys)
             part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=piece.totals)
             found.append(part[0].cpu())
@@ -311,7 +311,7 @@ class SampleRecord:
         for length in size:
             refuse_unless_integer("block", length)
         return joined_blocks(
-            ((piece, *self.request_of(piece)) for piece in self.pieces),
+            ((piece, *self.request_of(piece, head)) for piece in self.pieces),
             heads=head_indices(one_or_all(head, self.num_heads), self.num_heads).tolist(),
             rows=ends(queries, self.num_queries, "queries"),
             columns=ends(keys, self.num_keys, "keys"),
@@ -353,8 +353,8 @@ class SampleRecord:
         means = self.blocks(head, queries=queries, keys=keys, block=(height, width)).means().float()
         return means if head is None else means[0]
 
-    def request_of(self, piece: Piece) -> tuple[AttentionRequest, Tensor]:
-        """Return a piece as a call that can be computed again, and its logsumexp (1, heads, queries).
+    def request_of(self, piece: Piece, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
+        """Return a piece as a call to compute again, for one head or all, and its logsumexp (1, heads, queries).
 
         Raises:
             ProbeError: only statistics were kept.
@@ -362,8 +362,9 @@ class SampleRecord:
         self._refuse_unless_kept()
         assert self.q is not None
         assert self.k is not None
-        k = self.k.between(piece.key_start, piece.key_stop)
-        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop), k=k, v=k)
+        of_q, of_k = piece.only(head)
+        k = self.k.between(piece.key_start, piece.key_stop, heads=of_k)
+        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(piece.row_start, piece.row_stop)
 
     def _refuse_unless_kept(self) -> None:
