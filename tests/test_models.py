@@ -196,6 +196,11 @@ class TestRefusals:
         with pytest.raises(ModelError, match=rf"cannot be read: .+\. {mend}"):
             load(str(tmp_path))
 
+    @pytest.mark.parametrize("name", ["x" * 5000, "a/" + "x" * 300, "~nobody-is-called-so"])
+    def test_a_name_that_no_folder_can_have(self, name: str) -> None:
+        with pytest.raises(ModelError, match=r"\. (Check the name, or go online and download it first|Save it anew)"):
+            load(name)
+
     def test_a_dtype_that_does_not_exist(self) -> None:
         with pytest.raises(ArgumentError) as caught:
             load(MINILM, dtype="int8")

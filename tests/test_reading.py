@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from multihead.reading import constant_in_graphs, readable, runs_backward, traced, transformed
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multihead.reading import (
+    constant_in_graphs,
+    jit_traced,
+    readable,
+    recorded,
+    runs_backward,
+    traced,
+    transformed,
+    untraced,
+)
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -58,3 +75,53 @@ def test_a_backward_pass_is_told_from_a_forward_one() -> None:
     told.append(runs_backward())
     x.sum().backward()
     assert told == [False, True]
+
+
+class Passing(TorchDispatchMode):
+    """A user's mode, whose tensors have values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "without_values"), [(FakeTensorMode, True), (FunctionalTensorMode, True), (Passing, False)]
+)
+def test_a_mode_records_and_some_have_no_values(mode: Callable[[], Any], *, without_values: bool) -> None:
+    with mode():
+        assert (recorded(), traced(), readable(CPU)) == (True, without_values, not without_values)
+    assert (recorded(), traced(), readable(CPU)) == (False, False, True)
+
+
+@pytest.mark.parametrize("options", [{}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
+def test_make_fx_records_what_must_not_be_read(options: dict[str, Any]) -> None:
+    told: list[bool] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        told.extend((recorded(), traced(), transformed(), readable(CPU)))
+        return x + 1
+
+    make_fx(noted, **options)(torch.ones(2))
+    assert told == [True, True, False, False]
+    assert not recorded()
+
+
+def test_a_mode_that_replaces_functions_records_nothing() -> None:
+    with torch.device("cpu"):
+        assert not recorded()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_jit_trace_makes_no_tensors_of_sizes_where_it_is_kept_out() -> None:
+    told: list[object] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        told.extend((recorded(), traced(), jit_traced(), type(x.shape[0])))
+        with untraced():
+            told.extend((jit_traced(), type(x.shape[0])))
+        told.append(jit_traced())
+        return x + 1
+
+    torch.jit.trace(noted, (torch.ones(2),), check_trace=False)
+    assert told == [True, True, True, torch.Tensor, False, int, True]
+    assert not jit_traced()

@@ -15,6 +15,7 @@ SlowPathWarning      a path that is slow and was not chosen by the caller
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import NoReturn
 
 
@@ -105,3 +106,33 @@ def refuse_scripting(module: object) -> NoReturn:
         "kernel are Python objects, which TorchScript does not support.",
         "Use torch.export.export, torch.compile or torch.jit.trace.",
     )
+
+
+def refuse_unless_scale(scale: object) -> None:
+    """Refuse what is neither a finite number nor None.
+
+    >>> refuse_unless_scale(0.125)
+    """
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
+        raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
+
+
+def refuse_unless_slice(name: str, value: object) -> None:
+    """Refuse what is no slice of integers that goes forward.
+
+    >>> refuse_unless_slice("queries", slice(0, 64))
+    """
+    given = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
+    if isinstance(value, slice) and all(each is None or _is_integer(each) for each in given):
+        if value.step is None or value.step > 0:
+            return
+        raise ArgumentError(f"{name} is {value!r}, which goes backward.", "Give a slice with a step of 1 or more.")
+    one = f"slice({value}, {value + 1})" if _is_integer(value) and value >= 0 else "slice(3, 4)"  # type: ignore[operator]
+    raise ArgumentError(
+        f"{name} is {value!r}, and must be a slice of integers.",
+        f"Give {name}={one} for one, {name}=slice(0, 64) for several in a row, and index the result for others.",
+    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,14 +1,35 @@
-"""Read texts and write files whole, and refuse in words what cannot be read or written."""
+"""Read texts and write files whole, and describe what cannot be read or written."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import secrets
+import stat
 import sys
-import tempfile
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
 
 from multihead.errors import InputError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+MOST_NAME = 100
+"""Bytes of a file's name that the file written next to it begins with; most systems take names of 255 bytes."""
+
+_READING = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+_SEEKING = threading.Lock()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def readable_text(file: str) -> str:
@@ -17,6 +38,7 @@ def readable_text(file: str) -> str:
     Raises:
         InputError: there is no such file, it is no file, may not be read, or is no UTF-8 text.
     """
+    refuse_unless_name(file)
     try:
         return _standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -28,7 +50,7 @@ def readable_text(file: str) -> str:
             f"{file!r} is no UTF-8 text: its byte {error.start} does not fit.", "Save it as UTF-8."
         ) from None
     except OSError as error:
-        raise InputError(f"{file!r} cannot be read: {error.strerror or error}.", "Check its name and rights.") from None
+        raise _unusable(file, error, "read") from None
 
 
 def _standard_input() -> str:
@@ -39,35 +61,299 @@ def _standard_input() -> str:
     return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
 
 
-def refuse_unless_writable(targets: Sequence[str]) -> None:
-    """Refuse files that could not be written, before any work is done.
+def is_folder(place: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is there; a name that no file can have is none, instead of an error."""
+    try:
+        return Path(place).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_unless_name(name: str) -> None:
+    """Reject what no file can be called: a name with a NUL, or one that the file system cannot spell.
 
     Raises:
-        InputError: two of them are one file, one is a folder, or its folder does not exist or may not be written.
+        InputError: it is one of these.
     """
-    if len({Path(target).absolute() for target in targets}) < len(targets):
-        raise InputError(f"The files {', '.join(targets)} are not all different.", "Give each a name of its own.")
+    try:
+        if b"\0" not in os.fsencode(name):
+            return
+    except UnicodeEncodeError:
+        pass
+    raise InputError(f"{name!r} cannot be the name of a file.", "Choose another name.")
+
+
+def refuse_unless_writable(targets: Sequence[str]) -> None:
+    """Reject files that could not be written, before any work is done.
+
+    Devices and pipes may be named twice, and need no writable folder: they are written into.
+
+    Raises:
+        InputError: two of them are one file, one is a folder, its name cannot be a file's, or its folder does not
+            exist or may not be written.
+    """
+    files = []
     for target in targets:
-        folder = Path(target).absolute().parent
-        if Path(target).is_dir():
-            raise InputError(f"{target!r} is a folder.", "Give the name of a file.")
-        if not folder.is_dir():
-            raise InputError(f"{target!r} cannot be written: there is no folder {str(folder)!r}.", "Make it first.")
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"{target!r} cannot be written: {str(folder)!r} is read-only.", "Choose another folder.")
+        refuse_unless_name(target)
+        try:
+            place, info = _place(target)
+            if info is not None and stat.S_ISDIR(info.st_mode):
+                raise InputError(f"{target!r} is a folder.", "Give the name of a file.")
+            if place is None:
+                if not os.access(target, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                continue
+            files.append(place)
+            if not place.parent.is_dir():
+                raise InputError(
+                    f"{target!r} cannot be written: there is no folder {str(place.parent)!r}.", "Make it first."
+                )
+            if not os.access(place.parent, os.W_OK):
+                raise InputError(
+                    f"{target!r} cannot be written: {str(place.parent)!r} is read-only.", "Choose another folder."
+                )
+        except OSError as error:
+            raise _unusable(target, error, "written") from None
+    if len(set(files)) < len(files):
+        raise InputError(f"The files {', '.join(targets)} are not all different.", "Give each a name of its own.")
 
 
 def write_whole(target: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, text as UTF-8, whole or not at all: a reader sees the old file or the new one, never a part."""
-    place = Path(target).absolute()
-    handle, beside = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part")
+    """Write a file, text as UTF-8, whole or not at all; see `writing`."""
+    written = content.encode("utf-8") if isinstance(content, str) else content
+    with writing(target) as file:
+        file.write(written)
+
+
+@contextmanager
+def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file to write: a reader sees the old file or the whole new one, never a part.
+
+    What is written goes to a file next to it, which takes its name at the end of the context, or is removed where
+    that fails. One that a killed process left is removed by the next writing of the same file. A device or a pipe
+    is written into, and so is the file that standard output or standard error is redirected to; of a symbolic link
+    the target is written. The new file has the permissions of the old one.
+
+    Raises:
+        InputError: the file cannot be written, the disk is full above all.
+    """
+    name = os.fspath(target)
+    refuse_unless_name(name)
+    try:
+        place, info = _place(name)
+        if place is None:
+            with _into(name, info) as file:
+                yield file
+            return
+        _remove_leftovers(place)
+        with _part_of(place, info) as file:
+            yield file
+    except OSError as error:
+        if error.errno is None:
+            raise  # not of the system
+        raise _unusable(name, error, "written") from error
+
+
+def _place(target: str) -> tuple[Path | None, os.stat_result | None]:
+    """Find where a file is written: links followed; None where what is there must be written into.
+
+    Returns: the place, and what is there now if anything is.
+    """
+    try:
+        info = Path(target).stat()
+    except FileNotFoundError:
+        return Path(os.path.realpath(target)), None
+    place = Path(os.path.realpath(target))
+    plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
+    # A link of /proc can lead to a file that has no name any more.
+    if not plain or _stream_of(info) is not None or not place.exists():
+        return None, info
+    return place, info
+
+
+def _stream_of(info: os.stat_result) -> int | None:
+    """Return the descriptor of standard output or error where it writes to that regular file, else None."""
+    for descriptor in (1, 2):
+        try:
+            if stat.S_ISREG(info.st_mode) and os.path.samestat(os.fstat(descriptor), info):
+                return descriptor
+        except OSError:  # it is closed
+            continue
+    return None
+
+
+def _into(name: str, info: os.stat_result | None) -> BinaryIO:
+    """Open what is there: a device, a pipe, or the file behind a standard stream, after what it holds."""
+    stream = None if info is None else _stream_of(info)
+    if stream is None:
+        return os.fdopen(os.open(name, os.O_WRONLY), "wb")
+    for each in (sys.stdout, sys.stderr):
+        if each is not None:  # under pythonw it is
+            each.flush()
+    return os.fdopen(os.dup(stream), "wb")
+
+
+@contextmanager
+def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
+    """Open a new file next to a place, and move it there at the end; it is locked, so that nobody removes it."""
+    part, handle = _new_part(place)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(beside).chmod(0o666 & ~mask)  # mkstemp makes files for their owner's eyes only
-        Path(beside).replace(place)
+            if info is not None:
+                part.chmod(stat.S_IMODE(info.st_mode))
+            yield file
+            file.flush()
+            if fcntl is None:
+                file.close()  # Windows renames no open file
+            part.replace(place)
     except BaseException:
-        Path(beside).unlink()
+        with suppress(OSError):
+            part.unlink()
         raise
+
+
+def _new_part(place: Path) -> tuple[Path, int]:
+    while True:
+        part = place.with_name(f"{_prefix(place)}{secrets.token_hex(4)}.part")
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        # Between the two lines another process may have taken it for a leftover.
+        if _lock(handle) is not False and part.exists():
+            return part, handle
+        os.close(handle)
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove what killed processes left of earlier writings of a file: what no process has locked."""
+    pattern = re.compile(re.escape(_prefix(place)) + r"[a-z0-9_]{8}\.part")
+    with suppress(OSError), os.scandir(place.parent) as entries:
+        for entry in [each for each in entries if pattern.fullmatch(each.name) and each.is_file(follow_symlinks=False)]:
+            with suppress(OSError):
+                handle = os.open(entry.path, os.O_WRONLY)
+                try:
+                    if fcntl is not None and _lock(handle):
+                        Path(entry.path).unlink()
+                finally:
+                    os.close(handle)
+                if fcntl is None:
+                    Path(entry.path).unlink()  # Windows removes no open file
+
+
+def _prefix(place: Path) -> str:
+    """Begin the name of a file that becomes another one; it fits where a longest name is cut."""
+    return f".{place.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock an open file: False where another process holds it, None where files cannot be locked."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return None
+
+
+def _unusable(name: str, error: OSError, verb: str) -> InputError:
+    """Describe why a file cannot be read or written."""
+    if error.errno in _FULL:
+        return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Free some space, or write elsewhere.")
+    return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Check its name and rights.")
+
+
+class Parts:
+    """A file of a fixed size that is read, and written, in parts at any place.
+
+    Another process may cut or replace it meanwhile. That is an error here, where a file that is mapped into memory
+    would end the process with SIGBUS.
+
+    Args:
+        file: the file; it is there.
+        hold: keep it open, so that it is read on after another one took its name; then nobody may write into it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, file: Path, *, hold: bool = False) -> None:
+        self.file = file
+        self._held: int | None = os.open(file, _READING)
+        info = os.fstat(self._held)
+        self._time = info.st_mtime_ns if hold else None
+        self._known = self._seen(info)
+        close = weakref.finalize(self, os.close, self._held)
+        if not hold:
+            close()
+            self._held = None
+
+    @property
+    def size(self) -> int:
+        """Its size, bytes."""
+        return self._known[2]
+
+    def read_into(self, place: int, numbers: memoryview) -> None:
+        """Fill some bytes with what is in the file from a place on.
+
+        Raises:
+            InputError: the file was cut, replaced, removed or written into.
+        """
+        try:
+            handle = os.open(self.file, _READING) if self._held is None else self._held
+            try:
+                found = _read_at(handle, place, numbers)
+                # Afterwards, so that what was read is what was there at first.
+                same = self._seen(os.fstat(handle)) == self._known
+            finally:
+                if self._held is None:
+                    os.close(handle)
+        except OSError as error:
+            raise self._changed() from error
+        if found < len(numbers) or not same:
+            raise self._changed()
+
+    def write(self, parts: dict[int, memoryview]) -> None:
+        """Write some bytes, each to their place within the file, and wait until they are on the disk.
+
+        Raises:
+            InputError: the file was cut, replaced or removed, or cannot be written.
+        """
+        try:
+            with self.file.open("r+b") as file:
+                if self._seen(os.fstat(file.fileno())) != self._known:
+                    raise self._changed()
+                for place, numbers in parts.items():
+                    file.seek(place)
+                    file.write(numbers)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileNotFoundError as error:
+            raise self._changed() from error
+        except OSError as error:
+            raise _unusable(str(self.file), error, "written") from error
+
+    def _seen(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
+        """Return what stays the same of a file as long as nobody else touches it."""
+        return info.st_dev, info.st_ino, info.st_size, None if self._time is None else info.st_mtime_ns
+
+    def _changed(self) -> InputError:
+        return InputError(f"{str(self.file)!r} was changed, cut or removed while it was read.", "Open it again.")
+
+
+def _read_at(handle: int, place: int, into: memoryview) -> int:
+    """Fill a buffer from a place in an open file; returns the bytes that are there, fewer where the file ends."""
+    done = 0
+    while done < len(into):
+        if hasattr(os, "preadv"):
+            count = os.preadv(handle, [into[done:]], place + done)
+        else:  # Windows
+            with _SEEKING:
+                os.lseek(handle, place + done, os.SEEK_SET)
+                found = os.read(handle, min(len(into) - done, 1 << 24))
+            count = len(found)
+            into[done : done + count] = found
+        if not count:
+            break
+        done += count
+    return done

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import isfinite
+from typing import Never
 
 import torch
 from torch import Tensor, nn
 
 from multihead import listening
 from multihead.call import Attended, AttentionCall, AttentionRequest, Continued
-from multihead.errors import ArgumentError, ShapeError, refuse_unless_share
+from multihead.errors import (
+    ArgumentError,
+    DtypeError,
+    ShapeError,
+    refuse_unless_scale,
+    refuse_unless_share,
+    refuse_unless_slice,
+)
 from multihead.explaining import Explanation, explained
 from multihead.kernels.choose import KERNELS, choose
 from multihead.kernels.quarantine import poisoned, quarantined
@@ -25,11 +32,12 @@ from multihead.probes import DEFAULT, Beside, Probe
 from multihead.probes import statistics as measuring
 from multihead.probes import weights as tiles
 from multihead.probes.statistics import NOTHING
-from multihead.reading import transformed
+from multihead.reading import traced, transformed
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
 from multihead.shapes import AttentionShape, resolved_query_start
+from multihead.spelling import OF_FUNCTIONS, refuse_unknown
 
 _FULL = Full()
 
@@ -47,6 +55,7 @@ def attention(
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Multi-head attention: output_i = sum_j softmax_j(scale * q_i . k_j) v_j over the keys that query i may see.
 
@@ -65,6 +74,7 @@ def attention(
         dropout: share of the weights dropped, 0 to 1.
         query_start: where the first query stands among the keys: an int, one a sample, or "end".
         kernel: the name of a kernel to insist on; None chooses the fastest that does not refuse.
+        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Returns: (batch, heads, queries, value_dim), in the dtype of q.
 
@@ -78,6 +88,8 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
+    if unknown:
+        refuse_unknown(attention, unknown, OF_FUNCTIONS)
     leading = Leading.of(q)
     if leading is not None:
         (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
@@ -100,6 +112,7 @@ def attention_with_logsumexp(
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the logsumexp of each query's scores, both differentiable.
 
@@ -114,6 +127,8 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
+    if unknown:
+        refuse_unknown(attention_with_logsumexp, unknown, OF_FUNCTIONS)
     leading = Leading.of(q)
     if leading is not None:
         (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
@@ -139,6 +154,7 @@ def weights(
     heads: int | Sequence[int] | slice = slice(None),
     queries: slice = slice(None),
     keys: slice = slice(None),
+    **unknown: Never,
 ) -> Tensor:
     """Compute one tile of the attention map, exactly at any size of the scores, in the memory of that tile.
 
@@ -156,6 +172,7 @@ def weights(
         heads: which heads.
         queries: which queries.
         keys: which keys.
+        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Returns: (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
 
@@ -166,6 +183,10 @@ def weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
+    if unknown:
+        refuse_unknown(weights, unknown, OF_FUNCTIONS)
+    refuse_unless_slice("queries", queries)
+    refuse_unless_slice("keys", keys)
     leading = Leading.of(q)
     if leading is not None:
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
@@ -188,8 +209,9 @@ def statistics(
     query_start: int | Tensor | str | None = None,
     logsumexp: Tensor | None = None,
     v: Tensor | None = None,
-    probes: Iterable[str | Probe] | None = None,
+    probes: str | Probe | Iterable[str | Probe] | None = None,
     beside: Beside = NOTHING,
+    **unknown: Never,
 ) -> dict[str, Tensor]:
     """Measure every head exactly, in memory that grows with the length and not with its square.
 
@@ -204,9 +226,10 @@ def statistics(
         query_start: see `attention`.
         logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first.
         v: (batch, kv_heads, keys, value_dim), for `contribution` and `output_norm`.
-        probes: names of statistics, or what the functions of `multihead.probes` make; None = those of
+        probes: names of statistics, or one, or what the functions of `multihead.probes` make; None = those of
             `multihead.probes.DEFAULT` for which nothing is missing.
         beside: what some of them need beside q and k, such as which keys are special.
+        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Returns: a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
         (batch, heads, keys), `pooled_map` (batch, heads, rows, columns). float32 (float64 for float64), `largest_key`
@@ -214,11 +237,20 @@ def statistics(
 
     Raises:
         ProbeError: a name is unknown, or a statistic needs what was not given, such as `special_mass` its keys.
+        ArgumentError: torch.jit.trace, make_fx or FakeTensorMode runs this code.
 
     >>> q, k = torch.zeros(2, 1, 2, 4, 8).unbind()
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
+    if unknown:
+        refuse_unknown(statistics, unknown, OF_FUNCTIONS)
+    if traced() and not transformed() and not torch.compiler.is_compiling():
+        raise ArgumentError(
+            "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
+            "cannot be read.",
+            "Call it outside of them, on the tensors themselves.",
+        )
     leading = Leading.of(q)
     if leading is not None:
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
@@ -243,6 +275,7 @@ def explain(
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Explanation:
     """Say which kernel a call would run, why others refuse it, what it skips and the memory it will take.
 
@@ -255,6 +288,8 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB beside q, k and v
     """
+    if unknown:
+        refuse_unknown(explain, unknown, OF_FUNCTIONS)
     leading = Leading.of(q)
     if leading is not None:
         (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
@@ -286,8 +321,7 @@ def request_of(
     shape = AttentionShape.of(q, k, v)
     check_is_mask(mask)
     refuse_unless_share("dropout", dropout)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
-        raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
+    refuse_unless_scale(scale)
     if bias is not None:
         refuse_unless_bias_fits(bias, shape)
     if softcap is not None:
@@ -313,7 +347,7 @@ def _joined(leading: Leading, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    if not listening.listeners() or transformed():  # a transform's tensors hold no numbers to tell anybody of
+    if not listening.listeners() or traced():  # no values, nothing to publish
         return _run(request, kernel)
     request = replace(request, wanted=listening.wanted())
     attended = _run(request, kernel)
@@ -339,6 +373,8 @@ def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
     if given is None:
         with torch.no_grad():
             return _run(request).logsumexp
+    if not isinstance(given, Tensor):
+        raise DtypeError(f"logsumexp is a {type(given).__name__}.", "Give a tensor (batch, heads, queries).")
     if tuple(given.shape) != (shape.batch, shape.num_heads, shape.query_length):
         raise ShapeError(
             f"logsumexp has shape {tuple(given.shape)}.",
@@ -350,7 +386,7 @@ def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
 def _statistics(
     request: AttentionRequest,
     logsumexp: Tensor | None,
-    wanted: Iterable[str | Probe] | None,
+    wanted: str | Probe | Iterable[str | Probe] | None,
     beside: Beside,
     *,
     has_values: bool,

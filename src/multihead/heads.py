@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import SymInt, Tensor
 
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.reading import untraced
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 
@@ -76,6 +77,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
     Raises:
         ShapeError: if ``x`` has not three axes.
+        DtypeError: if it is no tensor.
         ArgumentError: if ``num_heads`` is below 1 or does not divide the last axis; the sentence
             lists the head counts that fit.
 
@@ -89,12 +91,17 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     >>> x_heads[0, 0].tolist()
     [[0, 1], [6, 7], [12, 13]]
     """
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is a {type(x).__name__}, and must be a tensor.", "Convert it: torch.as_tensor(x).")
     if x.dim() != 3:
         raise ShapeError(
             f"x has the shape {tuple(x.shape)}, and must be (batch, length, heads * head_dim).",
             "Give a tensor with three axes.",
         )
     batch, length, width = x.shape
+    if isinstance(width, Tensor):  # a size that torch.jit.trace records
+        with untraced():
+            width = x.shape[2]
     head_dim = head_dim_of(width, num_heads, name="The last axis of x")
     x_split = x.view(batch, length, num_heads, head_dim)  # (batch, length, heads, head_dim)
     return x_split.transpose(1, 2)  # (batch, heads, length, head_dim)
@@ -139,7 +146,7 @@ def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat")
 
 
 def _check_at_least_one(name: str, value: int) -> None:
-    if not isinstance(value, (int, SymInt)) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, (int, SymInt)) or value < 1:
         raise ArgumentError(
             f"{name} is {value!r}, and must be a whole number of at least 1.",
             "Give 1 or more.",

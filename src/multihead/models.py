@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multihead.claims import gguf_layers, refuse_unless_moderate
 from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.files import is_folder
 
 CONTINUED = "⤷"
 """What stands for a token that goes on with the character of the token before it."""
@@ -129,6 +131,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     tell = stage or (lambda name: None)
     with quiet():
         tell("weights")
+        refuse_unless_moderate(model, _claimed(transformers, source))
         network = _pretrained(transformers, model, source, found is not None, dtype)
         tell("tokenizer")
         tokenizer = _tokenizer(transformers, source)
@@ -237,8 +240,8 @@ def _file(model: str) -> Path | None:
 
     It is the one named, the one in the folder named, or the one inside an installed package.
     """
-    path = Path(model).expanduser()
-    if model.strip() and path.is_dir():
+    path = _path(model)
+    if model.strip() and is_folder(path):
         return _file_in(path, model)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return path
@@ -251,6 +254,13 @@ def _file(model: str) -> Path | None:
     found = found or [file for place in places for file in place.rglob("*.gguf")]
     # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
     return min(found, key=lambda file: (len(file.parts), str(file))) if found else None
+
+
+def _path(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~name, and nobody is called so
+        return Path(model)
 
 
 def _file_in(folder: Path, model: str) -> Path:
@@ -298,7 +308,7 @@ def _describes_model(config: Path) -> bool:
 def _title(model: str, found: Path | None) -> str:
     if found is None:
         return model.rsplit("/", 1)[-1]
-    path = Path(model).expanduser()
+    path = _path(model)
     if path == found:
         return found.stem
     return path.resolve().name if path == found.parent else model
@@ -343,6 +353,17 @@ def _refuse_code(model: str, said: str) -> None:
             f"{model} needs Python code that comes with it, and multihead runs no code of a model.",
             "Give a model of a family that transformers has built in.",
         )
+
+
+def _claimed(transformers: Any, source: dict[str, str]) -> Any:
+    """Read what a model claims to be, or nothing where it cannot be read: loading it finds that out, in words."""
+    try:
+        if "gguf_file" in source:
+            with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
+                return gguf_layers(file)
+        return transformers.PretrainedConfig.get_config_dict(**source)[0]
+    except Exception:  # noqa: BLE001 - a broken file fails in whatever way its bytes lead to
+        return {}
 
 
 def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:

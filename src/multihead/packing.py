@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Documents, Lengths, Mask
-from multihead.reading import readable, traced
+from multihead.reading import jit_traced, readable, traced
 
 Side = Literal["right", "left"]
 
@@ -72,6 +72,8 @@ class Packing:
         if isinstance(lengths, Tensor):
             whole, where = not lengths.is_floating_point() and lengths.dtype != torch.bool, lengths.device
         else:
+            if not isinstance(lengths, Iterable):
+                raise ArgumentError(f"{name} is {lengths!r}.", f"Give one length per sample: {batch} integers.")
             lengths, where = tuple(lengths), torch.device("cpu")
             whole = all(isinstance(number, int) and not isinstance(number, bool) for number in lengths)
         if not whole:
@@ -88,7 +90,8 @@ class Packing:
                 f"{name} holds {wrong}, and the batch is padded to {length} tokens.",
                 f"Give lengths from 0 to {length}.",
             )
-        places = torch.ops.multihead.places if torch.compiler.is_compiling() else _places
+        as_operator = traced() and not jit_traced()  # which would make a constant of the length
+        places = torch.ops.multihead.places if as_operator else _places
         index = places(counts, length, side == "left")
         return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
 
@@ -148,6 +151,8 @@ def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "ri
     >>> tokens[..., 0], packing.mask
     (tensor([[0., 1., 3.]]), Documents(<int64 tensor (2,)>))
     """
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is a {type(x).__name__}, and must be a tensor.", "Give (batch, length, features).")
     if x.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x.shape)}.", "Give (batch, length, features).")
     packing = Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, side=padding_side)
@@ -177,6 +182,10 @@ def unpack(tokens: Tensor, packing: Packing) -> Tensor:
 
 def refuse_unless_packed(name: str, tokens: Tensor, packing: Packing) -> None:
     """Refuse what are not the tokens of a packing."""
+    if not isinstance(packing, Packing):
+        raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")
+    if not isinstance(tokens, Tensor):
+        raise DtypeError(f"{name} is a {type(tokens).__name__}, and must be a tensor.", "Give what mh.pack returns.")
     given = tuple(tokens.shape)
     if len(given) != 3 or given[0] != 1 or (not traced() and given[1] != len(packing.index)):
         raise ShapeError(

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.fx.experimental import proxy_tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Looked up once: every call of an attention asks them. PyTorch has no public names for them.
+_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_jit_traces = torch._C._is_tracing  # noqa: SLF001
+_jit_state, _put_jit_state = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]  # noqa: SLF001
+_mode_of_kind = torch._C._get_dispatch_mode  # noqa: SLF001
+# The modes of PyTorch whose tensors hold no values, or whose values must not decide what is recorded.
+_KINDS_WITHOUT_VALUES = (
+    torch._C._TorchDispatchModeKey.FAKE,  # noqa: SLF001
+    torch._C._TorchDispatchModeKey.PROXY,  # noqa: SLF001
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,  # noqa: SLF001
+)
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
@@ -21,19 +36,82 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def traced() -> bool:
-    """Whether torch.compile, torch.export or a transform of torch.func runs this code with stand-ins for tensors.
+    """Whether values must not be read, because they are missing or would become constants of what is recorded.
+
+    So it is in torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and the transforms of torch.func.
 
     >>> torch.func.vmap(lambda x: x + traced())(torch.zeros(2))
     tensor([1., 1.])
     """
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return torch.compiler.is_compiling() or _transforms() is not None or _without_values()
+
+
+def recorded() -> bool:
+    """Whether a compiler, torch.jit.trace, make_fx or any dispatch mode observes the operations that run here.
+
+    None of them sees a kernel that is called with addresses: it is called as a registered operator there. No cache may
+    keep a tensor that is made there, because it may be a fake one.
+
+    >>> from torch.utils.flop_counter import FlopCounterMode
+    >>> with FlopCounterMode(display=False):
+    ...     recorded(), traced()
+    (True, False)
+    """
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _jit_traces()
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+    )
+
+
+def intercepted() -> bool:
+    """Whether this code is `recorded` or `transformed`: one question for what every call asks."""
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _transforms() is not None
+        or _jit_traces()
+        or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - see `_proxied`
+    )
 
 
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory to read."""
     if torch.compiler.is_compiling():
         return False  # a compiler traces a transform's inside as it is
-    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public word for it
+    return _transforms() is not None
+
+
+def jit_traced() -> bool:
+    """Whether torch.jit.trace runs this code."""
+    return not torch.compiler.is_compiling() and bool(_jit_traces())
+
+
+def _without_values() -> bool:
+    """Whether torch.jit.trace, make_fx or a mode of PyTorch's own compiler runs this code."""
+    if _jit_traces() or _proxied():
+        return True
+    return _dispatch_modes() > 0 and any(_mode_of_kind(kind) is not None for kind in _KINDS_WITHOUT_VALUES)
+
+
+def _proxied() -> bool:
+    """Whether make_fx runs this code: with `pre_dispatch=True` its mode is on no stack that can be counted cheaply."""
+    return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - torch has no public word for it
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Hide this code from torch.jit.trace, which makes tensors of sizes and warns of every comparison of them."""
+    state = _jit_state()
+    if state is None:
+        yield
+        return
+    _put_jit_state(None)
+    try:
+        yield
+    finally:
+        _put_jit_state(state)
 
 
 def runs_backward() -> bool:
@@ -46,7 +124,7 @@ def runs_backward() -> bool:
 
 
 def readable(device: torch.device) -> bool:
-    """Whether reading a value costs nothing: on the CPU, and neither in a graph nor in a transform.
+    """Whether reading a value costs nothing: on the CPU, and where no values become part of a graph.
 
     On an accelerator the host would wait for the device.
     """

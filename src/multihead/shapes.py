@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.reading import untraced
 
 Q_AXES = "(batch, heads, queries, head_dim)"
 K_AXES = "(batch, kv_heads, keys, head_dim)"
@@ -67,6 +68,10 @@ class AttentionShape:
                     )
         (batch, heads, queries, head_dim), (k_batch, kv_heads, keys, k_dim) = q.shape, k.shape
         v_batch, v_heads, v_keys, value_dim = v.shape
+        if isinstance(batch, Tensor):  # a size that torch.jit.trace records
+            with untraced():
+                shape = AttentionShape.of(q, k, v)
+            return replace(shape, batch=batch, query_length=queries, key_length=keys)
         if not batch == k_batch == v_batch:
             raise ShapeError(
                 f"q, k and v have batches of {batch}, {k_batch} and {v_batch} samples.",
@@ -121,7 +126,8 @@ def resolved_query_start(
             raise ArgumentError(
                 f"query_start is {query_start!r}.", 'Give an int, a tensor with one int a sample, or "end".'
             )
-        return keys - queries
+        start = keys - queries
+        return start.expand(batch) if isinstance(start, Tensor) else start  # a tensor in torch.jit.trace
     if isinstance(query_start, Tensor):
         if query_start.is_floating_point() or query_start.dtype == torch.bool or query_start.shape != (batch,):
             raise ArgumentError(
@@ -129,7 +135,7 @@ def resolved_query_start(
                 f"Give one int a sample: shape ({batch},).",
             )
         return query_start
-    if not isinstance(query_start, int) or isinstance(query_start, bool) or query_start < 0:
+    if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:
         raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one a sample, or "end".')
     return query_start
 

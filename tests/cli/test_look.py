@@ -149,7 +149,10 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
             [MODEL, "--prompt", "hi", "--layers", "3-1"],
             "error: --layers is '3-1'. Give layer numbers such as 0,3-5. See `multihead look --help`.\n",
         ),
-        ([MODEL, "--prompt", "hi", "--layers", "9"], "error: No layer that ran is called 9. Choose among 0: encoder."),
+        (
+            [MODEL, "--prompt", "hi", "--layers", "0,9"],
+            "error: --layers holds 9, and the model has 6 layers. Give numbers from 0 to 5.\n",
+        ),
         (
             [MODEL, "--prompt", "hi", "--device", "cuda"],
             "error: device is 'cuda', and this machine has no such device. Give \"cpu\".\n",

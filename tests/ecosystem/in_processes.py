@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of distributed training; started by test_distributed.py."""
+"""What each of two processes does in the distributed tests; started by test_distributed.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import multihead as mh
 from multihead import masks
+from tests.ecosystem import in_shards
 
 PROCESSES, EMBED, HEADS, LENGTH = 2, 16, 4, 6
 LENGTHS = (6, 3, 0, 4)
@@ -115,6 +116,7 @@ def run(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     for way, train in WAYS.items():
         torch.save(train(rank), folder / f"{way}, {rank}.pt")
+    torch.save(in_shards.everything(rank), folder / f"heads, {rank}.pt")
     _leave_together(rank, folder)
 
 

@@ -1,8 +1,9 @@
-"""Distributed training: two processes that see half of a batch each learn what one that sees it whole does."""
+"""Distributed training: two processes with half of a batch each, or half of the heads, learn what one process does."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch.distributed
 import torch.multiprocessing
 from torch import Tensor
 
-from tests.ecosystem import in_processes
+import multihead as mh
+from tests.ecosystem import in_processes, in_shards
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -19,10 +21,21 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Tensor]]:
-    """Start the two processes once; each trains in every way and leaves what came out in a folder."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Start the two processes once; each computes everything and leaves what came out in a folder."""
     folder: Path = tmp_path_factory.mktemp("trained")
     torch.multiprocessing.spawn(in_processes.run, args=(folder,), nprocs=in_processes.PROCESSES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(folder: Path) -> list[dict[str, Any]]:
+    """What each process computed of layers whose heads are split over both."""
+    return [torch.load(folder / f"heads, {rank}.pt") for rank in range(in_processes.PROCESSES)]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[tuple[str, int], dict[str, Tensor]]:
     return {
         (way, rank): torch.load(folder / f"{way}, {rank}.pt")
         for way in in_processes.WAYS
@@ -46,3 +59,44 @@ def test_gradients_and_parameters_are_those_of_one_process_with_the_whole_batch(
 def test_a_watched_process_sees_its_own_samples(trained: dict[tuple[str, int], dict[str, Tensor]], rank: int) -> None:
     two_steps_of_two_samples = [4, 4]
     assert trained["DDP, watched", rank]["samples seen"].tolist() == two_steps_of_two_samples
+
+
+@pytest.mark.parametrize("name", in_shards.EQUAL)
+def test_heads_split_over_two_processes_give_the_outputs_and_gradients_of_one(
+    sharded: list[dict[str, Any]], name: str
+) -> None:
+    """Each process has all of every gradient: parameters that are per head too, which are not distributed."""
+    case = in_shards.EQUAL[name]
+    expected = in_shards.trained(case, case.layer())
+    tolerance = 1e-9 if case.dtype == torch.float64 else 1e-4
+    for found in sharded:
+        assert found[name].keys() == expected.keys()
+        torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=tolerance)
+
+
+def test_tokens_split_between_layers_and_heads_within_them_give_the_outputs_and_gradients_of_one_process(
+    sharded: list[dict[str, Any]],
+) -> None:
+    case = in_shards.EQUAL["all terms"]
+    expected = in_shards.trained(case, case.layer())
+    parts = expected.pop("output").chunk(in_shards.PROCESSES, 1)
+    del expected["gradient of x"]
+    for found, part in zip((each["by tokens"] for each in sharded), parts, strict=True):
+        torch.testing.assert_close(found, {"output": part, **expected}, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", in_shards.REFUSED)
+def test_a_split_that_would_mix_heads_is_rejected(sharded: list[dict[str, Any]], name: str) -> None:
+    assert sharded[0][name] == in_shards.REFUSED[name][1]
+    assert sharded[1][name] not in ("nothing", "")
+
+
+def test_a_watched_process_records_the_heads_that_it_computes(sharded: list[dict[str, Any]]) -> None:
+    case = in_shards.EQUAL["all terms"]
+    layer = case.layer()
+    with mh.observe(layer, probes=("entropy", "received")) as seen:
+        case.call(layer, case.x())
+    expected = {"weights": seen.layers[0].weights(), **seen.layers[0].means()}
+    for name, each in expected.items():
+        together = torch.cat([found["watched"][name] for found in sharded])
+        torch.testing.assert_close(together, each, rtol=1e-9, atol=1e-9)

@@ -41,7 +41,7 @@ def only(kernel: str | None) -> Iterator[None]:
         ):
             yield
     finally:
-        rectangles.rectangles.cache_clear()
+        rectangles._COVERS.clear()
 
 
 def _chosen(choose: Any, only_kernel: str, request: Any, bounds: Any, *, kernel: str | None = None) -> Any:

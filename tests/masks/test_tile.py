@@ -72,7 +72,7 @@ UNFIT: list[tuple[Mask, str]] = [
         Documents((3, 3)),
         (
             "Documents((3, 3)) has documents of together 6 tokens, and there are 5 keys. "
-            "Give lengths of at most 5 tokens."
+            "Give lengths that add up to at most 5."
         ),
     ),
     (

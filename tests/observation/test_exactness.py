@@ -133,3 +133,22 @@ def test_a_record_without_its_sinks_weighs_by_its_logsumexp() -> None:
     exact = Case(q, k, sinks=sinks).softmax(torch.float64)[0]
     for found in (sample.weights(), in_blocks(sample)):
         assert (found - exact[..., : found.shape[2]]).abs().max() <= 2e-6
+
+
+def test_layers_that_share_a_mask_keep_their_own_sinks() -> None:
+    layers = torch.nn.ModuleList(mh.MultiHeadAttention(16, 2, sinks=True) for _ in range(2))
+    x, mask = torch.randn(2, 6, 16), masks.Causal() & masks.Lengths((6, 4))
+    with torch.no_grad():
+        for number, layer in enumerate(layers):
+            layer.sinks.fill_(3.0 * number)
+    with mh.observe(layers) as seen:
+        for layer in layers:
+            layer(x, mask=mask)
+    for layer, heard in zip(layers, seen.layers, strict=True):
+        for sample, length in enumerate((6, 4)):
+            q = mh.split_heads(layer.q_proj(x[sample, None]), 2).double()  # (1, heads, queries, head_dim)
+            k = mh.split_heads(layer.k_proj(x[sample, None, :length]), 2).double()
+            scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(6, length).triu(1) > 0, -torch.inf)
+            sink = layer.sinks.detach().double()[None, :, None, None].expand(1, 2, 6, 1)
+            expected = torch.cat([scores, sink], -1).softmax(-1)[0, ..., :-1]
+            torch.testing.assert_close(heard.sample(sample).weights().double(), expected, atol=1e-6, rtol=0)

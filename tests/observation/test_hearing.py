@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
 from multihead.functional import attend, request_of
+from multihead.observation import hearing
 from multihead.observation.record import Record
+from tests.families import batch_of, family
+from tests.kernel_names import needs_native
 
 
 class Attention(nn.Module):
@@ -149,3 +155,30 @@ def test_what_is_kept_stays_as_it_was_when_a_cache_is_written_over() -> None:
     q.zero_()
     k.zero_()
     torch.testing.assert_close(record["Attention"].sample().weights(), expected)
+
+
+@needs_native
+def test_layers_that_share_a_mask_cut_a_batch_into_samples_once() -> None:
+    model, batch = family("bert"), batch_of("bert", padding="right")
+    with torch.no_grad(), patch.object(hearing, "spans", side_effect=hearing.spans) as cuts, mh.observe(model) as seen:
+        model(**batch)
+        model(**batch)
+    assert (len(seen.layers), seen.layers[0].num_samples) == (2, 4)
+    assert cuts.call_count == 2  # once in each forward pass
+
+
+@needs_native
+@pytest.mark.parametrize("mask", [masks.Full(), masks.Prefix(40)])
+@pytest.mark.parametrize("keep", ["cpu", "statistics"])
+def test_a_record_holds_no_memory_of_padding(keep: Any, mask: masks.Mask) -> None:
+    layer, lengths = mh.MultiHeadAttention(16, 4, num_kv_heads=2), (3, 40, 17)
+    with torch.no_grad(), mh.observe(layer, keep=keep) as record:
+        layer(torch.randn(3, 40, 16), mask=mask, lengths=lengths)
+    tensors: list[Tensor] = []
+    for sample, length in zip(record.layers[0].samples, lengths, strict=True):
+        assert sample.logsumexp.whole().shape == (1, 4, length)
+        tensors += [sample.logsumexp.whole(), *sample.statistics.values()]
+        if sample.q is not None and sample.k is not None:
+            tensors += [sample.q.whole(), sample.k.whole()]
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    assert sum(held.values()) == sum(each.nbytes for each in tensors)

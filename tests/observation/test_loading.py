@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from multihead import masks
 from multihead.errors import InputError, MultiheadError
+from multihead.observation.loading import load
 from multihead.observation.record import Record
 from tests.observation.recorded import Tokenizer, asked, ids, read
 
@@ -120,8 +121,13 @@ class TestRefusals:
             (lambda said, tensors: piece(said).update(keys=7), "k has 6 keys of 7"),
             (lambda said, tensors: piece(said).update(scale="1"), "a scale is no number"),
             (lambda said, tensors: piece(said).update(query_start=1 << 50), f"a query's place is {1 << 50}"),
-            (lambda said, tensors: piece(said).update(mask={"kind": "Lambda"}), "there is no mask 'Lambda'"),
+            (lambda said, tensors: piece(said).update(mask={"kind": 3}), "3 is no name of a mask"),
             (lambda said, tensors: piece(said).update(mask=nested(99)), "it is nested too deep"),
+            (lambda said, tensors: piece(said).update(mask=joining(1000)), "it joins more than 1,000 masks"),
+            (lambda said, tensors: piece(said).update(keys=1 << 29), f"a number of keys is {1 << 29}"),
+            (lambda said, tensors: piece(said).update(key_start=1 << 29), f"a key's place is {1 << 29}"),
+            (lambda said, tensors: sample(said).update(head_dim=1 << 21), f"a width is {1 << 21}"),
+            (lambda said, tensors: sample(said).update(dtype="x" * 999), "there is no dtype 'xxxxx"),
             (lambda said, tensors: piece(said).update(mask={"kind": "Window"}), "A mask of the file cannot be read"),
             (lambda said, tensors: piece(said).update(bias={"kind": "Tensor", "tensor": "0.0.calls"}), "A bias of the"),
             (lambda said, tensors: piece(said).update(sinks="0.0.calls"), "sinks is a torch.int64 tensor of shape"),
@@ -146,6 +152,7 @@ class TestRefusals:
         self, change: Callable[[Any, Any], None], finding: str, good: Path, tmp_path: Path
     ) -> None:
         said = refusal(changed(good, tmp_path, change))
+        assert len(said) < 400
         assert said.startswith("FILE is damaged: ")
         assert finding in said
         assert said.endswith("Save the record anew.")
@@ -170,6 +177,44 @@ def nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         mask = {"kind": "And", "parts": [mask, {"kind": "Causal"}]}
     return mask
+
+
+def joining(count: int) -> dict[str, Any]:
+    return {"kind": "And", "parts": [{"kind": "Causal"}] * count}
+
+
+def without_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> None:
+    """Claim heads that take no byte, since they have no queries."""
+    tensors.clear()
+    said["texts"] = []
+    for layer in said["layers"]:
+        layer["samples"] = layer["samples"][:1]
+        (one,) = layer["samples"]
+        one.update(heads=heads, kv_heads=heads, kept=False, statistics={}, text=None)
+        one["pieces"][0].update(queries=0, keys=0, mask={"kind": "Full"})
+        tensors[f"{one['name']}.logsumexp"] = torch.zeros(1, heads, 0)
+        tensors[one["calls"]] = torch.zeros(1, 4, dtype=torch.int64)
+    tensors["calls"] = torch.zeros(0, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "finding"),
+    [(1 << 40, f"a number of heads is {1 << 40}"), ((1 << 18) - 1, "its layers have more than 262,144 heads")],
+)
+def test_heads_that_take_no_byte_are_limited(heads: int, finding: str, good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, heads))
+    assert file.stat().st_size < 3_000
+    assert refusal(file) == f"FILE is damaged: {finding}. Save the record anew."
+
+
+def test_a_record_without_a_query_opens(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, 8))
+    assert len(Record.load(file).table().rows) == 16
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_no_file_can_be_called(name: str) -> None:
+    assert refusal(Path(name)) == "FILE cannot be the name of a file. Choose another name."
 
 
 def test_a_mask_nested_beyond_all_measure_is_refused_and_does_not_overflow(good: Path, tmp_path: Path) -> None:
@@ -237,19 +282,20 @@ class TestDamage:
         self.try_to_use(file)
 
     def try_to_use(self, file: Path) -> None:
-        try:
-            record = Record.load(file)
-        except InputError:
-            return
-        try:
-            for layer in record.layers:
-                layer.sample().weights(queries=slice(0, 2))
-                layer.sample().map(0, bins=2)
-            record.table()
-            for call in itertools.islice(record, 4):
-                call.weights(0)
-        except MultiheadError:
-            return  # a record that opens and has no weights says so
+        for mapped in (True, False):
+            try:
+                record = load(file, mapped=mapped)
+            except InputError:
+                continue
+            try:
+                for layer in record.layers:
+                    layer.sample().weights(queries=slice(0, 2))
+                    layer.sample().map(0, bins=2)
+                record.table()
+                for call in itertools.islice(record, 4):
+                    call.weights(0)
+            except MultiheadError:
+                continue  # a record that opens and has no weights says so
 
 
 def places_in(said: Any) -> Iterator[tuple[Any, Any]]:

@@ -115,3 +115,30 @@ def test_what_is_not_there_is_refused(layer: int, head: int, options: dict[str, 
 def test_statistics_alone_cannot_be_compared() -> None:
     with pytest.raises(ProbeError):
         read(ids(1, 6), keep="statistics").nearest(0, 0)
+
+
+def test_a_head_without_finite_weights_is_like_no_other_and_comes_last() -> None:
+    record = asked(heads=4, kv_heads=1, mask=masks.Causal())
+    sample = record.layers[0].sample()
+    assert sample.q is not None
+    sample.q.whole()[:, 1] = math.nan  # its weights are NaN
+    sample.logsumexp.whole()[:, 2] = -1e4  # its weights are infinite
+    found = record.nearest(0, 0)
+    assert [each.head for each in found] == [3, 1, 2]
+    assert found[0].divergence == pytest.approx(by_hand(*(record.layers[0].weights(head) for head in (0, 3))), abs=1e-5)
+    assert all(math.isnan(each.divergence) for each in found[1:])
+    assert all(math.isnan(each.divergence) for each in record.nearest(0, 1))
+
+
+def test_queries_whose_weights_are_not_finite_are_left_out_of_the_mean() -> None:
+    record = asked(heads=2, kv_heads=1, mask=masks.Causal())
+    sample = record.layers[0].sample()
+    assert sample.q is not None
+    sample.q.whole()[:, 1, 4] = math.nan
+    weights = record.layers[0].weights()[:, [0, 1, 2, 3, 5, 6, 7, 8]]
+    assert record.nearest(0, 0)[0].divergence == pytest.approx(by_hand(*weights), abs=1e-5)
+
+
+def test_without_a_query_no_head_is_like_another() -> None:
+    found = asked(heads=2, queries=0, query_start=0).nearest(0, 0)
+    assert [(each.head, math.isnan(each.divergence), each.queries) for each in found] == [(1, True, 0)]

@@ -176,11 +176,25 @@ class TestChoosing:
         assert [layer.name for layer in seen.layers] == ["layers.1", "reader"]
 
     def test_a_layer_that_is_none_is_named_at_the_end(self, tower: Tower) -> None:
-        with pytest.raises(ModelError) as caught, mh.observe(tower, layers=["layers.0", "head", 7]):
+        with pytest.raises(ModelError) as caught, mh.observe(tower, layers=["layers.0", "reader.q_proj", 7]):
             tower(*inputs())
         assert str(caught.value) == (
-            "No layer that ran is called 'head' or 7. Choose among 0: layers.0, 1: layers.1, 2: reader."
+            "No layer that ran is called 'reader.q_proj' or 7. Choose among 0: layers.0, 1: layers.1, 2: reader."
         )
+
+    @pytest.mark.parametrize("name", ["head", "layers.2", "block*"])
+    def test_a_name_that_no_module_has_is_rejected_before_the_model_runs(self, tower: Tower, name: str) -> None:
+        with pytest.raises(ModelError) as caught, mh.observe(tower, layers=["layers.0", name]):
+            pytest.fail("the model could run")
+        assert str(caught.value) == (
+            f"layers holds {name!r}, and no module of the model has such a name. Give the name of an attention layer, "
+            'a part of it or a glob such as "encoder.*", or None for all.'
+        )
+
+    def test_one_statistic_may_be_named_without_a_list(self, tower: Tower) -> None:
+        with mh.observe(tower, probes="entropy") as seen:
+            tower(*inputs())
+        assert list(seen.layers[0].sample().statistics) == ["entropy"]
 
     def test_statistics_are_chosen_by_name(self, tower: Tower) -> None:
         with mh.observe(tower, probes=["entropy", "received"]) as seen:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import stat
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import multihead as mh
 from multihead import masks
-from multihead.errors import ArgumentError, InputError, ProbeError
+from multihead.errors import ArgumentError, DtypeError, InputError, MaskError, ProbeError
+from multihead.masks.base import And, Or
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.observation import saving
 from multihead.observation.record import Record
+from multihead.observation.texts import Text
 from multihead.scores.relative import Relative
 from tests.families import batch_of, family
 from tests.hooks.test_families import decoded
@@ -164,7 +173,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, mo
     target = tmp_path / "run.safetensors"
     asked().save(target)
     before = target.read_bytes()
-    monkeypatch.setattr(saving, "_alone", lambda name, tensor: 1 / 0)
+    monkeypatch.setattr(saving, "_numbers", lambda tensor: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         read(ids(1, 6)).save(target)
     assert target.read_bytes() == before
@@ -181,6 +190,125 @@ def test_without_safetensors_a_sentence_says_so(verb: str, tmp_path: Path, monke
     assert str(caught.value) == (
         'A record is saved as safetensors, and that package is not installed. Run pip install "multihead[view]".'
     )
+
+
+class Newer(masks.Window):
+    """Defined a second time below, so that its name in a file would mean another mask."""
+
+
+Replaced = Newer
+
+
+class Newer(masks.Window):  # type: ignore[no-redef]
+    """The class that a file finds by this name."""
+
+
+def with_mask(mask: masks.Mask) -> Record:
+    record = asked(mask=masks.Causal())
+    one = record.layers[0].sample()
+    one.pieces[0] = replace(one.pieces[0], request=replace(one.pieces[0].request, mask=mask))
+    return record
+
+
+class TestMasksThatNoFileHolds:
+    def refusal(self, record: Record, tmp_path: Path, **options: Any) -> str:
+        with pytest.raises(MaskError) as caught:
+            record.save(tmp_path / "run.safetensors", **options)
+        assert list(tmp_path.iterdir()) == []
+        return str(caught.value)
+
+    @pytest.mark.parametrize("keep", ["all", "statistics"])
+    @pytest.mark.parametrize(
+        "within", [lambda mask: mask, lambda mask: mask & masks.Causal(), lambda m: LeadingKeys(1, m)]
+    )
+    def test_one_whose_name_belongs_to_another_class(
+        self, keep: str, within: Callable[[masks.Mask], masks.Mask], tmp_path: Path
+    ) -> None:
+        mask = within(Replaced(3))
+        assert self.refusal(with_mask(mask), tmp_path, keep=keep) == (
+            "A record whose mask is Window(3) cannot be saved: another class is named Newer. "
+            "Give one of the classes another name."
+        )
+
+    @pytest.mark.parametrize("depth", [1, 40])
+    def test_more_than_would_be_read_again(self, depth: int, tmp_path: Path) -> None:
+        mask: masks.Mask = Or(tuple(masks.Prefix(index) for index in range(2 if depth > 1 else 1000)))
+        for _ in range(depth - 1):
+            mask = And((mask, masks.Causal())) if isinstance(mask, Or) else Or((mask, masks.Causal()))
+        assert self.refusal(with_mask(mask), tmp_path) == (
+            "A record whose mask joins more than 1,000 masks, or more than 32 within each other, cannot be saved. "
+            "Give what may be seen as one masks.Keep(t)."
+        )
+
+    def test_numbers_that_would_not_be_read_again(self, tmp_path: Path) -> None:
+        assert self.refusal(with_mask(masks.Window(1 << 64)), tmp_path) == (
+            f"A record whose mask is Window({1 << 64}) cannot be saved: {1 << 64} is no number of tokens. "
+            "Give what may be seen as one masks.Keep(t)."
+        )
+
+    def test_a_window_without_end_and_many_masks_come_back(self, tmp_path: Path) -> None:
+        for mask in (
+            masks.Window(sys.maxsize),
+            Or(tuple(masks.Prefix(index % 9) for index in range(999))),
+            masks.Lengths((9,)) & masks.Documents(((4, 5),)) & masks.Prefix((3,)),
+        ):
+            found = through(with_mask(mask), tmp_path).layers[0].sample().pieces[0].request.mask
+            assert found == mask
+
+
+def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(saving.STORED, torch.bool)
+    with pytest.raises(DtypeError) as caught:
+        asked(mask=MASKS["keep"]).save(tmp_path / "run.safetensors")
+    assert str(caught.value) == (
+        "0.0.0.mask.1 is a torch.bool tensor, and a record holds none. Convert it to float32 or int64."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_of_a_surrogate_pair_in_a_token_comes_back(tmp_path: Path) -> None:
+    record = asked()
+    record.give_text(Text(tokens=["\ud83d", "头", "🎉", '"\\', *"abcde"]))
+    assert through(record, tmp_path).texts[0].tokens == ["\ud83d", "头", "🎉", '"\\', *"abcde"]
+
+
+def test_a_record_is_written_as_safetensors_writes_it(tmp_path: Path) -> None:
+    record = asked(dtype=torch.bfloat16, mask=masks.Keep(SOME, "queries keys"), bias=torch.randn(1, 1, 9, 9))
+    record.save(file := tmp_path / "run.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors, other := tmp_path / "other.safetensors", metadata)
+    head, expected = ((each.read_bytes(), int.from_bytes(each.read_bytes()[:8], "little")) for each in (file, other))
+    assert json.loads(head[0][8 : 8 + head[1]]) == json.loads(expected[0][8 : 8 + expected[1]])
+    assert head[0][8 + head[1] :] == expected[0][8 + expected[1] :]
+
+
+def test_without_room_the_old_record_stays(tmp_path: Path) -> None:
+    asked().save(file := tmp_path / "run.safetensors")
+    before, limits = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(InputError) as caught:
+            asked().save(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == (
+        f"{str(file)!r} cannot be written: File too large. Free some space, or write elsewhere."
+    )
+    assert (file.read_bytes(), list(tmp_path.iterdir())) == (before, [file])
+
+
+def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    (expected := asked()).save(pipe)
+    reader.join()
+    (file := tmp_path / "run.safetensors").write_bytes(found[0])
+    same(Record.load(file), expected)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

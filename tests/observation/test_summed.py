@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ import torch
 import multihead as mh
 from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
+from multihead.observation import summed
 from multihead.observation.record import Record
+from multihead.observation.summaries import counted
 from multihead.observation.summed import BINS, LEAST, MOST, Sketch
 from multihead.probes import PROBES
-from tests.observation.recorded import ids, read
+from tests.kernel_names import needs_native
+from tests.observation.recorded import Reader, ids, read
 
 BATCHES = [ids(2, 9, seed=1), ids(3, 5, seed=2), ids(1, 14, seed=3)]
 
@@ -102,3 +107,40 @@ def test_a_text_alone_is_refused() -> None:
         record.find(local=mh.above(0.5))
     with pytest.raises(ProbeError):
         record.nearest(0, 0)
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"padding_side": "left"}, {"query_start": 0}])
+def test_a_padded_batch_is_summed_up_in_one_step_a_layer(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
+    counting = patch.object(summed, "_sums", side_effect=summed._sums)
+    with torch.no_grad(), counting as sums, mh.observe(model, keep="summary") as found:
+        model(texts, lengths=lengths, **options)
+    assert sums.call_count == len(found.layers)
+    with torch.no_grad(), mh.observe(model, keep="statistics") as expected:
+        model(texts, lengths=lengths, **options)
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.num_samples == other.num_samples == 5
+        torch.testing.assert_close(layer.summary(), other.summary(), atol=1e-12, rtol=1e-12)
+        assert layer.summed is not None
+        for name, sketch in layer.summed.statistics.items():
+            alone = Sketch.zero(4)
+            for sample in other.samples:
+                alone.add(sample.per_query[name], counted(sample, name))
+            assert torch.equal(sketch.bins, alone.bins)
+            assert torch.equal(sketch.count, alone.count)
+    found.save(tmp_path / "run.safetensors")
+    assert Record.load(tmp_path / "run.safetensors").table(of="p95").rows == found.table(of="p95").rows
+
+
+@needs_native
+def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
+    layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(3, 7, 16)
+    with torch.no_grad(), mh.observe(layer, keep="summary") as found:
+        layer(x[:, :5], mask=mh.masks.Causal(), cache=cache)
+        layer(x[:, 5:], mask=mh.masks.Causal(), cache=cache)
+    with torch.no_grad(), mh.observe(layer) as whole:
+        layer(x, mask=mh.masks.Causal())
+    assert found.layers[0].num_samples == 3
+    torch.testing.assert_close(found.layers[0].means(), whole.layers[0].means(), atol=1e-5, rtol=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,13 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import multihead as mh
 from multihead import listening, masks
 from multihead.call import AttentionCall
 from multihead.functional import attend, request_of
+from multihead.kernels import library
 from multihead.kernels.tile import seen
 from multihead.masks.place import Span
+from multihead.observation.sample import SampleRecord
 from multihead.observation.trimming import cut, hull, spans, without_queries
 from multihead.probes.weights import tile
+from tests.families import batch_of, family
+from tests.kernel_names import needs_native
+from tests.watched import brute_force
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 6, 9
 
@@ -137,6 +145,115 @@ def test_a_tensor_that_hides_nothing_of_a_sample_is_no_mask_of_it() -> None:
     kept = masks.Keep(torch.tensor([[True, True], [True, False]]), "batch keys")
     assert kept.part(Span(0, (0, 1), (0, 2))) == masks.Full()
     assert isinstance(kept.part(Span(1, (0, 1), (0, 2))), masks.Keep)
+
+
+def _expected(sample: SampleRecord, q: Tensor, k: Tensor, shown: Tensor) -> dict[str, Tensor]:
+    """Compute the statistics of one sample in float64 by their definitions: q and k (1, heads, tokens, head_dim)."""
+    groups = q.shape[1] // k.shape[1]
+    scores = (q.double() @ k.double().repeat_interleave(groups, 1).mT / q.shape[-1] ** 0.5)[0]
+    weights = scores.masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0)
+    found = brute_force(weights, sample.query_start, shown)
+    found["mean_distance"] = found["mean_distance"].nan_to_num(0)
+    found["effective_keys"] = found["effective_keys"].where(weights.sum(-1) > 0, 0)
+    seen_keys = shown.any(-2).flatten().nonzero()
+    found["first_mass"] = weights[..., int(seen_keys[0])] if len(seen_keys) else torch.zeros_like(weights[..., 0])
+    return {name: value for name, value in found.items() if name in FROM_THE_KERNEL}
+
+
+FROM_THE_KERNEL = (
+    "entropy",
+    "effective_keys",
+    "mean_distance",
+    "self_mass",
+    "previous_mass",
+    "next_mass",
+    "first_mass",
+    "largest_weight",
+)
+PADDED: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed, on the left": {"padding_side": "left"},
+    "packed, causal": {"mask": masks.Causal()},
+    "packed, a window before the query": {"mask": masks.Window(2, after=0) & masks.Causal()},
+    "packed, only later keys": {"mask": masks.Window(1, after=3)},
+    "not packed": {"mask": masks.Prefix(4) | masks.Window(2, after=1)},
+    "not packed, on the left": {"mask": masks.Prefix(4) | masks.Causal(), "padding_side": "left"},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("keep", ["cpu", "summary"])
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_batch_is_measured_by_the_kernel_run_that_computes_it(name: str, keep: Any) -> None:
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), 4 * torch.randn(4, 9, 16)
+    lengths = (9, 3, 0 if name.startswith("packed") else 1, 6)
+    counting = patch.object(library, "run", side_effect=library.run)
+    with torch.no_grad(), counting as runs, mh.observe(layer, keep=keep) as record:
+        layer(x, lengths=lengths, **PADDED[name])
+    assert runs.call_count == 1
+    assert record.layers[0].num_samples == 4
+    if keep == "summary":
+        return
+    for index, length in enumerate(lengths):
+        sample = record.layers[0].sample(index)
+        assert (sample.num_queries, sample.num_keys) == (length, length)
+        found = {statistic: sample.statistics[statistic].double() for statistic in FROM_THE_KERNEL}
+        request, _ = sample.request_of(sample.pieces[0])
+        assert sample.weights().shape == (4, length, length)
+        if length:
+            expected = _expected(sample, request.q, request.k, sample.visible())
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            largest = sample.weights().amax(-1)
+            key = sample.statistics["largest_key"]
+            assert torch.equal(sample.weights().gather(-1, key.clamp(min=0)[..., None])[..., 0], largest)
+            assert torch.equal(key == -1, largest == 0)
+
+
+@needs_native
+@pytest.mark.parametrize("padding", ["right", "left", "between"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_an_attention_mask_is_measured_by_the_kernel_run_that_computes_it(name: str, padding: str) -> None:
+    model, batch = family(name), batch_of(name)
+    real = torch.ones_like(batch["input_ids"])
+    real[1, {"right": slice(5, None), "left": slice(0, 4), "between": [0, 4, 5, 7]}[padding]] = 0
+    batch["attention_mask"] = real
+    counting = patch.object(library, "run", side_effect=library.run)
+    with torch.no_grad(), counting as runs, mh.observe(model) as record:
+        model(**batch)
+    assert runs.call_count == len(record.layers)
+    for layer in record.layers:
+        for sample in layer.samples:
+            request, _ = sample.request_of(sample.pieces[0])
+            expected = _expected(sample, request.q, request.k, sample.visible())
+            found = {statistic: sample.statistics[statistic].double() for statistic in FROM_THE_KERNEL}
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() -> None:
+    call = call_of(masks.Window(2, after=1), query_start=2)
+    measured = dict.fromkeys(("entropy", "first_mass", "self_mass", "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
+    call = AttentionCall(call.request, replace(call.attended, statistics=measured))
+    part = Span(1, (2, 5), (2, 8))
+    assert cut(call, part).attended.statistics.keys() == set()
+    assert cut(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {"first_mass"}
+    both = replace(part, holds_all=True, holds_first=True)
+    assert cut(call, both).attended.statistics.keys() == measured.keys()
+    before = replace(both, keys=(6, 8))  # the first query stands before the first key
+    assert cut(call, before).attended.statistics.keys() == measured.keys() - {"self_mass"}
+
+
+def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
+    queries = torch.tensor([[True] * 6, [False, True, True, True, True, False]])
+    keys = torch.tensor([[True] * 9, [False, False, *[True] * 5, False, False]])
+    for mask, first, second in (
+        (masks.Full(), (True, True), (False, True)),
+        (masks.Keep(keys, "batch keys"), (True, True), (True, True)),
+        (masks.Keep(keys, "batch keys") & masks.Window(1, after=8), (True, True), (True, True)),
+        (masks.Window(1, after=2), (True, True), (False, False)),
+    ):
+        found = spans(call_of(mask).request, queries=queries, keys=keys)
+        assert [(each.holds_all, each.holds_first) for each in found] == [first, second]
 
 
 @pytest.mark.parametrize(

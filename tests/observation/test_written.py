@@ -10,6 +10,7 @@ import torch
 
 from multihead import masks
 from multihead.errors import InputError
+from multihead.masks.base import UnknownMask
 from multihead.observation.written import Tensors, read_bias, read_mask, written_bias, written_mask
 from multihead.scores.relative import Relative
 
@@ -50,10 +51,10 @@ def test_a_bias_is_read_as_it_was_written(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "finding"),
     [
-        ({"kind": "Lambda"}, "there is no mask 'Lambda'."),
+        ({"kind": 3}, "3 is no name of a mask."),
         ({"kind": "And", "parts": []}, "it joins no masks."),
-        ({"kind": "Window", "size": 1 << 62, "after": 0}, f"{1 << 62} is no number of tokens."),
-        ({"kind": "Prefix", "length": True}, "True is no number of tokens."),
+        ({"kind": "Window", "size": 1 << 64, "after": 0}, f"{1 << 64} is no number of tokens."),
+        ({"kind": "Prefix", "length": True}, "Prefix length is True. Give an integer of at least 0."),
         (
             {"kind": "Window", "size": 0, "after": 0},
             "Window size is 0. Give an integer of at least 1.",
@@ -64,6 +65,11 @@ def test_what_is_no_mask_is_refused(said: Any, finding: str) -> None:
     with pytest.raises(InputError) as caught:
         read_mask(said, {})
     assert str(caught.value) == f"A mask of the file cannot be read: {finding} Save the record anew."
+
+
+def test_a_mask_whose_class_is_not_defined_here_keeps_its_name() -> None:
+    found = read_mask({"kind": "And", "parts": [{"kind": "Causal"}, {"kind": "Lambda", "n": 3}]}, {})
+    assert found == masks.Causal() & UnknownMask("Lambda")
 
 
 @pytest.mark.parametrize("said", [{"kind": "Other", "tensor": "a"}, {"kind": "Tensor", "tensor": "a"}])

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from multihead import masks
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
 from multihead.masks.base import KeyBounds
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.plan.bounds import key_bounds
+from multihead.plan.bounds import _Kept, key_bounds
 from tests import oracle
 from tests.drawing import Sizes, interval_leaves, sizes, starts, trees
 
@@ -119,6 +120,29 @@ def test_a_plan_is_made_once_for_equal_masks_and_again_for_tensors() -> None:
     lengths += 1
     assert before.stop.tolist() == [[2, 2]]
     assert key_bounds(Lengths(lengths), queries=2, keys=5).stop.tolist() == [[3, 3]]
+
+
+def test_plans_are_kept_within_a_number_of_bytes_and_the_oldest_go_first() -> None:
+    a_plan = 2 * 8 * 100 + 1024  # start and stop of 100 queries, and the entry
+    kept = _Kept(3 * a_plan)
+    keys = [(Window(size), 100, 100, 0, torch.device("cpu")) for size in range(1, 5)]
+    plans = [kept.plan(*key) for key in keys]
+    assert kept.held == 3 * a_plan
+    assert [kept.plan(*key) is plan for key, plan in zip(keys[1:], plans[1:], strict=True)] == [True] * 3
+    assert kept.plan(*keys[0]) is not plans[0]
+    larger = (Window(1), 1000, 1000, 0, torch.device("cpu"))
+    assert kept.plan(*larger) is not kept.plan(*larger)
+    assert kept.held == 3 * a_plan
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_no_plan_that_is_made_under_a_mode_is_kept(queries: int) -> None:
+    sizes = {"queries": queries, "keys": 9, "query_start": 3}
+    with FakeTensorMode():
+        assert isinstance(key_bounds(Window(7), **sizes).start, FakeTensor)
+    assert type(key_bounds(Window(7), **sizes).start) is Tensor
+    with FakeTensorMode():
+        assert isinstance(key_bounds(Window(7), **sizes).start, FakeTensor)
 
 
 @pytest.mark.parametrize(

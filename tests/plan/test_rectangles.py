@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -56,7 +58,7 @@ def test_every_seen_cell_is_computed_once(data: st.DataObject) -> None:
         patch.setattr(room, "BLOCK_ROWS", data.draw(st.sampled_from((2, 3, 128))))
         patch.setattr(room, "CALL_CELLS", data.draw(st.sampled_from((0, 5, 1024))))
         for biased in (False, True):
-            pieces = rectangles.__wrapped__(bounds, biased=biased)  # not those kept from other block sizes
+            pieces = room._covered(bounds, biased=biased)  # not those kept from other block sizes
             assert_covered(bounds, size.keys, pieces)
             if biased or bounds.remainder is not None:
                 assert {piece.kind for piece in pieces} <= {"partial"}
@@ -104,3 +106,13 @@ def test_the_oracle_of_this_file_agrees_with_that_of_masks() -> None:
     bounds = key_bounds(masks.Causal(), queries=4, keys=6, query_start=2)
     cells = sum(spanned(piece, 4, 6).long() for piece in rectangles(bounds))
     assert torch.equal(torch.as_tensor(cells) > 0, oracle.shown(masks.Causal(), (1, 1, 4, 6), 2)[0, 0])
+
+
+def test_rectangles_are_made_once_for_a_plan_and_keep_it_no_longer_than_its_user_does() -> None:
+    bounds = key_bounds(masks.Lengths(torch.tensor((3, 1))), queries=4, keys=5)
+    assert rectangles(bounds) is rectangles(bounds)
+    assert rectangles(bounds, biased=True) is not rectangles(bounds)
+    watched = weakref.ref(bounds)
+    del bounds
+    gc.collect()
+    assert watched() is None

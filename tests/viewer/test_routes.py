@@ -174,6 +174,17 @@ def test_the_nearest_heads_are_the_records_and_say_how_many_queries_were_looked_
     assert len(served.get(f"{HEAD}/nearest").json) == 3  # all others
 
 
+def test_the_divergence_of_a_head_of_nan_is_null() -> None:
+    seen = watch(20)
+    seen.layers[0].samples[0].q.whole()[:, 1] = float("nan")  # type: ignore[union-attr]
+    with serving(Run("a", seen)) as served:
+        answer = served.get("api/runs/0/samples/0/heads/0/0/nearest")
+        assert (answer.status, answer.json) == (200, [{"layer": 0, "head": 1, "divergence": None, "queries": 20}])
+        for path in ("", "/table.json", "/table.csv", "/layers/0/maps", "/heads/0/1/row?query=3", "/levels"):
+            assert served.get(f"{SAMPLE}{path}").status == 200
+        assert served.get(f"{SAMPLE}/heads/0/1/weights.json").json["weights"][0][0] is None
+
+
 @pytest.mark.parametrize(
     ("path", "status", "sentence"),
     [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ShapeError
+from multihead.reading import traced
 
 # A buffer is (batch, kv_heads, room + 1, dim): padding is written to the place behind the room, as zeros.
 
@@ -84,6 +85,8 @@ def counts_of(
         ArgumentError: one is no integer, negative, or more than there can be.
         ShapeError: there is not one a sample.
     """
+    if not isinstance(given, (Tensor, Iterable)):
+        raise ArgumentError(f"{name} is {given!r}.", f"Give one integer per sample: {batch} of them.")
     whole = (
         not given.is_floating_point() and given.dtype != torch.bool
         if isinstance(given, Tensor)
@@ -97,7 +100,7 @@ def counts_of(
             f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",
             f"Give one number a sample: shape ({batch},).",
         )
-    if torch.compiler.is_compiling() or not batch:
+    if traced() or not batch:
         return counts
     least, largest = (int(edge) for edge in counts.aminmax())
     if least < 0 or largest > most:

@@ -7,6 +7,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from multihead.errors import ArgumentError
+from multihead.reading import traced
+
 Counted: TypeAlias = "tuple[int | None, Tensor | None, bool, int | Tensor]"
 
 
@@ -123,4 +126,10 @@ class Progress:
 
 
 def _largest(counts: Tensor) -> int:
+    if traced() and not torch.compiler.is_compiling():
+        raise ArgumentError(
+            "The cache counts the tokens of each sample, and torch.jit.trace, make_fx or FakeTensorMode runs this "
+            "code, where counts cannot be read.",
+            "Leave lengths out there, or use torch.compile with KeyValueCache(capacity=...).",
+        )
     return int(counts.max()) if counts.numel() else 0

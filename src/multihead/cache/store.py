@@ -13,9 +13,11 @@ from multihead.cache.buffers import SPARE, Buffers, Held, refuse_unless_alike
 from multihead.cache.places import counts_of
 from multihead.cache.progress import Progress
 from multihead.call import Continued
-from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_unless_integer
+from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, refuse_unless_integer
 from multihead.masks import Mask
-from multihead.reading import readable
+from multihead.reading import readable, traced
+
+_HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
 
 class Memory(NamedTuple):
@@ -147,6 +149,9 @@ class KeyValueCache:
                 "The cache remembers another sequence, and was given keys of the text itself.",
                 "Give each attention a cache of its own.",
             )
+        for name, given in (("k", k), ("v", v)):
+            if not isinstance(given, Tensor):
+                raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
         buffers = self._buffers
         if buffers is None:
             buffers = self._buffers = Buffers(k, v, capacity=self.capacity, window=self.window)
@@ -156,7 +161,7 @@ class KeyValueCache:
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         real = None if lengths is None else counts_of(lengths, batch=len(k), most=k.shape[2], device=k.device)
-        if real is not None and not torch.compiler.is_compiling() and bool((real == k.shape[2]).all()):
+        if real is not None and not traced() and bool((real == k.shape[2]).all()):
             real = None  # no padding after all: samples that were alike stay so
         held = buffers.extended(k, v, real)
         if not torch.compiler.is_compiling():
@@ -228,6 +233,8 @@ class KeyValueCache:
             ArgumentError: there is no such sample, or the cache is empty.
         """
         progress = self._progress_or_refusal("Reorder")
+        if isinstance(index, str):
+            raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")
         batch, chosen = progress.batch, torch.as_tensor(index, device=progress.device)
         if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
             raise ArgumentError(f"index is {index!r}.", "Give integers, the old sample of each new one.")

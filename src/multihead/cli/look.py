@@ -142,6 +142,7 @@ def look(
                 task, description=f"Loading {visible(model)}: {STAGES[stage]}", completed=list(STAGES).index(stage)
             ),
         )
+        _refuse_unless_layers(chosen, loaded)
         encoded = encode(loaded, text or "", tokens=tokens)
     if tokens is not None and encoded.stop:
         text = (text or "")[: encoded.stop]
@@ -310,6 +311,21 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     table.writerow([safe(name) for name in names])
     table.writerows([safe(row.get(name, "")) for name in names] for row in rows)
     return written.getvalue()
+
+
+def _refuse_unless_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
+    """Reject layers that the model does not have before it reads the text."""
+    from multihead.errors import ArgumentError
+
+    config = loaded.reader.config
+    count = getattr(config, "num_hidden_layers", None)
+    if chosen is None or not isinstance(count, int) or getattr(config, "sub_configs", None):
+        return  # a model of several parts may have more: what ran is compared at the end
+    beyond = [layer for layer in chosen if layer >= count]
+    if beyond:
+        raise ArgumentError(
+            f"--layers holds {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
+        )
 
 
 def _parsed(layers: str) -> list[int]:

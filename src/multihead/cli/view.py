@@ -139,7 +139,7 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def _loaded(files: Sequence[str]) -> list[Run]:
-    from multihead.observation.record import Record
+    from multihead.observation.loading import load
     from multihead.viewer.samples import Run
 
     paths = [Path(file) for file in files]
@@ -148,7 +148,7 @@ def _loaded(files: Sequence[str]) -> list[Run]:
         # Two files of one name are told apart by their folders.
         Run(
             path.name if names.count(path.name) == 1 else str(path),
-            Record.load(path),
+            load(path, mapped=False),
             path.with_name(f"{path.name}.levels"),
         )
         for path in paths

@@ -9,6 +9,7 @@ import torch
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import (
+    counting,  # noqa: F401 - FlopCounterMode finds the formulas registered
     flex,
     library,
     native,

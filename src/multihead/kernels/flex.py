@@ -21,7 +21,7 @@ from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.strictness import warn_of_slow_path
 from multihead.kernels.tile import dense, without_tensors, working_dtype
 from multihead.masks.base import KeyBounds
-from multihead.reading import constant_in_graphs
+from multihead.reading import constant_in_graphs, traced, transformed
 from multihead.scores.bias import values_of
 from multihead.scores.relative import Relative
 from multihead.scores.sinks import with_sinks
@@ -45,6 +45,8 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     missing = _missing(shape.device)
     if missing is not None:
         return missing
+    if not torch.compiler.is_compiling() and traced() and not transformed():
+        return "it compiles itself, which torch.jit.trace, make_fx and FakeTensorMode cannot record"
     if _transformed():
         return "flex_attention has no rules for the transforms of torch.func"
     if _exporting():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels import library
@@ -29,7 +31,7 @@ from multihead.kernels.native_statistics import Measuring
 from multihead.kernels.second import differentiable_gradients
 from multihead.kernels.tile import dense, without_tensors
 from multihead.masks.base import KeyBounds
-from multihead.reading import traced
+from multihead.reading import intercepted, recorded, traced, transformed
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import Relative
 
@@ -37,6 +39,7 @@ KEEPS_NAN_APART = True  # what is not finite is put away inside, key by key
 # Rows and columns of a register tile, in which the kernel computes all cells or none.
 _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
 _CPU = torch.device("cpu")
+_NOTHING = nullcontext()
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
 _OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
 
@@ -50,60 +53,95 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
         return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
-    if not torch.compiler.is_compiling():  # a graph calls it as an operator, with plain tensors
-        if traced():
-            return "it reads memory, and a transform of torch.func hands it tensors that have none"
-        for tensor in (request.q, request.k, request.v):
+    if not intercepted() or not traced():
+        for tensor in () if _usual(request, bounds) else _read(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
+    elif transformed():
+        return "it reads memory, and a transform of torch.func hands it tensors that have none"
     return library.absence()
+
+
+def _usual(request: AttentionRequest, bounds: KeyBounds) -> bool:
+    """Whether all tensors of a call without bias and sinks are plain, which most are: looked at on every call."""
+    if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
+        return False
+    return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
+
+
+def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
+    """List the tensors whose memory the kernel reads."""
+    read: tuple[Tensor, ...] = (request.q, request.k, request.v, bounds.start, bounds.stop)
+    if request.bias is not None:
+        read += (values_of(request.bias),)
+    if request.sinks is not None:
+        read += (request.sinks,)
+    if isinstance(request.query_start, Tensor):  # for statistics of distances
+        read += (request.query_start,)
+    return read
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute a call in one pass over its keys, and the wanted statistics with it."""
-    if torch.compiler.is_compiling():
-        return _in_graph(request, bounds)
+    if recorded():
+        return _as_operator(request, bounds)
     ready = made_ready(request)
     measuring = Measuring.of(request, bounds, request.wanted) if request.wanted else None
     # Drawn from torch's own generator, so torch.manual_seed repeats it.
     seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
     job = Job(ready, bounds, measuring, seed)
-    if torch.is_grad_enabled() and _follows(ready):
-        inputs = (ready.q, ready.k, ready.v, _bias_of(ready), ready.sinks)
-        output, logsumexp = _Differentiable.apply(*inputs, job)  # type: ignore[no-untyped-call]
+    compute = _with_gradient if torch.is_grad_enabled() and _follows(ready) else forward
+    if profiler._is_profiler_enabled:  # noqa: SLF001 - what record_function itself asks only after microseconds
+        with profiler.record_function("multihead::attention"):  # the operator's name
+            output, logsumexp = compute(job)
     else:
-        output, logsumexp = forward(job)
+        output, logsumexp = compute(job)
     if measuring is None:
         return Attended(output, logsumexp)
     return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
 
 
-def _in_graph(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Put the call into a graph, as one operator (`kernels/native_operator.py`) of tensors and numbers."""
-    seen, bias, relative = None, None, None
-    if bounds.remainder is not None:
-        seen = dense(bounds.remainder, request)
-    if isinstance(request.bias, Relative):
-        relative = request.bias.values
-    else:
-        bias = request.bias
-    seed = torch.randint(1 << 62, ()) if request.dropout else None
-    output, logsumexp = torch.ops.multihead.attention(
-        request.q,
-        request.k,
-        request.v,
-        bounds.start,
-        bounds.stop,
-        seen,
-        bias,
-        relative,
-        request.sinks,
-        request.scale,
-        request.softcap,
-        request.dropout,
-        seed,
-    )
-    return Attended(output, logsumexp)
+def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
+    """Compute what `forward` does, with a gradient."""
+    ready = job.request
+    inputs = (ready.q, ready.k, ready.v, _bias_of(ready), ready.sinks)
+    return _Differentiable.apply(*inputs, job)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
+    """Call the registered operator (`kernels/native_operator.py`) of tensors and numbers, which a recorder sees."""
+    seed = torch.randint(1 << 62, (), device="cpu") if request.dropout else None
+    if traced() or bounds.remainder is None or request.dropout:  # a block would draw a dropout of its own
+        output, logsumexp = torch.ops.multihead.attention(*_operands(request, bounds, seed))
+        return Attended(output, logsumexp)
+    parts = [torch.ops.multihead.attention(*_operands_of(request, rows)) for rows in blocks(request, bounds)]
+    if len(parts) == 1:
+        return Attended(*parts[0])
+    outputs, logsumexps = zip(*parts, strict=True)
+    return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+
+
+def _operands(request: AttentionRequest, bounds: KeyBounds, seed: Tensor | None) -> tuple[Any, ...]:
+    """List what the registered operator takes."""
+    seen = None if bounds.remainder is None else dense(bounds.remainder, request)
+    relative = request.bias.values if isinstance(request.bias, Relative) else None
+    bias = request.bias if relative is None else None
+    visible = (bounds.start, bounds.stop, seen)
+    numbers = (request.scale, request.softcap, request.dropout)
+    return request.q, request.k, request.v, *visible, bias, relative, request.sinks, *numbers, seed
+
+
+def _operands_of(request: AttentionRequest, rows: Rows) -> tuple[Any, ...]:
+    """List what the registered operator takes of some consecutive queries, which no dense mask of all is made for."""
+    shape, bias = request.shape, request.bias
+    if rows.rows is not WHOLE:
+        if isinstance(bias, Relative):
+            bias = bias.part(shape.query_length, (rows.rows.start, rows.rows.stop), (0, shape.key_length))
+        elif bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, rows.rows]
+    part = replace(request, q=rows.of(request.q), bias=bias)
+    q, k, v, start, stop, _, *terms = _operands(part, replace(rows.bounds, remainder=None), None)
+    return q, k, v, start, stop, rows.seen, *terms
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
@@ -292,11 +330,13 @@ class _Differentiable(torch.autograd.Function):
             return (*differentiable_gradients("native", request, ctx.job.bounds, of_output, of_logsumexp), None)
         if of_output is None:
             of_output = torch.zeros_like(output)
-        found = backward(
-            ctx.job._replace(request=replace(ctx.job.request, q=q, k=k, v=v)),
-            (output, logsumexp),
-            features_beside(of_output),
-            of_logsumexp,
-            bias_wanted=ctx.needs_input_grad[3],
-        )
+        job, bias_wanted = ctx.job._replace(request=replace(ctx.job.request, q=q, k=k, v=v)), ctx.needs_input_grad[3]
+        if recorded():  # from here on: it was not when the output was computed
+            seed = torch.tensor(job.seed, device="cpu") if job.request.dropout else None
+            given = (output, logsumexp, of_output, of_logsumexp, *_operands(job.request, job.bounds, seed))
+            *found, dbias, dsinks = torch.ops.multihead.attention_backward(*given, bias_wanted=bias_wanted)
+            return *found, dbias if bias_wanted else None, None if sinks is None else dsinks, None
+        with profiler.record_function("multihead::attention_backward") if profiler._is_profiler_enabled else _NOTHING:  # noqa: SLF001
+            outputs = (output, logsumexp)
+            found = backward(job, outputs, features_beside(of_output), of_logsumexp, bias_wanted=bias_wanted)
         return (*found, None)

@@ -14,6 +14,7 @@ from multihead.kernels.native_fields import features_beside
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import CallSize
+from multihead.reading import untraced
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.relative import Relative
 from multihead.scores.sinks import refuse_unless_sinks_fit
@@ -73,7 +74,8 @@ def attention(
     >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
     True
     """
-    return forward(_job((q, k, v), (start, stop, seen), (bias, relative), sinks, (scale, softcap, dropout), seed))
+    with untraced():
+        return forward(_job((q, k, v), (start, stop, seen), (bias, relative), sinks, (scale, softcap, dropout), seed))
 
 
 @torch.library.custom_op("multihead::attention_backward", mutates_args=(), device_types="cpu")
@@ -164,6 +166,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch._ops._len_torch_dispatch_stack_pre_dispatch():  # noqa: SLF001 - torch has no public word for it
+        raise ArgumentError(
+            "The backward pass of torch.ops.multihead.attention is recorded before dispatch, where PyTorch makes "
+            "constants of what the forward pass saved.",
+            "Leave out pre_dispatch=True of make_fx, or the gradient in what torch.export is given.",
+        )
     output, logsumexp, *tensors, seed = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     if of_output is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ _FIELD = {
     "largest_key": "largest_key",
 }
 _OFFSETS = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
-_OF_OFFSETS = torch.tensor(tuple(_OFFSETS.values()))
+_OF_OFFSETS = array("q", _OFFSETS.values())  # no tensor: the mode under which it were made could be any
 ONE_PASS = frozenset(_FIELD)
 SECOND_PASS = frozenset({"received", "pooled_map"})
 
@@ -42,11 +43,14 @@ class Measuring:
         names: which ones, of ONE_PASS.
         raw: (batch, heads, queries) each, by the names of csrc/call.h; at_offsets has its offsets in front.
         needs: tensors that the kernel reads for them.
+        packed: whether `first_mass` has a key for each packed sample: they are marked as special keys, since each query
+            sees only the one of its own sample.
     """
 
     names: tuple[str, ...]
     raw: dict[str, Tensor] = field(default_factory=dict)
     needs: dict[str, Tensor] = field(default_factory=dict)
+    packed: bool = False
 
     @staticmethod
     def of(
@@ -64,9 +68,12 @@ class Measuring:
         names = tuple(sorted(name for name in wanted if name in ONE_PASS))
         if special_keys is None:
             names = tuple(name for name in names if name != "special_mass")
-        made = Measuring(names)
+        packed = request.packed_lengths is not None and special_keys is None and "first_mass" in names
+        if packed:
+            special_keys = _first_keys_of_packed(request, bounds)
+        made = Measuring(names, packed=packed)
         rows = (shape.batch, shape.num_heads, shape.query_length)
-        for name in {_FIELD[name] for name in names}:
+        for name in {made.source(name) for name in names}:
             size = (len(_OFFSETS), *rows) if name == "at_offsets" else rows
             dtype = torch.int64 if name == "largest_key" else torch.float32
             made.raw[name] = torch.empty(size, dtype=dtype, device="cpu")
@@ -74,13 +81,15 @@ class Measuring:
         if names:
             whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
             made.needs["query_start"] = whole.to(torch.int64).contiguous()
-        if "at_offsets" in made.raw:
-            made.needs["offsets"] = _OF_OFFSETS
         if "on_given_key" in made.raw:
             made.needs["given_key"] = first_keys(bounds).expand(shape.batch).contiguous()
         if "on_special_keys" in made.raw and special_keys is not None:
             made.needs["special_keys"] = special_keys.contiguous()
         return made
+
+    def source(self, name: str) -> str:
+        """Return the field of csrc/call.h that a statistic is made of."""
+        return "on_special_keys" if self.packed and name == "first_mass" else _FIELD[name]
 
     def part(self, rows: slice) -> Measuring:
         """Make room for some rows of it: the kernel writes them, and `put` brings them home."""
@@ -98,11 +107,11 @@ class Measuring:
         for name, tensor in {**self.raw, **self.needs}.items():
             fields[AT[name]] = tensor.data_ptr()
         if "at_offsets" in self.raw:
-            fields[AT["num_offsets"]] = len(_OFFSETS)
+            fields[AT["offsets"]], fields[AT["num_offsets"]] = _OF_OFFSETS.buffer_info()
 
     def found(self, logsumexp: Tensor) -> dict[str, Tensor]:
         """Return the statistics by the names of the probes."""
-        result = {name: self.raw[_FIELD[name]] for name in self.names if name not in _OFFSETS}
+        result = {name: self.raw[self.source(name)] for name in self.names if name not in _OFFSETS}
         if "effective_keys" in result:
             result["effective_keys"] = result["effective_keys"].exp().masked_fill(logsumexp == -torch.inf, 0)
         for index, name in enumerate(_OFFSETS):
@@ -118,6 +127,18 @@ def first_keys(bounds: KeyBounds) -> Tensor:
     behind = torch.iinfo(torch.int64).max
     first = bounds.start.masked_fill(bounds.sees_nothing, behind).amin(1)
     return first.masked_fill(first == behind, -1)
+
+
+def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
+    """Mark the first key that some query of each packed sample may see: (1, keys) bool."""
+    assert request.packed_lengths is not None
+    keys, lengths = request.shape.key_length, request.packed_lengths.to("cpu")
+    sample = torch.arange(len(lengths)).repeat_interleave(lengths)  # (queries,)
+    seen_from = bounds.start[0].masked_fill(bounds.sees_nothing[0], keys)
+    first = torch.full_like(lengths, keys).scatter_reduce(0, sample, seen_from, "amin")
+    marks = torch.zeros(1, keys + 1, dtype=torch.bool)  # the last one for samples that see no key
+    marks[0, first] = True
+    return marks[:, :keys]
 
 
 def one_pass(

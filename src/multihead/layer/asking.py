@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from multihead.layer.inputs import (
     batched,
     child,
     dtype_of,
+    refuse_unless_as_long,
     refuse_unless_cache_fits,
     refuse_unless_fitting,
     refuse_unless_packing_fits,
 )
+from multihead.layer.sharding import LocalHeads, local_heads
 from multihead.layer.terms import in_front
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
@@ -42,11 +45,13 @@ class Asked(NamedTuple):
         request: the attention.
         padding: where the input's padding stood.
         single: whether the input had no batch.
+        local: the heads that this process computes; None where it computes all.
     """
 
     request: AttentionRequest
     padding: Padding
     single: bool
+    local: LocalHeads | None
 
 
 class _Placed(NamedTuple):
@@ -57,6 +62,7 @@ class _Placed(NamedTuple):
     v: Tensor
     start: int | Tensor
     mask: Mask
+    local: LocalHeads | None
 
 
 def asked(
@@ -113,7 +119,7 @@ def asked(
         placed = _self_attention(layer, tokens, padding, mask, cache, query_start)
     else:
         placed = _cross_attention(layer, tokens, padding, mask, cache, query_start)
-    return Asked(_request(layer, placed, bias, padding.packed_lengths, cache), padding, single)
+    return Asked(_request(layer, placed, bias, padding.packed_lengths, cache), padding, single, placed.local)
 
 
 def _self_attention(
@@ -127,12 +133,19 @@ def _self_attention(
     """Place tokens (batch, length, features) that look at each other, and at those that a cache keeps."""
     x, memory, values = tokens
     q_proj, k_proj, v_proj = child(layer, "q_proj"), child(layer, "k_proj"), child(layer, "v_proj")
-    q, k, v = padding.placed(q_proj(x), k_proj(memory), v_proj(values))
-    q = split_heads(q, layer.num_heads)  # (batch, heads, queries, head_dim)
-    k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
-    v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
+    q, k, v = q_proj(x), k_proj(memory), v_proj(values)
+    refuse_unless_as_long("q_proj", x, q, padding.rows)
+    q, k, v = padding.placed(q, k, v)
+    local = None if _holds_all(layer, q, k, v) else local_heads(layer, q, k, v)
+    if local is None:
+        q = split_heads(q, layer.num_heads)  # (batch, heads, queries, head_dim)
+        k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
+        v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
+    else:
+        q, k, v = local.split(q, k, v, layer)
+        mask = local.of_mask(mask)
     if layer.qk_norm is not None:
-        q, k = layer.qk_norm(q, k)
+        q, k = layer.qk_norm(q, k) if local is None else local.normed(layer.qk_norm, q, k)
     start = _start(layer, mask, query_start, q, k) if cache is None else cache.query_start
     if layer.rotary is not None:
         within_samples = padding.positions
@@ -142,10 +155,10 @@ def _self_attention(
         else:
             q, k = layer.rotary.both_turned(q, k, place)
     if cache is None:
-        return _Placed(q, k, v, start, padding.hiding(mask))
+        return _Placed(q, k, v, start, padding.hiding(mask), local)
     held = cache.extended(k, v, lengths=None if padding.rows is None else padding.rows.lengths)
     mask = padding.hiding(mask.after_dropping(held.key_start), held.lengths, held.k.shape[2])
-    return _Placed(q, held.k, held.v, held.query_start, mask)
+    return _Placed(q, held.k, held.v, held.query_start, mask, local)
 
 
 def _cross_attention(
@@ -159,15 +172,29 @@ def _cross_attention(
     """Place tokens (batch, length, features) that look at a memory, which a cache keeps projected."""
     x, memory, values = tokens
     remembered = None if cache is None else cache.memory
-    q = split_heads(padding.placed_queries(layer.q_proj(x)), layer.num_heads)  # (batch, heads, queries, head_dim)
+    q = layer.q_proj(x)
+    refuse_unless_as_long("q_proj", x, q, padding.rows)
+    q = padding.placed_queries(q)
     if remembered is None:
-        k, v = padding.placed_keys(layer.k_proj(memory)), padding.placed_keys(layer.v_proj(values))
-        k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
-        v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
+        k, v = layer.k_proj(memory), layer.v_proj(values)
+        refuse_unless_as_long("k_proj", memory, k, padding.columns)
+        k, v = padding.placed_keys(k), padding.placed_keys(v)
+        local = None if _holds_all(layer, q, k, v) else local_heads(layer, q, k, v)
     else:
         k, v = remembered.k, remembered.v
+        local = None if _holds_all(layer, q) else local_heads(layer, q)
+    if local is not None:
+        mask = local.of_mask(mask)
+    if remembered is None and local is not None:
+        q, k, v = local.split(q, k, v, layer)
+    else:
+        q = split_heads(q, layer.num_heads) if local is None else local.split_queries(q)  # (batch, heads, queries, dim)
+    if remembered is None and local is None:
+        k = split_heads(k, layer.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
+        v = split_heads(v, layer.num_kv_heads)  # (batch, kv_heads, keys, value_head_dim)
     if layer.qk_norm is not None:
-        q, normed = layer.qk_norm(q, k if remembered is None else k[:, :, :0])  # what is remembered is normed already
+        norms = layer.qk_norm if local is None else partial(local.normed, layer.qk_norm)
+        q, normed = norms(q, k if remembered is None else k[:, :, :0])  # what is remembered is normed already
         k = normed if remembered is None else k
     if cache is not None and query_start is None and _uses_positions(layer, mask):
         start = cache.query_start
@@ -177,12 +204,22 @@ def _cross_attention(
         q = layer.rotary.turned(q, _positions(start, q.shape[2]))
         k = layer.rotary.turned(k, 0) if remembered is None else k
     if cache is None:
-        return _Placed(q, k, v, start, padding.hiding(mask))
+        return _Placed(q, k, v, start, padding.hiding(mask), local)
     if remembered is None:
         remembered = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
     cache.advance(q.shape[2], lengths=None if padding.rows is None else padding.rows.lengths)
     mask = padding.hiding(mask, remembered.lengths, remembered.k.shape[2])
-    return _Placed(q, remembered.k, remembered.v, start, mask)
+    return _Placed(q, remembered.k, remembered.v, start, mask, local)
+
+
+def _holds_all(layer: MultiHeadAttention, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> bool:
+    """Whether projections (batch, length, width) hold all heads of the layer, as they do in one process."""
+    return (
+        type(q) is Tensor
+        and q.shape[2] == layer.num_heads * layer.head_dim
+        and (k is None or k.shape[2] == layer.num_kv_heads * layer.head_dim)
+        and (v is None or v.shape[2] == layer.num_kv_heads * layer.value_head_dim)
+    )
 
 
 def _uses_positions(layer: MultiHeadAttention, mask: Mask) -> bool:
@@ -217,18 +254,28 @@ def _request(
     cache: KeyValueCache | None,
 ) -> AttentionRequest:
     """Say what is asked of the attention: the keys that are added, the biases and all that is done to scores."""
-    q, k, v, start, mask = placed
+    q, k, v, start, mask, local = placed
+    if local is not None and bias is not None:
+        bias = local.of_bias(bias, "bias")
     if layer.position_bias is not None:
         given = layer.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
+        if local is not None:
+            given = local.of_bias(given, "position_bias")
         bias = given if bias is None else added(bias, given, q.shape[2], k.shape[2])
     if layer.bias_k is not None and layer.bias_v is not None:
-        k, v = in_front(layer.bias_k, k), in_front(layer.bias_v, v)
+        bias_k: Tensor = layer.bias_k
+        bias_v: Tensor = layer.bias_v
+        if local is not None:
+            bias_k, bias_v = local.own_keys(bias_k), local.own_keys(bias_v)
+        k, v = in_front(bias_k, k), in_front(bias_v, v)
         mask, start = LeadingKeys(1, mask), start + 1
         bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
     sinks: Tensor | None = layer.sinks
+    if local is not None and sinks is not None:
+        sinks = local.own(sinks, name="sinks")
     if layer.add_zero_attn:
         # A key of 0 has the score 0 and gives no value: that is a sink.
-        zero = q.new_zeros(layer.num_heads)
+        zero = q.new_zeros(q.shape[1])
         sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
     dropout = layer.dropout if layer.training else 0.0
     terms = (bias, layer.softcap, sinks, layer.scale, dropout, start)

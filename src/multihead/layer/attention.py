@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
-from multihead.errors import ArgumentError, refuse_scripting, refuse_unless_integer, refuse_unless_share
+from multihead.errors import (
+    ArgumentError,
+    refuse_scripting,
+    refuse_unless_integer,
+    refuse_unless_scale,
+    refuse_unless_share,
+)
 from multihead.explaining import Explanation, explained
 from multihead.functional import attend
 from multihead.heads import head_counts, head_dim_of, merge_heads
 from multihead.layer.asking import asked
+from multihead.layer.inputs import refuse_unless_cache
 from multihead.layer.terms import gated
 from multihead.masks import Full, Mask
 from multihead.packing import Packing, Side
@@ -23,6 +31,7 @@ from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias
 from multihead.scores.softcap import refuse_unless_softcap
+from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, refuse_unknown
 
 _FULL = Full()
 _NOTHING = nullcontext()  # may be entered again and again
@@ -32,6 +41,9 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention with any mask and any head shape.
 
     output = merge_h(softmax(scale * (x W_q)_h (memory W_k)_h^T) (memory W_v)_h) W_out
+
+    Heads may be split over processes: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and
+    `RowwiseParallel()` for out_proj. All other parameters stay whole, and so do the per-head arguments of a call.
 
     Args:
         embed_dim: width of the input, features.
@@ -58,6 +70,7 @@ class MultiHeadAttention(nn.Module):
         add_zero_attn: whether there is a key of 0, with a value of 0, that every query sees: a sink whose logit is 0.
         device: where the parameters are made.
         dtype: of the parameters.
+        unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Raises:
         ArgumentError: a size that does not fit; the sentence lists those that would.
@@ -98,8 +111,11 @@ class MultiHeadAttention(nn.Module):
         add_zero_attn: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        if unknown:
+            refuse_unknown(MultiHeadAttention, unknown, OF_CONSTRUCTORS)
         self.embed_dim = _size("embed_dim", embed_dim)
         self.num_heads = _size("num_heads", num_heads)
         self.num_kv_heads = _kv_heads(num_heads, num_kv_heads)
@@ -134,6 +150,12 @@ class MultiHeadAttention(nn.Module):
                 "add_bias_kv and position_bias are both given, and the learned key stands at no position.",
                 "Leave one of them out.",
             )
+        for name, flag in (("sinks", sinks), ("head_gates", head_gates)):
+            if isinstance(flag, Tensor):
+                raise ArgumentError(f"{name} is a tensor.", f"Give {name}=True, and copy the values to layer.{name}.")
+        _refuse_unless_kinds(rotary, qk_norm, position_bias, scale)
+        if rotary is not None:
+            rotary.refuse_unless_turning(self.head_dim)
         self.rotary, self.position_bias = rotary, position_bias
         self.softcap, self.add_zero_attn = softcap, add_zero_attn
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -183,6 +205,7 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | None = None,
         head_gates: Tensor | None = None,
         query_start: int | Tensor | str | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """Attend from x to memory, or to x itself.
 
@@ -201,14 +224,19 @@ class MultiHeadAttention(nn.Module):
                 text. In cross-attention the memory is projected in the first call only.
             head_gates: (heads,), or broadcasting to (batch, heads, queries): a factor on what each head gives.
             query_start: where the first query stands among the keys, see `attention`; a cache says it itself.
+            unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
         Returns: (batch, queries, output_dim), as many dimensions as x has.
 
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
         """
+        if unknown:
+            refuse_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+        if cache is not None:
+            refuse_unless_cache(cache)
         with _NOTHING if cache is None else cache.unless_refused():
-            request, padding, single = asked(
+            request, padding, single, local = asked(
                 self,
                 x,
                 memory,
@@ -225,7 +253,8 @@ class MultiHeadAttention(nn.Module):
             )
             output = attend(request).output  # (batch, heads, queries, value_head_dim)
             for gates in (self.head_gates, head_gates):
-                output = output if gates is None else gated(output, gates)
+                if gates is not None:
+                    output = gated(output, gates if local is None else local.of_gates(gates))
         merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
         merged = padding.taken(merged)
         out_proj = self._modules.get("out_proj")  # as an attribute it is looked for half a microsecond longer
@@ -246,6 +275,9 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... beside q, k and v
         """
+        unknown = inspect.signature(self.forward).bind(x, memory, values, **call).arguments.get("unknown")
+        if unknown:
+            refuse_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         call["cache"] = deepcopy(call.get("cache"))
         request = asked(self, x, memory, values, **call).request
         read = [name for name in ("lengths", "memory_lengths") if isinstance(call.get(name), Tensor)]
@@ -283,3 +315,14 @@ def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
             f"Give one of {fitting} (grouped-query attention, arXiv:2305.13245).",
         )
     return count
+
+
+def _refuse_unless_kinds(rotary: object, qk_norm: object, position_bias: object, scale: object) -> None:
+    for name, given, kind, example in (
+        ("rotary", rotary, Rotary, "mh.Rotary()"),
+        ("qk_norm", qk_norm, QKNorm, 'mh.QKNorm("rms")'),
+        ("position_bias", position_bias, nn.Module, "mh.scores.Alibi(num_heads)"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise ArgumentError(f"{name} is {given!r}.", f"Give for example {name}={example}, or None.")
+    refuse_unless_scale(scale)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.masks import Mask
 from multihead.packing import Packing, refuse_unless_packed
 
 
@@ -25,8 +26,11 @@ def batched(
     x: Tensor, memory: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
     """Give one sample a batch of one: (length, features) becomes (1, length, features); and say whether it was one."""
-    if not isinstance(x, Tensor) or x.dim() != 2:
+    if not isinstance(x, Tensor) or not (memory is None or isinstance(memory, Tensor)):
+        _refuse_unless_tensors(x, memory, values)
+    if x.dim() != 2:
         return x, memory, values, False
+    _refuse_unless_tensors(x, memory, values)
     for name, tensor in (("memory", memory), ("values", values)):
         if tensor is not None and tensor.dim() != 2:
             raise ShapeError(
@@ -37,6 +41,17 @@ def batched(
     memory_one = None if memory is None else x_one if memory is x else memory[None]
     values_one = None if values is None else memory_one if values is memory else values[None]
     return x_one, memory_one, values_one, True
+
+
+def _refuse_unless_tensors(x: object, memory: object, values: object) -> None:
+    for name, given in (("x", x), ("memory", memory), ("values", values)):
+        if isinstance(given, Tensor) or (given is None and name != "x"):
+            continue
+        if isinstance(given, Mask):
+            raise DtypeError(f"{name} is the mask {given!r}, and must be a tensor.", f"Name it: mask={given!r}.")
+        raise DtypeError(
+            f"{name} is a {type(given).__name__}, and must be a tensor.", "Give a tensor (batch, length, features)."
+        )
 
 
 def child(layer: nn.Module, name: str) -> nn.Module:
@@ -71,6 +86,8 @@ def refuse_unless_fitting(
     ):
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            _refuse_unless_tensors(x, memory, values)
         if tensor.dim() != 3 or tensor.shape[2] != width:
             raise ShapeError(
                 f"{name} has shape {tuple(tensor.shape)}.", f"Give (batch, length, features) with {width} features."
@@ -102,6 +119,18 @@ def refuse_unless_fitting(
         )
 
 
+def refuse_unless_as_long(name: str, x: Tensor, projected: Tensor, packing: Packing | None) -> None:
+    """Refuse padding where a projection gathers tokens of other processes, whose padding nobody knows here."""
+    if packing is None or projected.shape[1] == x.shape[1]:
+        return
+    raise ShapeError(
+        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
+        f"{x.shape[1]}.",
+        "Give every process all tokens where lengths or packing are given, or hide the padding with "
+        "mask=masks.Lengths(...).",
+    )
+
+
 def refuse_unless_packing_fits(
     packing: Packing, x: Tensor, memory: Tensor | None, lengths: object, cache: KeyValueCache | None
 ) -> None:
@@ -113,6 +142,14 @@ def refuse_unless_packing_fits(
                 f"packing and {name} are both given.",
                 "Packed tokens attend within their own samples: give packing alone, or unpack them first.",
             )
+
+
+def refuse_unless_cache(cache: object) -> None:
+    """Refuse what is no cache."""
+    if not isinstance(cache, KeyValueCache):
+        raise ArgumentError(
+            f"cache is a {type(cache).__name__}.", "Give a KeyValueCache() of this layer's own, the same in every call."
+        )
 
 
 def refuse_unless_cache_fits(cache: KeyValueCache, query_start: object, *, absolute_bias: bool, within: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multihead.errors import ShapeError
+from multihead.errors import DtypeError, ShapeError
 
 
 def gated(output: Tensor, gates: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def gated(output: Tensor, gates: Tensor) -> Tensor:
         gates: (heads,), or broadcasting to (batch, heads, queries).
 
     Raises:
-        ShapeError: it is neither.
+        ShapeError, DtypeError: it is neither.
 
     Source: gates on heads, arXiv:1905.09418 and arXiv:1905.10650.
 
@@ -25,6 +25,10 @@ def gated(output: Tensor, gates: Tensor) -> Tensor:
             [0., 0., 0.]])
     """
     heads = output.shape[1]
+    if not isinstance(gates, Tensor):
+        raise DtypeError(
+            f"head_gates is a {type(gates).__name__}.", f"Give a tensor with one factor per head: ({heads},)."
+        )
     if gates.dim() == 1 and gates.shape[0] == heads:
         return output * gates[:, None, None].to(output.dtype)
     sizes = tuple(output.shape[:3])

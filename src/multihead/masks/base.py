@@ -7,6 +7,7 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 | `visible(queries, keys)` | none | always: which keys each query may see |
 | `interval(queries, keys)` | None | where each query sees one interval of keys: others are skipped |
 | `select_sample(index)` | the mask itself | where the mask holds a tensor with a row per sample |
+| `select_heads(select)` | the mask itself | where the mask holds a tensor, and heads are split over processes |
 | `uses_positions` | True | False where the query's own position changes nothing |
 | `translation_invariant` | False | True where only the distance from query to key matters: packed rows stay packed |
 | `sees_no_later_key` | False | True where no query sees a key after its own position |
@@ -15,7 +16,7 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from typing import ClassVar
@@ -141,6 +142,22 @@ class Mask:
         raise MaskError(
             f"{self!r} holds a tensor, and {type(self).__name__} does not define select_sample(index).",
             "Return there the mask of one sample: with its row of the tensor, or self where all samples share it.",
+        )
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
+        """Return the mask of some heads, for a layer whose heads are split over processes.
+
+        Args:
+            select: returns, of a tensor (batch or 1, heads, queries or 1, keys or 1), the rows of these heads.
+
+        Raises:
+            MaskError: the mask holds a tensor, and does not define this method.
+        """
+        if not self.holds_tensors:
+            return self
+        raise MaskError(
+            f"{self!r} holds a tensor, and {type(self).__name__} does not define select_heads(select).",
+            "Return there the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
         )
 
     # ---- what follows from it
@@ -279,6 +296,9 @@ class _Combined(Mask):
 
     def select_sample(self, index: int) -> Mask:
         return self._of(part.select_sample(index) for part in self.parts)
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
+        return self._of(part.select_heads(select) for part in self.parts)
 
     def after_dropping(self, count: int | Tensor) -> Mask:
         return self._of(part.after_dropping(count) for part in self.parts)
@@ -423,6 +443,9 @@ class Shifted(Mask):
         if isinstance(offset, Tensor):
             offset = int(offset[index if len(offset) > 1 else 0])
         return Shifted(self.mask.select_sample(index), offset)
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
+        return Shifted(self.mask.select_heads(select), self.offset)
 
     def after_dropping(self, count: int | Tensor) -> Mask:
         return Shifted(self.mask, self.offset + count)

@@ -93,7 +93,9 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
         what = "documents of together" if summed else "a length of"
         raise MaskError(
             f"{mask!r} has {what} {longest} tokens, and there are {size.keys} keys.",
-            f"Give lengths of at most {size.keys} tokens.",
+            f"Give lengths that add up to at most {size.keys}."
+            if summed
+            else f"Give lengths of at most {size.keys} tokens.",
         )
 
 

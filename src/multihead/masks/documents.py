@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,9 @@ class Documents(Mask):
     def select_sample(self, index: int) -> Documents:
         lengths = as_tensor(self.lengths, "cpu")
         return Documents(lengths[index if len(lengths) > 1 else 0] if lengths.dim() == 2 else lengths)
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Documents:
+        return self  # all heads share the counts
 
     def after_dropping(self, count: int | Tensor) -> Mask:
         if not isinstance(count, Tensor) and not count:

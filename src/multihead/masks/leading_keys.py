@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,9 @@ class LeadingKeys(Mask):
 
     def select_sample(self, index: int) -> LeadingKeys:
         return LeadingKeys(self.count, self.mask.select_sample(index))
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> LeadingKeys:
+        return LeadingKeys(self.count, self.mask.select_heads(select))
 
     def part(self, span: Span) -> LeadingKeys:
         first_key = span.keys[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -68,6 +68,9 @@ class Lengths(Mask):
     def select_sample(self, index: int) -> Lengths:
         lengths = as_tensor(self.lengths, "cpu")
         return Lengths(lengths[index if len(lengths) > 1 else 0][None])
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Lengths:
+        return self  # all heads share the counts
 
     def after_dropping(self, count: int | Tensor) -> Lengths:
         return self if not isinstance(count, Tensor) and not count else Lengths(dropped(self.lengths, count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -72,11 +72,15 @@ class Span:
         sample: index in the batch.
         queries: first query and one past the last.
         keys: first key and one past the last.
+        holds_all: whether its queries see no other keys, so that statistics of the whole call can be sliced.
+        holds_first: whether the first key that they see is the one that the kernel took for `first_mass`.
     """
 
     sample: int
     queries: tuple[int, int]
     keys: tuple[int, int]
+    holds_all: bool = field(default=False, compare=False)
+    holds_first: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,6 +64,9 @@ class Prefix(Mask):
     def select_sample(self, index: int) -> Prefix:
         length = as_tensor(self.length, "cpu").flatten()
         return Prefix(int(length[index if length.numel() > 1 else 0]))
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Prefix:
+        return self  # all heads share the counts
 
     def after_dropping(self, count: int | Tensor) -> Prefix:
         if isinstance(self.length, int) and not isinstance(count, Tensor):

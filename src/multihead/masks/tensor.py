@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -32,6 +33,8 @@ class _TensorMask(Mask):
                 f"{name} takes a boolean tensor, and this is {given}.",
                 "Say which values hide, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
             )
+        if not isinstance(axes, str | None):
+            raise MaskError(f"{name} was given the axes {axes!r}.", f'Name them in a string: {name}(t, "batch keys").')
         if axes is None and tensor.dim() == len(AXES):
             axes = " ".join(AXES)
         named = (axes or "").split()
@@ -95,6 +98,9 @@ class _TensorMask(Mask):
     def select_sample(self, index: int) -> Self:
         tensor = self.four_dimensional()
         return type(self)(tensor[index : index + 1] if tensor.shape[0] > 1 else tensor)
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(select(self.four_dimensional())) if "heads" in self.axes.split() else self
 
     def after_dropping(self, count: int | Tensor) -> Mask:
         return self if isinstance(count, int) and not count else self._with_columns_from(count)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, refuse_unless_slice
 from multihead.observation.pieces import Piece
 from multihead.probes.regions import Blocks, blocks
 
@@ -59,16 +59,53 @@ def joined_blocks(
     return found
 
 
-def ends(chosen: slice, length: int) -> tuple[int, int]:
+def indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
+    """Return the first place of a slice, the one behind its last, and its step.
+
+    Raises:
+        ArgumentError: it is no slice, or goes backward.
+    """
+    refuse_unless_slice(name, chosen)
+    return chosen.indices(length)
+
+
+def ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
     """Return the first place of a slice and the one behind its last.
 
     Raises:
-        ArgumentError: it has steps.
+        ArgumentError: it is no slice, or has steps.
     """
-    first, behind, step = chosen.indices(length)
+    first, behind, step = indices(chosen, length, name)
     if step != 1:
         raise ArgumentError(f"A part of the map is asked for with steps of {step}.", "Give slices without steps.")
     return first, max(first, behind)
+
+
+def one_or_all(head: int | None, num_heads: int) -> int | slice:
+    """Return one head, or a slice of all where it is None.
+
+    Raises:
+        ArgumentError: several heads, or none that is a number.
+    """
+    if head is None:
+        return slice(None)
+    if isinstance(head, bool) or not isinstance(head, int):
+        mend = f"Give one head, an integer from 0 to {num_heads - 1}, or None for all and index the result."
+        raise ArgumentError(f"head is {head!r}.", mend)
+    return head
+
+
+def both(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
+    """Return a number of queries and one of keys; one number is both.
+
+    Raises:
+        ArgumentError: there are not one or two.
+    """
+    if not isinstance(given, (tuple, list)):
+        return given, given
+    if len(given) != 2:
+        raise ArgumentError(f"{name} is {given!r}.", "Give one number, or one for the queries and one for the keys.")
+    return given[0], given[1]
 
 
 def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, ModelError
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,30 @@ class Choice:
         """
         if layers is None:
             return Choice(None)
-        items = (layers,) if isinstance(layers, (int, str)) else tuple(layers)
+        items = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
         for item in items:
-            if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or item in range(-99, 0):
+            if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or _negative(item):
                 raise ArgumentError(f"layers holds {item!r}.", 'Give indices from 0, or names such as "layer.3".')
         if not items:
             raise ArgumentError("layers is empty.", "Give indices or names, or None for all layers.")
         return Choice(items)
+
+    def refuse_unless_modules(self, names: Sequence[str]) -> None:
+        """Refuse a name that no module of the model has; which of them are layers is seen when the model runs.
+
+        Args:
+            names: of all modules, as records name layers.
+
+        Raises:
+            ModelError: there is no such module.
+        """
+        for item in self.items or ():
+            # A layer that runs again in one forward pass is named "#2" and so on after its module.
+            if isinstance(item, str) and "#" not in item and not any(_fits(item, name, -1) for name in names):
+                raise ModelError(
+                    f"layers holds {item!r}, and no module of the model has such a name.",
+                    'Give the name of an attention layer, a part of it or a glob such as "encoder.*", or None for all.',
+                )
 
     def takes(self, name: str, index: int) -> bool:
         """Whether a layer is one of those asked for."""
@@ -41,6 +58,10 @@ class Choice:
         """Say what was asked for and is none of these layers."""
         items = self.items or ()
         return [item for item in items if not any(_fits(item, name, index) for index, name in enumerate(names))]
+
+
+def _negative(item: int | str) -> bool:
+    return isinstance(item, int) and item < 0
 
 
 def _fits(item: int | str, name: str, index: int) -> bool:

@@ -12,6 +12,8 @@ from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
+from multihead.kernels.tile import without_tensors
+from multihead.masks.place import Span
 from multihead.observation.choice import Choice
 from multihead.observation.pieces import Piece, Rows, grow_keys, kept
 from multihead.observation.projections import output_weight
@@ -19,9 +21,9 @@ from multihead.observation.reading import read_ids
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import SampleRecord
 from multihead.observation.summed import Summed
-from multihead.observation.trimming import cut, spans, without_queries
+from multihead.observation.trimming import Places, cut, moved, part_of, sliceable, spans, without_queries
 from multihead.probes.beside import Beside, Pool
-from multihead.probes.probe import Probe
+from multihead.probes.probe import Need, Probe
 from multihead.probes.statistics import of_call, possible, without_positions
 from multihead.probes.weights import tile
 from multihead.scores.bias import values_of, with_values
@@ -70,6 +72,7 @@ class Ear:
     _last: dict[tuple[str, object], _Last] = field(default_factory=dict)  # of each layer and text
     _counts: dict[str, int] = field(default_factory=dict)
     _pass: int = -1
+    _places: Places | None = None  # of the last call in this pass
     _pass_goes_on: bool = False  # whether self-attention in this pass went on from a cache
 
     @property
@@ -89,7 +92,7 @@ class Ear:
     def _numbered(self, name: str) -> str:
         """Number the calls of one layer within a forward pass of the model."""
         if self.inputs.passes != self._pass or not self.inputs.running:
-            self._pass, self._pass_goes_on = self.inputs.passes, False
+            self._pass, self._pass_goes_on, self._places = self.inputs.passes, False, None
             self._counts.clear()
         self._counts[name] = self._counts.get(name, 0) + 1
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
@@ -163,21 +166,95 @@ class Ear:
         ids = read_ids(self.inputs, call.request, name, crosses=crosses)
         if not goes_on:
             now.samples, now.leads = [], []
-        for index, span in enumerate(spans(call.request, queries=real, keys=padding)):
+        if self._places is None or not self._places.fits(call.request, real, padding):
+            found = spans(call.request, queries=real, keys=padding)
+            self._places = Places(without_tensors(call.request), real, padding, found)
+        found = self._places.found
+        starts = []
+        for index, span in enumerate(found):
             place = offsets[span.sample] + span.keys[0]
             if not goes_on:
                 now.leads.append(place)
                 now.samples.append(self._blank(layer.name, crosses=crosses))
                 if layer.summed is None:
                     layer.samples.append(now.samples[-1])
-            sample = now.samples[index]
-            ids.add_to(sample, span, index, offsets[span.sample] - now.leads[index])
-            start = place - now.leads[index] if call.request.packed_lengths is None else 0
-            alone = cut(call, span)
-            if real is not None:
-                alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-            self._add(layer, sample, alone, start, call.request.owner, first=not goes_on)
+            ids.add_to(now.samples[index], span, index, offsets[span.sample] - now.leads[index])
+            starts.append(place - now.leads[index] if call.request.packed_lengths is None else 0)
+        if not goes_on and self._is_measured(call, found, now.samples, real):
+            self._add_together(layer, now.samples, call, self._places)
+        else:
+            for sample, span, start in zip(now.samples, found, starts, strict=True):
+                alone = cut(call, span)
+                if real is not None:
+                    alone = without_queries(alone, real[span.sample, slice(*span.queries)])
+                self._add(layer, sample, alone, start, call.request.owner, first=not goes_on)
+        for sample in now.samples:
             self.record.add(layer, sample)
+
+    def _is_measured(
+        self, call: AttentionCall, found: list[Span], samples: list[SampleRecord], real: Tensor | None
+    ) -> bool:
+        """Whether the kernel measured all that is wanted of every sample, and no padding stands between its queries."""
+        request, at_hand = call.request, call.attended.statistics
+        if real is not None:
+            lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
+            if not torch.equal(real.sum(1).cpu(), lengths):
+                return False
+        crosses = any(sample.crosses for sample in samples)
+        known: set[Need] = {"values", "output_weight", "sets"}
+        if request.sinks is not None:
+            known.add("sinks")
+        if any(sample.keys_read.ids is not None for sample in samples):
+            known |= {"ids", "special_keys"} if self.special_ids else {"ids"}
+        wanted = {
+            probe.name for probe in self.probes if probe.needs <= known and not (crosses and probe.parts & OF_TOKENS)
+        }
+        return all(wanted == sliceable(request, span, at_hand) & wanted for span in found)
+
+    def _add_together(
+        self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, places: Places
+    ) -> None:
+        """Add a call that begins all its samples, and that the kernel has measured whole: a few steps for the batch."""
+        request, attended = call.request, call.attended
+        wanted = {probe.name for probe in self.probes}
+        statistics = {name: value for name, value in attended.statistics.items() if name in wanted}
+        logsumexp = attended.logsumexp.detach()
+        if layer.summed is not None:
+            layer.summed.add_together(statistics, logsumexp, request, places.found)
+            return
+        device = request.shape.device if self.keep == "device" else torch.device("cpu")
+        names = [name for name in (probe.name for probe in self.probes) if name in statistics]
+        alike = [name for name in names if statistics[name].dtype == logsumexp.dtype]
+        stacked = torch.stack([logsumexp, *(statistics[name] for name in alike)])  # (1 + names, batch, heads, queries)
+        if not places.parts:
+            bare = self._bare(request, device)
+            places.parts = [part_of(bare, span) for span in places.found]
+        parts = places.parts
+        if request.sinks is not None:  # which each layer has of its own
+            sinks = kept(request.sinks, device) if self.keep in ("cpu", "device") else None
+            parts = [replace(part, sinks=sinks) for part in parts]
+        # Where nothing is padding the samples share one copy: many small ones wait for the other threads many times.
+        shared = places.cover(request)
+        q, k = (kept(each, device) if shared and samples[0].q is not None else each for each in (request.q, request.k))
+        for sample, span, part in zip(samples, places.found, parts, strict=True):
+            one, rows = slice(span.sample, span.sample + 1), slice(*span.queries)
+            own = stacked[:, span.sample, :, rows]  # (1 + names, heads, rows)
+            own = own if shared else own.clone()
+            measured = dict(zip(alike, own[1:].unbind(), strict=True))
+            for name in names:
+                if name not in measured:
+                    value = statistics[name][span.sample, :, rows]
+                    measured[name] = moved(name, value if len(samples) == 1 else value.clone(), span)
+            own_q, own_k = q[one, :, rows], k[one, :, slice(*span.keys)]
+            if sample.k is not None:
+                sample.k.add(own_k if shared else kept(own_k, device))
+            own_q = own_q if shared else kept(own_q, device)
+            sample.add(
+                Piece(part),
+                own[:1].to(device),
+                {name: measured[name].cpu() for name in names},
+                None if sample.q is None else own_q,
+            )
 
     def _add(
         self,
@@ -198,23 +275,7 @@ class Ear:
             found["induction_mass"] = found["induction_mass"] + _behind_dropped_key(sample, call, key_start)
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         keeps = self.keep in ("cpu", "device")
-        bias = request.bias
-        if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
-            bias = None  # it hides no key, and nothing else of it will be asked for
-        nothing = torch.empty(0)
-        request = replace(
-            request,
-            q=nothing,
-            k=nothing,
-            v=nothing,
-            owner=None,
-            wanted=frozenset(),
-            shape=replace(request.shape, device=device),
-            bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
-            sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
-            query_start=int(request.query_start),
-            continued=None,
-        )
+        request = replace(self._bare(request, device), query_start=int(request.query_start))
         if sample.k is not None:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
@@ -228,6 +289,25 @@ class Ear:
         )
         if layer.summed is not None:
             layer.summed.add(target, first=first)
+
+    def _bare(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
+        """Leave out of a request what a record does not keep in it: q, k, v and its owner."""
+        bias, keeps = request.bias, self.keep in ("cpu", "device")
+        if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
+            bias = None  # it hides no key, and nothing else of it is needed
+        nothing = torch.empty(0)
+        return replace(
+            request,
+            q=nothing,
+            k=nothing,
+            v=nothing,
+            owner=None,
+            wanted=frozenset(),
+            shape=replace(request.shape, device=device),
+            bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
+            sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
+            continued=None,
+        )
 
     def _beside(
         self, sample: SampleRecord, call: AttentionCall, start: int, owner: nn.Module | None, *, first: bool

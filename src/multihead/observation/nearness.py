@@ -32,7 +32,7 @@ class NearHead:
         head: the head's index in its layer.
         name: the layer's name.
         divergence: Jensen-Shannon divergence, nats, from 0 (the same weights) to ln 2 (no key in common), the mean
-            over the queries that see a key.
+            over the queries that see a key and whose weights are finite in both heads; NaN where there is none.
         queries: how many queries were looked at.
     """
 
@@ -72,7 +72,8 @@ def nearest(
         for index, value in enumerate(_divergence(one, head, each, rows))
         if (number, index) != (layer, head)
     ]
-    return sorted(found, key=lambda each: each.divergence)[:top]
+    # NaN compares with nothing: a head without finite weights comes last.
+    return sorted(found, key=lambda each: (math.isnan(each.divergence), each.divergence))[:top]
 
 
 def numbers_in_words(numbers: Sequence[int]) -> str:
@@ -101,7 +102,7 @@ def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:
 def _rows(length: int, cells_a_query: int, most: int | None) -> slice:
     """Choose the queries: every n-th, the last among them."""
     count = max(16, CELLS // max(cells_a_query, 1)) if most is None else most
-    step = math.ceil(length / count)
+    step = max(math.ceil(length / count), 1)
     return slice((length - 1) % step, None, step)
 
 
@@ -123,10 +124,10 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
         p = _with_sink(one.weights(head, queries=chosen, keys=seen)[None])  # (1, rows, keys + 1)
         q = _with_sink(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
         between = (entropy_of((p + q) / 2) - (entropy_of(p) + entropy_of(q)) / 2).clamp(min=0)
-        sees = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0)
-        total += between.masked_fill(~sees, 0).sum(-1)
-        count += sees.sum(-1)
-    return total / count.clamp(min=1)
+        compared = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0) & between.isfinite()
+        total += between.masked_fill(~compared, 0).sum(-1)
+        count += compared.sum(-1)
+    return total / count
 
 
 def _with_sink(weights: Tensor) -> Tensor:

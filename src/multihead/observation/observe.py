@@ -29,7 +29,7 @@ def observe(
     *,
     layers: Sequence[int | str] | int | str | None = None,
     keep: Keep = "cpu",
-    probes: Sequence[Wanted] | None = None,
+    probes: Wanted | Sequence[Wanted] | None = None,
     special_ids: Sequence[int] = (),
     tokenizer: Any = None,
     map_size: int = MAP_SIZE,
@@ -61,8 +61,8 @@ def observe(
     Returns: a record that fills while the model runs.
 
     Raises:
-        ModelError: no module, a family that cannot be watched; and at the end: nothing was heard, or a layer
-            that was asked for is none.
+        ModelError: no module, a family that cannot be watched, a name in `layers` that no module has; and at the
+            end: nothing was heard, or one of `layers` is none of those that ran.
         ArgumentError, ProbeError: an option that does not exist.
 
     >>> import multihead as mh
@@ -78,6 +78,9 @@ def observe(
     _refuse_unless_sensible(model, keep, map_size, map_pool)
     _refuse_unless_told(chosen)
     root = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
+    choice = Choice.of(layers)
+    choice.refuse_unless_modules(list(names.values()))
     record = Record(title=type(root).__name__)
     with ExitStack() as stack:
         stack.enter_context(huggingface.installed(root))
@@ -86,9 +89,9 @@ def observe(
         inputs = stack.enter_context(noticed(root))
         ear = Ear(
             record=record,
-            names={id(module): name or type(module).__name__ for name, module in root.named_modules()},
+            names=names,
             inputs=inputs,
-            choice=Choice.of(layers),
+            choice=choice,
             keep=keep,
             probes=chosen,
             special_ids=tuple(special_ids),

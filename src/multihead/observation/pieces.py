@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,6 @@ from multihead.masks import Causal, Mask
 from multihead.probes.weights import RowTotals
 
 
-@dataclass(eq=False)
 class Rows:
     """A tensor that grows along one axis: what comes stands behind what is there.
 
@@ -25,20 +24,25 @@ class Rows:
         chunks: what is there.
     """
 
-    axis: int
-    chunks: Iterable[Tensor] = ()
-    _chunks: list[Tensor] = field(init=False)
-    _length: int = field(init=False)
+    __slots__ = ("_chunks", "_length", "axis")
 
-    def __post_init__(self) -> None:
-        self._chunks = list(self.chunks)
-        self.chunks = ()
-        self._length = sum(chunk.shape[self.axis] for chunk in self._chunks)
+    def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
+        """Begin with some chunks; a sample has a dozen of these, so this is as short as can be."""
+        self.axis = axis
+        self._chunks = list(chunks)
+        self._length = 0
+        for chunk in self._chunks:
+            self._length += chunk.shape[axis]
 
     @property
     def length(self) -> int:
         """How many rows there are."""
         return self._length
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether anything was added, be it a tensor without rows."""
+        return bool(self._chunks)
 
     def add(self, chunk: Tensor) -> None:
         """Put rows behind those that are there."""
@@ -51,8 +55,8 @@ class Rows:
             self._chunks = [torch.cat(self._chunks, self.axis)]
         return self._chunks[0]
 
-    def between(self, start: int, stop: int) -> Tensor:
-        """Return the rows from one place to another."""
+    def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows from one place to another; of other heads than those named they may have no meaning."""
         return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
@@ -61,7 +65,7 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
     missing = start - rows.length
     if missing > 0:  # keys that no query at hand may see: a cache had dropped them
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length:
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # the keys of an empty sample have a shape too
         rows.add(kept(k[:, :, rows.length - start :], device))
 
 
@@ -105,6 +109,13 @@ class Piece:
     def query_start(self) -> int:
         """Where its first query stands among the keys of the sample."""
         return self.key_start + int(self.request.query_start)
+
+    def only(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return what a head is among the query heads, and among the key heads; None, of all or of no head, is all."""
+        shape = self.request.shape
+        if head is None or not -shape.num_heads <= head < shape.num_heads:
+            return None, None
+        return (head % shape.num_heads,), (head % shape.num_heads // shape.group,)
 
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Piece:
         """Keep some of its queries and keys, counted in the sample; it is one call, or was joined from calls."""

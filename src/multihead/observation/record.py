@@ -20,6 +20,8 @@ from multihead.observation.summed import Summed
 from multihead.observation.table import HeadTable
 from multihead.observation.texts import Text
 
+_BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
+
 __all__ = ["LayerRecord", "Record", "SampleRecord"]
 
 
@@ -77,6 +79,8 @@ class LayerRecord:
                 f'{self.name} was observed with keep="summary", so no text of it is at hand.',
                 'Observe with keep="statistics" to see texts one by one.',
             )
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentError(f"sample is {index!r}.", "Give the index of one sample, an integer.")
         if not -self.num_samples <= index < self.num_samples:
             raise ArgumentError(
                 f"There is no sample {index}; {self.name} saw {self.num_samples}.",
@@ -142,7 +146,10 @@ class Record:
 
         Raises:
             ModelError: no layer of that name or number was seen.
+            ArgumentError: it is neither a name nor a number.
         """
+        if isinstance(layer, bool) or not isinstance(layer, (str, int)):
+            raise ArgumentError(f"The layer is {layer!r}, and a record finds layers by name or number.", _BY_NAME)
         for each in self.layers:
             if layer == (each.name if isinstance(layer, str) else each.number):
                 return each
@@ -321,7 +328,7 @@ class Record:
         Raises:
             InputError: the file cannot be written.
             ArgumentError: `keep` is none of these.
-
+            MaskError: a mask is none that a file holds; nothing is written then.
         """
         from multihead.observation.saving import save
 
@@ -331,6 +338,7 @@ class Record:
     def load(file: str | os.PathLike[str]) -> Record:
         """Open a saved record; its tensors stay in the file until they are read (memory-mapped).
 
+        Whoever cuts the file while it is mapped ends the process; writing a new file under its name does no harm.
         Nothing in a file is ever executed, whoever wrote it.
 
         Raises:

@@ -12,7 +12,7 @@ from multihead.call import AttentionRequest
 from multihead.errors import ProbeError, refuse_unless_integer
 from multihead.kernels.tile import seen, working_dtype
 from multihead.observation import html
-from multihead.observation.areas import ends, joined_blocks
+from multihead.observation.areas import both, ends, indices, joined_blocks, one_or_all
 from multihead.observation.pieces import Piece, Rows, joined
 from multihead.observation.summaries import Of, added, summed_up
 from multihead.observation.texts import Reading, Text
@@ -222,12 +222,12 @@ class SampleRecord:
 
         Raises:
             ProbeError: only statistics were kept.
-            ArgumentError: there is no such head.
+            ArgumentError: there is no such head, or queries or keys are no slices.
         """
-        heads = slice(None) if head is None else head
+        heads = one_or_all(head, self.num_heads)
         found = []
         for piece, rows in self._rows(queries):
-            request, logsumexp = self.request_of(piece)
+            request, logsumexp = self.request_of(piece, head)
             columns = self._columns(piece, keys)
             part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=piece.totals)
             found.append(part[0].cpu())
@@ -307,14 +307,14 @@ class SampleRecord:
             ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         """
         self._refuse_unless_kept()
-        size = (block, block) if isinstance(block, int) else block
+        size = both("block", block)
         for length in size:
             refuse_unless_integer("block", length)
         return joined_blocks(
-            ((piece, *self.request_of(piece)) for piece in self.pieces),
-            heads=head_indices(slice(None) if head is None else head, self.num_heads).tolist(),
-            rows=ends(queries, self.num_queries),
-            columns=ends(keys, self.num_keys),
+            ((piece, *self.request_of(piece, head)) for piece in self.pieces),
+            heads=head_indices(one_or_all(head, self.num_heads), self.num_heads).tolist(),
+            rows=ends(queries, self.num_queries, "queries"),
+            columns=ends(keys, self.num_keys, "keys"),
             block=size,
             without_first_key=without_first_key,
             cancelled=cancelled,
@@ -343,18 +343,18 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: a head that does not exist, a slice with steps, or no bins.
         """
-        most = (bins, bins) if isinstance(bins, int) else bins
+        most = both("bins", bins)
         for each in most:
             refuse_unless_integer("bins", each)
-        rows, columns = ends(queries, self.num_queries), ends(keys, self.num_keys)
+        rows, columns = ends(queries, self.num_queries, "queries"), ends(keys, self.num_keys, "keys")
         height, width = (
             max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
         )
         means = self.blocks(head, queries=queries, keys=keys, block=(height, width)).means().float()
         return means if head is None else means[0]
 
-    def request_of(self, piece: Piece) -> tuple[AttentionRequest, Tensor]:
-        """Return a piece as a call that can be computed again, and its logsumexp (1, heads, queries).
+    def request_of(self, piece: Piece, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
+        """Return a piece as a call to compute again, for one head or all, and its logsumexp (1, heads, queries).
 
         Raises:
             ProbeError: only statistics were kept.
@@ -362,8 +362,9 @@ class SampleRecord:
         self._refuse_unless_kept()
         assert self.q is not None
         assert self.k is not None
-        k = self.k.between(piece.key_start, piece.key_stop)
-        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop), k=k, v=k)
+        of_q, of_k = piece.only(head)
+        k = self.k.between(piece.key_start, piece.key_stop, heads=of_k)
+        request = replace(piece.request, q=self.q.between(piece.row_start, piece.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(piece.row_start, piece.row_stop)
 
     def _refuse_unless_kept(self) -> None:
@@ -375,7 +376,7 @@ class SampleRecord:
 
     def _rows(self, queries: slice) -> Iterator[tuple[Piece, slice]]:
         """Say which rows of which pieces a slice of the queries touches."""
-        first, behind, step = queries.indices(self.num_queries)
+        first, behind, step = indices(queries, self.num_queries, "queries")
         for piece in self.pieces:
             low = first + max(-(-(piece.row_start - first) // step), 0) * step
             high = min(behind, piece.row_stop)
@@ -384,13 +385,13 @@ class SampleRecord:
 
     def _columns(self, piece: Piece, keys: slice) -> slice:
         """Say which of a piece's keys a slice of the sample's keys touches, steps not yet taken."""
-        first, behind, _ = keys.indices(self.num_keys)
+        first, behind, _ = indices(keys, self.num_keys, "keys")
         low = min(max(first, piece.key_start), piece.key_stop)
         return slice(low - piece.key_start, max(low, min(behind, piece.key_stop)) - piece.key_start)
 
     def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
         """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the keys."""
-        left, right, key_step = keys.indices(self.num_keys)
+        left, right, key_step = indices(keys, self.num_keys, "keys")
         whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
         for (piece, _), each in zip(self._rows(queries), tiles, strict=True):
             row = each.new_zeros(heads, each.shape[1], max(right - left, 0))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError, InputError
-from multihead.files import refuse_unless_writable
+from multihead.errors import ArgumentError, DtypeError, InputError
+from multihead.files import refuse_unless_writable, writing
 from multihead.observation.pieces import Piece
 from multihead.observation.written import Tensors, written_bias, written_mask
 from multihead.scores.bias import values_of
@@ -26,6 +25,21 @@ if TYPE_CHECKING:
 FORMAT = "multihead record"
 VERSION = 1
 HEADER = 100_000_000  # bytes: the most that safetensors reads
+STORED = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""The dtypes that a record may hold, as safetensors names them."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
 
 
 def save(record: Record, file: str | os.PathLike[str], *, keep: str = "all") -> None:
@@ -35,35 +49,45 @@ def save(record: Record, file: str | os.PathLike[str], *, keep: str = "all") -> 
     target = os.fspath(file)
     refuse_unless_writable([target])
     refuse_unless_installed()
-    from safetensors.torch import save_file
-
     said, tensors = written(record, keep=keep)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED:
+            raise DtypeError(
+                f"{name} is a {tensor.dtype} tensor, and a record holds none.", "Convert it to float32 or int64."
+            )
     metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": said}
-    if len(said) + 120 * len(tensors) > HEADER:
+    # The widest numbers come first, so that each tensor starts at a multiple of its numbers' size.
+    named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
+    header = _header(named, metadata)
+    if len(header) > HEADER:
         raise InputError(
             f"The record holds {max((each.num_samples for each in record.layers), default=0):,} samples in each of "
             f"{len(record.layers)} layers, more than one file can list.",
             "Save fewer samples a file.",
         )
-    place = Path(target).absolute()
-    handle, beside = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        save_file({name: _alone(name, tensor) for name, tensor in tensors.items()}, beside, metadata)
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(beside).chmod(0o666 & ~mask)  # mkstemp makes files for their owner's eyes only
-        Path(beside).replace(place)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    with writing(target) as opened:
+        opened.write(header)
+        for _, tensor in named:
+            opened.write(_numbers(tensor))
 
 
-def _alone(name: str, tensor: Tensor) -> Tensor:
-    """Lay a tensor out as a file holds it; what masks and biases are cut out of may be cut out for others too."""
-    tensor = tensor.detach().cpu().contiguous()
-    shares = tensor.untyped_storage().nbytes() != tensor.nbytes and name.rsplit(".", 1)[-1] not in ("q", "k")
-    return tensor.clone() if shares else tensor
+def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+    """Write the head of a safetensors file: its length in eight bytes, then which tensor is where."""
+    said: dict[str, Any] = {"__metadata__": metadata}
+    place = 0
+    for name, tensor in named:
+        offsets = [place, place := place + tensor.nbytes]
+        said[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _numbers(tensor: Tensor) -> memoryview:
+    """Lay a tensor's numbers out as a file holds them: one after the other, the lowest byte first."""
+    whole = tensor.detach().cpu().contiguous().reshape(-1)
+    size = whole.itemsize
+    return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
 def refuse_unless_installed() -> None:
@@ -97,7 +121,9 @@ def written(record: Record, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         "texts": texts.written(tensors),
         "layers": layers,
     }
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":"), allow_nan=False), tensors.named
+    text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # UTF-8 has no place for half of a surrogate pair, which a token may be; JSON writes it as \\ud83d.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
 
 
 def _written_sums(summed: Summed | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from multihead.call import AttentionRequest
+from multihead.masks.place import Span
 from multihead.observation.summaries import SHARES, Of, counted, refuse_unless_summary
+from multihead.observation.trimming import position_of
 
 if TYPE_CHECKING:
     from multihead.observation.sample import SampleRecord
@@ -44,12 +48,10 @@ class Sketch:
 
     def add(self, values: Tensor, rows: Tensor) -> None:
         """Add some queries: values (heads, queries), and which of them count (heads, queries) bool."""
-        values = values.double()
-        self.total += values.masked_fill(~rows, 0).sum(-1)
-        self.count += rows.sum(-1)
-        place = ((values / LEAST).log() / math.log(RATIO)).ceil().nan_to_num(nan=0, neginf=0).clamp(0, BINS - 1).long()
-        head = torch.arange(len(values))[:, None] * BINS
-        self.bins += (head + place)[rows].bincount(minlength=self.bins.numel()).view_as(self.bins)
+        total, count, bins = _sums(values.T[:, None], rows.T[:, None])
+        self.total += total[0]
+        self.count += count[0]
+        self.bins += bins[0]
 
     def quantile(self, share: float) -> Tensor:
         """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 of none."""
@@ -82,9 +84,63 @@ class Summed:
             if values.is_floating_point():
                 self.statistics.setdefault(name, Sketch.zero(self.num_heads)).add(values, counted(call, name))
 
+    def add_together(
+        self, measured: Mapping[str, Tensor], logsumexp: Tensor, request: AttentionRequest, found: Sequence[Span]
+    ) -> None:
+        """Add a call that begins all its samples, in a few steps for the whole batch.
+
+        Args:
+            measured: its statistics, (batch, heads, queries) each; rows of padding do not count.
+            logsumexp: (batch, heads, queries).
+            request: the call.
+            found: where each sample stands in it.
+        """
+        self.num_samples += len(found)
+        names = [name for name, value in measured.items() if value.is_floating_point()]
+        if not names:
+            return
+        # One entry a real query: its sample, its place in it, and where it stands among the sample's keys.
+        lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
+        sample = torch.arange(len(found)).repeat_interleave(lengths)
+        place = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
+        row = place + torch.tensor([span.queries[0] for span in found])[sample]
+        position = place + torch.tensor([position_of(request, span) for span in found])[sample]
+        keys = torch.tensor([span.keys[1] - span.keys[0] for span in found])[sample]
+        batch = torch.tensor([span.sample for span in found])[sample]
+        values = torch.stack([measured[name].cpu() for name in names])[:, batch, :, row]  # (queries, names, heads)
+        sees = logsumexp.cpu()[batch, :, row] != -torch.inf  # (queries, heads)
+        having = {"previous_mass": position >= 1, "next_mass": position + 1 < keys}
+        rows = torch.stack([sees & having[name][:, None] if name in having else sees for name in names], 1)
+        total, count, bins = _sums(values, rows)
+        for index, name in enumerate(names):
+            sketch = self.statistics.get(name)
+            if sketch is None:
+                self.statistics[name] = Sketch(total[index], count[index], bins[index])
+            else:
+                sketch.total += total[index]
+                sketch.count += count[index]
+                sketch.bins += bins[index]
+
     def summary(self, of: Of) -> dict[str, Tensor]:
         """Sum up each statistic: (heads,) float64 each; "mean" is exact, "median" and "p95" within 1 %."""
         refuse_unless_summary(of)
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in self.statistics.items()}
         return {name: each.quantile(SHARES[of]) for name, each in self.statistics.items()}
+
+
+def _sums(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum up several statistics at once: values (queries, names, heads), and which of them count, bool.
+
+    Returns: their sums (names, heads) float64, how many there are (names, heads) float64, and how many lie in each
+        bin (names, heads, bins) int64.
+    """
+    _, names, heads = values.shape
+    values = values.masked_fill(~rows, 0)
+    # log_RATIO(value / LEAST); bins are far wider than what float32 rounds of a logarithm: one in 10,000 of a bin.
+    place = values.log2().mul_(1 / math.log2(RATIO)).sub_(math.log2(LEAST) / math.log2(RATIO)).ceil_()
+    place = place.clamp_(0, BINS - 1).nan_to_num_(nan=0).int()
+    place.add_(torch.arange(names * heads, dtype=torch.int32).view(names, heads) * BINS)
+    place.masked_fill_(~rows, names * heads * BINS)  # what does not count goes into a bin after all others
+    bins = place.flatten().bincount(minlength=names * heads * BINS + 1)[:-1]
+    return values.sum(0, dtype=torch.float64), rows.sum(0).double(), bins.view(names, heads, BINS)

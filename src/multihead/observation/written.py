@@ -14,8 +14,13 @@ from multihead.scores.bias import Bias
 from multihead.scores.relative import Relative
 
 DEPTH = 32  # masks within masks
-MOST = 1 << 40  # tokens
+MOST_SIZE = (1 << 63) - 1  # an integer in a mask: a window of sys.maxsize keys has no end
 _RENAMED = {"Behind": "LeadingKeys"}  # in records of earlier versions
+
+MOST_MASKS = 1000
+"""Masks that one mask may join, over all its parts; masks written by people join two to five."""
+
+_LENGTH = 200  # characters of a mask, or of a value, in an error
 
 
 @dataclass(eq=False)
@@ -46,29 +51,73 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
     """Convert a mask to JSON: the name of its class and its fields; its tensors are stored under `name`.
 
     Raises:
-        InputError: a field holds something that JSON cannot store.
+        MaskError: the record could not be read back: a field holds something that a file does not hold, the class is
+            not registered under its name, or the mask combines too many others.
 
     >>> from multihead.masks import Causal, Window
     >>> written_mask(Causal() & Window(3), Tensors(), "mask")
     {'kind': 'And', 'parts': [{'kind': 'Causal'}, {'kind': 'Window', 'size': 3, 'after': 0}]}
     """
-    written = {key: _written(value, tensors, f"{name}.{key}", mask) for key, value in mask.values().items()}
-    return {"kind": type(mask).__name__, **written}
+    _refuse_unless_few(mask)
+    written = _written_mask(mask, tensors, name)
+    try:
+        read_mask(written, tensors.named)
+    except InputError as error:
+        raise MaskError(
+            f"A record whose mask is {_short(mask)} cannot be saved: {error.__cause__}",
+            "Give what may be seen as one masks.Keep(t).",
+        ) from error
+    return written
 
 
-def _written(value: object, tensors: Tensors, name: str, mask: Mask) -> Any:
+def _written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
+    kind = type(mask).__name__
+    if registered(kind) is not type(mask):  # another class of the same name was defined after this one
+        raise MaskError(
+            f"A record whose mask is {_short(mask)} cannot be saved: another class is named {kind}.",
+            "Give one of the classes another name.",
+        )
+    values = mask.values()
+    alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2  # its name needs no suffix
+    fields = {
+        key: _written_field(mask, value, tensors, name if alone else f"{name}.{key}") for key, value in values.items()
+    }
+    return {"kind": kind, **fields}
+
+
+def _written_field(mask: Mask, value: object, tensors: Tensors, name: str) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": tensors.put(name, value)}
     if isinstance(value, Mask):
-        return written_mask(value, tensors, name)
+        return _written_mask(value, tensors, name)
     if isinstance(value, (tuple, list)):
-        return [_written(each, tensors, f"{name}.{index}", mask) for index, each in enumerate(value)]
+        return [_written_field(mask, each, tensors, f"{name}.{index}") for index, each in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise InputError(
-        f"{mask!r} cannot be saved: it holds a {type(value).__name__}.",
-        "Keep numbers, texts, tensors, masks, or tuples of them in the fields of a mask.",
+    raise MaskError(
+        f"A record whose mask is {_short(mask)} cannot be saved: a field of it is a {type(value).__name__}.",
+        "Keep numbers, strings, tensors, masks, or tuples of them in the fields of a mask.",
     )
+
+
+def _refuse_unless_few(mask: Mask) -> None:
+    """Reject more masks in one than a file holds; without recursion, which 1,000 nested masks would overflow."""
+    left: list[tuple[Mask, int]] = [(mask, 0)]
+    for count, (each, depth) in enumerate(left):  # the list grows meanwhile
+        if count >= MOST_MASKS or depth > DEPTH:
+            raise MaskError(
+                f"A record whose mask joins more than {MOST_MASKS:,} masks, or more than {DEPTH} within each other, "
+                "cannot be saved.",
+                "Give what may be seen as one masks.Keep(t).",
+            )
+        for value in each.values().values():
+            parts = value if isinstance(value, tuple) else (value,)
+            left += [(part, depth + 1) for part in parts[: MOST_MASKS + 1] if isinstance(part, Mask)]
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _LENGTH else f"{shown[: _LENGTH - 1]}…"
 
 
 def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, Any] | None:
@@ -80,41 +129,54 @@ def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, An
     return {"kind": "Tensor", "tensor": tensors.put(name, bias)}
 
 
-def read_mask(said: object, tensors: dict[str, Tensor], *, depth: int = 0) -> Mask:
-    """Read a mask as `written_mask` wrote it.
+def read_mask(said: object, tensors: dict[str, Tensor]) -> Mask:
+    """Read a mask as `written_mask` wrote it; a mask whose class is not defined here becomes an `UnknownMask`.
 
     Raises:
         InputError: it is none.
     """
     try:
-        return _read_mask(said, tensors, depth)
-    except (KeyError, TypeError, MaskError, MultiheadError) as error:
+        return _MaskReader(tensors).read(said, 0)
+    except (KeyError, TypeError, ValueError, MultiheadError) as error:
         raise InputError(f"A mask of the file cannot be read: {error}", "Save the record anew.") from error
 
 
-def _read_mask(said: Any, tensors: dict[str, Tensor], depth: int) -> Mask:
-    if depth > DEPTH:
-        raise TypeError("it is nested too deep.")
-    kind = _RENAMED.get(said["kind"], said["kind"])
-    read = {key: _read(value, tensors, depth + 1) for key, value in said.items() if key != "kind"}
-    if kind in ("Keep", "Drop") and isinstance(read["tensor"], str):  # as version 1 of the format stored it
-        read["tensor"] = tensors[read["tensor"]]
-    found = registered(kind)
-    if found is None:
-        return UnknownMask(kind)
-    if kind in ("And", "Or") and not (len(read["parts"]) > 1 and all(isinstance(each, Mask) for each in read["parts"])):
-        raise TypeError("it combines no masks.")
-    return found(**read)
+class _MaskReader:
+    """Reads one mask, and counts the masks in it."""
 
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.count = 0
 
-def _read(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
-    if isinstance(value, dict):
-        return _read_mask(value, tensors, depth) if "kind" in value else tensors[value["tensor"]]
-    if isinstance(value, list):
-        return tuple(_read(each, tensors, depth) for each in value)
-    if isinstance(value, int) and abs(value) > MOST:
-        raise TypeError(f"{value!r} is no number of tokens.")
-    return value
+    def read(self, said: Any, depth: int) -> Mask:
+        kind = _RENAMED.get(said["kind"], said["kind"])
+        if not isinstance(kind, str):
+            raise TypeError(f"{_short(kind)} is no name of a mask.")
+        self.count += 1
+        if depth > DEPTH:
+            raise TypeError("it is nested too deep.")
+        if self.count > MOST_MASKS:
+            raise TypeError(f"it joins more than {MOST_MASKS:,} masks.")
+        found = registered(kind)
+        if found is None:
+            return UnknownMask(kind[:_LENGTH])
+        fields = {key: self.field(value, depth + 1) for key, value in said.items() if key != "kind"}
+        if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as earlier versions wrote it
+            fields["tensor"] = self.tensors[fields["tensor"]]
+        if kind in ("And", "Or"):
+            parts = fields["parts"]
+            if len(parts) < 2 or not all(isinstance(part, Mask) for part in parts):
+                raise TypeError("it joins no masks.")
+        return found(**fields)
+
+    def field(self, said: Any, depth: int) -> Any:
+        if isinstance(said, dict):
+            return self.read(said, depth) if "kind" in said else self.tensors[said["tensor"]]
+        if isinstance(said, (list, tuple)):
+            return tuple(self.field(each, depth) for each in said)
+        if isinstance(said, int) and abs(said) > MOST_SIZE:
+            raise TypeError(f"{_short(said)} is no number of tokens.")
+        return said
 
 
 def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:

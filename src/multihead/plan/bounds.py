@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -10,7 +11,12 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.place import Extent
-from multihead.reading import readable, traced
+from multihead.reading import intercepted, readable, traced
+
+# Plans that are kept may take so many bytes together: 16 for each query that has bounds of its own.
+KEPT_BYTES = 32 << 20
+
+_Key = tuple[Mask, int, int, int, torch.device]
 
 
 def key_bounds(
@@ -45,7 +51,7 @@ def bounds_of(request: AttentionRequest) -> KeyBounds:
 
 
 def _bounds_in(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
-    if isinstance(query_start, Tensor) or traced():
+    if isinstance(query_start, Tensor) or intercepted():
         return _planned(mask, queries, keys, query_start, device)
     if queries == 1:  # each step of a decoding is another one: it is planned in numbers
         only = mask.interval_at(query_start, keys)
@@ -54,7 +60,7 @@ def _bounds_in(mask: Mask, queries: int, keys: int, query_start: int | Tensor, d
             return _only(first, behind, device) if first < behind else _only(0, 0, device)
     if mask.holds_tensors:
         return _planned(mask, queries, keys, query_start, device)
-    return _planned_once(mask, queries, keys, query_start, device)
+    return _KEPT.plan(mask, queries, keys, query_start, device)
 
 
 @lru_cache(maxsize=256)
@@ -70,9 +76,40 @@ def _places(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)[None]
 
 
-@lru_cache(maxsize=128)
-def _planned_once(mask: Mask, queries: int, keys: int, query_start: int, device: torch.device) -> KeyBounds:
-    return _planned(mask, queries, keys, query_start, device)
+class _Kept:
+    """Plans of masks without tensors, each made once for its sizes; the oldest go when they take too many bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+        self._plans: dict[_Key, KeyBounds] = {}
+        self._lock = Lock()
+
+    def plan(self, *key: *_Key) -> KeyBounds:
+        """Return the plan that `_planned` makes."""
+        found = self._plans.get(key)
+        return self._made(key) if found is None else found
+
+    def _made(self, key: _Key) -> KeyBounds:
+        made = _planned(*key)
+        # A mode that replaces what tensors are made of must not reach the calls after it.
+        if type(made.start) is not Tensor or type(made.stop) is not Tensor:
+            return made
+        size = _bytes_of(made)
+        with self._lock:
+            if size <= self.most and key not in self._plans:
+                self._plans[key] = made
+                self.held += size
+                while self.held > self.most:
+                    self.held -= _bytes_of(self._plans.pop(next(iter(self._plans))))
+        return made
+
+
+def _bytes_of(bounds: KeyBounds) -> int:
+    """Return the memory of a plan, and what an entry of a table costs at least."""
+    return bounds.start.untyped_storage().nbytes() + bounds.stop.untyped_storage().nbytes() + 1024
+
+
+_KEPT = _Kept(KEPT_BYTES)
 
 
 def _planned(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:

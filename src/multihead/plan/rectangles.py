@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -64,7 +64,10 @@ class _Run:
         return CALL_CELLS + height * width * (MASKED_CELL if self.rule == "any" else 1)
 
 
-@lru_cache(maxsize=32)  # bounds are compared by identity: a mask without tensors is planned once for its shape
+# For each plan that is in use, with a bias or without. A plan is compared by identity, and kept alive by nothing here.
+_COVERS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakKeyDictionary()
+
+
 def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
     """Cover the bounds by rectangles; several of them may share rows and are then merged by their logsumexp.
 
@@ -79,6 +82,13 @@ def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, .
     Rectangle(sample=None, rows=(0, 300), columns=(0, 300), kind='full')
     Rectangle(sample=None, rows=(300, 500), columns=(300, 500), kind='full')
     """
+    known = _COVERS.setdefault(bounds, {})
+    if biased not in known:
+        known[biased] = _covered(bounds, biased=biased)
+    return known[biased]
+
+
+def _covered(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
     covered: list[Rectangle] = []
     for sample in range(bounds.start.shape[0]):
         owner = None if bounds.shared else sample

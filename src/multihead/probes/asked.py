@@ -15,6 +15,7 @@ from multihead.kernels.native_statistics import ONE_PASS, one_pass, second_pass
 from multihead.probes.pooling import PooledMap
 from multihead.probes.probe import Part
 from multihead.probes.subject import Subject
+from multihead.reading import traced
 
 # What the kernel's statistics are called here.
 _OF_ONE_PASS: dict[Part, str] = {
@@ -33,8 +34,8 @@ assert set(_OF_ONE_PASS.values()) | {"effective_keys"} == ONE_PASS
 
 
 def takes(subject: Subject) -> bool:
-    """Tell whether the native kernel can measure a call."""
-    return native.refusal(subject.request, subject.bounds) is None
+    """Whether the native kernel can measure a call: what is traced would not hold it."""
+    return not traced() and native.refusal(subject.request, subject.bounds) is None
 
 
 def given(subject: Subject, parts: Collection[Part]) -> frozenset[Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from multihead.errors import ArgumentError
 from multihead.kernels.tile import working_dtype
 from multihead.probes.subject import Subject
 from multihead.scores.softcap import softcapped
@@ -15,6 +16,8 @@ FEW = 16  # one key in so many makes a set small
 
 def at_offset(subject: Subject, offset: int) -> Tensor:
     """Return the weight on the key at an offset from each query's position: (batch, heads, queries), 0 if hidden."""
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise ArgumentError(f"offset is {offset!r}.", "Give an integer, such as -1 for the key before the query.")
     request, shape = subject.cleaned, subject.request.shape
     if not shape.key_length:
         return torch.zeros_like(subject.divisor)

@@ -18,6 +18,7 @@ from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
 from multihead.probes.weights import RowTotals, head_indices, in_float64, is_large, row_totals
+from multihead.reading import traced
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import Relative
 from multihead.shapes import AttentionShape
@@ -228,7 +229,7 @@ def _summed(
     if cells is not None:
         part = replace(part, mask=Keep(cells))
         bounds = KeyBounds(shown.start, shown.stop, part.mask)
-    if scores_in_all > SMALL and native.refusal(part, bounds) is None:
+    if scores_in_all > SMALL and not traced() and native.refusal(part, bounds) is None:
         if part.bias is not None:
             part = replace(part, bias=bias_as_read(part.bias))
         _, sums = second_pass(part, bounds, logsumexp, cell=block)

@@ -34,7 +34,7 @@ _MISSING: dict[Need, tuple[str, str]] = {
 }
 
 
-def resolved(wanted: Iterable[Wanted]) -> tuple[Probe, ...]:
+def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
     """Turn names into their probes, each once.
 
     Raises:
@@ -44,8 +44,14 @@ def resolved(wanted: Iterable[Wanted]) -> tuple[Probe, ...]:
     ['entropy', 'received']
     """
     found: dict[str, Probe] = {}
+    if isinstance(wanted, (str, Probe)):
+        wanted = (wanted,)
+    if not isinstance(wanted, Iterable):
+        raise ProbeError(
+            f"probes is {wanted!r}.", 'Give names of statistics, for example probes=("entropy", "received").'
+        )
     for each in wanted:
-        if not isinstance(each, Probe) and each not in PROBES:
+        if not isinstance(each, (Probe, str)) or (isinstance(each, str) and each not in PROBES):
             raise ProbeError(f"There is no statistic {each!r}.", f"Give some of {', '.join(PROBES)}.")
         probe = each if isinstance(each, Probe) else PROBES[each]
         if found.setdefault(probe.name, probe) != probe:

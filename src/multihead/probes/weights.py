@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import index
 
 import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, refuse_unless_slice
 from multihead.kernels.tile import of_heads, scores, seen, without_autocast, working_dtype
 from multihead.plan.bounds import bounds_of
 from multihead.reading import traced
@@ -249,11 +250,17 @@ def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
     >>> head_indices(slice(0, 8, 2), 8)
     tensor([0, 2, 4, 6])
     """
-    every = torch.arange(num_heads)
-    wanted = every[heads].tolist() if isinstance(heads, slice) else [heads] if isinstance(heads, int) else list(heads)
+    if isinstance(heads, slice):
+        refuse_unless_slice("heads", heads)
+        wanted = list(range(num_heads)[heads])
+    else:
+        given = heads.tolist() if isinstance(heads, Tensor) else heads
+        wanted = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not wanted:
         raise ArgumentError("No head was chosen.", f"Give heads from 0 to {num_heads - 1}.")
     for head in wanted:
+        if isinstance(head, bool) or not hasattr(head, "__index__"):
+            raise ArgumentError(f"heads holds {head!r}.", f"Give integers from 0 to {num_heads - 1}, or a slice.")
         if not -num_heads <= head < num_heads:
             raise ArgumentError(f"There is no head {head}.", f"Give heads from 0 to {num_heads - 1}.")
-    return every[wanted]
+    return torch.tensor([index(head) % num_heads for head in wanted])

@@ -16,7 +16,7 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
-from multihead.reading import traced
+from multihead.reading import intercepted, traced
 from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
 from multihead.rotary.waves import Tables, Waves, exact_on, turned_columns, waves_of
 
@@ -75,6 +75,23 @@ class Rotary:
         """Copy and pickle what was said; the tables are made again."""
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
+    def refuse_unless_turning(self, head_dim: int) -> None:
+        """Reject a head_dim whose columns cannot be turned in pairs.
+
+        Raises:
+            ArgumentError: it is odd, or smaller than dim.
+        """
+        if self.dim is None and head_dim % 2:
+            part = f", or turn a part of the columns: Rotary(dim={head_dim - 1})" if head_dim > 1 else ""
+            raise ArgumentError(
+                f"head_dim is {head_dim}, and Rotary turns columns in pairs.", f"Give an even head_dim{part}."
+            )
+        if self.dim is not None and self.dim > head_dim:
+            raise ArgumentError(
+                f"head_dim is {head_dim}, and Rotary turns {self.dim} columns of each head.",
+                f"Give Rotary a dim of at most {head_dim}.",
+            )
+
     def frequencies(self, head_dim: int) -> tuple[float, ...]:
         """Give the angle that each pair of a head's columns is turned by from one token to the next, radians.
 
@@ -119,7 +136,7 @@ class Rotary:
     def _applied(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
         """Turn the columns that are turned, laid out as projections are: (batch, length, heads, head_dim)."""
         # Heads of one token lie side by side already. How many tokens there are may be unknown where a graph is made.
-        one_token = not torch.compiler.is_compiling() and x.shape[2] == 1
+        one_token = not traced() and x.shape[2] == 1
         columns = x if one_token else x.transpose(1, 2)
         if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
             columns = columns.to(dtype)
@@ -133,10 +150,10 @@ class Rotary:
         return turned if one_token else turned.transpose(1, 2)
 
     def _waves(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
-        """Look the waves up, or compute them where a table could not be kept: in a graph or transformation of torch."""
+        """Look the waves up, or compute them where a table could not be kept: where code is recorded or transformed."""
         self._refuse_unless_fitting(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
-        if not traced() and type(x) is Tensor:
+        if type(x) is Tensor and not intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
                 return tables.between(positions, positions + x.shape[2])
@@ -177,7 +194,9 @@ class Rotary:
         if self.dim is None and head_dim % 2:
             raise ShapeError(
                 f"x has a head_dim of {head_dim}, and columns are turned in pairs.",
-                f"Give an even head_dim, or turn a part of the columns: Rotary(dim={head_dim - 1}).",
+                f"Give an even head_dim, or turn a part of the columns: Rotary(dim={head_dim - 1})."
+                if head_dim > 1
+                else "Give an even head_dim.",
             )
         if self.dim is not None and self.dim > head_dim:
             raise ShapeError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
+from multihead.reading import traced
 from multihead.scores.relative import Relative
 from multihead.shapes import AttentionShape
 
@@ -40,7 +41,7 @@ def _refuse_unless_relative_fits(bias: Relative, shape: AttentionShape) -> None:
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
     # Where a graph is made lengths may be unknown: its operator looks again.
-    fits = torch.compiler.is_compiling() or given[2] == max(sizes[2], 0)
+    fits = traced() or given[2] == max(sizes[2], 0)
     if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or not fits:
         raise ShapeError(
             f"bias is Relative with values of shape {given}, and there are {shape.query_length} queries and "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
+from multihead.errors import InputError
 from multihead.viewer.asked import AbsentError, LaterError
 from multihead.viewer.guard import HEADERS, refusal
 
@@ -65,7 +66,9 @@ async def in_words(request: Request, error: Exception) -> Response:
     """Answer a request that cannot be met with the sentence that says why."""
     if isinstance(error, LaterError):
         return refusal(503, str(error), {"Retry-After": "1"})
-    return refusal(404 if isinstance(error, AbsentError) else 400, str(error))
+    # A file that cannot be read, or was cut, is no fault of the request.
+    status = 404 if isinstance(error, AbsentError) else 500 if isinstance(error, InputError) else 400
+    return refusal(status, str(error))
 
 
 async def gone(request: Request, error: Exception) -> Response:

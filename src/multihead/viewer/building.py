@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.viewer.levels import BASE, LayerLevels, count
+from multihead.viewer.levels import BASE, IN_MEMORY, LayerLevels, Room, count
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -23,12 +23,14 @@ class Pyramid:
         record: what was observed; q and k were kept.
         sample: which text of it.
         folder: where levels are kept; None keeps them in memory.
+        room: what is left for levels in memory; None is for this sample alone.
     """
 
-    def __init__(self, record: Record, sample: int, folder: Path | None) -> None:
+    def __init__(self, record: Record, sample: int, folder: Path | None, room: Room | None = None) -> None:
         self._record = record
         self._sample = sample
         self._folder = folder
+        self._room = room or Room(IN_MEMORY)
         self._opened: dict[int, LayerLevels] = {}
         self._lock = threading.Lock()
         self._under_way: dict[Place, tuple[Iterator[float], float]] = {}
@@ -65,7 +67,8 @@ class Pyramid:
             if index not in self._opened:
                 file = None if self._folder is None else self._file(index)
                 of = {"record": self._record.id, "layer": str(index), "sample": str(self._sample)}
-                self._opened[index] = LayerLevels(self._record.layers[index].sample(self._sample), file, of)
+                one = self._record.layers[index].sample(self._sample)
+                self._opened[index] = LayerLevels(one, file, of, self._room)
             return self._opened[index]
 
     def has(self, layer: int, head: int) -> bool:

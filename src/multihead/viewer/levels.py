@@ -7,11 +7,14 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from multihead.errors import InputError
+from multihead.files import Parts, writing
 
 if TYPE_CHECKING:
     from multihead.observation.record import SampleRecord
@@ -27,6 +30,9 @@ BASE = 6
 
 STRIP = 1 << 24
 """Scores that are summed at a time; then whoever waits for a tile has the turn."""
+
+IN_MEMORY = 1 << 30
+"""Bytes of levels that a viewer holds where its disk has no room; a head of 100,000 tokens takes 27 MB."""
 
 Array = npt.NDArray[Any]
 
@@ -59,35 +65,50 @@ class LayerLevels:
         sample: one text in one layer, which kept q and k.
         file: where the levels are kept; None keeps them in memory.
         of: what the file must say of itself, the record's id above all; one that says something else is replaced.
+        room: what is left for levels in memory; None is for these alone.
     """
 
-    def __init__(self, sample: SampleRecord, file: Path | None, of: dict[str, str]) -> None:
+    def __init__(self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: Room | None = None) -> None:
         self.sample = sample
         self.count = count(sample.num_queries, sample.num_keys)
-        places = _places(sample, self.count)
-        header = _header(places, of)
-        size = len(header) + sum(_bytes(kind, shape) for kind, shape in places.values())
-        whole = None if file is None else _opened(file, header, size)
-        self.kept = whole is not None
+        self._places = _places(sample, self.count)
+        self._file: Parts | None = None
+        self._room = room or Room(IN_MEMORY)
+        self._held: dict[int, dict[str, Array]] = {}
+        self._done = np.zeros(sample.num_heads, np.uint8)
+        if file is not None:
+            header = _header(self._places, of)
+            place = len(header)
+            self._starts: dict[str, int] = {}
+            for name, (kind, shape) in self._places.items():
+                self._starts[name] = place
+                place += _bytes(kind, shape)
+            opened = _opened(file, header, place, sample.num_heads)
+            if opened is not None:
+                self._file, self._done = opened
+
+    @property
+    def kept(self) -> bool:
         """Whether they are in a file; else they are in memory."""
-        self._whole: Array = np.zeros(size, np.uint8) if whole is None else whole
-        self._arrays: dict[str, Array] = {}
-        place = len(header)
-        for name, (kind, shape) in places.items():
-            behind = place + _bytes(kind, shape)
-            self._arrays[name] = self._whole[place:behind].view(kind).reshape(shape)
-            place = behind
+        return self._file is not None
 
     def has(self, head: int) -> bool:
         """Whether a head's levels are built."""
-        return bool(self._arrays["done"][head])
+        return bool(self._done[head])
 
     def build(self, head: int) -> Iterator[float]:
-        """Build a head's levels strip by strip; yields the share that is done."""
+        """Build a head's levels strip by strip; yields the share that is done.
+
+        Raises:
+            InputError: they are held in memory, and there is no more room for them; or their file was cut.
+        """
         if self.has(head):
             return
+        made = {name: np.zeros(shape[1:], kind) for name, (kind, shape) in self._places.items() if name != "done"}
+        if self._file is None:
+            self._room.take(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
-        sums, counts, alone, seen = (self._arrays[f"{name}.{BASE}"][head] for name in _NAMES)
+        sums, counts, alone, seen = (made[f"{name}.{BASE}"] for name in _NAMES)
         rows, side = len(sums), 1 << BASE
         height = max(1, STRIP // max(1, keys * side))
         for first in range(0, rows, height):
@@ -100,11 +121,14 @@ class LayerLevels:
             yield min(first + height, rows) / rows
         for level in range(BASE + 1, self.count):
             for name in _NAMES:
-                _halve(self._arrays[f"{name}.{level - 1}"][head], self._arrays[f"{name}.{level}"][head])
-        # The mark goes to the disk after what it stands for, should the machine stop in between.
-        self._flush()
-        self._arrays["done"][head] = 1
-        self._flush()
+                _halve(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
+        if self._file is None:
+            self._held[head] = made
+        else:
+            # The mark goes to the disk after what it stands for, should the machine stop in between.
+            self._file.write({self._start(name, head): _memory(each) for name, each in made.items()})
+            self._file.write({self._start("done", head): memoryview(b"\1")})
+        self._done[head] = 1
 
     def means(
         self, head: int, level: int, rows: slice = slice(None), columns: slice = slice(None), *, sink: bool = True
@@ -118,12 +142,12 @@ class LayerLevels:
             columns: which cells, across; from the first on.
             sink: whether the first key counts.
         """
-        sums, counts, alone, seen = (self._arrays[f"{name}.{level}"][head] for name in _NAMES)
-        total = np.asarray(sums[rows, columns], np.float64)
-        number = np.asarray(counts[rows, columns], np.float64)
+        total, number = (
+            self._cells(f"{name}.{level}", head, rows)[:, columns].astype(np.float64) for name in ("sums", "counts")
+        )
         if sink and not columns.start and total.shape[1]:
-            total[:, 0] += alone[rows]
-            number[:, 0] += seen[rows]
+            total[:, 0] += self._cells(f"first_sums.{level}", head, rows)
+            number[:, 0] += self._cells(f"first_counts.{level}", head, rows)
         with np.errstate(invalid="ignore"):
             means: Array = (total / number).astype(np.float32)
         return means
@@ -133,9 +157,45 @@ class LayerLevels:
         rows, columns = (slice(each * TILE, (each + 1) * TILE) for each in (row, column))
         return self.means(head, level, rows, columns, sink=sink)
 
-    def _flush(self) -> None:
-        if isinstance(self._whole, np.memmap):
-            self._whole.flush()
+    def _start(self, name: str, head: int) -> int:
+        """Say where the numbers of a head are in the file."""
+        kind, shape = self._places[name]
+        return self._starts[name] + head * _bytes(kind, shape[1:])
+
+    def _cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
+        """Read some rows of a level of a head."""
+        if self._file is None:
+            return self._held[head][name][rows]
+        kind, (_, *sides) = self._places[name]
+        first, behind, _ = rows.indices(sides[0])
+        found = np.empty((max(behind - first, 0), *sides[1:]), kind)
+        self._file.read_into(self._start(name, head) + first * _bytes(kind, tuple(sides[1:])), _memory(found))
+        return found
+
+
+class Room:
+    """The bytes that are left for levels in memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = self.left = size
+
+    def take(self, size: int) -> None:
+        """Take some of it.
+
+        Raises:
+            InputError: there is less.
+        """
+        if size > self.left:
+            raise InputError(
+                f"The disk has no room for them, and memory holds {self.size - self.left:,} bytes of them, of "
+                f"{self.size:,} at most.",
+                "Free some space next to the record, and open it again.",
+            )
+        self.left -= size
+
+
+def _memory(numbers: Array) -> memoryview:
+    return numbers.reshape(-1).view(np.uint8).data
 
 
 _NAMES = ("sums", "counts", "first_sums", "first_counts")
@@ -182,24 +242,26 @@ def _halve(fine: Array, coarse: Array) -> None:
         coarse[first : first + 256] = rows
 
 
-def _opened(file: Path, header: bytes, size: int) -> Array | None:
-    """Map a file of levels, made anew unless it is this record's; None where it can be neither read nor written."""
+def _opened(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
+    """Open a file of levels, made anew unless it is this record's; None where it can be neither read nor written.
+
+    Returns: the file, and which heads are built: (heads,) uint8.
+    """
+    done = np.zeros(heads, np.uint8)
     try:
         if not _fits(file, header, size):
             _lay_out(file, header, size)
-        return _mapped(file, "r+")
-    except OSError:
-        try:
-            # A finished file in a place that may not be written serves as well.
-            whole = _mapped(file, "r") if _fits(file, header, size) else None
-        except OSError:
-            return None
-        heads = int(json.loads(header[8:])["done"]["shape"][0])
-        return whole if whole is not None and bool(whole[-heads:].all()) else None
+        writable = _is_writable(file)
+        opened = Parts(file)
+        opened.read_into(size - heads, _memory(done))  # they are the last of the file, since they are the narrowest
+    except (OSError, InputError):
+        return None
+    # A finished file in a place that may not be written serves as well.
+    return (opened, done) if writable or bool(done.all()) else None
 
 
-def _mapped(file: Path, mode: Literal["r", "r+"]) -> Array:
-    return np.memmap(file, np.uint8, mode)
+def _is_writable(file: Path) -> bool:
+    return os.access(file, os.W_OK)
 
 
 def _fits(file: Path, header: bytes, size: int) -> bool:
@@ -213,15 +275,10 @@ def _fits(file: Path, header: bytes, size: int) -> bool:
 def _lay_out(file: Path, header: bytes, size: int) -> None:
     """Make a file with nothing built, under its name only once it is whole."""
     file.parent.mkdir(exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as made:
-            made.write(header)
-            made.flush()
-            if hasattr(os, "posix_fallocate"):
-                # Without room for it, writing to the mapped file would end the process: refused here instead.
-                os.posix_fallocate(made.fileno(), 0, size)
-            made.truncate(size)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(file) as made:
+        made.write(header)
+        made.flush()
+        if hasattr(os, "posix_fallocate"):
+            # Without room for all of it, building would end in the middle: refused here instead.
+            os.posix_fallocate(made.fileno(), 0, size)
+        made.truncate(size)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.escaping import visible
-from multihead.files import write_whole
+from multihead.files import is_folder, refuse_unless_writable, write_whole
 from multihead.observation.findings import LayerReading, findings, read_layers
 from multihead.viewer import content
 from multihead.viewer.page import allowed, json_in_script, static, template, version
@@ -146,10 +146,11 @@ def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_b
         raise ArgumentError(f'lang is "{lang}", and the page speaks "en" or "zh".', 'Give "en" or "zh".')
     if max_bytes <= 0:
         raise ArgumentError(f"max_bytes is {max_bytes}, and a page needs room.", "Give a positive number of bytes.")
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         raise InputError(f'The folder "{path.parent}" does not exist.', "Make it first, or write elsewhere.")
-    if path.is_dir():
+    if is_folder(path):
         raise InputError(f'"{path}" is a folder.', "Give the name of a file in it.")
+    refuse_unless_writable([os.fspath(path)])
     if not record.layers:
         raise InputError("The record holds no layer.", "Run the model inside observe() first.")
     samples = record.layers[0].num_samples

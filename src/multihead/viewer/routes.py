@@ -16,7 +16,7 @@ from multihead.viewer.answers import GONE, download, floats, page_file, until_go
 from multihead.viewer.asked import AbsentError, LaterError, flag, number, span
 from multihead.viewer.building import Builder, Pyramid, state
 from multihead.viewer.guard import said
-from multihead.viewer.levels import BASE, SIDE, Array, count
+from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version
 from multihead.viewer.samples import Run, described, listed, near, rows_of
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
@@ -47,6 +47,7 @@ class Viewer:
         self.workers = Workers(idle=self.builder.step)
         self.slow = Workers(1)  # what takes seconds has a thread of its own: no tile waits for it
         self.cache = Cache()
+        self.room = Room(IN_MEMORY)
         self.closing = asyncio.Event()
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
@@ -219,7 +220,7 @@ class Viewer:
         shown = self.runs[run]
         if not shown.keeps(sample):
             return None
-        pyramid = self.builder.look((run, sample), lambda: Pyramid(shown.record, sample, shown.folder))
+        pyramid = self.builder.look((run, sample), lambda: Pyramid(shown.record, sample, shown.folder, self.room))
         self.workers.wake()
         return pyramid
 

@@ -101,9 +101,17 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
 
 
 def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
-    """List the heads whose weights are nearest to those of one, the nearest first; see `Record.nearest`."""
+    """List the heads whose weights are nearest to those of one, the nearest first; see `Record.nearest`.
+
+    The divergence is None where no query has finite weights in both heads: JSON has no NaN.
+    """
     return [
-        {"layer": each.layer, "head": each.head, "divergence": each.divergence, "queries": each.queries}
+        {
+            "layer": each.layer,
+            "head": each.head,
+            "divergence": None if math.isnan(each.divergence) else each.divergence,
+            "queries": each.queries,
+        }
         for each in run.record.nearest(layer, head, top=top, sample=sample)
     ]
 

@@ -14,6 +14,7 @@ from multihead import listening
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels import library
 from multihead.kernels.tile import seen, without_autocast
+from multihead.reading import traced
 from multihead.scores.bias import written_out
 
 # Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as large ones,
@@ -31,7 +32,7 @@ def suits(request: AttentionRequest, *, need_weights: bool) -> bool:
     for gradients, for masks of which it skips a part, and for many keys; the native one where no weights are returned.
     """
     shape = request.shape
-    if shape.device.type != "cpu" or torch.compiler.is_compiling() or not shape.cells:
+    if traced() or shape.device.type != "cpu" or not shape.cells:
         return False
     if not need_weights and not request.dropout and library.absence() is None and shape.dtype == torch.float32:
         return False

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from multihead.errors import DtypeError, MaskError
 from multihead.masks import Causal, Drop, Full, Lengths, Mask
+from multihead.reading import readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ def _causal(hidden: Tensor) -> bool:
 
 
 def _readable(given: Tensor) -> bool:
-    return given.device.type == "cpu" and not torch.compiler.is_compiling()
+    return readable(given.device)
 
 
 def _refuse_unless_fitting(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Sizes) -> None:

@@ -10,7 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout
 
 from multihead.call import Attended, AttentionRequest
-from multihead.kernels.tile import seen, without_autocast, working_dtype
+from multihead.kernels.reference import softmax
+from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
+from multihead.reading import traced
 from multihead.scores.bias import written_out
 
 
@@ -28,13 +30,24 @@ def returned_weights(
     Returns: (batch, queries, keys), or (batch, heads, queries, keys), in the dtype of q; after dropout.
     """
     at_once = average and not request.dropout  # what is dropped of each head decides their average
-    weights: Tensor = _Weights.apply(  # type: ignore[no-untyped-call]
-        request.q, request.k, request.bias, attended.logsumexp.detach(), request, at_once
-    )
+    if traced() and not torch.compiler.is_compiling():  # other tracers record no autograd.Function, or half of one
+        weights = _all_heads(request)
+        weights = weights.mean(1) if at_once else weights
+    else:
+        weights = _Weights.apply(  # type: ignore[no-untyped-call]
+            request.q, request.k, request.bias, attended.logsumexp.detach(), request, at_once
+        )
     if request.dropout:
         weights = weights * _dropped_again(weights, request.dropout, random_state)
         weights = weights.mean(1) if average else weights
     return weights.to(request.q.dtype)
+
+
+def _all_heads(request: AttentionRequest) -> Tensor:
+    """Compute the weights before dropout: (batch, heads, queries, keys), in the working dtype."""
+    with without_autocast(request.q.device):
+        weights, _ = softmax(scores(request).masked_fill(~seen(request), -torch.inf), None)
+    return weights
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ export function nearest(scene) {
     if (!found.length) { box.replaceChildren(el('p', { className: 'note', textContent: told.error || say('no nearest') })); return; }
     const rows = found.map(one => {
       const i = scene.record.index(one.layer, one.head), kind = scene.record.kinds[i];
-      return el('li', {}, el('a', { href: toHead(run, sample, one.layer, one.head), k: kind }, glyph(kind), scene.record.short(i), el('small', { textContent: kindName(kind) }), el('span', { className: 'num', textContent: one.divergence.toFixed(3) })));
+      return el('li', {}, el('a', { href: toHead(run, sample, one.layer, one.head), k: kind }, glyph(kind), scene.record.short(i), el('small', { textContent: kindName(kind) }), el('span', { className: 'num', textContent: one.divergence?.toFixed(3) ?? '–' })));
     });
     box.replaceChildren(el('ul', { className: 'near' }, ...rows), el('p', { className: 'note', textContent: every > 1 ? say('divergence every', { n: every }) : say('divergence') }));
   };

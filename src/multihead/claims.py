@@ -1,0 +1,84 @@
+"""What a model's configuration claims, checked before anything is built of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from multihead.errors import ModelError
+
+MOST_LAYERS = 4096
+"""Layers that a configuration may claim; the deepest transformers have 1,000, and building one more takes a
+millisecond or more, whether the file has weights for it or not."""
+
+MOST_LABELS = 10_000_000
+"""Classes that a configuration may claim; transformers writes a name for each."""
+
+# num_hidden_layers, n_layer, encoder_layers, depths, num_hidden_groups and inner_group_num of ALBERT ...
+_COUNTED = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
+_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
+_GGUF_TEXT, _GGUF_ARRAY = 8, 9
+_GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
+
+
+def refuse_unless_moderate(model: str, config: Any) -> None:
+    """Reject a configuration that claims more layers or classes than any model has.
+
+    Args:
+        model: what the user called the model.
+        config: its configuration, as JSON has it.
+
+    Raises:
+        ModelError: it does.
+    """
+    for name, number in _claims(config):
+        most = MOST_LABELS if name == "num_labels" else MOST_LAYERS
+        if number > most:
+            raise ModelError(
+                f"{model} cannot be read: {name} is {number:,} in its configuration.",
+                f"Give a model whose {name} is at most {most:,}.",
+            )
+
+
+def _claims(config: Any) -> Iterator[tuple[str, int]]:
+    """Find the numbers of layers and of classes that a configuration claims, at any depth of it."""
+    left = [("", config)]
+    for name, value in left:  # it grows meanwhile
+        if isinstance(value, dict):
+            left += [(str(key), each) for key, each in value.items()]
+        elif isinstance(value, list):
+            left += [(name, each) for each in value]
+        elif isinstance(value, int) and (name == "num_labels" or _COUNTED.search(name)):
+            yield name, value
+
+
+def gguf_layers(file: BinaryIO) -> dict[str, int]:
+    """Read how many layers a GGUF file claims, without its long lists of tokens, which mostly come later."""
+
+    def number(form: str) -> int:
+        return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
+
+    def skip(kind: int) -> None:
+        if kind == _GGUF_TEXT:
+            file.seek(number("Q"), os.SEEK_CUR)
+        elif kind == _GGUF_ARRAY:
+            of, length = number("I"), number("Q")
+            if of in _GGUF_SIZES:
+                file.seek(_GGUF_SIZES[of] * length, os.SEEK_CUR)
+            else:
+                for _ in range(length):  # beyond the end of the file nothing can be read, which ends it
+                    skip(of)
+        else:
+            file.seek(_GGUF_SIZES[kind], os.SEEK_CUR)
+
+    file.seek(16)  # behind the format, its version and the number of tensors
+    for _ in range(number("Q")):
+        name = file.read(number("Q"))
+        kind = number("I")
+        if name.endswith(b".block_count") and kind in _GGUF_INTEGERS:
+            return {"num_layers": number(_GGUF_INTEGERS[kind])}
+        skip(kind)
+    return {}

@@ -1,0 +1,293 @@
+"""Find which heads of a layer this process computes, where its projections are split over processes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ShapeError
+from multihead.heads import head_counts, split_heads
+from multihead.masks import Mask
+from multihead.qk_norm import QKNorms
+from multihead.scores import Relative
+from multihead.scores.bias import Bias, values_of, with_values
+
+if TYPE_CHECKING:
+    from multihead.layer.attention import MultiHeadAttention
+
+SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
+
+
+class Group(NamedTuple):
+    """The processes that a projection is split over.
+
+    Fields:
+        mesh: a torch.distributed DeviceMesh.
+        dim: the dimension of the mesh over which the heads are split.
+    """
+
+    mesh: Any
+    dim: int
+
+    @property
+    def size(self) -> int:
+        """How many processes share the heads."""
+        return int(self.mesh.size(self.dim))
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is."""
+        return int(self.mesh.get_local_rank(self.dim))
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that all processes hold alike; its gradient is the sum over the processes.
+
+        Each process uses a part of the tensor, or uses it for its own heads, so its own gradient is only a part of
+        the sum (function f of arXiv:1909.08053, section 3).
+        """
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        everywhere = [Replicate()] * self.mesh.ndim
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh != self.mesh:
+                raise ArgumentError(
+                    f"A parameter of the layer is distributed over {tensor.device_mesh}, and q_proj over {self.mesh}.",
+                    "Distribute both over the same mesh, or leave all but the projections whole.",
+                )
+            whole = tensor.redistribute(placements=everywhere)
+        elif not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        else:
+            whole = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
+        partial = [Partial() if dim == self.dim else Replicate() for dim in range(self.mesh.ndim)]
+        return whole.to_local(grad_placements=partial)
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """The heads of a layer that this process computes, and their share of what belongs to single heads.
+
+    Fields:
+        num_heads: how many query heads the whole layer has.
+        queries: which of them are computed here.
+        keys: which key/value heads are computed here.
+        group: the processes that share the heads; None where the projections were narrowed in another way, and it
+            is unknown which heads are left.
+    """
+
+    num_heads: int
+    queries: range
+    keys: range
+    group: Group | None
+
+    def split(self, q: Tensor, k: Tensor, v: Tensor, layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
+        """Split projections into the heads of this process: (batch, length, width) -> (batch, heads, length, dim)."""
+        k_heads = self._split_keys(k, layer.num_kv_heads, layer.head_dim)
+        return self.split_queries(q), k_heads, self._split_keys(v, layer.num_kv_heads, layer.value_head_dim)
+
+    def split_queries(self, q: Tensor) -> Tensor:
+        """Split projected queries: (batch, length, width) -> (batch, heads, length, head_dim)."""
+        return split_heads(q, len(self.queries))
+
+    def _split_keys(self, x: Tensor, num_kv_heads: int, dim: int) -> Tensor:
+        if self.group is None or x.shape[2] < num_kv_heads * dim:
+            return split_heads(x, len(self.keys))
+        # The projection was left whole: each process uses the heads that its queries share.
+        return split_heads(self.group.shared(x), num_kv_heads)[:, self.keys.start : self.keys.stop]
+
+    def own(self, per_head: Tensor, *, axis: int = 0, name: str) -> Tensor:
+        """Cut the part of this process out of what all query heads have; its gradient is that of all processes.
+
+        Args:
+            per_head: with num_heads on `axis`, or 1 where all heads have the same.
+            axis: where the heads are.
+            name: what the caller calls it, for the error.
+        """
+        if self.group is None:
+            return per_head
+        heads = per_head.shape[axis]
+        if heads not in (1, self.num_heads):
+            raise ShapeError(
+                f"{name} is for {heads} heads, and the layer has {self.num_heads}, of which this process computes "
+                f"{_listed(self.queries)}.",
+                f"Give it for all {self.num_heads} heads: each process takes its own part.",
+            )
+        per_head = self.group.shared(per_head)
+        return per_head.narrow(axis, self.queries.start, len(self.queries)) if heads > 1 else per_head
+
+    def own_keys(self, per_head: Tensor) -> Tensor:
+        """Cut the part of this process out of what all key/value heads have: (kv_heads, dim)."""
+        return per_head if self.group is None else self.group.shared(per_head)[self.keys.start : self.keys.stop]
+
+    def of_bias(self, bias: Bias, name: str) -> Bias:
+        """Cut the bias of this process's heads out of that of all."""
+        return with_values(bias, self.own(values_of(bias), axis=1, name=name)) if _has_heads(bias) else bias
+
+    def of_gates(self, gates: Tensor) -> Tensor:
+        """Cut the gates of this process's heads out of those of all."""
+        return self.own(gates, axis=0 if gates.dim() == 1 else 1, name="head_gates")
+
+    def of_mask(self, mask: Mask) -> Mask:
+        """Cut what the heads of this process may see out of a mask that differs between heads."""
+        return mask.select_heads(partial(self.own, axis=1, name="mask"))
+
+    def normed(self, norms: QKNorms, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise the heads of this process."""
+        local = copy.copy(norms)
+        local.num_heads, local.num_kv_heads = q.shape[1], k.shape[1]
+        if self.group is not None:
+            shared = {name: self.group.shared(weight) for name, weight in norms.named_parameters(recurse=False)}
+            if "scale" in shared:
+                shared["scale"] = shared["scale"][self.queries.start : self.queries.stop]
+            local._parameters = {**norms._parameters, **shared}  # type: ignore[dict-item]  # noqa: SLF001
+        normed: tuple[Tensor, Tensor] = local(q, k)
+        return normed
+
+
+def local_heads(
+    layer: MultiHeadAttention, q: Tensor, k: Tensor | None = None, v: Tensor | None = None
+) -> LocalHeads | None:
+    """Find the heads that the projections of this process hold; None where they hold all heads.
+
+    Args:
+        layer: the layer.
+        q: (batch, queries, width), what q_proj returned.
+        k: (batch, keys, width), or None where the keys are remembered by a cache.
+        v: (batch, keys, width), or None.
+
+    Raises:
+        ArgumentError, ShapeError: the widths are those of no whole heads, the heads of q, k and v do not belong
+            together, or something of the layer cannot be split.
+    """
+    heads, kv_heads = layer.num_heads, layer.num_kv_heads
+    for name, x in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+        if x is not None and hasattr(x, "device_mesh"):
+            raise ArgumentError(
+                f"{name} returns a DTensor, and attention computes the heads of one process.",
+                "Leave use_local_output=True in its parallel style.",
+            )
+    queries, group = _held(layer, "q_proj", q, heads, layer.head_dim)
+    of_keys = [] if k is None else [_held(layer, "k_proj", k, kv_heads, layer.head_dim)]
+    of_keys += [] if v is None else [_held(layer, "v_proj", v, kv_heads, layer.value_head_dim)]
+    if queries == range(heads) and all(held == range(kv_heads) for held, _ in of_keys):
+        return None
+    per_group = heads // kv_heads
+    keys = range(queries.start // per_group, -(-queries.stop // per_group))
+    if group is None:
+        _refuse_per_head_parameters(layer)
+    for name, (held, theirs) in zip(("k_proj", "v_proj"), of_keys, strict=False):
+        whole = group is not None and held == range(kv_heads)
+        if not whole and (held != keys or theirs != group):
+            _refuse_mixture(name, queries, held)
+    if len(queries) != len(keys) * per_group and len(keys) > 1:
+        counts = ", ".join(str(count) for count in head_counts(kv_heads))
+        raise ArgumentError(
+            f"q_proj returns {_listed(queries)} here, which share key/value heads {keys.start} to {keys.stop - 1} "
+            f"unevenly: {per_group} query heads belong to each.",
+            f"Split q_proj over a number of processes that divides num_kv_heads: {counts}.",
+        )
+    if group is not None:
+        _refuse_unless_splittable(layer, group)
+    return LocalHeads(heads, queries, keys, group)
+
+
+def _held(layer: MultiHeadAttention, name: str, x: Tensor, heads: int, dim: int) -> tuple[range, Group | None]:
+    """Find which of a projection's heads it returned here, and the processes that share them."""
+    width = x.shape[2]
+    if width == heads * dim:
+        return range(heads), None
+    group = _group_of(name, layer.get_submodule(name))
+    counts = ", ".join(str(count) for count in head_counts(heads))
+    if group is not None:
+        if heads % group.size or width * group.size != heads * dim:
+            raise ArgumentError(
+                f"{name} is split over {group.size} processes and returns {width} columns here, and it has {heads} "
+                f"{'heads' if heads > 1 else 'head'} of {dim} columns.",
+                f"Split it over a number of processes that divides its heads: {counts}"
+                + (", or leave k_proj and v_proj whole." if name != "q_proj" else "."),
+            )
+        own = heads // group.size
+        return range(group.rank * own, (group.rank + 1) * own), group
+    if width % dim or not 0 < width < heads * dim:
+        raise ShapeError(
+            f"{name} returns {width} columns, and the layer has {heads} heads of {dim}.",
+            f"Give a multiple of {dim}, at most {heads * dim}; another width of a head needs a layer of its own.",
+        )
+    return range(width // dim), None
+
+
+def _group_of(name: str, projection: nn.Module) -> Group | None:
+    """Find the processes that a projection's rows are split over, from its weight; None where it is not split."""
+    weight = getattr(projection, "weight", None)
+    mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
+    dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if mesh is None or not dims:
+        return None
+    if len(dims) > 1 or not placements[dims[0]].is_shard(0):
+        raise ArgumentError(
+            f"{name}.weight is placed as {tuple(placements)}, which does not say which heads are computed here.",
+            f"Split the layer with {SPLIT}.",
+        )
+    return Group(mesh, dims[0])
+
+
+def _refuse_mixture(name: str, queries: range, keys: range) -> NoReturn:
+    raise ArgumentError(
+        f"q_proj returns {_listed(queries)} here and {name} {_listed(keys)}, which do not belong together.",
+        f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
+    )
+
+
+def _listed(heads: range) -> str:
+    return f"heads {heads.start} to {heads.stop - 1}" if len(heads) > 1 else f"head {heads.start}"
+
+
+def _refuse_per_head_parameters(layer: MultiHeadAttention) -> None:
+    """Refuse what differs between heads where it is unknown which heads the projections hold."""
+    norms = layer.qk_norm
+    ways = {
+        "sinks": layer.sinks is not None,
+        "head_gates": layer.head_gates is not None,
+        "add_bias_kv": layer.bias_k is not None,
+        "position_bias": layer.position_bias is not None,
+        "qk_norm": norms is not None and (norms.scale is not None or norms.qk_norm.over == "all"),
+        'merge="mean"': layer.merge == "mean",
+    }
+    for name, used in ways.items():
+        if used:
+            raise ArgumentError(
+                f"The projections return fewer heads than the layer's {layer.num_heads}, and {name} needs to know "
+                "which heads they are.",
+                f"Split the layer over processes with {SPLIT}, or construct a layer with fewer heads.",
+            )
+
+
+def _refuse_unless_splittable(layer: MultiHeadAttention, group: Group) -> None:
+    """Refuse what needs the heads of all processes together."""
+    found = None
+    if layer.merge == "mean":
+        found = 'merge="mean" averages all heads'
+    elif layer.qk_norm is not None and layer.qk_norm.qk_norm.over == "all":
+        found = 'QKNorm(over="all") normalises all heads together'
+    if found is not None:
+        raise ArgumentError(
+            f"{found}, and the heads are split over {group.size} processes.", "Leave the projections whole."
+        )
+    weight = getattr(layer.out_proj, "weight", None)
+    merged = layer.num_heads * layer.value_head_dim
+    if isinstance(weight, Tensor) and not hasattr(weight, "device_mesh") and weight.shape[-1] == merged:
+        raise ArgumentError(
+            f"out_proj takes the columns of all {layer.num_heads} heads, and q_proj is split over {group.size} "
+            "processes.",
+            "Split it too: RowwiseParallel() for out_proj.",
+        )
+
+
+def _has_heads(bias: object) -> bool:
+    """Whether a bias has an axis of heads; what is no bias at all is refused with the request."""
+    return isinstance(bias, Relative) or (isinstance(bias, Tensor) and bias.dim() == 4)

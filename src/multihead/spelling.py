@@ -1,0 +1,83 @@
+"""Reject an argument that a function does not have, and name the one that it has for the same purpose."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from multihead.errors import ArgumentError
+
+KEEP_OR_DROP = (
+    "mask=masks.Keep(t) if True may be seen, mask=masks.Drop(t) if True is hidden, bias=t if it is added to the scores"
+)
+ELSEWHERE = {
+    "is_causal": "mask=masks.Causal()",
+    "causal": "mask=masks.Causal()",
+    "attn_mask": KEEP_OR_DROP,
+    "attn_bias": "bias=t",
+    "dropout_p": "dropout=",
+    "sliding_window": "mask=masks.Causal() & masks.Window(size)",
+}
+"""What other libraries call an argument, and what it is here; for functions and layers both."""
+
+OF_FUNCTIONS = ELSEWHERE | {
+    "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
+    "attention_mask": 'mask=masks.Keep(attention_mask.bool(), "batch keys")',
+    "enable_gqa": "k and v with fewer heads than q; no argument is needed",
+    "need_weights": "mh.weights(q, k), which computes the weights",
+    "s_aux": "sinks=",
+}
+OF_LAYERS = ELSEWHERE | {
+    "key_padding_mask": (
+        "lengths=, the number of tokens of each sample (memory_lengths= for a memory), or "
+        'mask=masks.Drop(key_padding_mask, "batch keys")'
+    ),
+    "attention_mask": 'lengths=attention_mask.sum(1), with padding_side="left" where the padding comes first',
+    "src_key_padding_mask": "lengths=, the number of tokens of each sample",
+    "need_weights": "mh.observe(layer), which computes the weights",
+    "average_attn_weights": "mh.observe(layer), which computes the weights",
+    "output_attentions": "mh.observe(layer), which computes the weights",
+    "return_attention_scores": "mh.observe(layer), which computes the weights",
+    "past_key_value": "cache=mh.KeyValueCache()",
+    "past_key_values": "cache=mh.KeyValueCache()",
+    "use_cache": "cache=mh.KeyValueCache()",
+    "position_ids": "query_start=, the position of the first query",
+    "query": "layer(x), layer(x, memory) or layer(x, memory, values)",
+    "key": "layer(x), layer(x, memory) or layer(x, memory, values)",
+    "value": "layer(x), layer(x, memory) or layer(x, memory, values)",
+}
+OF_CONSTRUCTORS = {
+    "kdim": "key_dim=",
+    "vdim": "value_dim=",
+    "batch_first": "inputs of shape (batch, length, features); no argument is needed",
+    "is_causal": "mask=masks.Causal() in each call",
+    "causal": "mask=masks.Causal() in each call",
+    "qkv_bias": "bias=",
+    "num_key_value_heads": "num_kv_heads=",
+    "max_seq_len": "mh.KeyValueCache(capacity=...) in each call",
+}
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
+    """Reject keywords that a function does not have.
+
+    Args:
+        function: the function that was called; its last parameter collects them.
+        unknown: the keywords.
+        elsewhere: the names that other libraries use, and what to give here.
+
+    Raises:
+        ArgumentError: there are some.
+    """
+    name = next(iter(unknown))
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
+    ours = [each for each in ours if each != "self"]
+    if name in elsewhere:
+        mend = f"Use {elsewhere[name]}."
+    else:
+        near = difflib.get_close_matches(name, ours, n=1)
+        mend = f"Did you mean {near[0]}=?" if near else f"Its arguments are {', '.join(ours)}."
+    raise ArgumentError(f"{function.__qualname__} has no argument {name!r}.", mend)
