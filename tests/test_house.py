@@ -54,10 +54,8 @@ def test_the_first_line_of_every_file_is_its_caption(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_files_and_functions_stay_small(path: Path) -> None:
+def test_functions_stay_small(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    lines = source.count("\n")
-    assert lines <= 400, f"{name(path)} has {lines} lines; 400 are the most. Split it."
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             # The docstring explains and is not counted; only what has to be followed is.
