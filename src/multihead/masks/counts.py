@@ -62,7 +62,11 @@ def as_tensor(counts: object, device: torch.device | str) -> Tensor:
 
 def shape_of(counts: object) -> tuple[int, ...]:
     """Return the shape of counts."""
-    return tuple(counts.shape) if isinstance(counts, Tensor) else tuple(torch.tensor(counts).shape)
+    if isinstance(counts, Tensor):
+        return tuple(counts.shape)
+    if not isinstance(counts, tuple):
+        return ()
+    return (len(counts), len(counts[0])) if counts and isinstance(counts[0], tuple) else (len(counts),)
 
 
 def check_rows(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
@@ -84,11 +88,9 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
         size: the call.
         summed: whether the counts of a row are added up (documents).
     """
-    device = counts.device if isinstance(counts, Tensor) else torch.device("cpu")
-    if size.more_keys_later or not readable(device) or 0 in shape_of(counts):
+    if size.more_keys_later or 0 in shape_of(counts) or (isinstance(counts, Tensor) and not readable(counts.device)):
         return
-    totals = as_tensor(counts, "cpu")
-    longest = int((totals.sum(-1) if summed else totals).max())
+    longest = _longest(counts, summed=summed)
     if longest > size.keys:
         what = "documents of together" if summed else "a length of"
         raise MaskError(
@@ -97,6 +99,16 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
             if summed
             else f"Give lengths of at most {size.keys} tokens.",
         )
+
+
+def _longest(counts: object, *, summed: bool) -> int:
+    """Return the largest count, or the largest sum of a row; ints are compared without making a tensor."""
+    if isinstance(counts, Tensor):
+        return int((counts.sum(-1) if summed else counts).max())
+    if not isinstance(counts, tuple):
+        return int(counts)  # type: ignore[call-overload, no-any-return]
+    rows = counts if isinstance(counts[0], tuple) else (counts,)
+    return max(sum(row) if summed else max(row) for row in rows)
 
 
 def dropped(counts: object, count: int | Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,8 +84,7 @@ class Span:
     holds_first: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True)
-class CallSize:
+class CallSize(NamedTuple):
     """The sizes that a mask must fit.
 
     Attributes:
