@@ -11,7 +11,7 @@ from benchmarks.duels import inputs, misplaced
 from multihead import masks
 from multihead.call import Attended
 from multihead.functional import request_of
-from multihead.kernels import native
+from multihead.kernels.native import kernel
 from multihead.plan.bounds import bounds_of
 
 STATISTICS = frozenset({"entropy", "largest_key"})
@@ -36,7 +36,7 @@ def rms_over_sdpa(length: int, dim: int, *, causal: bool) -> float:
     mask = masks.Causal() if causal else masks.Full()
     request = request_of(q, k, v, mask)
     right = defined(q, k, v, mask).output
-    ours = native.attend(request, bounds_of(request)).output
+    ours = kernel.attend(request, bounds_of(request)).output
     theirs = scaled_dot_product_attention(q, k, v, is_causal=causal)
     errors = [float((output.double() - right).square().mean().sqrt()) for output in (ours, theirs)]
     return errors[0] / errors[1]
@@ -47,4 +47,4 @@ def _both(length: int, dim: int, *, causal: bool) -> tuple[Attended, Defined]:
     q, k, v = inputs(1, length, dim, "fp32")
     mask = masks.Causal() if causal else masks.Full()
     request = replace(request_of(q, k, v, mask), wanted=STATISTICS)
-    return native.attend(request, bounds_of(request)), defined(q, k, v, mask)
+    return kernel.attend(request, bounds_of(request)), defined(q, k, v, mask)

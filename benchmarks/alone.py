@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import TypeVar
 
-from multihead.kernels import library
+from multihead.kernels.native import library
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from benchmarks.definition import Defined, defined, defined_gradients
 from benchmarks.measure import seconds
 from multihead import masks
 from multihead.functional import request_of
-from multihead.kernels import library, native
-from multihead.kernels.native_statistics import ONE_PASS, second_pass
+from multihead.kernels.native import kernel, library
+from multihead.kernels.native.statistics import ONE_PASS, second_pass
 from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
 
@@ -212,7 +212,7 @@ def statistics(kind: str, length: int, dim: int, dtype: str, *, rising: bool = F
         return max(differences)
 
     return Duel(
-        lambda: native.attend(request, bounds), lambda: native.attend(watched, bounds), check, check, TOLERANCE[dtype]
+        lambda: kernel.attend(request, bounds), lambda: kernel.attend(watched, bounds), check, check, TOLERANCE[dtype]
     )
 
 
@@ -228,7 +228,7 @@ def received(kind: str, length: int, dim: int) -> Duel:
     mask = masks.Window(256) if kind == "window" else _mask_of(kind)[0]
     request = request_of(q, k, v, mask)
     bounds = bounds_of(request)
-    logsumexp = native.attend(request, bounds).logsumexp
+    logsumexp = kernel.attend(request, bounds).logsumexp
     right = defined(q, k, v, mask)
     cell = (length // 64, length // 64)
 
@@ -239,7 +239,7 @@ def received(kind: str, length: int, dim: int) -> Duel:
         return max(_relative(found[0], right.received), _relative(of_map, summed))
 
     return Duel(
-        lambda: native.attend(request, bounds),
+        lambda: kernel.attend(request, bounds),
         lambda: second_pass(request, bounds, logsumexp, cell=cell),
         lambda attended: _largest(attended.output, right.output),
         check_second,
@@ -304,7 +304,7 @@ def overhead(*, grad: bool) -> Duel:
 
     theirs = many(lambda: scaled_dot_product_attention(q, k, v))
     check = lambda output: _largest(output, right)  # noqa: E731
-    return Duel(theirs, many(lambda: native.attend(request, bounds).output), check, check, TOLERANCE["fp32"])
+    return Duel(theirs, many(lambda: kernel.attend(request, bounds).output), check, check, TOLERANCE["fp32"])
 
 
 def _largest(found: Tensor, right: Tensor) -> float:

@@ -17,7 +17,7 @@ from benchmarks.machine import commit
 from benchmarks.native_cases import CASES, Accuracy, Case
 from benchmarks.native_page import absent, cells, machine_line, page, paired_with_cases, retold
 from benchmarks.native_rows import Row, identity, is_met, meant, measured
-from multihead.kernels import library
+from multihead.kernels.native import library
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = [RESULTS.parents[1] / "docs" / name for name in ("measured.md", "measured.zh.md")]

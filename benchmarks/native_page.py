@@ -10,7 +10,7 @@ from benchmarks.alone import HELD
 from benchmarks.machine import cpu, features
 from benchmarks.native_cases import CASES, Accuracy, Case
 from benchmarks.native_rows import Row, identity, is_met, meant
-from multihead.kernels import library
+from multihead.kernels.native import library
 
 EXPLAINED = (
     "Each output is compared with float64 first. A ratio is the median of paired runs, with its quartiles; it says "

@@ -60,8 +60,8 @@ def cells(case: Case, standing: Standing) -> tuple[str, ...]:
     error = "" if standing.error is None else f"{standing.error:.1e}"
     if standing.ratio is None:
         return standing.peer, standing.note, "", error
-    beside = f"{standing.ratio}, {finding(case, standing)}" if case.overhead else str(standing.ratio)
-    return standing.peer, beside, str(standing.ratio.pairs), error
+    context = f"{standing.ratio}, {finding(case, standing)}" if case.overhead else str(standing.ratio)
+    return standing.peer, context, str(standing.ratio.pairs), error
 
 
 def finding(case: Case, best: Standing) -> str:

@@ -31,10 +31,10 @@ from benchmarks.peak import peak
 from multihead import masks
 from multihead.call import Attended, AttentionRequest
 from multihead.functional import attend, request_of
-from multihead.kernels import native
-from multihead.kernels.native_statistics import ONE_PASS
+from multihead.kernels.native import kernel
+from multihead.kernels.native.statistics import ONE_PASS
 from multihead.plan.bounds import bounds_of
-from multihead.probes import DEFAULT, PROBES, Beside, Probe, first_keys_mass, offset_mass, tokens_mass
+from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
 from multihead.probes.statistics import measured, possible
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 9, 3, 64, 2000
@@ -50,7 +50,7 @@ SETS: dict[str, tuple[str | Probe, ...]] = {
 }
 
 
-def layer_of(length: int) -> tuple[AttentionRequest, Beside]:
+def layer_of(length: int) -> tuple[AttentionRequest, ProbeContext]:
     """Make the layer's call, with token ids as skewed as those of a text, and what is known beside."""
     generator = torch.Generator().manual_seed(length)
 
@@ -63,13 +63,13 @@ def layer_of(length: int) -> tuple[AttentionRequest, Beside]:
     ids = torch.multinomial(chances, length, replacement=True, generator=generator)[None]
     special = torch.zeros(1, length, dtype=torch.bool)
     special[0, 0] = True
-    beside = Beside(special_keys=special, ids=ids, output_weight=random(HEADS * HEAD_DIM, HEADS * HEAD_DIM))
-    return request_of(q, k, v, masks.Causal(), sinks=random(HEADS)), beside
+    context = ProbeContext(special_keys=special, ids=ids, output_weight=random(HEADS * HEAD_DIM, HEADS * HEAD_DIM))
+    return request_of(q, k, v, masks.Causal(), sinks=random(HEADS)), context
 
 
 def left_out(*, native_kernel: bool) -> AbstractContextManager[object]:
     """Do as if the native kernel were not there, where it is meant to be left out."""
-    return patch.object(native, "refusal", lambda request, bounds: "left out") if native_kernel else nullcontext()
+    return patch.object(kernel, "refusal", lambda request, bounds: "left out") if native_kernel else nullcontext()
 
 
 def shares(length: int, names: Iterable[str], *, absent: bool, pairs: int) -> dict[str, float]:
@@ -83,25 +83,25 @@ def shares(length: int, names: Iterable[str], *, absent: bool, pairs: int) -> di
 
     Returns: median shares of the forward pass.
     """
-    request, beside = layer_of(length)
+    request, context = layer_of(length)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.no_grad(), left_out(native_kernel=absent):
             attended = attend(request)
-            return {name: _share(request, attended, beside, SETS[name], pairs) for name in names}
+            return {name: _share(request, attended, context, SETS[name], pairs) for name in names}
     finally:
         torch.set_num_threads(threads)
 
 
 def _share(
-    request: AttentionRequest, attended: Attended, beside: Beside, wanted: tuple[str | Probe, ...], pairs: int
+    request: AttentionRequest, attended: Attended, context: ProbeContext, wanted: tuple[str | Probe, ...], pairs: int
 ) -> float:
     """Time what the kernel gives on its way by what its pass takes longer, and the rest by itself."""
-    probes = possible(wanted, request, beside)
+    probes = possible(wanted, request, context)
     bounds = bounds_of(request)
     on_the_way = frozenset[str]()
-    if native.refusal(request, bounds) is None:
+    if kernel.refusal(request, bounds) is None:
         # Which tokens are special nobody knows before the call has run.
         on_the_way = frozenset(probe.name for probe in probes) & (ONE_PASS - {"special_mass"})
     left = [probe for probe in probes if probe.name not in on_the_way]
@@ -111,14 +111,14 @@ def _share(
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)
 
     def measure() -> object:
-        return measured(request, attended.logsumexp, left, beside, output=attended.output)
+        return measured(request, attended.logsumexp, left, context, output=attended.output)
 
     ratios = []
     for _ in range(pairs + 1):
         stock = _seconds(forward)
         taken = _seconds(measure) if left else 0.0
         if on_the_way:
-            taken += _seconds(lambda: native.attend(watched, bounds)) - _seconds(lambda: native.attend(request, bounds))
+            taken += _seconds(lambda: kernel.attend(watched, bounds)) - _seconds(lambda: kernel.attend(request, bounds))
         ratios.append(taken / stock)
     return stdlib.median(ratios[1:])  # the first warms up
 
@@ -140,13 +140,13 @@ def risen(length: int, name: str, *, absent: bool) -> float:
 def _child(length: int, name: str, *, absent: bool) -> None:
     """Print by how much memory rises while a set is measured; what it comes to does not matter."""
     torch.set_num_threads(1)  # a second one holds a tile more, and waits for others where a machine is shared
-    request, beside = layer_of(length)
+    request, context = layer_of(length)
     small, small_beside = layer_of(64)
     logsumexp = torch.full(request.q.shape[:3], 20.0)
-    probes = possible(SETS[name], request, beside)
+    probes = possible(SETS[name], request, context)
     with torch.no_grad(), left_out(native_kernel=absent):
         measured(small, torch.zeros(small.q.shape[:3]), probes, small_beside)  # loads what is loaded once
-        rise = peak(lambda: measured(request, logsumexp, probes, beside, output=torch.empty_like(request.q)))
+        rise = peak(lambda: measured(request, logsumexp, probes, context, output=torch.empty_like(request.q)))
     held = (request.q.numel() + request.k.numel()) * request.q.element_size()
     print(rise / held)
 

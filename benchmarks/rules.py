@@ -21,8 +21,10 @@ from benchmarks.measure import paired, seconds
 from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.functional import request_of
-from multihead.kernels import library, native, sdpa
-from multihead.kernels.rules import CLASSES, MEASURED, TRAINING, Measured, class_of
+from multihead.kernels import sdpa
+from multihead.kernels.native import kernel as native_kernel
+from multihead.kernels.native import library
+from multihead.kernels.native_vs_sdpa import CLASSES, MEASURED, TRAINING, Measured, class_of
 from multihead.plan.bounds import bounds_of
 
 TARGET = Path(__file__).resolve().parents[1] / "src" / "multihead" / "kernels" / "rules.py"
@@ -40,7 +42,7 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.option("--set", "sets", multiple=True, help="An instruction set; may be repeated. [all that run here]")
 @click.option("--seconds", "budget", default=1.0, show_default=True, help="About how long a request is timed.")
-@click.option("--write/--no-write", default=True, help="Write the table into src/multihead/kernels/rules.py.")
+@click.option("--write/--no-write", default=True, help="Write the table into src/multihead/kernels/native_vs_sdpa.py.")
 def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
     """Measure the rules by which the native kernel is chosen: its ratio to PyTorch's fused kernel, class by class.
 
@@ -130,7 +132,7 @@ def ratio_of(name: str, dtype: str, training: str, budget: float) -> float:
                 f"A request that stands for {name!r} is {class_of(request, bounds_of(request))!r}."
             )
         of_output = torch.randn(*request.q.shape[:3], request.v.shape[3]).to(request.q.dtype) if training else None
-        ours, rival = (_run(kernel, request, of_output) for kernel in (native, sdpa))
+        ours, rival = (_run(kernel, request, of_output) for kernel in (native_kernel, sdpa))
         refuse_unless_equal(name + training, ours(), rival(), dtype)
         pair = seconds(ours) + seconds(rival)
         found.append(paired(ours, rival, pairs=min(max(LEAST_PAIRS, round(budget / pair)), MOST_PAIRS)).median)

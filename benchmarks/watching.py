@@ -27,7 +27,7 @@ from benchmarks.machine import commit, cpu, features
 from benchmarks.measure import Ratio, paired, seconds
 from benchmarks.peak import peak
 from multihead import masks
-from multihead.kernels import library
+from multihead.kernels.native import library
 from multihead.models import load
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.functional import attention_with_logsumexp
-from multihead.kernels import library
+from multihead.kernels.native import library
 from tests import oracle
 from tests.drawing import Drawn
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multihead.kernels import library
 from multihead.kernels.choose import KERNELS
+from multihead.kernels.native import library
 from tests.drawing import DTYPES
 
 needs_native = pytest.mark.skipif(library.absence() is not None, reason=f"no native kernel here: {library.absence()}")

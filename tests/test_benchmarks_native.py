@@ -20,8 +20,8 @@ from benchmarks.measure import Ratio
 from benchmarks.native_cases import CASES, Accuracy, Case
 from benchmarks.native_rows import Row
 from multihead import masks
-from multihead.kernels import rules as written_rules
-from multihead.kernels.rules import CLASSES, TRAINING, Measured, class_of
+from multihead.kernels import native_vs_sdpa as written_rules
+from multihead.kernels.native_vs_sdpa import CLASSES, TRAINING, Measured, class_of
 from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
 from tests.kernel_names import needs_native

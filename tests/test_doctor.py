@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from multihead.doctor import examine, openmp_runtimes
-from multihead.kernels import library
 from multihead.kernels.choose import KERNELS
+from multihead.kernels.native import library
 
 MAPS = """\
 55d0c0000000-55d0c0001000 r--p 00000000 08:01 131 /usr/bin/python3.11

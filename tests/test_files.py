@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -145,20 +146,21 @@ class TestWhatIsThereAlready:
 
 
 class TestWhatCannotBeWritten:
-    @pytest.fixture
+    @contextmanager
     def little_room(self) -> Iterator[None]:
-        """No file may grow beyond 1,000 bytes, as on a disk that is full."""
+        """No file may grow beyond 1,000 bytes, as on a full disk; not even one that pytest logs to."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        yield
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    @pytest.mark.usefixtures("little_room")
     def test_without_room_the_old_file_stays_and_nothing_next_to_it(self, tmp_path: Path) -> None:
         write_whole(file := tmp_path / "page.html", "old")
-        assert refusal(lambda: write_whole(file, "new" * 1000)) == (
-            f"{str(file)!r} cannot be written: File too large. Free some space, or write elsewhere."
-        )
+        with self.little_room():
+            sentence = refusal(lambda: write_whole(file, "new" * 1000))
+        assert sentence == f"{str(file)!r} cannot be written: File too large. Free some space, or write elsewhere."
         assert file.read_text() == "old"
         assert list(tmp_path.iterdir()) == [file]
 

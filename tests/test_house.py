@@ -39,9 +39,17 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+# One mask is one file; what all masks must do is tested over all of them.
+TESTED_TOGETHER = {"src/multihead/masks": ("test_values.py", "test_tile.py", "test_user_defined.py")}
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if not path.stem.startswith("__")], ids=name)
 def test_every_module_has_its_test_file(path: Path) -> None:
     mirror = ROOT / "tests" / path.relative_to(SRC).with_name(f"test_{path.name}")
+    together = TESTED_TOGETHER.get(name(path.parent), ())
+    if together:
+        assert all(mirror.with_name(each).exists() for each in together)
+        return
     assert mirror.exists(), f"{name(path)} has no test file. Write {name(mirror)}."
 
 
@@ -134,3 +142,14 @@ def test_make_alone_lists_every_habit_in_one_line_each() -> None:
         ["make"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
     ).stdout
     assert sorted(line.split()[1] for line in listing.splitlines()) == sorted((*HABITS, "help"))
+
+
+def test_each_path_that_contributing_names_exists_and_contains_what_its_row_says() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text[text.index("| you want to ... |") : text.index("## Every day")]
+    paths = re.findall(r"`([\w./]+/[\w./]*)`", table)
+    assert len(paths) > 40
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, f"CONTRIBUTING.md names {missing}, which do not exist. Name what took their place."
+    for word, path in re.findall(r"`([^`/]+)`(?: and [^|`]*`[^`]*`)? in `([\w./]+)`", table):
+        assert word in (ROOT / path).read_text(encoding="utf-8"), f"{path} does not contain {word!r}. Change the row."

@@ -174,7 +174,7 @@ LAYER(X, cache=CACHE)
             lambda: LAYER(X, mask=masks.Documents((3, 4))),
             MaskError,
             (
-                "Documents((3, 4)) speaks of documents of together 7 tokens, and there are 6 keys. "
+                "Documents((3, 4)) has documents of together 7 tokens, and there are 6 keys. "
                 "Give lengths that add up to at most 6."
             ),
         ),

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from multihead.kernels import library
+from multihead.kernels.native import library
 from tools.broken import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type
 sys.path.insert(0, sys.argv[1])
 import multihead
 assert multihead.__file__.startswith(sys.argv[1]), multihead.__file__
-from multihead.kernels import library
+from multihead.kernels.native import library
 assert sys.argv[2] == str(library.absence() is None), library.absence()
 from hypothesis import Phase, settings
 settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.generate))

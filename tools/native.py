@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from multihead.kernels import library
+from multihead.kernels.native import library
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each environment but .venv builds in a folder of its name; see the Makefile.

@@ -4,7 +4,7 @@ from multihead import compat, masks, probes, scores
 from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
-from multihead.kernels.strictness import strict
+from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
 from multihead.observation.finding import above, below
 from multihead.observation.observe import observe

@@ -15,9 +15,9 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.functional import request_of
-from multihead.kernels import library
 from multihead.kernels.choose import KERNELS
-from multihead.kernels.library import InstructionSet
+from multihead.kernels.native import library
+from multihead.kernels.native.library import InstructionSet
 from multihead.plan.bounds import bounds_of
 
 # Of all that torch tells of a CPU, what an attention kernel is made faster with.

@@ -9,7 +9,8 @@ from typing import Never
 import torch
 from torch import Tensor, nn
 
-from multihead import listening
+from multihead import listeners
+from multihead.batch_dims import BatchDims
 from multihead.call import Attended, AttentionCall, AttentionRequest, Continued
 from multihead.errors import (
     ArgumentError,
@@ -19,25 +20,24 @@ from multihead.errors import (
     refuse_unless_share,
     refuse_unless_slice,
 )
-from multihead.explaining import Explanation, explained
+from multihead.explanation import Explanation, explained
 from multihead.kernels.choose import KERNELS, choose
-from multihead.kernels.quarantine import poisoned, quarantined
-from multihead.kernels.tile import without_autocast, working_dtype
-from multihead.leading import Leading
+from multihead.kernels.dense_tile import without_autocast, working_dtype
+from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
 from multihead.plan.bounds import bounds_of
-from multihead.probes import DEFAULT, Beside, Probe
+from multihead.probes import DEFAULT, Probe, ProbeContext
 from multihead.probes import statistics as measuring
-from multihead.probes import weights as tiles
+from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
-from multihead.reading import traced, transformed
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
 from multihead.shapes import AttentionShape, resolved_query_start
 from multihead.spelling import OF_FUNCTIONS, refuse_unknown
+from multihead.tracing import traced, transformed
 
 _FULL = Full()
 
@@ -90,7 +90,7 @@ def attention(
     """
     if unknown:
         refuse_unknown(attention, unknown, OF_FUNCTIONS)
-    leading = Leading.of(q)
+    leading = BatchDims.of(q)
     if leading is not None:
         (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
         query_start = leading.joined_start(query_start)
@@ -129,7 +129,7 @@ def attention_with_logsumexp(
     """
     if unknown:
         refuse_unknown(attention_with_logsumexp, unknown, OF_FUNCTIONS)
-    leading = Leading.of(q)
+    leading = BatchDims.of(q)
     if leading is not None:
         (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
         query_start = leading.joined_start(query_start)
@@ -187,7 +187,7 @@ def weights(
         refuse_unknown(weights, unknown, OF_FUNCTIONS)
     refuse_unless_slice("queries", queries)
     refuse_unless_slice("keys", keys)
-    leading = Leading.of(q)
+    leading = BatchDims.of(q)
     if leading is not None:
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
         query_start = leading.joined_start(query_start)
@@ -210,7 +210,7 @@ def statistics(
     logsumexp: Tensor | None = None,
     v: Tensor | None = None,
     probes: str | Probe | Iterable[str | Probe] | None = None,
-    beside: Beside = NOTHING,
+    context: ProbeContext = NOTHING,
     **unknown: Never,
 ) -> dict[str, Tensor]:
     """Measure every head exactly, in memory that grows with the length and not with its square.
@@ -228,7 +228,7 @@ def statistics(
         v: (batch, kv_heads, keys, value_dim), for `contribution` and `output_norm`.
         probes: names of statistics, or one, or what the functions of `multihead.probes` make; None = those of
             `multihead.probes.DEFAULT` for which nothing is missing.
-        beside: what some of them need beside q and k, such as which keys are special.
+        context: what some of them need beside q and k, such as which keys are special.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Returns: a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
@@ -251,14 +251,14 @@ def statistics(
             "cannot be read.",
             "Call it outside of them, on the tensors themselves.",
         )
-    leading = Leading.of(q)
+    leading = BatchDims.of(q)
     if leading is not None:
         (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
         query_start = leading.joined_start(query_start)
         logsumexp = None if logsumexp is None else leading.joined("logsumexp", logsumexp)
         v = None if v is None else leading.joined("v", v)
     request = request_of(q, k, k if v is None else v, mask, bias, softcap, sinks, scale, 0.0, query_start)
-    found = _statistics(request, logsumexp, probes, beside, has_values=v is not None)
+    found = _statistics(request, logsumexp, probes, context, has_values=v is not None)
     return found if leading is None else {name: leading.apart(value) for name, value in found.items()}
 
 
@@ -290,7 +290,7 @@ def explain(
     """
     if unknown:
         refuse_unknown(explain, unknown, OF_FUNCTIONS)
-    leading = Leading.of(q)
+    leading = BatchDims.of(q)
     if leading is not None:
         (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
         query_start = leading.joined_start(query_start)
@@ -341,17 +341,17 @@ def request_of(
     )
 
 
-def _joined(leading: Leading, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _joined(leading: BatchDims, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(leading.joined(name, tensor) for name, tensor in zip("qkv", tensors, strict=False))
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
     """Walk a checked request through plan, choice, kernel and publication."""
-    if not listening.listeners() or traced():  # no values, nothing to publish
+    if not listeners.listeners() or traced():  # no values, nothing to publish
         return _run(request, kernel)
-    request = replace(request, wanted=listening.wanted())
+    request = replace(request, wanted=listeners.wanted())
     attended = _run(request, kernel)
-    listening.publish(AttentionCall(request, attended))
+    listeners.publish(AttentionCall(request, attended))
     return attended
 
 
@@ -359,12 +359,12 @@ def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:
     """Plan, choose and compute, without telling anybody."""
     bounds = bounds_of(request)
     chosen = KERNELS[choose(request, bounds, kernel=kernel).name]
-    if chosen.KEEPS_NAN_APART:  # in code of its own, which autocast does not know either
+    if chosen.HANDLES_NONFINITE:  # in code of its own, which autocast does not know either
         return chosen.attend(request, bounds)
     with without_autocast(request.shape.device):
-        cleaned, bad_rows = quarantined(request, bounds)
+        cleaned, bad_rows = without_nonfinite(request, bounds)
         attended = chosen.attend(cleaned, bounds)
-        return attended if bad_rows is None else poisoned(attended, bad_rows)
+        return attended if bad_rows is None else restore_nan(attended, bad_rows)
 
 
 def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
@@ -387,13 +387,13 @@ def _statistics(
     request: AttentionRequest,
     logsumexp: Tensor | None,
     wanted: str | Probe | Iterable[str | Probe] | None,
-    beside: Beside,
+    context: ProbeContext,
     *,
     has_values: bool,
 ) -> dict[str, Tensor]:
     if wanted is None:
-        chosen = measuring.possible(DEFAULT, request, beside, has_values=has_values)
+        chosen = measuring.possible(DEFAULT, request, context, has_values=has_values)
     else:
         chosen = measuring.resolved(wanted)
-        measuring.refuse_unless_possible(chosen, request, beside, has_values=has_values)
-    return measuring.measured(request, _logsumexp(request, logsumexp), chosen, beside, has_values=has_values)
+        measuring.refuse_unless_possible(chosen, request, context, has_values=has_values)
+    return measuring.measured(request, _logsumexp(request, logsumexp), chosen, context, has_values=has_values)

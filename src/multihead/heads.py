@@ -8,7 +8,7 @@ from typing import Literal
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.reading import untraced
+from multihead.tracing import untraced
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 

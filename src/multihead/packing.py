@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Documents, Lengths, Mask
-from multihead.reading import jit_traced, readable, traced
+from multihead.tracing import jit_traced, readable, traced
 
 Side = Literal["right", "left"]
 

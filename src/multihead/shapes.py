@@ -8,7 +8,7 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.reading import untraced
+from multihead.tracing import untraced
 
 Q_AXES = "(batch, heads, queries, head_dim)"
 K_AXES = "(batch, kv_heads, keys, head_dim)"

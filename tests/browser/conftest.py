@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from multihead.viewer.samples import Run
+from multihead.viewer.payload import Run
 from tests.browser.records import causal, hostile, inherited, other_run, partial, statistics_only, translating, whole
 from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multihead.viewer.samples import Run, described
+from multihead.viewer.payload import Run, described
 from tests.browser.records import HEADS, LAYERS, causal
 from tests.browser.shown import Shown
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from multihead.viewer.samples import Run
+from multihead.viewer.payload import Run
 from tests.browser.records import HEADS, HOSTILE, IMAGE, LAYERS, LENGTH, causal
 from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 import multihead.doctor as room
 from multihead.cli import main
-from multihead.kernels.library import InstructionSet
+from multihead.kernels.native.library import InstructionSet
 
 FOUND = room.Diagnosis(
     system="Linux x86_64",

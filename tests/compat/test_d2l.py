@@ -24,7 +24,7 @@ from multihead.compat.d2l import (
     transpose_qkv,
 )
 from multihead.errors import ArgumentError, MaskError, ShapeError
-from multihead.listening import listen
+from multihead.listeners import listen
 from tests.compat.originals import Book, assert_same_step, dtypes, losses
 
 
@@ -332,8 +332,8 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     ):
         layer(x, x, x, torch.tensor([1, 2, 3]))
     two_dimensional = torch.ones(2, 4, dtype=torch.int64)
-    given = "Lengths(<int64 tensor (2, 4)>) speaks of 4 queries, and the call has 3."
-    with refused(MaskError, f"{given} Give one length a sample and query."):
+    given = "Lengths(<int64 tensor (2, 4)>) has lengths for 4 queries, and the call has 3."
+    with refused(MaskError, f"{given} Give one length per sample and query."):
         layer(x, x, x, two_dimensional)
     mend = "Give (batch * heads, length, head_dim), such as transpose_qkv returns."
     with refused(ShapeError, f"X has 3 rows, and 2 heads do not divide them. {mend}"):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
 from multihead.call import AttentionCall
-from multihead.listening import listen
+from multihead.listeners import listen
 from tests.ecosystem.ways import WAYS, inputs, layer, results
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

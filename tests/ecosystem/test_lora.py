@@ -94,6 +94,7 @@ def test_an_adapter_on_pytorchs_drop_in_trains_and_merges_as_on_the_original() -
     torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_adapters_on_drop_ins_act_in_an_encoder_without_gradients_too() -> None:
     """PyTorch's fused path would read the weights without the adapters: with the original it does."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True), 2)

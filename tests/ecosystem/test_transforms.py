@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 import multihead as mh
 from multihead import masks
 from multihead.errors import SlowPathError, SlowPathWarning
-from multihead.kernels import library
+from multihead.kernels.native import library
 from tests import oracle
 from tests.ecosystem.ways import EMBED, HEADS, LENGTHS, QUERIES, WAYS, inputs, layer, results
 

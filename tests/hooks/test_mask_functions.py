@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import masking_utils as library
 
 from multihead import masks
-from multihead.hooks.carried import CarriedMask
 from multihead.hooks.huggingface import mask_for
+from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, recognised
 
 LEFT = torch.tensor([0, 2])
@@ -80,7 +80,7 @@ def test_a_mask_says_what_the_librarys_own_says(
 
 
 def assert_alike(found: Tensor, expected: Tensor | None) -> None:
-    assert isinstance(found, CarriedMask)
+    assert isinstance(found, LazyMask)
     assert expected is not None
     assert torch.equal(found.dense(), expected.expand(found.shape))
 
@@ -139,11 +139,11 @@ def test_a_long_mask_holds_no_tensor_of_queries_x_keys() -> None:
         attention_mask=padding,
     )
     assert mask.shape == (1, 1, length, length)
-    assert isinstance(mask, CarriedMask)
+    assert isinstance(mask, LazyMask)
     assert repr(mask.mask) == "Window(4096) & Keep(<bool tensor (1, 200000)>, 'batch keys')"
 
 
 def test_a_batch_without_padding_has_no_padding_in_its_mask() -> None:
     mask = mask_for(batch_size=2, q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool))
-    assert isinstance(mask, CarriedMask)
+    assert isinstance(mask, LazyMask)
     assert mask.mask == masks.Causal()

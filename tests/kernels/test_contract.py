@@ -121,10 +121,10 @@ def test_what_is_not_finite_in_a_hidden_cell_of_a_bias_changes_no_bit(
 ) -> None:
     q, k, v = inputs()
     bias = torch.randn(shape)
-    poisoned, zeroed = bias.clone(), bias.clone()
-    poisoned[..., 6:], zeroed[..., 6:] = bad, 0
+    restore_nan, zeroed = bias.clone(), bias.clone()
+    restore_nan[..., 6:], zeroed[..., 6:] = bad, 0
     mask = masks.Lengths((6, 6))
-    given = run(q, k, v, bias=poisoned, mask=mask, kernel=kernel)
+    given = run(q, k, v, bias=restore_nan, mask=mask, kernel=kernel)
     expected = run(q, k, v, bias=zeroed, mask=mask, kernel=kernel)
     assert all(torch.equal(given[name], expected[name]) for name in given)
 
@@ -247,7 +247,7 @@ def test_lengths_are_checked_when_made_and_against_the_keys(kernel: str) -> None
         with pytest.raises(MaskError) as refusal:
             attention(q, k, v, mask=mask, kernel=kernel)
         assert str(refusal.value) == (
-            f"{mask!r} speaks of a length of 10 tokens, and there are 9 keys. Give lengths of at most 9 tokens."
+            f"{mask!r} has a length of 10 tokens, and there are 9 keys. Give lengths of at most 9 tokens."
         )
 
 

@@ -18,7 +18,7 @@ from multihead.call import AttentionRequest
 from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import flex, reference
-from multihead.kernels.strictness import strict
+from multihead.kernels.slow_paths import strict
 from multihead.plan.bounds import bounds_of
 from multihead.scores.relative import Relative
 from tests.agreeing import assert_within_budget

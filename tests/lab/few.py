@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from multihead.lab.answers import Answers
+from multihead.lab.matching import vectors
 from multihead.lab.parameters import parameters
+from multihead.lab.run import Answers
 from multihead.lab.tasks import TASKS
 from multihead.lab.training import compare
-from multihead.lab.vectors import vectors
 
 
 @cache

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from multihead.lab.page import page, write_page
-from multihead.lab.phrases import language
-from multihead.lab.told import tell
+from multihead.lab.report import tell
+from multihead.lab.text import language
 from tests.lab.few import few_answers
 
 

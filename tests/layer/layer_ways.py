@@ -20,7 +20,7 @@ from tests.agreeing import SLACK
 from tests.layer.layer_drawing import LayerCase, Leaves, built, leaves
 from tests.layer.layer_oracle import Whole, layer_by_the_book
 
-# Beside the attention a layer rounds in its projections, its norms and turns, its gates and the output projection.
+# Besides the attention, a layer rounds in its projections, norms, rotation, gates and output projection.
 LAYER_SLACK = 2
 MEASURED = ("entropy", "largest_weight", "received")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
-from multihead.listening import listen
+from multihead.listeners import listen
 
 EMBED, HEADS, BATCH, QUERIES, KEYS = 24, 4, 3, 7, 9
 LENGTHS = (7, 4, 0)
@@ -126,8 +126,8 @@ def test_nan_in_padding_is_as_if_it_were_zero_in_output_and_in_every_gradient(na
         grads = torch.autograd.grad(output.square().sum(), [padded, *layer.parameters()])
         found.append([output, *grads])
     for other in found[1:]:
-        for clean, poisoned in zip(found[0], other, strict=True):
-            assert torch.equal(clean, poisoned)
+        for clean, restore_nan in zip(found[0], other, strict=True):
+            assert torch.equal(clean, restore_nan)
 
 
 def test_nan_in_padded_memory_reaches_neither_output_nor_parameters() -> None:

@@ -13,7 +13,7 @@ from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, ProbeError
 from multihead.observation.areas import ends
 from multihead.observation.sample import SampleRecord
-from multihead.probes.regions import CancelledError
+from multihead.probes.blocks import CancelledError
 from tests.observation.recorded import asked
 
 CHUNKS = (5, 1, 1, 6, 1, 3)

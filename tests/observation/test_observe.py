@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead import listening, masks, probes
+from multihead import listeners, masks, probes
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.observation.hearing import Ear
 from multihead.probes import DEFAULT, PROBES
@@ -374,4 +374,4 @@ class TestRefusals:
 @pytest.fixture(autouse=True)
 def _nobody_listens_afterwards() -> Iterator[None]:
     yield
-    assert not any(isinstance(each, Ear) for each in listening.listeners())
+    assert not any(isinstance(each, Ear) for each in listeners.listeners())

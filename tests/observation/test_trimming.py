@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead as mh
-from multihead import listening, masks
+from multihead import listeners, masks
 from multihead.call import AttentionCall
 from multihead.functional import attend, request_of
-from multihead.kernels import library
-from multihead.kernels.tile import seen
+from multihead.kernels.dense_tile import seen
+from multihead.kernels.native import library
 from multihead.masks.place import Span
 from multihead.observation.sample import SampleRecord
 from multihead.observation.trimming import cut, hull, spans, without_queries
-from multihead.probes.weights import tile
+from multihead.probes.tile import tile
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
 from tests.watched import brute_force
@@ -264,4 +264,4 @@ def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expe
 
 
 def test_nobody_hears_of_a_cut() -> None:
-    assert listening.listeners() == ()
+    assert listeners.listeners() == ()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from multihead.errors import ProbeError
-from multihead.kernels.native_statistics import ONE_PASS
+from multihead.kernels.native.statistics import ONE_PASS
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 

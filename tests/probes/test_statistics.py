@@ -14,8 +14,18 @@ from multihead import masks
 from multihead.call import Attended, AttentionCall
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
-from multihead.kernels import native
-from multihead.probes import DEFAULT, PROBES, Beside, Probe, first_keys_mass, offset_mass, sums, tokens, tokens_mass
+from multihead.kernels.native import kernel
+from multihead.probes import (
+    DEFAULT,
+    PROBES,
+    Probe,
+    ProbeContext,
+    first_keys_mass,
+    offset_mass,
+    repeats,
+    streaming,
+    tokens_mass,
+)
 from multihead.probes.statistics import of_call
 from multihead.scores import Relative
 from tests import oracle
@@ -94,12 +104,12 @@ def differences(case: Case, dtype: torch.dtype, *, map_size: int = 5) -> dict[st
     special, given_ = random(batch, keys) < -0.6, random(batch, keys) > 0.3
     weight = random(13, 4 * 6)
     terms = terms_of(case, dtype)
-    beside = Beside(
+    context = ProbeContext(
         special_keys=special, ids=ids, sets={"given": given_}, output_weight=weight.to(dtype), map_size=map_size
     )
     tensors = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     probes = [probe for probe in EVERY if "sinks" in terms or probe != "sink_mass"]
-    found = statistics(**tensors, mask=case.mask, query_start=case.start, probes=probes, beside=beside, **terms)
+    found = statistics(**tensors, mask=case.mask, query_start=case.start, probes=probes, context=context, **terms)
 
     start = oracle.positions_of_first(case.start, batch, queries, keys)
     seen = oracle.shown(case.mask, (batch, 4, queries, keys), case.start)
@@ -144,10 +154,10 @@ def _sizes(case: Case) -> tuple[tuple[int, int, int, int], ...]:
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once as it is, and once with tiles of 7 queries and 64 keys and few tokens, so that sums cross many of them."""
     if request.param == "many tiles":
-        monkeypatch.setattr(sums, "ROWS", 7)
-        monkeypatch.setattr(sums, "WIDTH", 64)
-        monkeypatch.setattr(sums, "CELLS", 1)
-        monkeypatch.setattr(tokens, "CELLS", 300)
+        monkeypatch.setattr(streaming, "ROWS", 7)
+        monkeypatch.setattr(streaming, "WIDTH", 64)
+        monkeypatch.setattr(streaming, "CELLS", 1)
+        monkeypatch.setattr(repeats, "CELLS", 300)
 
 
 @pytest.mark.usefixtures("_tiles")
@@ -169,7 +179,7 @@ def test_every_statistic_is_what_it_says_in_float32_by_the_native_kernel(case: s
 def test_every_statistic_is_what_it_says_in_float32_without_the_native_kernel(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "refusal", lambda request, bounds: "it is not there")
+    monkeypatch.setattr(kernel, "refusal", lambda request, bounds: "it is not there")
     apart = differences(CASES[case], torch.float32)
     assert {name: both for name, both in apart.items() if not both[0] <= both[1]} == {}
 
@@ -185,7 +195,7 @@ def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size:
         mask=case.mask,
         query_start=case.start,
         probes=("pooled_map",),
-        beside=Beside(map_size=size, map_pool="max"),
+        context=ProbeContext(map_size=size, map_pool="max"),
         **case.terms,
     )["pooled_map"]
     seen = oracle.shown(case.mask, (2, 4, 16, 150), case.start)
@@ -198,7 +208,7 @@ def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size:
 def test_a_map_of_any_size_is_the_block_means(map_size: int) -> None:
     q, k = torch.randn(1, 2, 50, 8, dtype=torch.float64), torch.randn(1, 2, 130, 8, dtype=torch.float64)
     found = statistics(
-        q, k, mask=masks.Window(9), query_start="end", probes=("pooled_map",), beside=Beside(map_size=map_size)
+        q, k, mask=masks.Window(9), query_start="end", probes=("pooled_map",), context=ProbeContext(map_size=map_size)
     )["pooled_map"]
     seen = oracle.shown(masks.Window(9), (1, 2, 50, 130), "end")
     assert oracle.difference(found, oracle.pooled(oracle.attend(q, k, k, seen).weights, seen, map_size)) <= 1e-12
@@ -257,8 +267,8 @@ def test_a_sink_that_takes_nearly_all_leaves_the_largest_key_its_name() -> None:
 
 
 def test_of_equal_weights_the_first_key_is_named_across_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "refusal", lambda request, bounds: "it is not there")
-    monkeypatch.setattr(sums, "WIDTH", 64)
+    monkeypatch.setattr(kernel, "refusal", lambda request, bounds: "it is not there")
+    monkeypatch.setattr(streaming, "WIDTH", 64)
     q = torch.zeros(1, 1, 2, 4)
     found = statistics(q, torch.zeros(1, 1, 200, 4), probes=("largest_key",))
     assert found["largest_key"].tolist() == [[[0, 0]]]
@@ -266,7 +276,9 @@ def test_of_equal_weights_the_first_key_is_named_across_tiles(monkeypatch: pytes
 
 def test_blocks_in_which_no_cell_may_be_seen_are_nan_and_others_are_not() -> None:
     q = torch.zeros(1, 1, 4, 4)
-    found = statistics(q, q, mask=masks.Causal(), probes=("pooled_map",), beside=Beside(map_size=2))["pooled_map"]
+    found = statistics(q, q, mask=masks.Causal(), probes=("pooled_map",), context=ProbeContext(map_size=2))[
+        "pooled_map"
+    ]
     assert bool(found[0, 0, 0, 1].isnan())
     assert found[0, 0, 0, 0] == pytest.approx((1 + 0.5 + 0.5) / 3)
     assert found[0, 0, 1, 0] == pytest.approx((2 / 3 + 2 / 4) / 4)
@@ -286,9 +298,9 @@ def test_no_tensor_of_queries_by_keys_is_made(mask: masks.Mask) -> None:
     q, k = torch.randn(2, 1, 1, length, 8).unbind()
     some = torch.rand(1, length) < 0.5
     ids = torch.randint(0, 200, (1, length))
-    beside = Beside(special_keys=some, ids=ids, sets={"given": some}, output_weight=torch.randn(3, 8))
+    context = ProbeContext(special_keys=some, ids=ids, sets={"given": some}, output_weight=torch.randn(3, 8))
     with LargestTensor() as largest:
-        statistics(q[:, :, :4096], k, v=k, mask=mask, sinks=torch.ones(1), query_start=0, probes=EVERY, beside=beside)
+        statistics(q[:, :, :4096], k, v=k, mask=mask, sinks=torch.ones(1), query_start=0, probes=EVERY, context=context)
     assert 0 < largest.elements <= 4096 * length // 4
 
 
@@ -299,8 +311,8 @@ def test_of_nothing_all_statistics_are_empty(sizes: tuple[int, int, int], dtype:
     batch, queries, keys = sizes
     q, k = torch.zeros(batch, 2, queries, 4, dtype=dtype), torch.zeros(batch, 2, keys, 4, dtype=dtype)
     flags = torch.zeros(batch, keys, dtype=torch.bool)
-    beside = Beside(special_keys=flags, ids=flags.long(), sets={"given": flags}, output_weight=torch.ones(5, 8))
-    found = statistics(q, k, v=k, sinks=torch.zeros(2), query_start=0, probes=EVERY, beside=beside)
+    context = ProbeContext(special_keys=flags, ids=flags.long(), sets={"given": flags}, output_weight=torch.ones(5, 8))
+    found = statistics(q, k, v=k, sinks=torch.zeros(2), query_start=0, probes=EVERY, context=context)
     others = {"received": (batch, 2, keys), "coverage": (batch, 2, keys), "pooled_map": (batch, 2, queries, keys)}
     for name, value in found.items():
         assert value.shape == others.get(name, (batch, 2, queries)), name
@@ -354,10 +366,10 @@ def test_a_statistic_of_which_something_is_missing_is_refused(name: str, said: s
 def test_values_and_sets_that_are_missing_are_refused() -> None:
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ProbeError) as refusal:
-        statistics(q, q, probes=("output_norm",), beside=Beside(output_weight=torch.ones(3, 4)))
+        statistics(q, q, probes=("output_norm",), context=ProbeContext(output_weight=torch.ones(3, 4)))
     assert str(refusal.value) == "output_norm was asked for, and there are no values. Give v."
     with pytest.raises(ProbeError) as refusal:
-        statistics(q, q, probes=(tokens_mass("commas"),), beside=Beside(sets={"stops": torch.ones(1, 2) > 0}))
+        statistics(q, q, probes=(tokens_mass("commas"),), context=ProbeContext(sets={"stops": torch.ones(1, 2) > 0}))
     assert str(refusal.value) == (
         "commas_mass was asked for, and nothing says which keys belong to the set. Give sets, or ids to tokens_mass."
     )
@@ -374,7 +386,7 @@ def test_unless_asked_those_are_measured_for_which_nothing_is_missing() -> None:
     q = torch.zeros(1, 1, 2, 4)
     plain = [name for name in DEFAULT if name not in ("special_mass", "sink_mass")]
     assert list(statistics(q, q)) == plain
-    every = statistics(q, q, sinks=torch.zeros(1), beside=Beside(special_keys=torch.ones(1, 2) > 0))
+    every = statistics(q, q, sinks=torch.zeros(1), context=ProbeContext(special_keys=torch.ones(1, 2) > 0))
     assert list(every) == list(DEFAULT)
 
 
@@ -383,8 +395,8 @@ def test_a_call_with_dropout_is_measured_before_it() -> None:
     q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
     request = request_of(q, k, v, dropout=0.5)
     attended = Attended(torch.zeros_like(q), (q @ k.mT / 2).logsumexp(-1))
-    beside = Beside(output_weight=torch.eye(8, dtype=torch.float64))
-    found = of_call(AttentionCall(request, attended), ("output_norm",), beside)["output_norm"]
+    context = ProbeContext(output_weight=torch.eye(8, dtype=torch.float64))
+    found = of_call(AttentionCall(request, attended), ("output_norm",), context)["output_norm"]
     torch.testing.assert_close(found, ((q @ k.mT / 2).softmax(-1) @ v).norm(dim=-1), atol=1e-12, rtol=0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multihead.kernels import library
+from multihead.kernels.native import library
 from tools import native
 
 COMPILER = native.found_compiler()

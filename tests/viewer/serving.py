@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from multihead.viewer.guard import hosts_of
-from multihead.viewer.samples import Run
+from multihead.viewer.payload import Run
+from multihead.viewer.security import hosts_of
 from multihead.viewer.server import application
 
 TOKEN = "the-token-of-a-test"

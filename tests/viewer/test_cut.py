@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.observation.loading import load
 from multihead.observation.record import Record
 from multihead.viewer import routes
-from multihead.viewer.samples import Run
+from multihead.viewer.payload import Run
 from tests.viewer.serving import Served, serving
 from tests.viewer.watching import watch
 

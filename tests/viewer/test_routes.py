@@ -20,9 +20,9 @@ from torch.testing import assert_close
 from multihead import masks
 from multihead.observation.record import Record
 from multihead.observation.texts import Text
-from multihead.probes.regions import CancelledError
+from multihead.probes.blocks import CancelledError
 from multihead.viewer import routes
-from multihead.viewer.samples import Run
+from multihead.viewer.payload import Run
 from tests.viewer.serving import TOKEN, Served, serving
 from tests.viewer.watching import block_means, watch
 

@@ -10,7 +10,7 @@ import pytest
 
 from multihead.errors import InputError
 from multihead.viewer import server
-from multihead.viewer.samples import Run
+from multihead.viewer.payload import Run
 from tests.viewer.serving import TOKEN, serving
 from tests.viewer.watching import watch
 

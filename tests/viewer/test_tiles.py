@@ -14,7 +14,7 @@ import torch
 from torch.testing import assert_close
 
 from multihead import masks
-from multihead.probes.regions import CancelledError
+from multihead.probes.blocks import CancelledError
 from multihead.viewer import tiles
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
 from tests.viewer.test_levels import KINDS

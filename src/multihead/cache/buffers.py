@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.cache.places import kept, put
-from multihead.cache.progress import Progress
+from multihead.cache.buffer_ops import kept, put
+from multihead.cache.positions import Progress
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.reading import runs_backward, traced
+from multihead.tracing import runs_backward, traced
 
 LEAST = 64
 """Tokens that growing buffers have room for at first."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from multihead.doctor import Diagnosis
-    from multihead.kernels.library import InstructionSet
+    from multihead.kernels.native.library import InstructionSet
 
 EXAMPLES = """
 \b
@@ -103,7 +103,7 @@ def _counted(count: int, noun: str) -> str:
 
 def _entry(console: Console, label: str, text: str) -> None:
     """Print a label and what belongs to it, wrapped beside the label."""
-    from multihead.cli.drawing import wrap
+    from multihead.cli.tensor_view import wrap
 
     for number, line in enumerate(wrap(text, _width(console) - 15)):
         console.print(f"   {'' if number else label:<12}", style="dim", end="", markup=False)
@@ -111,7 +111,7 @@ def _entry(console: Console, label: str, text: str) -> None:
 
 
 def _say(console: Console, sentence: str, *, style: str = "") -> None:
-    from multihead.cli.drawing import wrap
+    from multihead.cli.tensor_view import wrap
 
     for line in wrap(sentence, _width(console)):
         console.print(line, style=style, markup=False)

@@ -14,8 +14,8 @@ from multihead.files import refuse_unless_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead.lab.answers import Answers, Part, Progress
-    from multihead.lab.phrases import Chapter, Phrases, Table
+    from multihead.lab.run import Answers, Part, Progress
+    from multihead.lab.text import Chapter, Phrases, Table
 
 EXAMPLES = """
 \b
@@ -69,10 +69,10 @@ def lab(
     # Imported here, so that --help need not load torch.
     from rich.console import Console
 
-    from multihead.lab.answers import PARTS, answer
     from multihead.lab.page import write_page
-    from multihead.lab.phrases import language
-    from multihead.lab.told import tell
+    from multihead.lab.report import tell
+    from multihead.lab.run import PARTS, answer
+    from multihead.lab.text import language
 
     phrases = language(lang)
     console = Console(highlight=False, soft_wrap=True)
@@ -140,7 +140,7 @@ class _Bars:
 
 
 def _say(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
-    from multihead.cli.drawing import wrap
+    from multihead.cli.tensor_view import wrap
 
     for line in wrap(sentence, min(max(console.width, 40), 100) - indent):
         console.print(" " * indent + line, style=style, markup=False)

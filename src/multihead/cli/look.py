@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.cli.telling import COLUMNS, tell, tell_textbook, tell_where
+from multihead.cli.look_output import COLUMNS, tell, tell_textbook, tell_where
 from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
 from multihead.files import readable_text, refuse_unless_writable, write_whole
@@ -174,7 +174,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
     """Run the model on the text and watch its heads; a bar counts the layers."""
     import torch
 
-    from multihead.listening import listen
+    from multihead.listeners import listen
     from multihead.observation.observe import observe
     from multihead.probes import DEFAULT
 
@@ -300,7 +300,7 @@ def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write a line a head under a line of names."""
-    from multihead.viewer.exports import cell
+    from multihead.viewer.downloads import cell
 
     def safe(value: object) -> object:
         return cell(visible(value)) if isinstance(value, str) else value

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-    from multihead.viewer.samples import Run
+    from multihead.viewer.payload import Run
 
 EXAMPLES = """
 \b
@@ -140,7 +140,7 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 def _loaded(files: Sequence[str]) -> list[Run]:
     from multihead.observation.loading import load
-    from multihead.viewer.samples import Run
+    from multihead.viewer.payload import Run
 
     paths = [Path(file) for file in files]
     names = [path.name for path in paths]

@@ -12,7 +12,7 @@ from multihead.errors import ArgumentError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead.cli.drawing import Notes
+    from multihead.cli.tensor_view import Notes
     from multihead.lab.walk import Step, Walk
     from multihead.lab.words import Chapter, Words
 
@@ -151,7 +151,7 @@ class _Teller:
             self._say(command, indent=INDENT)
 
     def _say(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
-        from multihead.cli.drawing import wrap
+        from multihead.cli.tensor_view import wrap
 
         for line in wrap(sentence, min(self.width, 100) - indent):
             self.console.print(" " * indent + line, style=style, markup=False)
@@ -193,7 +193,7 @@ class _Teller:
         """Print the code of a tensor, its shape over the names of its axes, and its values."""
         from rich.text import Text
 
-        from multihead.cli.drawing import draw, shape_lines, wrap
+        from multihead.cli.tensor_view import draw, shape_lines, wrap
 
         words = self.words
         self.console.print()
@@ -238,7 +238,7 @@ class _Teller:
 
     def _by_hand(self, chapter: str) -> list[str]:
         """Write one entry of a chapter out as its sum."""
-        from multihead.cli.drawing import numbers
+        from multihead.cli.tensor_view import numbers
 
         sizes, steps = self.steps.sizes, self.steps
         last = sizes.length - 1

@@ -22,12 +22,12 @@ from multihead.compat.weighing import Remembered
 from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.kernels.dense_tile import working_dtype
 from multihead.kernels.reference import softmax
-from multihead.kernels.tile import working_dtype
 from multihead.masks import Full, Lengths, Mask
 from multihead.masks.place import CallSize, Place
 from multihead.packing import Packing
-from multihead.reading import readable
+from multihead.tracing import readable
 
 ValidLens: TypeAlias = "Tensor | Sequence[float] | Sequence[Sequence[float]] | None"
 

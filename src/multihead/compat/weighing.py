@@ -10,10 +10,10 @@ from torch.nn.functional import dropout
 
 from multihead.call import Attended, AttentionRequest
 from multihead.functional import attend
-from multihead.kernels.quarantine import poisoned, quarantined
-from multihead.kernels.tile import scores, seen, without_autocast
+from multihead.kernels.dense_tile import scores, seen, without_autocast
+from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.plan.bounds import bounds_of
-from multihead.reading import traced
+from multihead.tracing import traced
 
 
 def attend_with_weights(request: AttentionRequest) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _weights(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tens
     shape = request.shape
     bounds = bounds_of(request)
     with without_autocast(shape.device):
-        cleaned, bad_rows = quarantined(request, bounds)
+        cleaned, bad_rows = without_nonfinite(request, bounds)
         cells = scores(cleaned)
         hidden = None if request.mask.hides_nothing else ~seen(cleaned)
         cells = cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
@@ -88,6 +88,6 @@ def _weights(request: AttentionRequest, logsumexp: Tensor) -> tuple[Tensor, Tens
         else:
             weights = cells.softmax(-1)
         if bad_rows is not None:
-            weights = poisoned(Attended(weights, logsumexp), bad_rows).output
+            weights = restore_nan(Attended(weights, logsumexp), bad_rows).output
             weights = weights if hidden is None else weights.masked_fill(hidden, 0)
     return weights, cleaned.v

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
-from multihead.hooks.carried import CarriedMask
+from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_of_keys, recognised
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import quiet
@@ -123,7 +123,7 @@ def attend_for(
     place, bias = Origin(), None
     start = 0 if crosses(module) else max(keys - queries, 0)
     mask: Mask = Full()
-    if isinstance(attention_mask, CarriedMask):
+    if isinstance(attention_mask, LazyMask):
         if attention_mask.shape[3] != keys:
             attention_mask = attention_mask.first_keys(keys)
         mask, start = attention_mask.mask, attention_mask.query_start
@@ -191,7 +191,7 @@ def mask_for(
         mask = Keep(dense)
     elif padding is not None and not bool(padding.all()):
         mask = mask & Keep(padding, "batch keys")
-    return CarriedMask(
+    return LazyMask(
         (batch_size, 1, q_length, kv_length),
         mask,
         query_start=extent.query_start,

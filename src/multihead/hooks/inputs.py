@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multihead.hooks.carried import CarriedMask
 from multihead.hooks.huggingface import pretrained_models
+from multihead.hooks.lazy_mask import LazyMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     ids, mask = bound.get("input_ids"), bound.get("attention_mask")
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
-    if isinstance(mask, CarriedMask):
+    if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
     return Given(ids.detach() if isinstance(ids, Tensor) and ids.dim() == 2 else None, tokens)

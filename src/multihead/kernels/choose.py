@@ -9,16 +9,18 @@ import torch
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import (
-    counting,  # noqa: F401 - FlopCounterMode finds the formulas registered
     flex,
-    library,
-    native,
-    native_operator,  # noqa: F401 - a graph finds the operator registered
+    flops,  # noqa: F401 - PyTorch's counter finds the formulas registered
     reference,
     sdpa,
 )
-from multihead.kernels.rules import slower
-from multihead.kernels.strictness import refuse_if_strict
+from multihead.kernels.native import (
+    kernel,
+    library,
+    operator,  # noqa: F401 - a graph finds the operator registered
+)
+from multihead.kernels.native_vs_sdpa import slower
+from multihead.kernels.slow_paths import refuse_if_strict
 from multihead.masks.base import KeyBounds
 
 
@@ -26,7 +28,7 @@ class Kernel(Protocol):
     """What a kernel's module has to offer."""
 
     @property
-    def KEEPS_NAN_APART(self) -> bool:  # noqa: N802 - a constant of the module
+    def HANDLES_NONFINITE(self) -> bool:  # noqa: N802 - a constant of the module
         """Whether NaN and inf that a query may not see can be handed to the kernel as they are, and autocast too."""
         ...
 
@@ -45,7 +47,7 @@ class Kernel(Protocol):
 
 # The fastest first.
 KERNELS: dict[str, Kernel] = {
-    "native": cast(Kernel, native),
+    "native": cast(Kernel, kernel),
     "sdpa": cast(Kernel, sdpa),
     "flex": cast(Kernel, flex),
     "reference": cast(Kernel, reference),

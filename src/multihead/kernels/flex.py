@@ -17,19 +17,19 @@ from torch import Tensor
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.kernels import reference
-from multihead.kernels.second import differentiable_gradients
-from multihead.kernels.strictness import warn_of_slow_path
-from multihead.kernels.tile import dense, without_tensors, working_dtype
+from multihead.kernels.dense_tile import dense, without_tensors, working_dtype
+from multihead.kernels.double_backward import differentiable_gradients
+from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
-from multihead.reading import constant_in_graphs, traced, transformed
 from multihead.scores.bias import values_of
 from multihead.scores.relative import Relative
 from multihead.scores.sinks import with_sinks
+from multihead.tracing import constant_in_graphs, traced, transformed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-KEEPS_NAN_APART = False
+HANDLES_NONFINITE = False
 BLOCK = 128  # queries and keys a block, what flex_attention's own kernels are cut for
 DIMS = (16, 256)  # Triton multiplies no matrices narrower than 16; beyond 256 they leave a GPU's shared memory
 

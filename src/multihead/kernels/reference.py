@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from multihead.call import Attended, AttentionRequest, Work
-from multihead.kernels.tile import scores, seen, working_dtype
+from multihead.kernels.dense_tile import scores, seen, working_dtype
 from multihead.masks.base import KeyBounds
-from multihead.reading import traced
 from multihead.scores.bias import values_of
+from multihead.tracing import traced
 
-KEEPS_NAN_APART = False
+HANDLES_NONFINITE = False
 ROWS = 256  # queries a block, where they need not all be there at once
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.call import Attended, AttentionRequest, Work
-from multihead.kernels.second import differentiable_gradients
-from multihead.kernels.tile import seen, without_tensors, working_dtype
+from multihead.kernels.dense_tile import seen, without_tensors, working_dtype
+from multihead.kernels.double_backward import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
-from multihead.reading import traced
 from multihead.scores.bias import bias_tile, values_of
 from multihead.scores.sinks import with_sinks
+from multihead.tracing import traced
 
-KEEPS_NAN_APART = False
+HANDLES_NONFINITE = False
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 

@@ -9,10 +9,10 @@ from typing import Any
 from markupsafe import Markup
 
 from multihead.files import write_whole
-from multihead.lab.answers import Answers
-from multihead.lab.phrases import Phrases, language
+from multihead.lab.report import tell
+from multihead.lab.run import Answers
 from multihead.lab.tasks import ROWS
-from multihead.lab.told import tell
+from multihead.lab.text import Phrases, language
 from multihead.lab.training import Experiment
 from multihead.viewer.page import allowed, json_in_script, static, template, version
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from multihead.errors import ArgumentError
+from multihead.lab.matching import Spread
 from multihead.lab.tasks import HeadLook, Task
-from multihead.lab.vectors import Spread
 from multihead.layer import MultiHeadAttention
 
 __all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "compare", "train", "workers"]

@@ -19,12 +19,12 @@ from multihead.errors import (
     refuse_unless_scale,
     refuse_unless_share,
 )
-from multihead.explaining import Explanation, explained
+from multihead.explanation import Explanation, explained
 from multihead.functional import attend
 from multihead.heads import head_counts, head_dim_of, merge_heads
-from multihead.layer.asking import asked
-from multihead.layer.inputs import refuse_unless_cache
-from multihead.layer.terms import gated
+from multihead.layer.checks import refuse_unless_cache
+from multihead.layer.gates import gated
+from multihead.layer.prepare import asked
 from multihead.masks import Full, Mask
 from multihead.packing import Packing, Side
 from multihead.qk_norm import QKNorm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.place import CallSize
-from multihead.reading import readable
+from multihead.tracing import readable
 
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 

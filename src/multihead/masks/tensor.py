@@ -83,7 +83,8 @@ class _TensorMask(Mask):
 
     def bounds(self, extent: Extent) -> KeyBounds:
         """Bound each row by its first and last visible key; the mask remains where there are gaps between them."""
-        keys = self.four_dimensional().shape[3] if isinstance(extent.keys, Tensor) else extent.keys
+        differs = isinstance(extent.keys, Tensor) and extent.keys.dim()  # torch.jit.trace has sizes of no dimension
+        keys: int = self.four_dimensional().shape[3] if differs else extent.keys  # type: ignore[assignment]
         cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
         first = torch.where(count > 0, cells.int().argmax(-1), keys)

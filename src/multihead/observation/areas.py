@@ -10,7 +10,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, refuse_unless_slice
 from multihead.observation.pieces import Piece
-from multihead.probes.regions import Blocks, blocks
+from multihead.probes.blocks import Blocks, blocks
 
 
 def joined_blocks(

@@ -12,7 +12,7 @@ from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
-from multihead.kernels.tile import without_tensors
+from multihead.kernels.dense_tile import without_tensors
 from multihead.masks.place import Span
 from multihead.observation.choice import Choice
 from multihead.observation.pieces import Piece, Rows, grow_keys, kept
@@ -22,10 +22,10 @@ from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import SampleRecord
 from multihead.observation.summed import Summed
 from multihead.observation.trimming import Places, cut, moved, part_of, sliceable, spans, without_queries
-from multihead.probes.beside import Beside, Pool
+from multihead.probes.context import Pool, ProbeContext
 from multihead.probes.probe import Need, Probe
 from multihead.probes.statistics import of_call, possible, without_positions
-from multihead.probes.weights import tile
+from multihead.probes.tile import tile
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
@@ -267,10 +267,10 @@ class Ear:
         first: bool,
     ) -> None:
         request = call.request
-        beside = self._beside(sample, call, key_start, owner, first=first)
+        context = self._beside(sample, call, key_start, owner, first=first)
         # A token of another text is not the query's own.
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
-        found = of_call(call, possible(probes, request, beside), beside)
+        found = of_call(call, possible(probes, request, context), context)
         if "induction_mass" in found and key_start > 0:
             found["induction_mass"] = found["induction_mass"] + _behind_dropped_key(sample, call, key_start)
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
@@ -311,7 +311,7 @@ class Ear:
 
     def _beside(
         self, sample: SampleRecord, call: AttentionCall, start: int, owner: nn.Module | None, *, first: bool
-    ) -> Beside:
+    ) -> ProbeContext:
         """Say what is known beside q and k of a call whose first key stands at `start`."""
         shape = call.request.shape
         read, stop = sample.keys_read.ids, start + shape.key_length
@@ -323,7 +323,7 @@ class Ear:
         if "output_weight" in needs and owner is not None:
             width = shape.num_heads * shape.value_dim
             weight = output_weight(owner, self.root, self.names[id(owner)], width=width)
-        return Beside(
+        return ProbeContext(
             special_keys=special,
             ids=ids,
             output_weight=weight,

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead import listening
+from multihead import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError, refuse_unless_integer
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import noticed
 from multihead.observation.choice import Choice
 from multihead.observation.hearing import Ear, Keep
 from multihead.observation.record import Record
-from multihead.probes.beside import MAP_SIZE, Pool
 from multihead.probes.catalogue import DEFAULT
+from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, resolved
 
@@ -99,7 +99,7 @@ def observe(
             map_pool=map_pool,
             root=root,
         )
-        stack.enter_context(listening.listen(ear))
+        stack.enter_context(listeners.listen(ear))
         yield record
     if tokenizer is not None:
         record.name_tokens(tokenizer)

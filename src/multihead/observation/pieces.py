@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.masks import Causal, Mask
-from multihead.probes.weights import RowTotals
+from multihead.probes.tile import RowTotals
 
 
 class Rows:

@@ -42,8 +42,8 @@ def _candidates(owner: nn.Module, root: nn.Module, name: str) -> Iterator[nn.Mod
     places = [owner]
     if "." in name:
         parent = root.get_submodule(name.rpartition(".")[0])
-        beside = getattr(parent, "output", None)  # BERT and ViT: attention.self and attention.output.dense
-        places += [beside] if isinstance(beside, nn.Module) else []
+        context = getattr(parent, "output", None)  # BERT and ViT: attention.self and attention.output.dense
+        places += [context] if isinstance(context, nn.Module) else []
     for place in places:
         for each in NAMES:
             module = getattr(place, each, None)

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ProbeError, refuse_unless_integer
-from multihead.kernels.tile import seen, working_dtype
+from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.observation import html
 from multihead.observation.areas import both, ends, indices, joined_blocks, one_or_all
 from multihead.observation.pieces import Piece, Rows, joined
 from multihead.observation.summaries import Of, added, summed_up
 from multihead.observation.texts import Reading, Text
 from multihead.plan.bounds import bounds_of
-from multihead.probes.beside import Pool
-from multihead.probes.gathers import at_offset
-from multihead.probes.regions import Blocks
+from multihead.probes.blocks import Blocks
+from multihead.probes.context import Pool
+from multihead.probes.lookups import at_offset
+from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import NOTHING
-from multihead.probes.subject import Subject
-from multihead.probes.weights import head_indices, tile
+from multihead.probes.tile import head_indices, tile
 from multihead.scores.bias import values_of
 
 PER_KEY = frozenset({"received", "coverage"})
@@ -254,7 +254,7 @@ class SampleRecord:
         Raises:
             ProbeError: only statistics were kept.
         """
-        parts = (Subject.of(*self.request_of(piece), NOTHING) for piece in self.pieces)
+        parts = (MeasuredCall.of(*self.request_of(piece), NOTHING) for piece in self.pieces)
         with torch.no_grad():
             return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1).to(working_dtype(self.dtype))
 

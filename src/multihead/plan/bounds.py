@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.place import Extent
-from multihead.reading import intercepted, readable, traced
+from multihead.tracing import intercepted, readable, traced
 
 # Plans that are kept may take so many bytes together: 16 for each query that has bounds of its own.
 KEPT_BYTES = 32 << 20

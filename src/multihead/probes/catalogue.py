@@ -257,7 +257,7 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
 
     Args:
         name: what the set is called; the statistic is called `name_mass`.
-        ids: the token ids that belong to it; None where `Beside.sets` says which keys do.
+        ids: the token ids that belong to it; None where `ProbeContext.sets` says which keys do.
 
     Raises:
         ProbeError: the name is no Python identifier or is taken, or the ids are no integers.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.kernels.tile import seen
+from multihead.kernels.dense_tile import seen
 from multihead.masks.base import KeyBounds
 
 ROWS = 256  # queries whose cells are counted in one step, where each must be looked at

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, ShapeError
-from multihead.kernels.tile import without_autocast
-from multihead.probes.weights import head_indices, tile
+from multihead.kernels.dense_tile import without_autocast
+from multihead.probes.tile import head_indices, tile
 
 CELLS = 1 << 21  # weights of pairs of heads that are compared at once
 Heads = int | Sequence[int] | slice

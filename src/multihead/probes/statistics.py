@@ -11,18 +11,18 @@ from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
-from multihead.kernels.tile import without_autocast, working_dtype
-from multihead.probes import columns, gathers, tokens
-from multihead.probes.asked import asked, given, takes
-from multihead.probes.beside import Beside, refuse_unless_beside_fits, refuse_unless_output_weight_fits
+from multihead.kernels.dense_tile import without_autocast, working_dtype
+from multihead.probes import lookups, repeats, weighted_values
 from multihead.probes.catalogue import PROBES
+from multihead.probes.context import ProbeContext, check_context_fits, refuse_unless_output_weight_fits
+from multihead.probes.from_native import asked, given, takes
+from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Part, Probe
-from multihead.probes.subject import Subject
-from multihead.probes.sums import STREAMED, streamed
+from multihead.probes.streaming import STREAMED, streamed
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS = frozenset({"mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass"})
-NOTHING = Beside()
+NOTHING = ProbeContext()
 
 _MISSING: dict[Need, tuple[str, str]] = {
     "special_keys": ("nothing says which keys are special", "Give special_keys."),
@@ -59,13 +59,15 @@ def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
     return tuple(found.values())
 
 
-def missing(probe: Probe, request: AttentionRequest, beside: Beside, *, has_values: bool = True) -> tuple[Need, ...]:
+def missing(
+    probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
+) -> tuple[Need, ...]:
     """Tell what a probe needs of a call and does not have."""
     there: dict[Need, bool] = {
-        "special_keys": beside.special_keys is not None,
-        "ids": beside.ids is not None,
-        "sets": probe.name.removesuffix("_mass") in beside.sets,
-        "output_weight": beside.output_weight is not None,
+        "special_keys": context.special_keys is not None,
+        "ids": context.ids is not None,
+        "sets": probe.name.removesuffix("_mass") in context.sets,
+        "output_weight": context.output_weight is not None,
         "values": has_values,
         "sinks": request.sinks is not None,
     }
@@ -73,14 +75,14 @@ def missing(probe: Probe, request: AttentionRequest, beside: Beside, *, has_valu
 
 
 def possible(
-    wanted: Iterable[Wanted], request: AttentionRequest, beside: Beside, *, has_values: bool = True
+    wanted: Iterable[Wanted], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
     """Keep the probes of which nothing is missing."""
-    return tuple(probe for probe in resolved(wanted) if not missing(probe, request, beside, has_values=has_values))
+    return tuple(probe for probe in resolved(wanted) if not missing(probe, request, context, has_values=has_values))
 
 
 def refuse_unless_possible(
-    probes: Iterable[Probe], request: AttentionRequest, beside: Beside, *, has_values: bool = True
+    probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> None:
     """Refuse a probe of which something is missing.
 
@@ -88,7 +90,7 @@ def refuse_unless_possible(
         ProbeError: in words.
     """
     for probe in probes:
-        for need in missing(probe, request, beside, has_values=has_values):
+        for need in missing(probe, request, context, has_values=has_values):
             finding, mend = _MISSING[need]
             raise ProbeError(f"{probe.name} was asked for, and {finding}.", mend)
 
@@ -97,7 +99,7 @@ def measured(
     request: AttentionRequest,
     logsumexp: Tensor,
     wanted: Iterable[Wanted],
-    beside: Beside = NOTHING,
+    context: ProbeContext = NOTHING,
     *,
     output: Tensor | None = None,
     has_values: bool = True,
@@ -108,7 +110,7 @@ def measured(
         request: the call; gradients are not followed.
         logsumexp: (batch, heads, queries), nats, in float32 or float64.
         wanted: names of statistics, or probes.
-        beside: what is known beside q and k.
+        context: what is known beside q and k.
         output: (batch, heads, queries, value_dim) of the call without dropout, if it is at hand.
         has_values: whether the request holds values, and not keys in their place.
 
@@ -119,12 +121,12 @@ def measured(
         ProbeError: a statistic is unknown, or needs what is not there; what is beside does not fit the call.
     """
     probes = resolved(wanted)
-    refuse_unless_beside_fits(beside, request.shape)
-    refuse_unless_possible(probes, request, beside, has_values=has_values)
-    if beside.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
-        refuse_unless_output_weight_fits(beside.output_weight, request.shape)
+    check_context_fits(context, request.shape)
+    refuse_unless_possible(probes, request, context, has_values=has_values)
+    if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
+        refuse_unless_output_weight_fits(context.output_weight, request.shape)
     with torch.no_grad(), without_autocast(request.shape.device):
-        subject = Subject.of(request, logsumexp, beside, output=output)
+        subject = MeasuredCall.of(request, logsumexp, context, output=output)
         parts = _measured(subject, probes)
         bad, empty = logsumexp.isnan(), logsumexp == -torch.inf
         found = {}
@@ -139,32 +141,32 @@ def measured(
     return found
 
 
-def _measured(subject: Subject, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+def _measured(subject: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
     """Measure what the probes are made of, each part by what gives it with the least work."""
     parts = frozenset[Part]().union(*(probe.parts for probe in probes))
     sets = _sets(subject, probes)
     found: dict[Part, Tensor] = {
-        part: gathers.on_set(subject, sets[part]) for part in sets if gathers.is_small(sets[part])
+        part: lookups.on_set(subject, sets[part]) for part in sets if lookups.is_small(sets[part])
     }
     if takes(subject):
         found |= asked(subject, given(subject, parts - found.keys()))
     for part in parts - found.keys():
         if isinstance(part, tuple) and part[0] == "at":
-            found[part] = gathers.at_offset(subject, int(part[1]))
+            found[part] = lookups.at_offset(subject, int(part[1]))
         elif isinstance(part, tuple) and part[0] == "first":
-            found[part] = gathers.on_first(subject, int(part[1]))
+            found[part] = lookups.on_first(subject, int(part[1]))
     if "sink" in parts and subject.request.sinks is not None:
         sinks = subject.request.sinks.detach().to(subject.divisor.dtype)
         found["sink"] = (sinks[:, None] - subject.divisor).exp()
-    if "output_norm" in parts and subject.beside.output_weight is not None:
-        found["output_norm"] = columns.output_norms(subject, subject.beside.output_weight)
+    if "output_norm" in parts and subject.context.output_weight is not None:
+        found["output_norm"] = weighted_values.output_norms(subject, subject.context.output_weight)
     repeated = parts & {"duplicate", "induction"}
-    if repeated and tokens.takes(subject):
-        found |= tokens.repeated(subject, repeated)
+    if repeated and repeats.takes(subject):
+        found |= repeats.repeated(subject, repeated)
     return found | _over_all_keys(subject, parts - found.keys(), sets)
 
 
-def _sets(subject: Subject, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+def _sets(subject: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
     """Find the sets of keys that are asked for: (batch, keys) bool each."""
     return {
         part: subject.keys_of_set(str(part[1]), probe.tokens)
@@ -174,13 +176,13 @@ def _sets(subject: Subject, probes: Sequence[Probe]) -> dict[Part, Tensor]:
     }
 
 
-def _over_all_keys(subject: Subject, parts: Collection[Part], sets: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
+def _over_all_keys(subject: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
     """Measure what takes every weight of a query: in one walk over the tiles, or by one call with other values."""
     left = [part for part in sets if part in parts]
-    numbers = [columns.of_set(subject, sets[part]) for part in left]
-    weight = subject.beside.output_weight
+    numbers = [weighted_values.of_set(subject, sets[part]) for part in left]
+    weight = subject.context.output_weight
     if "contribution" in parts and weight is not None:
-        numbers.append(columns.norms(subject, weight))  # (batch, kv_heads, keys, group)
+        numbers.append(weighted_values.norms(subject, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED]
     found: dict[Part, Tensor] = {}
@@ -188,11 +190,11 @@ def _over_all_keys(subject: Subject, parts: Collection[Part], sets: Mapping[Part
     if walk:
         found, weighed = streamed(subject, walk, stacked)
     elif stacked is not None:
-        weighed = columns.weighed(subject, stacked)
+        weighed = weighted_values.weighed(subject, stacked)
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
-            found["contribution"] = columns.own_of_group(subject, weighed[..., len(left) :])
+            found["contribution"] = weighted_values.own_of_group(subject, weighed[..., len(left) :])
     return found
 
 
@@ -202,15 +204,15 @@ def without_positions(attended: Attended) -> Attended:
     return replace(attended, statistics=kept)
 
 
-def of_call(call: AttentionCall, wanted: Iterable[Wanted], beside: Beside = NOTHING) -> dict[str, Tensor]:
+def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING) -> dict[str, Tensor]:
     """Give statistics of a call that has run: those its kernel had at hand, the others measured now.
 
     Takes what `measured` takes, and gives what it gives, in the order of the statistics asked for.
     """
     probes = resolved(wanted)
-    refuse_unless_possible(probes, call.request, beside)
+    refuse_unless_possible(probes, call.request, context)
     at_hand = call.attended.statistics
-    own_first_key = beside.first_key is not None  # the kernel's is the first that some query may see
+    own_first_key = context.first_key is not None  # the kernel's is the first that some query may see
     ready = {
         probe.name: at_hand[probe.name]
         for probe in probes
@@ -219,5 +221,5 @@ def of_call(call: AttentionCall, wanted: Iterable[Wanted], beside: Beside = NOTH
     left = [probe for probe in probes if probe.name not in ready]
     if left:
         output = None if call.request.dropout else call.attended.output
-        ready |= measured(call.request, call.attended.logsumexp.detach(), left, beside, output=output)
+        ready |= measured(call.request, call.attended.logsumexp.detach(), left, context, output=output)
     return {probe.name: ready[probe.name] for probe in probes}

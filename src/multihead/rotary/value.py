@@ -16,9 +16,9 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
-from multihead.reading import intercepted, traced
 from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
 from multihead.rotary.waves import Tables, Waves, exact_on, turned_columns, waves_of
+from multihead.tracing import intercepted, traced
 
 # What a turn is computed in, by the dtype of what is turned.
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}

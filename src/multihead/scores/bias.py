@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.reading import traced
 from multihead.scores.relative import Relative
 from multihead.shapes import AttentionShape
+from multihead.tracing import traced
 
 Bias: TypeAlias = "Tensor | Relative"
 

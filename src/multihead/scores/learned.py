@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ShapeError, refuse_unless_integer
-from multihead.reading import readable
+from multihead.tracing import readable
 
 
 class LearnedBias(nn.Module):

@@ -15,10 +15,10 @@ from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.escaping import visible
 from multihead.files import is_folder, refuse_unless_writable, write_whole
 from multihead.observation.findings import LayerReading, findings, read_layers
-from multihead.viewer import content
+from multihead.viewer import report_data
 from multihead.viewer.page import allowed, json_in_script, static, template, version
-from multihead.viewer.store import Progress, Store, fill
-from multihead.viewer.texts import reading
+from multihead.viewer.page_budget import Progress, Store, fill
+from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -53,7 +53,7 @@ class ReportSummary:
 
     def __str__(self) -> str:
         """One line: the path, the size, what it holds or leaves out."""
-        size = content.size(self.num_bytes, content.all_words()["en"])
+        size = report_data.size(self.num_bytes, report_data.all_words()["en"])
         return f"{visible(self.path)} ({size}, {self.holds}){' ' + self.left_out if self.left_out else ''}"
 
 
@@ -102,20 +102,20 @@ def write_report(
     """
     path = Path(path)
     _check(record, path, tokens, sample, max_bytes, lang)
-    title, words = visible(title), content.all_words()[lang]
+    title, words = visible(title), report_data.all_words()[lang]
     read = readings if readings is not None else read_layers(record, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
     if key_tokens is not None:
         texts["keys"] = reading(key_tokens)
-    data = content.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, words=words)
+    data = report_data.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, words=words)
     found = findings(record, sample=sample, tokens=tokens, special=special, lang=lang, readings=read)
     data |= {"findings": [asdict(one) for one in found], "title": title, "lang": lang, "words": words}
     shell = {
         "title": title,
         "lang": lang,
         "words": words,
-        "lead": content.lead(read, len(tokens), words),
-        "facts": [*content.facts(record, read, texts, sample=sample, words=words), *(facts or {}).items()],
+        "lead": report_data.lead(read, len(tokens), words),
+        "facts": [*report_data.facts(record, read, texts, sample=sample, words=words), *(facts or {}).items()],
         "ends": "previous" in data["metrics"] and "next" in data["metrics"],
     }
     # The maps take what the rest of the page leaves; some is kept for what is said about them.
@@ -128,7 +128,7 @@ def write_report(
     store = fill(record, sample=sample, room=max_bytes - bare, progress=progress)
     page = _render(data, shell, store, max_bytes)
     write_whole(path, page)
-    english = content.foot(store, max_bytes=max_bytes, version="", words=content.all_words()["en"])
+    english = report_data.foot(store, max_bytes=max_bytes, version="", words=report_data.all_words()["en"])
     return ReportSummary(
         path=path,
         num_bytes=len(page),
@@ -142,7 +142,7 @@ def write_report(
 
 def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_bytes: int, lang: str) -> None:
     """Refuse what cannot become a page, before anything is read or written."""
-    if lang not in content.all_words():
+    if lang not in report_data.all_words():
         raise ArgumentError(f'lang is "{lang}", and the page speaks "en" or "zh".', 'Give "en" or "zh".')
     if max_bytes <= 0:
         raise ArgumentError(f"max_bytes is {max_bytes}, and a page needs room.", "Give a positive number of bytes.")
@@ -181,7 +181,7 @@ def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes
         script_hash=allowed(script),
         data=Markup(json_in_script(data | {"layers": layers, "store": store_data})),
         packs=[(name, Markup(packed)) for name, packed in store.packs],
-        foot=content.foot(store, max_bytes=max_bytes, version=version(), words=words),
+        foot=report_data.foot(store, max_bytes=max_bytes, version=version(), words=words),
     )
     return html.encode("utf-8", "replace")  # a lone surrogate in a title has no place in UTF-8
 

@@ -11,14 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from multihead.observation.nearness import numbers_in_words
-from multihead.viewer import exports
-from multihead.viewer.answers import GONE, download, floats, page_file, until_gone
-from multihead.viewer.asked import AbsentError, LaterError, flag, number, span
-from multihead.viewer.building import Builder, Pyramid, state
-from multihead.viewer.guard import said
+from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version
-from multihead.viewer.samples import Run, described, listed, near, rows_of
+from multihead.viewer.payload import Run, described, listed, near, rows_of
+from multihead.viewer.pyramid import Builder, Pyramid, state
+from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
+from multihead.viewer.responses import GONE, download, floats, page_file, until_gone
+from multihead.viewer.security import said
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Viewer:
     async def table(self, request: Request) -> Response:
         """Give every head's numbers as a file."""
         run, sample = self._sample(request)
-        form, write = _form(request, exports.TABLES)
+        form, write = _form(request, downloads.TABLES)
         rows = await self._computed(
             request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample), by=self.slow
         )
@@ -171,11 +171,11 @@ class Viewer:
     async def weights(self, request: Request) -> Response:
         """Give a part of a head's map as a file."""
         run, sample, layer, head, one = self._head(request)
-        form, write = _form(request, exports.WEIGHTS)
+        form, write = _form(request, downloads.WEIGHTS)
         _refuse_without_map(one)
         queries = span("queries", request.query_params.get("queries"), one.num_queries)
         keys = span("keys", request.query_params.get("keys"), one.num_keys)
-        exports.refuse_unless_moderate(queries, keys)
+        downloads.refuse_unless_moderate(queries, keys)
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )

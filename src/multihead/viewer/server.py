@@ -16,16 +16,16 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 
 from multihead.errors import InputError, MultiheadError
-from multihead.probes.regions import CancelledError
-from multihead.viewer.answers import failed, gone, in_words, no_such_address
-from multihead.viewer.guard import Guard, hosts_of
+from multihead.probes.blocks import CancelledError
+from multihead.viewer.responses import failed, gone, in_words, no_such_address
 from multihead.viewer.routes import Viewer
+from multihead.viewer.security import Guard, hosts_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from multihead.viewer.samples import Run
+    from multihead.viewer.payload import Run
 
 
 def application(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from multihead.probes.regions import CancelledError
+from multihead.probes.blocks import CancelledError
 from multihead.viewer.levels import TILE, Array, cells
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multihead.compat.torch_nn import MultiheadAttention
 from multihead.errors import ArgumentError, DtypeError, MultiheadError, ShapeError
-from multihead.listening import listen
+from multihead.listeners import listen
 
 BUDGET = {torch.float32: 2e-5, torch.float64: 1e-10}
 MASKS = ("none", "bool", "float", "hiding float", "bool 3-D", "float 3-D", "causal", "causal, said")
@@ -257,9 +257,9 @@ def test_nan_in_a_hidden_token_reaches_nothing(*, cross: bool, as_float: bool, b
     padding = torch.tensor([[False, False, True, False], [False, True, True, True]])
     added = torch.zeros(2, 4).masked_fill(padding, -torch.inf) if as_float else padding
     x, memory = torch.randn(2, 4, 12), torch.randn(2, 4, 12)
-    poisoned = (memory if cross else x).masked_fill(padding[..., None], torch.nan)
+    restore_nan = (memory if cross else x).masked_fill(padding[..., None], torch.nan)
     results = []
-    for clean in (poisoned, poisoned.nan_to_num(0)):
+    for clean in (restore_nan, restore_nan.nan_to_num(0)):
         key = clean if batch_first else clean.transpose(0, 1)
         query = (x if batch_first else x.transpose(0, 1)) if cross else key
         ours.zero_grad()

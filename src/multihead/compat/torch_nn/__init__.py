@@ -4,7 +4,7 @@ from torch.nn import TransformerDecoder
 
 from multihead.compat.torch_nn.attention import MultiheadAttention
 from multihead.compat.torch_nn.conversion import from_torch, to_torch
-from multihead.compat.torch_nn.replacing import Replaced, replace
+from multihead.compat.torch_nn.replace import Replaced, replace
 from multihead.compat.torch_nn.transformer import (
     Transformer,
     TransformerDecoderLayer,

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from multihead.compat.torch_nn.by_head import attended_by_head, suits
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
 from multihead.compat.torch_nn.nested import beyond, nested_like
 from multihead.compat.torch_nn.weights import random_state, returned_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_scripting, refuse_unless_share
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
+from multihead.kernels.per_head import attended_by_head, suits
 from multihead.masks import Documents
-from multihead.reading import readable
+from multihead.tracing import readable
 
 _KEY = -1  # torch numbers the hooks that it registers from 0
 

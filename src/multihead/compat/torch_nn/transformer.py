@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from multihead.compat.torch_nn.replacing import replace
+from multihead.compat.torch_nn.replace import replace
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):

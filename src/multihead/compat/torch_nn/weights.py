@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout
 
 from multihead.call import Attended, AttentionRequest
+from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
 from multihead.kernels.reference import softmax
-from multihead.kernels.tile import scores, seen, without_autocast, working_dtype
-from multihead.reading import traced
 from multihead.scores.bias import written_out
+from multihead.tracing import traced
 
 
 def returned_weights(

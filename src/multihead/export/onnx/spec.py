@@ -1,0 +1,226 @@
+"""What a model to be written is asked to take, checked: its inputs, its mask, where its queries stand, its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, MaskError, refuse_unless_integer
+from multihead.export.onnx.masks import Start, sizes_of
+from multihead.layer import MultiHeadAttention
+from multihead.masks.base import Mask, check_is_mask
+
+INPUTS = ("x", "memory", "values", "past", "lengths", "memory_lengths", "keep", "bias", "head_gates", "query_start")
+OPSETS = (23, 24, 25)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A model that can be written.
+
+    Fields:
+        inputs: names of the inputs.
+        mask: which keys each query may see.
+        start: where the first query stands among the keys; "query_start" where that is an input.
+        opset: of the standard operators.
+        batch: number of samples, or the name of it.
+        queries: number of queries, or the name of it.
+        keys: number of keys, or the name of it.
+    """
+
+    inputs: frozenset[str]
+    mask: Mask
+    start: Start
+    opset: int
+    batch: int | str
+    queries: int | str
+    keys: int | str
+
+    @property
+    def crosses(self) -> bool:
+        """Whether keys are made of a memory, and not of x."""
+        return "memory" in self.inputs
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether keys and values of earlier calls come first."""
+        return "past" in self.inputs
+
+    @property
+    def from_zero(self) -> bool:
+        """Whether the first query stands at the first key."""
+        return isinstance(self.start, int) and not self.start
+
+    @property
+    def own(self) -> bool:
+        """Whether each query stands at a key of its own."""
+        return not self.crosses and (self.from_zero or self.goes_on)
+
+
+def asked(
+    layer: object,
+    inputs: Sequence[str],
+    mask: Mask,
+    query_start: int | Tensor | str | None,
+    opset: int,
+    sizes: dict[str, int | None],
+) -> Asked:
+    """Check a layer and what its model is asked to take; see `multihead.export.onnx.to_model`."""
+    attention = _checked(layer)
+    check_is_mask(mask)
+    if opset not in OPSETS:
+        raise ArgumentError(
+            f"opset is {opset!r}, and the Attention operator is written for opsets 23, 24 and 25.", "Give one of them."
+        )
+    _refuse_unless_inputs(attention, inputs)
+    start = _start(attention, inputs, mask, query_start)
+    batch, queries, keys = _sizes(attention, inputs, mask, start, sizes)
+    return Asked(frozenset(inputs), mask, start, opset, batch, queries, keys)
+
+
+def _checked(layer: object) -> MultiHeadAttention:
+    """Refuse a layer whose call is not what its options and projections say."""
+    if not isinstance(layer, MultiHeadAttention):
+        raise ArgumentError(
+            f"layer is a {type(layer).__name__}, and no multihead.MultiHeadAttention.",
+            "Give ours; multihead.compat makes one of many other layers.",
+        )
+    if type(layer).forward is not MultiHeadAttention.forward:
+        raise ArgumentError(
+            f"{type(layer).__name__} has a forward of its own, and what it does is not known here.",
+            "Give a multihead.MultiHeadAttention.",
+        )
+    if layer.training and layer.dropout:
+        raise ArgumentError(
+            f"The layer is in training mode and drops {layer.dropout:.0%} of its weights, which no model does.",
+            "Call layer.eval() first.",
+        )
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        projection = getattr(layer, name)
+        if projection is not None and getattr(type(projection), "forward", None) is not nn.Linear.forward:
+            raise ArgumentError(
+                f"{name} is a {type(projection).__name__}, and what it computes is not known here.",
+                "Give a layer of plain nn.Linear projections; adapters such as LoRA are merged into them first.",
+            )
+    return layer
+
+
+def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
+    unknown = [name for name in inputs if name not in INPUTS]
+    if isinstance(inputs, str) or unknown or "x" not in inputs or len(set(inputs)) < len(inputs):
+        raise ArgumentError(
+            f"inputs is {inputs!r}.",
+            f'Give "x", and what else the model takes of {", ".join(INPUTS[1:])}, each once.',
+        )
+    if "past" in inputs:
+        _refuse_unless_alone(layer, inputs)
+    if "memory" in inputs:
+        return
+    needless = [name for name in ("values", "memory_lengths") if name in inputs]
+    if needless:
+        raise ArgumentError(
+            f"{needless[0]} is an input, and memory is none.", 'Give inputs=("x", "memory", ...) for cross-attention.'
+        )
+    if not layer.embed_dim == layer.key_dim == layer.value_dim:
+        raise ArgumentError(
+            f"memory is no input, and the layer's queries are made of {layer.embed_dim} features, its keys of "
+            f"{layer.key_dim} and its values of {layer.value_dim}.",
+            'Give inputs=("x", "memory", ...).',
+        )
+
+
+def _refuse_unless_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
+    """Refuse what the operator cannot say together with keys and values of earlier calls."""
+    others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
+    if others:
+        raise ArgumentError(
+            f"past and {others[0]} are both inputs.",
+            "The keys before those of x are those of past, all of them tokens: give one of the two.",
+        )
+    if layer.bias_k is not None or layer.sinks is not None or layer.add_zero_attn:
+        raise ArgumentError(
+            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which would "
+            "stand behind those of past.",
+            "Give a layer without one, or leave past out.",
+        )
+
+
+def _start(
+    layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, query_start: int | Tensor | str | None
+) -> Start:
+    if "query_start" in inputs:
+        if query_start is not None:
+            raise ArgumentError("query_start is an input and is given as a number too.", "Give it in one of two ways.")
+        return "query_start"
+    if "past" in inputs:
+        if query_start is not None:
+            raise ArgumentError(
+                f"query_start is {query_start!r}, and past is an input.",
+                "Leave query_start out: the queries stand behind the keys of past.",
+            )
+        return "end"
+    if query_start is None:
+        speaks = mask.uses_positions or layer.rotary is not None or layer.position_bias is not None
+        if speaks and "memory" in inputs:
+            raise ArgumentError(
+                "memory is an input, and it matters where queries and keys stand.",
+                'Say where the first query is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).',
+            )
+        return 0
+    if isinstance(query_start, Tensor):
+        if query_start.dim() != 1 or query_start.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError(
+                f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
+                "Give one int a sample.",
+            )
+        return query_start
+    if isinstance(query_start, str):
+        if query_start != "end":
+            raise ArgumentError(
+                f"query_start is {query_start!r}.", 'Give an int, a tensor with one int a sample, or "end".'
+            )
+        return "end"
+    refuse_unless_integer("query_start", query_start, least=0)
+    return query_start
+
+
+def _sizes(
+    layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: Start, given: dict[str, int | None]
+) -> tuple[int | str, int | str, int | str]:
+    """Join the sizes that were given with those that the mask fixes; what nobody fixes may change from call to call."""
+    fixed = sizes_of(mask)
+    if fixed.get("heads", layer.num_heads) != layer.num_heads:
+        raise MaskError(
+            f"{mask!r} has {fixed['heads']} heads, and the layer has {layer.num_heads}.", "Give it as many, or 1."
+        )
+    if isinstance(start, Tensor) and start.shape[0] > 1:
+        fixed.setdefault("batch", start.shape[0])
+    apart = "memory" in inputs or "past" in inputs
+    named = {axis: given[axis] for axis in ("batch", "queries", "keys")}
+    if not apart:  # queries and keys are the same tokens
+        both = named["queries"] if named["keys"] is None else named["keys"]
+        length = fixed.get("queries", fixed.get("keys"))
+        named |= {"queries": both if named["queries"] is None else named["queries"], "keys": both}
+        fixed |= {} if length is None else {axis: fixed.get(axis, length) for axis in ("queries", "keys")}
+    for axis, size in named.items():
+        if size is not None:
+            refuse_unless_integer(axis, size)
+        if size is not None and fixed.get(axis, size) != size:
+            raise MaskError(f"{mask!r} has {fixed[axis]} {axis}, and {axis} is {size}.", "Give them the same size.")
+        named[axis] = fixed.get(axis, size)
+    if not apart and named["queries"] != named["keys"]:
+        raise ArgumentError(
+            f"There are {named['queries']} queries and {named['keys']} keys, and neither memory nor past.",
+            "Give as many of both: in self-attention they are the same tokens.",
+        )
+    fewest, most = named["queries"], named["keys"]
+    if "past" in inputs and fewest is not None and most is not None and most < fewest:
+        raise ArgumentError(
+            f"There are {fewest} queries and {most} keys, those of past among them.", "Give keys of at least as many."
+        )
+    names = {"batch": "batch", "queries": "queries" if apart else "length", "keys": "keys" if apart else "length"}
+    batch, queries, keys = (names[axis] if size is None else size for axis, size in named.items())
+    return batch, queries, keys

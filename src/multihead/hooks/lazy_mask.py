@@ -1,0 +1,92 @@
+"""A mask on its way through another library's model: a meaning, and a tensor only where the model computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from multihead.masks import Keep, Mask
+from multihead.masks.place import Place
+
+_KEYS_AXIS = 3
+
+
+class LazyMask(Tensor):
+    """Looks like the boolean mask (batch, 1, queries, keys) that a model expects, and holds no cell of it.
+
+    Models hand the mask from where it is made to their attention layers, mostly untouched; some cut keys off its
+    end. Both keep the meaning. Any other operation on it is made on the dense tensor, so that nothing that a
+    model does to a mask is lost.
+
+    Fields:
+        mask: which keys each query may see.
+        query_start: where the first query stands among the keys.
+        key_offset: position of the first key in the sequence, tokens.
+        padding: (batch, keys) bool, True = no padding; None where there is none.
+    """
+
+    mask: Mask
+    query_start: int
+    key_offset: int
+    padding: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[LazyMask],
+        size: tuple[int, int, int, int],
+        mask: Mask,
+        *,
+        query_start: int,
+        key_offset: int,
+        padding: Tensor | None,
+        device: torch.device,
+    ) -> LazyMask:
+        """Carry a mask under the size that the model expects of its own."""
+        made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=device)  # noqa: SLF001 - torch's documented way
+        made.mask, made.query_start, made.key_offset, made.padding = mask, query_start, key_offset, padding
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyMask({tuple(self.shape)}, {self.mask!r}, query_start={self.query_start})"
+
+    def dense(self) -> Tensor:
+        """Write the mask down: bool (batch, 1, queries, keys), True = may be seen."""
+        batch, heads, queries, keys = self.shape
+        place = Place.of(queries, keys, query_start=self.query_start, device=self.device)
+        return self.mask.tile(place).expand(batch, heads, queries, keys)
+
+    def first_keys(self, keys: int) -> LazyMask:
+        """Cut keys off the end."""
+        batch, heads, queries, before = self.shape
+        mask = self.mask if keys == before else self.mask.with_first_keys(keys)
+        return LazyMask(
+            (batch, heads, queries, keys),
+            Keep(self.dense()[..., :keys]) if mask is None else mask,
+            query_start=self.query_start,
+            key_offset=self.key_offset,
+            padding=None if self.padding is None else self.padding[:, :keys],
+            device=self.device,
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        """Run an operation on what the mask means; cutting keys off the end stays a meaning."""
+        name = getattr(function, "__name__", "")
+        source = args[0] if args else None
+        if isinstance(source, LazyMask):
+            if name in ("detach.default", "alias.default"):
+                return source.first_keys(source.shape[_KEYS_AXIS])
+            if name == "slice.Tensor":
+                given = list(args[1:])  # axis, first, behind and step; those at the end may be left out
+                axis, first, behind, step = given + [0, None, None, 1][len(given) :]
+                size = source.shape[axis]
+                stop = size if behind is None else min(behind if behind >= 0 else behind + size, size)
+                if not first and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
+                    return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
+        args, kwargs = pytree.tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
+        return function(*args, **kwargs)

@@ -1,0 +1,67 @@
+"""Count the floating point operations of an attention, for `torch.utils.flop_counter.FlopCounterMode`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
+
+from multihead.kernels.native import operator  # noqa: F401 - it registers the operators
+from multihead.tracing import traced
+
+
+@register_flop_formula(torch.ops.multihead.attention, get_raw=True)
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
+    """Count q . k and p . v, a multiplication and an addition each, over the cells that may be seen.
+
+    A cell that only a bias of -inf hides is counted: it is computed.
+    """
+    return 2 * _cells(q, k, *call[:3]) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.multihead.attention_backward, get_raw=True)
+def backward_flops(
+    output: Tensor,
+    logsumexp: Tensor,
+    of_output: Tensor,
+    of_logsumexp: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *call: Any,
+    out_val: Any = None,
+    **_: Any,
+) -> int:
+    """Count the five products of a backward pass: q . k again, dO . v, and the sums of dq, dk and dv."""
+    return 2 * _cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+# PyTorch counts its fused kernels of other devices, and not those that kernel "sdpa" calls.
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward_flop)):
+    flop_registry.setdefault(_operator, _formula)
+
+
+def _cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | None) -> int:
+    """Count the cells that may be seen, over batch and heads; all of them where tensors hold no values.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        start: (batch or 1, queries), the first key that a query may see.
+        stop: (batch or 1, queries), the key after the last one.
+        seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, what may be seen of these keys, or None for all.
+    """
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    if traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):
+        return batch * heads * queries * keys
+    if seen is None:
+        counts = (stop - start).clamp(min=0)[:, None]  # (batch or 1, 1, queries)
+    else:
+        key = torch.arange(keys, device=start.device)
+        within = (key >= start[..., None]) & (key < stop[..., None])  # (batch or 1, queries, keys)
+        counts = (within[:, None] & seen).sum(-1)  # (batch or 1, heads or 1, queries)
+    return int(counts.sum()) * (batch // counts.shape[0]) * (heads // counts.shape[1])

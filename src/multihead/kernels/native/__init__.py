@@ -1,0 +1,1 @@
+"""The native CPU kernel: the library of csrc/, and what calls it."""

@@ -1,0 +1,77 @@
+"""Keep NaN and inf in keys, values and bias away from the queries that may not see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import Attended, AttentionRequest
+from multihead.kernels.dense_tile import seen
+from multihead.masks.base import KeyBounds
+from multihead.scores.bias import Bias, bias_tile, values_of, with_values
+from multihead.tracing import readable
+
+ROWS = 256  # queries looked at in one step where cells must be read: the memory stays O(keys)
+
+
+def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
+    """Put zeros for what is not finite, and name the queries that were meant to see it.
+
+    0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward.
+    A sum tells at the price of reading the tensors once that there is nothing to do, which is the usual case; where
+    values cannot be read, everything is done as if there were.
+
+    Returns: the request, cleaned where needed, and (batch, heads, queries) bool, the rows that are NaN, or None.
+    """
+    q, k, v, bias = request.q, request.k, request.v, request.bias
+    numbers = None if bias is None else values_of(bias).detach()
+    bad_numbers = None if numbers is None else numbers.isnan() | (numbers == torch.inf)
+    if readable(request.shape.device):
+        finite = torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum())
+        if bool(finite) and (bad_numbers is None or not bool(bad_numbers.any())):
+            return request, None
+    bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
+    bad_keys = ~(torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1))  # (batch, kv_heads, keys)
+    cleaned = replace(
+        request,
+        q=q.masked_fill(bad_queries[..., None], 0),
+        k=k.masked_fill(bad_keys[..., None], 0),
+        v=v.masked_fill(bad_keys[..., None], 0),
+    )
+    bad_bias = None
+    if bias is not None and bad_numbers is not None:
+        cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
+        bad_bias = with_values(bias, bad_numbers.float())
+    bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
+    sees_any = ~bounds.sees_nothing[:, None]  # (batch or 1, 1, queries)
+    return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bad_bias)
+
+
+def restore_nan(attended: Attended, rows: Tensor) -> Attended:
+    """Make the named rows NaN: (batch, heads, queries) bool. Adding leaves the gradient's path as it was."""
+    nan = torch.zeros_like(attended.logsumexp).masked_fill(rows, torch.nan)
+    return replace(
+        attended,
+        output=attended.output + nan[..., None].to(attended.output.dtype),
+        logsumexp=attended.logsumexp + nan,
+    )
+
+
+def _sees(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None) -> Tensor:
+    """Tell which queries see a bad key or a bad bias: (batch, heads, queries)."""
+    shape = request.shape
+    if bounds.remainder is None and request.bias is None:
+        counts = torch.nn.functional.pad(bad_keys.long().cumsum(-1), (1, 0))  # (batch, heads, keys + 1)
+        size = (shape.batch, shape.num_heads, shape.query_length)
+        before, behind = (edge[:, None].expand(size) for edge in (bounds.start, bounds.stop))
+        return counts.gather(2, behind) > counts.gather(2, before)
+    found = []
+    for first in range(0, shape.query_length, ROWS):
+        rows = slice(first, first + ROWS)
+        bad = bad_keys[:, :, None]  # (batch, heads, 1, keys)
+        if bad_bias is not None:
+            bad = bad | (bias_tile(bad_bias, shape, rows, slice(None)) != 0)
+        found.append((bad & seen(request, rows)).any(-1).expand(shape.batch, shape.num_heads, -1))
+    return torch.cat(found, 2) if found else bad_keys[..., :0]

@@ -1,0 +1,126 @@
+"""Run every experiment of the lab, and keep what came out as one tree of numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from multihead.errors import ArgumentError
+from multihead.heads import head_dim_of
+from multihead.lab import training
+from multihead.lab.matching import Vectors, vectors
+from multihead.lab.parameters import Parameters, parameters
+from multihead.lab.tasks import task_named
+from multihead.lab.training import Experiment, compare
+
+__all__ = ["PARTS", "Answers", "Part", "answer"]
+
+Part = Literal["parameters", "tasks", "vectors"]
+PARTS: tuple[Part, ...] = ("parameters", "tasks", "vectors")
+TAUGHT = ("one", "two", "induction")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the lab found out; a part that was not asked for is None or empty.
+
+    Attributes:
+        parameters: what the number of heads changes in a layer.
+        experiments: the tasks, each learned with every number of heads.
+        copies: the task "two" once more, with 2 heads that start as copies of each other.
+        vectors: long rows against short ones.
+        seeds, seed: models a number of heads, and the first seed.
+        quick: whether everything was cut short.
+        torch_version: of PyTorch.
+        seconds: how long it took.
+    """
+
+    parameters: Parameters | None
+    experiments: tuple[Experiment, ...]
+    copies: Experiment | None
+    vectors: Vectors | None
+    seeds: int
+    seed: int
+    quick: bool
+    torch_version: str
+    seconds: float
+
+
+def answer(
+    *,
+    parts: Sequence[Part] = PARTS,
+    heads: Sequence[int] = (1, 2, 4, 8),
+    seeds: int = 5,
+    seed: int = 0,
+    quick: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Answers:
+    """Count, train and measure.
+
+    Args:
+        parts: "parameters", "tasks", "vectors", or some of them.
+        heads: the numbers of heads to compare.
+        seeds: models a number of heads, and draws of the vectors, at least 1.
+        seed: the first seed.
+        quick: train half as long, and match fewer vectors.
+        workers: processes that train side by side.
+        progress: called with (what is being done, how much is done, of how much).
+
+    Raises:
+        ArgumentError: a part that does not exist, no seed, or heads that do not divide the widths (512 and 32).
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise ArgumentError(f"There is no part {part!r}.", f"Give some of {', '.join(PARTS)}.")
+    if seeds < 1:
+        raise ArgumentError(f"The number of seeds is {seeds}.", "Give at least 1.")
+    if seed < 0:
+        raise ArgumentError(f"seed is {seed}.", "Give 0 or more.")
+    if "tasks" in parts:  # said now, and not after a minute of other work
+        for name in TAUGHT:
+            for num_heads in heads:
+                head_dim_of(task_named(name).embed_dim, num_heads)
+    began = time.monotonic()
+    tell = progress if progress is not None else _tell_nobody
+    counted = matched = copies = None
+    experiments = []
+    if "parameters" in parts:
+        tell("parameters", 0, 1)
+        counted = parameters(heads=heads, seed=seed)
+        tell("parameters", 1, 1)
+    if "tasks" in parts:
+        with training.workers(workers) as pool:
+            for name in TAUGHT:
+                task = task_named(name)
+                steps = task.steps // 2 if quick else task.steps
+                told = _under(name, tell)
+                experiments.append(
+                    compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=told)
+                )
+            two, told = task_named("two"), _under("copies", tell)
+            steps = two.steps // 2 if quick else two.steps
+            copies = compare(
+                two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=told
+            )
+    if "vectors" in parts:
+        tell("vectors", 0, 1)
+        matched = vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)
+        tell("vectors", 1, 1)
+    return Answers(
+        counted, tuple(experiments), copies, matched, seeds, seed, quick, torch.__version__, time.monotonic() - began
+    )
+
+
+def _under(name: str, tell: Progress) -> Callable[[int, int], None]:
+    return lambda done, of: tell(name, done, of)
+
+
+def _tell_nobody(name: str, done: int, of: int) -> None:
+    """Let nobody know."""

@@ -1,0 +1,280 @@
+"""Pool a rectangle of an attention map into blocks, exactly, from q, k and the logsumexp alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError
+from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
+from multihead.kernels.native import kernel
+from multihead.kernels.native.call import bias_as_read
+from multihead.kernels.native.statistics import second_pass
+from multihead.masks import Full, Keep
+from multihead.masks.base import KeyBounds
+from multihead.plan.bounds import bounds_of
+from multihead.probes.tile import RowTotals, head_indices, in_float64, is_large, row_totals
+from multihead.scores.bias import Bias, bias_tile, values_of, with_values
+from multihead.scores.relative import Relative
+from multihead.shapes import AttentionShape
+from multihead.tracing import traced
+
+STRIP = 1 << 24  # scores of one head that are computed before somebody may say that they are no longer wanted
+DENSE_STRIP = 1 << 22  # the same, where each cell is looked at in PyTorch
+SMALL = 1 << 18  # scores below which laying a call out for the native kernel costs more than it gains
+
+
+class CancelledError(Exception):
+    """Whoever asked for a region no longer wants it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of a rectangle of a map.
+
+    Fields:
+        sums: (heads, row blocks, column blocks), float64, sum of the weights.
+        counts: (heads, row blocks, column blocks), int64, how many of the cells may be seen.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+    def means(self) -> Tensor:
+        """Return (heads, row blocks, column blocks), float64: the mean weight, NaN where no cell may be seen."""
+        return self.sums / self.counts
+
+
+def blocks(
+    request: AttentionRequest,
+    logsumexp: Tensor,
+    *,
+    heads: int | Sequence[int] | slice = slice(None),
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+    block: tuple[int, int],
+    without_first_key: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+    totals: RowTotals | None = None,
+) -> Blocks:
+    """Sum the weights of each block of a rectangle of a map, and count the cells that may be seen.
+
+    Blocks are counted from the first query and the first key of the rectangle; the last ones may be smaller. What
+    is held is the blocks and a strip of the map, never queries x keys. A query whose logsumexp is NaN adds nothing.
+
+    Blocks of one cell, which are weights, and blocks of calls with a large logsumexp are computed as `weights.tile`
+    computes weights, in float64; other sums from the logsumexp as it is.
+
+    Args:
+        request: a call with a batch of one.
+        logsumexp: (1, heads, queries) of the whole call, nats.
+        heads: an index, several, or a slice.
+        queries: which queries, one after the other.
+        keys: which keys, one after the other.
+        block: queries and keys a block.
+        without_first_key: whether the key 0 counts as hidden.
+        cancelled: asked between strips; once it says True the work ends.
+        totals: keeps the logsumexp of the call in float64 for its next blocks.
+
+    Raises:
+        ArgumentError: a head that does not exist, a slice with steps, or an empty block.
+        CancelledError: `cancelled` said so.
+    """
+    rows, columns = _ends("queries", queries, request.shape.query_length), _ends("keys", keys, request.shape.key_length)
+    if min(block) < 1:
+        raise ArgumentError(f"block is {block}.", "Give queries and keys a block, at least 1 each.")
+    chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
+    size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
+    sums = torch.zeros(len(chosen), *size, dtype=torch.float64, device=request.shape.device)
+    found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
+    if not found.sums.numel():
+        return found
+    bounds = bounds_of(request)
+    dense = _is_dense(request, bounds)
+    exact = block == (1, 1) or is_large(logsumexp)
+    totals = totals or RowTotals()
+    with torch.no_grad(), without_autocast(request.shape.device):
+        for strip in _strips(rows, columns, block, dense=dense):
+            if cancelled is not None and cancelled():
+                raise CancelledError
+            first = (strip[0] - rows[0]) // block[0]
+            shown = _shown(bounds, strip, columns, without_first_key=without_first_key)
+            reached = _reached(shown, columns, block[1])
+            if reached != columns:
+                # Half of a causal map is hidden, and nearly all of a window's: those keys need not be touched.
+                shown = _shown(bounds, strip, reached, without_first_key=without_first_key)
+            part = _part(request, chosen, strip, reached)
+            cells = None
+            if dense:
+                cells = _cells(request, chosen, shown, strip, reached)
+            row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
+            if exact:
+                row = row_totals(request, row, totals, chosen, slice(*strip))
+                part = in_float64(part)
+            of_strip = _summed(part, shown, cells, row, block)
+            left = (reached[0] - columns[0]) // block[1]
+            height, width = of_strip.sums.shape[1:]
+            found.sums[:, first : first + height, left : left + width] = of_strip.sums
+            found.counts[:, first : first + height, left : left + width] = of_strip.counts
+    return found
+
+
+def _ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
+    first, behind, step = chosen.indices(length)
+    if step != 1:
+        raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of neighbours, such as slice(0, 512).")
+    return first, max(first, behind)
+
+
+def _is_dense(request: AttentionRequest, bounds: KeyBounds) -> bool:
+    """Whether what may be seen must be looked at cell by cell."""
+    if bounds.remainder is not None:
+        return True
+    return request.bias is not None and bool((values_of(request.bias) == -torch.inf).any())
+
+
+def _strips(
+    rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield whole rows of blocks, as many at a time as make a strip."""
+    width = max(columns[1] - columns[0], 1)
+    height = max((DENSE_STRIP if dense else STRIP) // width // block[0], 1) * block[0]
+    for first in range(*rows, height):
+        yield first, min(first + height, rows[1])
+
+
+def _shown(bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *, without_first_key: bool) -> KeyBounds:
+    """Cut the bounds to some rows, and count their keys from the first column."""
+    start = bounds.start[:1, slice(*rows)] - columns[0]
+    stop = bounds.stop[:1, slice(*rows)] - columns[0]
+    width = columns[1] - columns[0]
+    start, stop = start.clamp(1 if without_first_key and not columns[0] else 0, width), stop.clamp(0, width)
+    empty = start >= stop
+    return KeyBounds(start.masked_fill(empty, 0).contiguous(), stop.masked_fill(empty, 0).contiguous())
+
+
+def _reached(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[int, int]:
+    """Say which of some columns any row of a strip may see, in whole blocks; at least one of them."""
+    seeing = shown.start < shown.stop
+    if not bool(seeing.any()):
+        return columns[0], min(columns[0] + block, columns[1])
+    first = int(shown.start[seeing].min()) // block * block
+    return columns[0] + first, min(columns[0] - int(-shown.stop.max() // block) * block, columns[1])
+
+
+def _part(
+    request: AttentionRequest, heads: Tensor, rows: tuple[int, int], columns: tuple[int, int]
+) -> AttentionRequest:
+    """Cut some heads, rows and columns out of a call; what may be seen of them is said by bounds alone."""
+    shape = request.shape
+    every = len(heads) == shape.num_heads and bool((heads.diff() == 1).all())
+    q, k = request.q[:, :, slice(*rows)], request.k[:, :, slice(*columns)]
+    if not every:
+        q, k = q[:, heads], k[:, heads // shape.group]
+    return replace(
+        request,
+        q=q,
+        k=k,
+        v=k,
+        shape=replace(
+            shape,
+            num_heads=len(heads),
+            num_kv_heads=k.shape[1],
+            query_length=rows[1] - rows[0],
+            key_length=columns[1] - columns[0],
+            value_dim=shape.head_dim,
+        ),
+        mask=Full(),
+        query_start=0,
+        bias=None if request.bias is None else _bias_of(request.bias, heads, shape, rows, columns),
+        sinks=None,  # their share is in the logsumexp
+        dropout=0.0,
+        wanted=frozenset(),
+        packed_lengths=None,
+        continued=None,
+    )
+
+
+def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]) -> Bias:
+    if isinstance(bias, Relative):
+        bias = bias.part(shape.query_length, rows, columns)
+    else:
+        bias = bias_tile(bias, shape, slice(*rows), slice(*columns))
+    values = values_of(bias)
+    return bias if values.shape[1] == 1 else with_values(bias, values[:, heads])
+
+
+def _cells(
+    request: AttentionRequest, heads: Tensor, shown: KeyBounds, rows: tuple[int, int], columns: tuple[int, int]
+) -> Tensor:
+    """Write out which cells may be seen: (1, heads or 1, rows, columns) bool."""
+    cells = seen(request, slice(*rows), slice(*columns))
+    cells = cells[:, heads] if cells.shape[1] > 1 else cells
+    key = torch.arange(columns[1] - columns[0], device=cells.device)
+    return cells & ((key >= shown.start[0, :, None]) & (key < shown.stop[0, :, None]))
+
+
+def _summed(
+    part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
+) -> Blocks:
+    """Sum and count a strip over the visible `cells`, (1, heads or 1, rows, columns), or None = those of the bounds."""
+    counts = _counted(shown, part, block) if cells is None else _added(cells[0].double(), block).long()
+    counts = counts.expand(part.shape.num_heads, -1, -1)
+    scores_in_all = part.shape.num_heads * part.shape.query_length * part.shape.key_length
+    bounds = shown
+    if cells is not None:
+        part = replace(part, mask=Keep(cells))
+        bounds = KeyBounds(shown.start, shown.stop, part.mask)
+    if scores_in_all > SMALL and not traced() and kernel.refusal(part, bounds) is None:
+        if part.bias is not None:
+            part = replace(part, bias=bias_as_read(part.bias))
+        _, sums = second_pass(part, bounds, logsumexp, cell=block)
+        if sums is not None:
+            return Blocks(sums[0].double(), counts)
+    return Blocks(_streamed(part, shown, logsumexp, cells, block), counts)
+
+
+def _streamed(
+    part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, cells: Tensor | None, block: tuple[int, int]
+) -> Tensor:
+    """Sum a strip in PyTorch, rows of blocks at a time: (heads, row blocks, column blocks), float64."""
+    width = part.shape.num_heads * part.shape.key_length
+    height = max(DENSE_STRIP // width // block[0], 1) * block[0]
+    key = torch.arange(part.shape.key_length, device=part.shape.device)
+    found = []
+    for first in range(0, part.shape.query_length, height):
+        rows = slice(first, first + height)
+        if cells is None:
+            here = ((key >= shown.start[:, rows, None]) & (key < shown.stop[:, rows, None]))[:, None]
+        else:
+            here = cells[:, :, rows]
+        row = logsumexp[:, :, rows, None]  # (1, heads, rows, 1)
+        counted = here & (row != -torch.inf) & ~row.isnan()
+        weights = (scores(part, rows) - row).exp_().masked_fill_(~counted, 0)
+        found.append(_added(weights[0].double(), block))
+    return torch.cat(found, 1)
+
+
+def _added(cells: Tensor, block: tuple[int, int]) -> Tensor:
+    """Sum (heads, rows, columns) over blocks: (heads, row blocks, column blocks)."""
+    rest = (0, -cells.shape[2] % block[1], 0, -cells.shape[1] % block[0])
+    whole = torch.nn.functional.pad(cells, rest)
+    added: Tensor = whole.unflatten(2, (-1, block[1])).sum(-1).unflatten(1, (-1, block[0])).sum(2)
+    return added
+
+
+def _counted(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -> Tensor:
+    """Count the cells of each block that intervals show: (1, row blocks, column blocks), int64."""
+    height, width = block
+    first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
+    counts = []
+    step = max(DENSE_STRIP // len(first) // height, 1) * height
+    for row in range(0, part.shape.query_length, step):
+        start, stop = shown.start[0, row : row + step, None], shown.stop[0, row : row + step, None]
+        inside = (stop.minimum(first + width) - start.maximum(first)).clamp_(min=0)  # (rows, column blocks)
+        counts.append(_added(inside[None], (height, 1)))
+    return torch.cat(counts, 1)

@@ -1,0 +1,83 @@
+"""What statistics need to know beside q, k and the logsumexp: which tokens the keys are, and what the output does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ProbeError
+from multihead.shapes import AttentionShape
+
+MAP_SIZE = 64
+Pool = Literal["mean", "max"]
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeContext:
+    """What some statistics need beside q and k; all of it may be left out.
+
+    Fields:
+        special_keys: (batch, keys) bool, the keys that `special_mass` counts.
+        ids: (batch, keys) int64, the token id of each key; a query's own is that of the key at its position.
+        sets: for each name that `probes.tokens_mass` was given without ids, (batch, keys) bool.
+        output_weight: (embed_dim, heads * value_dim), what the heads' outputs are multiplied by, as `nn.Linear` has it.
+        first_key: which key is the sample's first, an int or (batch,); it may lie before those of the call. None = the
+            first that some query may see.
+        map_size: the most rows and columns of `pooled_map`.
+        map_pool: what a block of `pooled_map` holds, the "mean" or the "max" of its weights.
+
+    >>> ProbeContext(special_keys=torch.tensor([[True, False, True]])).map_pool
+    'mean'
+    """
+
+    special_keys: Tensor | None = None
+    ids: Tensor | None = None
+    sets: Mapping[str, Tensor] = field(default_factory=dict)
+    output_weight: Tensor | None = None
+    first_key: int | Tensor | None = None
+    map_size: int = MAP_SIZE
+    map_pool: Pool = "mean"
+
+
+def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
+    """Refuse what does not fit the call.
+
+    Raises:
+        ProbeError: in words.
+    """
+    sizes = (shape.batch, shape.key_length)
+    for name, flags in (("special_keys", context.special_keys), *context.sets.items()):
+        if flags is not None and (flags.dtype != torch.bool or tuple(flags.shape) != sizes):
+            raise ProbeError(
+                f"{name} is a {flags.dtype} tensor of shape {tuple(flags.shape)}.",
+                f"Give booleans (batch, keys) = {sizes}.",
+            )
+    ids = context.ids
+    if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool or tuple(ids.shape) != sizes):
+        raise ProbeError(
+            f"ids is a {ids.dtype} tensor of shape {tuple(ids.shape)}.",
+            f"Give integers (batch, keys) = {sizes}.",
+        )
+    if isinstance(context.map_size, bool) or not isinstance(context.map_size, int) or context.map_size < 1:
+        raise ProbeError(f"map_size is {context.map_size!r}.", "Give an integer of at least 1.")
+    if context.map_pool not in get_args(Pool):
+        raise ProbeError(f"map_pool is {context.map_pool!r}.", 'Give "mean" or "max".')
+
+
+def refuse_unless_output_weight_fits(weight: Tensor, shape: AttentionShape) -> None:
+    """Refuse an output projection that does not take the heads' outputs.
+
+    Raises:
+        ProbeError: it is not (embed_dim, heads * value_dim) of floating point numbers.
+    """
+    width = shape.num_heads * shape.value_dim
+    if not weight.is_floating_point() or weight.dim() != 2 or weight.shape[1] != width:
+        raise ProbeError(
+            f"output_weight is a {weight.dtype} tensor of shape {tuple(weight.shape)}.",
+            f"Give floating point numbers (embed_dim, heads * value_dim), with {shape.num_heads} heads of "
+            f"{shape.value_dim}: {width} columns.",
+        )

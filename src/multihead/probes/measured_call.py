@@ -1,0 +1,143 @@
+"""What is measured: one attention call with its plan and its logsumexp, and what is known beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.kernels.dense_tile import seen
+from multihead.kernels.nonfinite import without_nonfinite
+from multihead.masks.base import KeyBounds
+from multihead.plan.bounds import bounds_of
+from multihead.probes.context import ProbeContext
+from multihead.probes.tile import RowTotals, in_float64, is_large, row_totals
+from multihead.scores.bias import values_of, with_values
+from multihead.scores.relative import Relative
+
+ROWS = 256  # queries looked at in one step where each cell must be asked whether it may be seen
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCall:
+    """One call to be measured.
+
+    Fields:
+        request: the call.
+        bounds: its plan.
+        logsumexp: (batch, heads, queries), nats; -inf and NaN as they came.
+        context: what is known beside q and k.
+        output: (batch, heads, queries, value_dim) of the call without dropout, or None.
+    """
+
+    request: AttentionRequest
+    bounds: KeyBounds
+    logsumexp: Tensor
+    context: ProbeContext
+    output: Tensor | None = None
+
+    @staticmethod
+    def of(
+        request: AttentionRequest, logsumexp: Tensor, context: ProbeContext, *, output: Tensor | None = None
+    ) -> MeasuredCall:
+        """Plan a call; one with a large logsumexp is measured in float64."""
+        bounds = bounds_of(request)
+        if logsumexp.dtype != torch.float64 and is_large(logsumexp):
+            heads, rows = torch.arange(request.shape.num_heads), slice(0, request.shape.query_length)
+            logsumexp = row_totals(request, logsumexp, RowTotals(), heads.to(request.shape.device), rows)
+            request = in_float64(request)
+            output = None if output is None else output.double()
+        return MeasuredCall(request, bounds, logsumexp, context, output)
+
+    @cached_property
+    def cleaned(self) -> AttentionRequest:
+        """The request free of NaN and inf: the rows that would see them have a logsumexp of NaN."""
+        return without_nonfinite(self.request, self.bounds)[0]
+
+    @cached_property
+    def divisor(self) -> Tensor:
+        """The logsumexp with a huge number for each row that sees nothing or is NaN.
+
+        exp(s - huge) = 0 leaves such a row out; an infinite number would give 0 * inf in its entropy.
+        """
+        left_out = self.logsumexp.isnan() | (self.logsumexp == -torch.inf)
+        return self.logsumexp.masked_fill(left_out, torch.finfo(self.logsumexp.dtype).max / 4)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(batch, queries), int64: where the queries stand among the keys."""
+        shape, start = self.request.shape, self.request.query_start
+        row = torch.arange(shape.query_length, device=shape.device)
+        if isinstance(start, Tensor):
+            return row + start.to(shape.device)[:, None]
+        return (row + start).expand(shape.batch, -1)
+
+    @cached_property
+    def first_keys(self) -> Tensor:
+        """(batch,), int64: the first key of each sample; behind all keys where no query sees any."""
+        shape, given = self.request.shape, self.context.first_key
+        if given is not None:
+            return torch.as_tensor(given, device=shape.device).expand(shape.batch)
+        if not shape.query_length:
+            return torch.full((shape.batch,), shape.key_length, device=shape.device)
+        first = self.bounds.start.masked_fill(self.bounds.sees_nothing, shape.key_length).amin(1)
+        return first.expand(shape.batch)
+
+    def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
+        """(batch, keys), bool: the keys of a set, told by their token ids or by flags."""
+        device = self.request.shape.device
+        if name == "special" and self.context.special_keys is not None:
+            return self.context.special_keys.to(device)
+        if tokens is None or self.context.ids is None:
+            return self.context.sets[name].to(device)
+        ids = self.context.ids.to(device)
+        return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
+
+    def shown_at(self, keys: Tensor) -> Tensor:
+        """Tell which of some keys each query may see.
+
+        Args:
+            keys: (batch, queries, n), int64; those outside the call's keys may not be seen.
+
+        Returns: (batch, heads or 1, queries, n) bool.
+        """
+        inside = (keys >= self.bounds.start[..., None]) & (keys < self.bounds.stop[..., None])  # (batch, queries, n)
+        if self.bounds.remainder is None and self.request.bias is None:
+            return inside[:, None]
+        shape = self.request.shape
+        clamped = keys.clamp(0, max(shape.key_length - 1, 0))
+        found = []
+        for first in range(0, shape.query_length, ROWS):
+            rows = slice(first, min(first + ROWS, shape.query_length))
+            shown = seen(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
+            heads = shown.shape[1]
+            shown = shown.expand(shape.batch, heads, rows.stop - rows.start, shape.key_length)
+            found.append(shown.gather(-1, clamped[:, None, rows].expand(-1, heads, -1, -1)))
+        cells = torch.cat(found, 2) if found else inside[:, None]
+        return cells & inside[:, None]
+
+    def bias_at(self, keys: Tensor) -> Tensor | None:
+        """Return what is added to the scores of some keys: (batch, heads, queries, n) of keys (batch, queries, n)."""
+        bias, shape = self.cleaned.bias, self.request.shape
+        if bias is None:
+            return None
+        keys = keys[:, None].expand(-1, shape.num_heads, -1, -1)
+        if isinstance(bias, Relative):
+            row = torch.arange(shape.query_length, device=shape.device)[:, None]
+            diagonal = keys - row + shape.query_length - 1
+            values = bias.values.detach().expand(shape.batch, shape.num_heads, -1)
+            return values.gather(-1, diagonal.flatten(2)).view(keys.shape)
+        sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
+        return bias.detach().expand(sizes).gather(-1, keys)
+
+    def sample(self, index: int) -> AttentionRequest:
+        """Cut one sample out of the cleaned request; its mask stays whole."""
+        request = self.cleaned
+        bias = request.bias
+        if bias is not None and len(values_of(bias)) > 1:
+            bias = with_values(bias, values_of(bias)[index][None])
+        one = slice(index, index + 1)
+        return replace(request, q=request.q[one], k=request.k[one], v=request.v[one], bias=bias)

@@ -1,0 +1,135 @@
+"""Weights on what a token points back to: its earlier occurrences, and the keys right after them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.kernels.dense_tile import working_dtype
+from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.probe import Part
+from multihead.scores.relative import Relative
+from multihead.scores.softcap import softcapped
+
+CELLS = 1 << 19  # weights that are computed at once, over all heads
+SHIFTS: dict[Part, int] = {"duplicate": 0, "induction": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Some tokens that occur about equally often: where they are queries, and where keys.
+
+    Fields:
+        queries: (tokens, n), int64, indices of queries with that token that have occurred before; -1 fills up.
+        keys: (tokens, m), int64, indices of keys with that token; -1 fills up.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+def takes(subject: MeasuredCall) -> bool:
+    """Tell whether the pairs can be looked up one by one: each query sees one interval of keys."""
+    return subject.bounds.remainder is None
+
+
+def repeated(subject: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
+    """Sum the weights on the keys that a query's token points back to, token by token.
+
+    Args:
+        subject: a call that `takes` says yes to; it knows ids.
+        parts: "duplicate", "induction" or both.
+
+    Returns: (batch, heads, queries) each. Of queries x keys only the pairs of equal tokens are computed: about one in a
+        hundred in a text.
+    """
+    shape, ids = subject.request.shape, subject.context.ids
+    assert ids is not None
+    found = {part: torch.zeros_like(subject.divisor) for part in parts}
+    for index in range(shape.batch):
+        sample = subject.sample(index)
+        for alike in _alike(ids[index].to(shape.device), subject.positions[index]):
+            for chunk in _chunks(alike, shape.num_heads):
+                for part, total in found.items():
+                    queries = chunk.queries.flatten()
+                    sums = _sums(subject, sample, index, chunk, SHIFTS[part]).flatten(1)  # (heads, tokens * n)
+                    total[index].index_add_(1, queries.clamp(min=0), sums.to(total.dtype))
+    return found
+
+
+def _alike(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
+    """Group queries and keys by token, and tokens by how often they occur, up to the next power of two."""
+    if not len(ids):
+        return
+    _, token, count = ids.unique(return_inverse=True, return_counts=True)
+    order = token.argsort(stable=True)  # keys, token after token, each in their order
+    begin = count.cumsum(0) - count
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(ids), device=ids.device) - begin.repeat_interleave(count)
+    inside = (positions >= 0) & (positions < len(ids))
+    place = positions.clamp(0, len(ids) - 1)
+    asking = (inside & (rank[place] > 0)).nonzero()[:, 0]  # queries whose token has occurred before
+    of_query = token[place[asking]]
+    asked = of_query.bincount(minlength=len(count))
+    size = 2 ** torch.ceil(count.double().log2()).long()
+    by_token = asking[of_query.argsort(stable=True)]
+    asked_begin = asked.cumsum(0) - asked
+    for most in size[asked > 0].unique().tolist():
+        tokens = ((size == most) & (asked > 0)).nonzero()[:, 0]
+        keys = _table(order, begin[tokens], count[tokens], most)
+        yield _Alike(_table(by_token, asked_begin[tokens], asked[tokens], int(asked[tokens].max())), keys)
+
+
+def _table(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
+    """Lay runs of values out as rows, filled up with -1: (runs, width)."""
+    column = torch.arange(width, device=values.device)
+    index = (begin[:, None] + column).clamp(max=max(len(values) - 1, 0))
+    return values[index].masked_fill(column >= count[:, None], -1)
+
+
+def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
+    """Cut a group into parts of at most so many weights: few tokens at once, and of a frequent one few queries."""
+    most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
+    rows = min(alike.queries.shape[1], most)
+    tokens = max(1, most // rows)
+    for first in range(0, len(alike.keys), tokens):
+        some = slice(first, first + tokens)
+        for row in range(0, alike.queries.shape[1], rows):
+            yield _Alike(alike.queries[some, row : row + rows], alike.keys[some])
+
+
+def _sums(subject: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
+    """Sum each query's weights on the keys that stand `shift` behind an earlier one: (heads, tokens, n)."""
+    shape, bounds = subject.request.shape, subject.bounds
+    queries, earlier = alike.queries.clamp(min=0), alike.keys
+    keys = (earlier + shift).clamp(0, shape.key_length - 1)
+    dtype = working_dtype(shape.dtype)
+    q = sample.q[0][:, queries].to(dtype).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, tokens, n, dim)
+    k = sample.k[0][:, keys].to(dtype)  # (kv_heads, tokens, m, head_dim)
+    product = q.transpose(1, 2).flatten(2, 3) @ k.mT  # (kv_heads, tokens, group * n, m)
+    product = product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
+    cells = softcapped(product * sample.scale, sample.softcap)
+    bias = sample.bias
+    if bias is not None:
+        cells = cells + _bias(bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
+    row = 0 if bounds.shared else index
+    start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
+    place = subject.positions[index, queries][..., None]
+    told = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
+    shown = told & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
+    logs = cells - subject.divisor[index][:, queries][..., None]
+    return logs.exp_().masked_fill_(~shown, 0).sum(-1)
+
+
+def _bias(bias: Tensor | Relative, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """Look up what is added to the scores of some pairs, of one sample: (heads or 1, tokens, n, m)."""
+    if isinstance(bias, Relative):
+        return bias.values[0][:, keys - queries + rows - 1]
+    whole = bias[0]
+    queries = queries if whole.shape[1] > 1 else torch.zeros_like(queries)
+    keys = keys if whole.shape[2] > 1 else torch.zeros_like(keys)
+    return whole[:, queries, keys]

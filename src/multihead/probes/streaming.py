@@ -1,0 +1,349 @@
+"""Stream over the tiles of an attention map and keep the sums that statistics are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.kernels.dense_tile import scores, seen, working_dtype
+from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.moments import PART, Moments
+from multihead.probes.pooling import PooledMap
+from multihead.probes.probe import Part
+from multihead.scores.bias import values_of, with_values
+
+ROWS = 64  # queries a tile
+WIDTH = 512  # keys a tile
+CELLS = 1 << 19  # weights a tile, over the heads that are taken together: small enough to stay in a cache
+_A_QUERY: tuple[Part, ...] = ("surprisal", "largest", "largest_key", "mean_distance", "distance_spread")
+_MASSES: tuple[Part, ...] = ("duplicate", "induction")
+STREAMED: frozenset[Part] = frozenset((*_A_QUERY, *_MASSES, "received", "pooled"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """Some weights of some heads of one sample.
+
+    Fields:
+        rows: the queries.
+        columns: first key and the one behind the last.
+        logs: (heads, rows, columns), ln p_ij; where hidden any finite number.
+        weights: (heads, rows, columns), p_ij; 0 where hidden.
+        shown: (heads or 1, rows, columns) bool, or None where every cell may be seen.
+        side: 1 if all keys stand at or before all positions, -1 if at or behind, 0 if neither.
+    """
+
+    rows: slice
+    columns: tuple[int, int]
+    logs: Tensor
+    weights: Tensor
+    shown: Tensor | None
+    side: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Some heads of one sample, with their key/value heads.
+
+    Fields:
+        sample: which sample.
+        heads: which query heads.
+        request: the call with the q, k and bias of these alone, of one sample; its mask is that of the whole call.
+        q, k: (kv_heads, group, queries, head_dim + 1) and (kv_heads, keys, head_dim + 1), whose product is
+            ln p_ij = s_ij - L_i at once; None where scores are capped or have a bias.
+    """
+
+    sample: int
+    heads: slice
+    request: AttentionRequest
+    q: Tensor | None
+    k: Tensor | None
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One walk over the map of a call.
+
+    Fields:
+        subject: the call.
+        parts: what is kept, some of STREAMED.
+        columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
+        found: (batch, heads, queries) of each part that has a number a query.
+        weighed: (batch, heads, queries, n), or None.
+        received: (batch, heads, keys).
+        maps: the maps of the groups of heads, sample after sample.
+    """
+
+    subject: MeasuredCall
+    parts: frozenset[Part]
+    columns: Tensor | None
+    found: dict[Part, Tensor]
+    weighed: Tensor | None
+    received: Tensor
+    maps: list[PooledMap] = field(default_factory=list)
+
+
+def streamed(
+    subject: MeasuredCall, parts: Collection[Part], columns: Tensor | None = None
+) -> tuple[dict[Part, Tensor], Tensor | None]:
+    """Measure a call tile by tile.
+
+    Args:
+        subject: the call.
+        parts: some of STREAMED.
+        columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
+
+    Returns: the parts, and sum_j p_ij c_j as (batch, heads, queries, n) or None; in float64.
+    """
+    shape = subject.request.shape
+    size = (shape.batch, shape.num_heads, shape.query_length)
+
+    def zeros(*more: int) -> Tensor:
+        return torch.zeros(*size, *more, dtype=torch.float64, device=shape.device)
+
+    stream = _Stream(
+        subject,
+        frozenset(parts),
+        columns,
+        {part: zeros() for part in (*_A_QUERY, *_MASSES) if part in parts},
+        None if columns is None else zeros(columns.shape[-1]),
+        torch.zeros(*size[:2], shape.key_length, dtype=torch.float64, device=shape.device),
+    )
+    if "largest_key" in stream.found:
+        stream.found["largest_key"] = torch.full(size, -1, device=shape.device)
+    for group in _groups(subject):
+        _walk(stream, group)
+    found = dict(stream.found)
+    if "received" in parts:
+        found["received"] = stream.received
+    if "pooled" in parts:
+        found["pooled"] = _joined(stream)
+    return found, stream.weighed
+
+
+def _joined(stream: _Stream) -> Tensor:
+    """Join the maps of all groups: (batch, heads, rows, columns)."""
+    shape = stream.subject.request.shape
+    pooled = [each.maxima() if stream.subject.context.map_pool == "max" else each.means() for each in stream.maps]
+    if not pooled:  # an empty batch has maps of a size too
+        empty = _blank(stream.subject, shape.num_heads).sums
+        return empty.new_empty(shape.batch, *empty.shape)
+    return torch.cat(pooled).view(shape.batch, shape.num_heads, *pooled[0].shape[1:])
+
+
+def _blank(subject: MeasuredCall, heads: int) -> PooledMap:
+    shape = subject.request.shape
+    size = subject.context.map_size
+    return PooledMap.zero(heads, shape.query_length, shape.key_length, size=size, device=shape.device)
+
+
+def _groups(subject: MeasuredCall) -> Iterator[_Group]:
+    """Cut a call into samples, and its heads into groups whose tiles are small enough."""
+    shape = subject.request.shape
+    most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads taken together
+    for index in range(shape.batch):
+        sample = subject.sample(index)
+        for first in range(0, shape.num_kv_heads, most):
+            kv = slice(first, min(first + most, shape.num_kv_heads))
+            heads = slice(kv.start * shape.group, kv.stop * shape.group)
+            bias = sample.bias
+            if bias is not None and values_of(bias).shape[1] > 1:
+                bias = with_values(bias, values_of(bias)[:, heads])
+            part = replace(
+                sample,
+                q=sample.q[:, heads],
+                k=sample.k[:, kv],
+                bias=bias,
+                shape=replace(shape, num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
+            )
+            yield _Group(index, heads, part, *_with_divisor(subject, part, index, heads))
+
+
+def _with_divisor(
+    subject: MeasuredCall, part: AttentionRequest, sample: int, heads: slice
+) -> tuple[Tensor | None, Tensor | None]:
+    """Append -L to q and 1 to k: their product is ln p = s - L in one step."""
+    if part.bias is not None or part.softcap is not None:
+        return None, None
+    dtype = working_dtype(part.shape.dtype)
+    minus = -subject.divisor[sample, heads, :, None].to(dtype)  # (heads, queries, 1)
+    q = torch.cat([part.q[0].to(dtype) * part.scale, minus], -1).unflatten(0, (part.shape.num_kv_heads, -1))
+    k = part.k[0].to(dtype)
+    return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
+
+
+def _walk(stream: _Stream, group: _Group) -> None:
+    """Measure one group of heads."""
+    subject, shape = stream.subject, stream.subject.request.shape
+    pooled = _blank(subject, group.heads.stop - group.heads.start) if "pooled" in stream.parts else None
+    for first in range(0, shape.query_length, ROWS):
+        rows = slice(first, min(first + ROWS, shape.query_length))
+        block = _Block.zero(stream, group, rows)
+        for tile in _tiles(stream, group, rows):
+            block.add(tile, stream, group)
+            place = (group.sample, group.heads, slice(*tile.columns))
+            if "received" in stream.parts:
+                stream.received[place] += tile.weights.sum(-2)
+            if pooled is not None and subject.context.map_pool == "mean":
+                pooled.add(tile.weights, rows, tile.columns)
+            elif pooled is not None:
+                pooled.raise_to(tile.weights, tile.shown, rows, tile.columns)
+        block.put(stream, group)
+    if pooled is not None:
+        if subject.context.map_pool == "mean":
+            pooled.count(subject.request, subject.bounds, group.sample, heads=group.heads)
+        stream.maps.append(pooled)
+
+
+def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
+    """Cut the keys that some of the rows see into spans: their ends, whether every cell is seen, and their side."""
+    bounds = stream.subject.bounds
+    plan_row = 0 if bounds.shared else group.sample
+    start, stop = bounds.start[plan_row, rows], bounds.stop[plan_row, rows]
+    seeing = start < stop
+    if not bool(seeing.any()):
+        return
+    start, stop = start[seeing], stop[seeing]
+    least, free, most = int(start.min()), int(start.max()), int(stop.max())
+    behind = max(int(stop.min()), free)  # [free, behind) is seen by all that see anything
+    if bounds.remainder is not None or group.request.bias is not None:
+        free = behind = most
+    before, after = (int(stream.subject.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
+    # Cuts a whole number of parts apart: what stands between them is seen by all, or on one side of all.
+    wanted = (least - (least - free) // PART * PART, least + (behind - least) // PART * PART)
+    sides = (least + (before + 1 - least) // PART * PART, least - (least - after) // PART * PART)
+    cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
+    for begin, end in pairwise(cuts):
+        side = 1 if end <= before + 1 else -1 if begin >= after else 0
+        for first in range(begin, end, WIDTH):
+            yield (first, min(first + WIDTH, end)), free <= begin and end <= behind, side
+
+
+def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
+    """Yield the tiles of some rows that the bounds do not hide."""
+    subject, request = stream.subject, group.request
+    bounds, plan_row = subject.bounds, 0 if subject.bounds.shared else group.sample
+    every_cell_read = bounds.remainder is not None or request.bias is not None
+    divisor = subject.divisor[group.sample, group.heads, rows, None]
+    for columns, free, side in _spans(stream, group, rows):
+        shown: Tensor | None = None
+        if every_cell_read:
+            cells = seen(subject.request, rows, slice(*columns))
+            cells = cells[group.sample if cells.shape[0] > 1 else 0]
+            shown = cells[group.heads] if cells.shape[0] > 1 else cells
+        elif not free:
+            key = torch.arange(*columns, device=divisor.device)
+            shown = (key >= bounds.start[plan_row, rows, None]) & (key < bounds.stop[plan_row, rows, None])
+            shown = shown[None]
+        if group.q is not None and group.k is not None:
+            product = group.q[:, :, rows].flatten(1, 2) @ group.k[:, slice(*columns)].mT
+            logs = product.view(-1, rows.stop - rows.start, columns[1] - columns[0])
+        else:
+            logs = scores(request, rows, slice(*columns))[0].to(divisor.dtype) - divisor
+        if shown is not None:
+            logs.masked_fill_(~shown, 0)
+        weights = logs.exp()
+        if shown is not None:
+            weights.masked_fill_(~shown, 0)
+        yield _Tile(rows, columns, logs, weights, shown, side)
+
+
+@dataclass(eq=False)
+class _Block:
+    """What is summed over the keys of some queries of a group of heads: (heads, rows) float64 each.
+
+    Fields:
+        rows: the queries.
+        positions: (rows,), where they stand among the keys.
+        sums: of surprisal, duplicate and induction.
+        moments: of the distance, or None.
+        largest: the logarithm of the largest weight, which may be too small for a weight; -inf where none is seen.
+        largest_key: its key, -1 where none is seen.
+        weighed: (heads, rows, n), or None.
+    """
+
+    rows: slice
+    positions: Tensor
+    sums: dict[Part, Tensor]
+    moments: Moments | None
+    largest: Tensor
+    largest_key: Tensor
+    weighed: Tensor | None
+
+    @staticmethod
+    def zero(stream: _Stream, group: _Group, rows: slice) -> _Block:
+        """Make the sums of nothing."""
+        size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
+        nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
+        summed: tuple[Part, ...] = ("surprisal", *_MASSES)
+        return _Block(
+            rows,
+            stream.subject.positions[group.sample, rows],
+            {part: nothing.clone() for part in summed if part in stream.parts},
+            Moments.zero(nothing) if {"mean_distance", "distance_spread"} & stream.parts else None,
+            torch.full_like(nothing, -torch.inf),
+            torch.full_like(nothing, -1, dtype=torch.int64),
+            None if stream.columns is None else nothing.new_zeros(*size, stream.columns.shape[-1]),
+        )
+
+    def add(self, tile: _Tile, stream: _Stream, group: _Group) -> None:
+        """Add a tile."""
+        if "surprisal" in self.sums:
+            self.sums["surprisal"] -= torch.linalg.vecdot(tile.weights, tile.logs)
+        if self.moments is not None:
+            self.moments.add(tile.weights, self.positions, tile.columns, tile.side)
+        if {"largest", "largest_key"} & stream.parts:
+            self._keep_largest(tile)
+        for part in _MASSES:
+            if part in self.sums:
+                self.sums[part] += (tile.weights * self._alike(part, tile, stream, group)).sum(-1)
+        if self.weighed is not None and stream.columns is not None:
+            columns = stream.columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
+            per = stream.subject.request.shape.group
+            columns = columns[group.heads.start // per : group.heads.stop // per]  # (kv_heads, columns, n)
+            by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
+            self.weighed += (by_kv @ columns).view(self.weighed.shape)
+
+    def _alike(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
+        """Tell which keys are earlier ones of the query's token, or stand right after one: (rows, columns) bool."""
+        assert stream.subject.context.ids is not None
+        ids = stream.subject.context.ids[group.sample].to(self.positions.device)
+        known = (self.positions >= 0) & (self.positions < len(ids))
+        own = ids[self.positions.clamp(0, len(ids) - 1)]
+        key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction")
+        alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
+        return alike & known[:, None] & (key < self.positions[:, None])
+
+    def _keep_largest(self, tile: _Tile) -> None:
+        """Keep the largest weight so far and its key; of equal ones the first."""
+        logs = tile.logs if tile.shown is None else tile.logs.masked_fill(~tile.shown, -torch.inf)
+        value, key = _largest(logs)
+        larger = value > self.largest
+        self.largest = torch.where(larger, value.double(), self.largest)
+        self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
+
+    def put(self, stream: _Stream, group: _Group) -> None:
+        """Bring what was found home."""
+        place = (group.sample, group.heads, self.rows)
+        found: dict[Part, Tensor] = {"largest": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
+        if self.moments is not None:
+            found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
+        for part, tensor in stream.found.items():
+            tensor[place] = found[part]
+        if self.weighed is not None and stream.weighed is not None:
+            stream.weighed[place] = self.weighed
+
+
+def _largest(cells: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest number of each row and where it first stands, as `max(-1)` does at twice the time."""
+    if cells.shape[-1] % PART:
+        return cells.max(-1)
+    parts = cells.unflatten(-1, (-1, PART))
+    value, part = parts.amax(-1).max(-1)  # (heads, rows)
+    one = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, PART))[..., 0, :]
+    return value, one.argmax(-1) + part * PART

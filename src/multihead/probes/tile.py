@@ -1,0 +1,266 @@
+"""Any weights of the attention map, exact at any size of the scores, from q and k in the memory of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import index
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError, refuse_unless_slice
+from multihead.kernels.dense_tile import of_heads, scores, seen, without_autocast, working_dtype
+from multihead.plan.bounds import bounds_of
+from multihead.scores.bias import bias_tile, values_of, with_values
+from multihead.tracing import traced
+
+CELLS = 1 << 20  # scores held in float64 at a time, unless a few rows of a head have more
+ROWS = 32  # queries for which the keys are converted to float64 once, at least
+WIDTH = 512  # keys of a block, at least, where rows are summed block by block
+# Where a logsumexp is larger, its rounding and that of float32 scores reach the fourth digit of a weight.
+LARGE = 1024.0
+
+
+class RowTotals:
+    """The logsumexp of each row of one call, in float64: computed for a row when it is first needed, then kept.
+
+    exp(s - L) is exact only if s and L are: float32 rounds a logsumexp of 400 by 1.5e-5, and scores of 400 that are
+    summed in another order differ by 1e-4. In float64 neither is visible, whatever the shape of the tile.
+    """
+
+    def __init__(self) -> None:
+        self._found: Tensor | None = None  # (batch, heads, queries), NaN where not computed yet
+
+    def of(self, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
+        """Return the logsumexp of some rows of a call, always the same call: (batch, heads, rows), nats.
+
+        Args:
+            request: the call.
+            heads: indices of the heads.
+            rows: which queries.
+        """
+        if self._found is None:
+            shape = request.shape
+            size = (shape.batch, shape.num_heads, shape.query_length)
+            self._found = torch.full(size, torch.nan, dtype=_precise(shape.device), device=shape.device)
+        known = self._found[:, heads, rows]
+        if bool(known.isnan().any()):
+            known = _streamed(request, heads, rows)
+            self._found[:, heads, rows] = known
+        return known
+
+
+def tile(
+    request: AttentionRequest,
+    logsumexp: Tensor,
+    *,
+    heads: int | Sequence[int] | slice = slice(None),
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+    totals: RowTotals | None = None,
+) -> Tensor:
+    """Compute p_ij = exp(s_ij - L_i) for some heads, queries and keys, with s and L in float64.
+
+    L is computed anew: over the tile if it has all keys that its queries see, else over those keys block by block.
+    Only where the given logsumexp differs by more than rounding is it taken as it is: it is over more keys than the
+    call has, or over sinks that an older record did not keep.
+
+    Args:
+        request: the attention call.
+        logsumexp: (batch, heads, queries) of the whole call, nats; -inf for empty rows, NaN for rows of NaN.
+        heads: an index, several, or a slice.
+        queries: which queries.
+        keys: which keys.
+        totals: keeps the L of the call for its next tile.
+
+    Returns: (batch, heads, queries, keys) of the tile, in the dtype of the logsumexp; 0 where a key is hidden,
+        NaN in the cells that a row of NaN does see.
+
+    Raises:
+        ArgumentError: a head does not exist.
+    """
+    shape, chosen = request.shape, head_indices(heads, request.shape.num_heads)
+    rows, columns = range(shape.query_length)[queries], range(shape.key_length)[keys]
+    of_head = max(1, shape.batch * len(columns))
+    num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
+    num_rows = max(ROWS, CELLS // (of_head * num_heads))
+    found = []
+    with torch.no_grad(), without_autocast(shape.device):
+        for some_heads in chosen.to(shape.device).split(num_heads):
+            parts = []
+            for first in range(0, max(len(rows), 1), num_rows):
+                part = _slice(rows[first : first + num_rows])
+                cells, shown = _scores(request, some_heads, part, _slice(columns))
+                row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
+                begin, end = _reached(request, part)
+                if columns.step == 1 and columns.start <= begin and end <= columns.stop:
+                    own = _with_sinks(_logsumexp(cells, logsumexp.dtype), request, some_heads)
+                elif totals is not None:
+                    own = totals.of(request, some_heads, part)
+                else:
+                    own = _streamed(request, some_heads, part)
+                own = _unless_other(own, row, request, some_heads, part)
+                own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
+                weights = (cells - own).to(logsumexp.dtype).exp_()
+                # Hidden cells of a row of NaN are 0 too.
+                parts.append(weights if shown is None else weights.masked_fill_(~shown, 0))
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def row_totals(request: AttentionRequest, logsumexp: Tensor, totals: RowTotals, heads: Tensor, rows: slice) -> Tensor:
+    """Compute the logsumexp of some rows in float64, as `tile` does: (batch, heads, rows).
+
+    Args:
+        request: the call.
+        logsumexp: (batch, heads, rows), of these rows.
+        totals: keeps what is computed.
+        heads: indices of the heads.
+        rows: which queries.
+    """
+    with torch.no_grad(), without_autocast(request.shape.device):
+        return _unless_other(totals.of(request, heads, rows), logsumexp, request, heads, rows)
+
+
+def is_large(logsumexp: Tensor) -> bool:
+    """Whether exp(s - L) in float32 is visibly off in some row; see LARGE."""
+    return bool((logsumexp.abs() > LARGE).logical_and(logsumexp.isfinite()).any())
+
+
+def in_float64(request: AttentionRequest) -> AttentionRequest:
+    """Return a call with all its tensors in float64, so that everything about it is computed in it."""
+    bias, sinks = request.bias, request.sinks
+    return replace(
+        request,
+        q=request.q.double(),
+        k=request.k.double(),
+        v=request.v.double(),
+        shape=replace(request.shape, dtype=torch.float64),
+        bias=None if bias is None else with_values(bias, values_of(bias).double()),
+        sinks=None if sinks is None else sinks.double(),
+    )
+
+
+def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+    """Compute the scores of a tile in float64, -inf where hidden, and which cells may be seen.
+
+    Returns: (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
+    """
+    precise = _precise(request.shape.device)
+    # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.
+    q, k = request.q[:, :, queries], request.k[:, :, keys]
+    narrow = of_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
+    cells = scores(replace(narrow, q=narrow.q.to(precise), k=narrow.k.to(precise)))
+    if request.bias is not None:
+        added = bias_tile(request.bias, request.shape, queries, keys).to(precise)
+        cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
+    if _all_seen(request, queries, keys):
+        return cells, None
+    shown = seen(request, queries, keys)
+    shown = shown[:, heads] if shown.shape[1] > 1 else shown
+    return cells.masked_fill(~shown, -torch.inf), shown  # whatever a hidden score is, NaN and inf included
+
+
+def _all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
+    """Whether each of the queries sees each of the keys, as far as the bounds say so."""
+    if traced() or request.bias is not None:
+        return False
+    bounds, columns = bounds_of(request), range(request.shape.key_length)[keys]
+    if bounds.remainder is not None or not columns:
+        return False
+    start, stop = bounds.start[:, queries], bounds.stop[:, queries]
+    return bool(start.numel()) and int(start.max()) <= columns[0] and columns[-1] < int(stop.min())
+
+
+def _logsumexp(cells: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the logsumexp over the last axis, -inf of nothing.
+
+    The exponentials are at most 1. In float32, the dtype of the weights, they are exact enough and several times as
+    fast as in float64.
+    """
+    if not cells.shape[-1]:
+        return cells.new_full(cells.shape[:-1], -torch.inf)
+    largest = cells.amax(-1, keepdim=True)
+    hidden = largest == -torch.inf
+    # exp(-80) changes no sum whose largest term is 1; denormal numbers would make the exponentials ten times slower.
+    terms = (cells - largest.masked_fill(hidden, 0)).to(dtype).clamp(min=-80).exp_()
+    return (largest + terms.sum(-1, keepdim=True, dtype=cells.dtype).log()).masked_fill(hidden, -torch.inf)[..., 0]
+
+
+def _with_sinks(total: Tensor, request: AttentionRequest, heads: Tensor) -> Tensor:
+    """Let the sinks of a call take part in a logsumexp: (batch, heads, queries)."""
+    return total if request.sinks is None else total.logaddexp(request.sinks[heads].to(total.dtype)[:, None])
+
+
+def _streamed(request: AttentionRequest, heads: Tensor, queries: slice) -> Tensor:
+    """Compute the logsumexp of some rows over all keys they see, block by block: (batch, heads, queries)."""
+    shape, rows = request.shape, range(request.shape.query_length)[queries]
+    dtype = working_dtype(shape.dtype)
+    of_row = max(1, shape.batch * len(heads))
+    num_rows = max(ROWS, CELLS // (of_row * WIDTH))
+    found = []
+    for first in range(0, max(len(rows), 1), num_rows):
+        part = _slice(rows[first : first + num_rows])
+        begin, end = _reached(request, part)
+        width = max(WIDTH, CELLS // (of_row * num_rows))
+        total = _logsumexp(_scores(request, heads, part, slice(0, 0))[0], dtype)
+        for key in range(begin, end, width):
+            cells, _ = _scores(request, heads, part, slice(key, min(key + width, end)))
+            total = total.logaddexp(_logsumexp(cells, dtype))
+        found.append(total)
+    return _with_sinks(torch.cat(found, 2), request, heads)
+
+
+def _reached(request: AttentionRequest, rows: slice) -> tuple[int, int]:
+    """Return the first key that some of the queries see, and the end of those that they see."""
+    if traced():
+        return 0, request.shape.key_length
+    bounds = bounds_of(request)
+    start, stop = bounds.start[:, rows], bounds.stop[:, rows]
+    seeing = start < stop
+    return (int(start[seeing].min()), int(stop[seeing].max())) if bool(seeing.any()) else (0, 0)
+
+
+def _unless_other(own: Tensor, given: Tensor, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
+    """Keep the logsumexp of the call's own keys where a given one differs from it by rounding alone, else take that."""
+    apart, rounding = (own - given).abs(), 16 * torch.finfo(given.dtype).eps
+    near = apart <= rounding * (1 + given.abs())
+    if traced() or not bool(near.all()):
+        # Terms of a score may be larger than the score: it is rounded at most at the product of the norms.
+        q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
+        size = q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True) * abs(request.scale)
+        near = apart <= rounding * (1 + given.abs() + size)
+    return torch.where(near, own, given.to(own.dtype))
+
+
+def _precise(device: torch.device) -> torch.dtype:
+    """Return float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _slice(places: range) -> slice:
+    return slice(places.start, places.stop, places.step)
+
+
+def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
+    """Turn a choice of heads into their indices: (chosen,), int64.
+
+    >>> head_indices(slice(0, 8, 2), 8)
+    tensor([0, 2, 4, 6])
+    """
+    if isinstance(heads, slice):
+        refuse_unless_slice("heads", heads)
+        wanted = list(range(num_heads)[heads])
+    else:
+        given = heads.tolist() if isinstance(heads, Tensor) else heads
+        wanted = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not wanted:
+        raise ArgumentError("No head was chosen.", f"Give heads from 0 to {num_heads - 1}.")
+    for head in wanted:
+        if isinstance(head, bool) or not hasattr(head, "__index__"):
+            raise ArgumentError(f"heads holds {head!r}.", f"Give integers from 0 to {num_heads - 1}, or a slice.")
+        if not -num_heads <= head < num_heads:
+            raise ArgumentError(f"There is no head {head}.", f"Give heads from 0 to {num_heads - 1}.")
+    return torch.tensor([index(head) % num_heads for head in wanted])

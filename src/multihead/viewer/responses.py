@@ -1,0 +1,89 @@
+"""What the viewer answers with: numbers, files of the page, downloads, and sentences where something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from multihead.errors import InputError
+from multihead.viewer.query_params import AbsentError, LaterError
+from multihead.viewer.security import HEADERS, refusal
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from multihead.viewer.levels import Array
+
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
+"""What a file of the page is, by the end of its name; other files are not served."""
+
+FORMS = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
+
+GONE = 499
+"""The status of an answer to a client that went away; nobody reads it."""
+
+
+def page_file(name: str) -> Response:
+    """Answer with a file of the page; only the names that its folder lists are known."""
+    folder = resources.files(__package__) / "static" / "view"
+    listed = {each.name: each for each in folder.iterdir()} if folder.is_dir() else {}
+    kind = TYPES.get(PurePosixPath(name).suffix)
+    if name not in listed or kind is None:
+        raise AbsentError("The page has no such file.", "Open the address that `multihead view` printed.")
+    return Response(listed[name].read_bytes(), media_type=kind)
+
+
+def floats(values: Array) -> Response:
+    """Answer with numbers: float32, the lowest byte first; NaN where there is none."""
+    shape = ",".join(map(str, values.shape))
+    return Response(values.astype("<f4").tobytes(), headers={"X-Shape": shape}, media_type="application/octet-stream")
+
+
+def download(parts: Iterator[bytes], name: str, form: str) -> Response:
+    """Answer with a file to be saved, written as it is computed."""
+    headers = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
+    return StreamingResponse(parts, headers=headers, media_type=FORMS[form])
+
+
+async def until_gone(request: Request) -> None:
+    """Wait until the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def in_words(request: Request, error: Exception) -> Response:
+    """Answer a request that cannot be met with the sentence that says why."""
+    if isinstance(error, LaterError):
+        return refusal(503, str(error), {"Retry-After": "1"})
+    # A file that cannot be read, or was cut, is no fault of the request.
+    status = 404 if isinstance(error, AbsentError) else 500 if isinstance(error, InputError) else 400
+    return refusal(status, str(error))
+
+
+async def gone(request: Request, error: Exception) -> Response:
+    """End a computation that was given up."""
+    return Response(status_code=GONE)
+
+
+async def no_such_address(request: Request, error: Exception) -> Response:
+    """Answer what no route takes."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    if status == 404:
+        return refusal(404, "The viewer has nothing at this address. Open the address that `multihead view` printed.")
+    return Response(status_code=status)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """Answer where the viewer itself failed; the server prints what happened."""
+    return refusal(500, "The viewer failed at this; its terminal says how. Please report it.", HEADERS)

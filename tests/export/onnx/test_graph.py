@@ -1,0 +1,65 @@
+"""A graph in the making: names, constants bit by bit, what every model says of itself."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("onnx", reason="the package onnx is not installed")
+
+from onnx import numpy_helper
+
+from multihead.errors import ArgumentError
+from multihead.export.onnx.graph import Graph, imported
+
+
+def test_without_the_package_onnx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *given: Any, **said: Any) -> Any:
+        if name == "onnx":
+            raise ImportError(name)
+        return real(name, *given, **said)
+
+    monkeypatch.delitem(sys.modules, "onnx")
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ArgumentError) as refusal:
+        imported()
+    assert str(refusal.value) == (
+        'Writing a layer as ONNX needs the package onnx, and it is not installed. Run pip install "multihead[onnx]".'
+    )
+
+
+def test_a_name_that_is_taken_gets_a_number() -> None:
+    graph = Graph()
+    assert [graph.constant(torch.zeros(1), name="weight") for _ in range(3)] == ["weight", "weight_2", "weight_3"]
+
+
+def test_a_list_of_integers_and_a_count_are_put_down_once() -> None:
+    graph = Graph()
+    assert graph.ints(1, 2) == graph.ints(1, 2) != graph.ints(1)
+    assert graph.range(graph.ints(1)) == graph.range(graph.ints(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_a_constant_holds_the_tensor_bit_by_bit(dtype: torch.dtype) -> None:
+    graph, tensor = Graph(), torch.randn(2, 3).mul(100).to(dtype)
+    graph.output(graph.node("Identity", graph.constant(tensor.T)), "y", dtype, (3, 2))
+    (constant,) = graph.model(opset=23, name="constant").graph.initializer
+    found = torch.from_numpy(numpy_helper.to_array(constant).astype("float64"))
+    assert torch.equal(found, tensor.T.double())
+
+
+def test_a_model_says_who_made_it_in_the_oldest_format_that_holds_its_operators() -> None:
+    graph = Graph()
+    graph.output(
+        graph.node("Identity", graph.input("x", torch.float32, ("batch", None))), "y", torch.float32, (None, 1)
+    )
+    model = graph.model(opset=23, name="nothing", said={"multihead.mask": "Full()"}, version="1.2")
+    assert (model.producer_name, model.producer_version, model.ir_version) == ("multihead", "1.2", 11)
+    assert [(each.key, each.value) for each in model.metadata_props] == [("multihead.mask", "Full()")]
+    assert [(each.domain, each.version) for each in model.opset_import] == [("", 23)]

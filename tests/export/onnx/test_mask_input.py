@@ -1,0 +1,110 @@
+"""The operator is told what may be seen in the cheapest way that says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("onnx", reason="the package onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
+
+from onnx import helper
+
+from multihead import masks
+from multihead.export.onnx import to_model
+from multihead.export.onnx.context import Ground
+from multihead.export.onnx.graph import Graph
+from multihead.export.onnx.mask_input import shown, sinks_of
+from multihead.export.onnx.spec import asked
+from multihead.layer import MultiHeadAttention
+from tests.export.running import assert_same, ran
+
+SELF, CROSS = ("x",), ("x", "memory")
+
+
+def told(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: Any = None, **options: Any) -> set[str]:
+    """The ways in which the operator is told something."""
+    layer = MultiHeadAttention(8, 2, **options).eval()
+    free = {"batch": None, "queries": None, "keys": None}
+    found = shown(Ground(Graph(), layer, asked(layer, inputs, mask, start, opset, free)))
+    return {name for name in ("is_causal", "table", "lengths", "some") if getattr(found, name)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "options", "ways"),
+    [
+        (SELF, masks.Full(), {}, set()),
+        (CROSS, masks.Full(), {"add_bias_kv": True}, set()),
+        (SELF, masks.Causal(), {}, {"is_causal"}),
+        (CROSS, masks.Causal(), {"start": 0}, {"is_causal"}),
+        (CROSS, masks.Causal(), {"start": "end"}, {"table", "some"}),
+        (SELF, masks.Causal() & masks.Window(3), {}, {"table"}),
+        (SELF, masks.Causal(), {"add_bias_kv": True}, {"table"}),
+        (SELF, masks.Documents((3, 2)), {}, {"table", "some"}),
+        (SELF, masks.Documents((3, 2)), {"sinks": True}, {"table"}),
+        ((*SELF, "lengths"), masks.Full(), {}, {"table"}),
+        ((*SELF, "lengths"), masks.Full(), {"opset": 24}, {"lengths"}),
+        ((*CROSS, "memory_lengths"), masks.Full(), {"opset": 24}, {"lengths", "some"}),
+        ((*CROSS, "memory_lengths"), masks.Full(), {}, {"table", "some"}),
+        ((*CROSS, "lengths"), masks.Full(), {}, set()),
+        ((*SELF, "bias"), masks.Full(), {}, {"table", "some"}),
+    ],
+)
+def test_the_operator_is_told_what_it_must_know(
+    inputs: tuple[str, ...], mask: masks.Mask, options: dict[str, Any], ways: set[str]
+) -> None:
+    assert told(inputs, mask, **options) == ways
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_query_that_sees_no_key_gives_0_in_every_dtype(dtype: torch.dtype) -> None:
+    layer, x = MultiHeadAttention(8, 2, dtype=dtype, output_projection=False).eval(), torch.randn(2, 4, 8).to(dtype)
+    mask = masks.Lengths(((0, 1, 2, 3), (4, 0, 4, 0)))
+    found = ran(to_model(layer, mask=mask), x=x)
+    assert_same(found, layer, x=x, mask=mask)
+    assert found[0, 0].eq(0).all()
+    assert found[1, 1::2].eq(0).all()
+
+
+def test_a_bias_of_minus_infinity_hides_a_key_as_a_mask_does() -> None:
+    layer, x = MultiHeadAttention(8, 2, output_projection=False).eval(), torch.randn(1, 3, 8)
+    bias = torch.zeros(1, 2, 3, 3)
+    bias[:, 0, 1] = -torch.inf
+    found = ran(to_model(layer, inputs=("x", "bias")), x=x, bias=bias)
+    assert found[0, 1, :4].eq(0).all()
+    assert_same(found, layer, x=x, bias=bias)
+
+
+@pytest.mark.parametrize("opset", [23, 24])
+def test_nan_in_padding_reaches_no_output(opset: int) -> None:
+    layer, x = MultiHeadAttention(8, 2).eval(), torch.randn(2, 5, 8)
+    x[0, 3:], x[1, :] = torch.nan, torch.inf
+    lengths = torch.tensor([3, 0])
+    found = ran(to_model(layer, inputs=("x", "lengths"), opset=opset), x=x, lengths=lengths)
+    assert found[0, 3:].eq(0).all()
+    assert found[1].eq(0).all()
+    assert_same(found, layer, x=x, lengths=lengths)
+
+
+def test_a_key_of_0_is_a_sink_whose_logit_is_0() -> None:
+    layer = MultiHeadAttention(8, 2, sinks=True, add_zero_attn=True).eval()
+    assert layer.sinks is not None
+    torch.nn.init.constant_(layer.sinks, 1.0)
+    ground = Ground(
+        Graph(), layer, asked(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
+    )
+    assert torch.allclose(sinks_of(ground), torch.tensor(1.0).exp().add(1).log().double())
+
+
+def test_a_causal_layer_is_one_operator_between_projections() -> None:
+    made = to_model(MultiHeadAttention(8, 2, num_kv_heads=1, softcap=5.0).eval(), mask=masks.Causal())
+    (node,) = [node for node in made.graph.node if node.op_type == "Attention"]
+    assert {each.name: helper.get_attribute_value(each) for each in node.attribute} == {
+        "q_num_heads": 2,
+        "kv_num_heads": 1,
+        "scale": 0.5,
+        "softcap": 5.0,
+        "is_causal": 1,
+    }

@@ -1,0 +1,101 @@
+"""A mask written as nodes means what the mask means, for every size and start."""
+
+from __future__ import annotations
+
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("onnx", reason="the package onnx is not installed")
+
+from multihead import masks
+from multihead.errors import MaskError
+from multihead.export.onnx.graph import Graph
+from multihead.export.onnx.masks import Place, Start, always_sees, sizes_of, visible
+from multihead.masks.leading_keys import LeadingKeys
+from tests import drawing, oracle
+
+
+def computed(mask: masks.Mask, queries: int, keys: int, start: Start) -> Tensor:
+    """What the nodes of a mask give, broadcasting to (batch, heads, queries, keys)."""
+    graph = Graph()
+    sizes = [graph.size(graph.input(name, torch.float32, (None,)), 0) for name in ("queries", "keys")]
+    found = visible(graph, mask, Place.of(graph, *sizes, start))
+    graph.output(graph.node("Identity", found), "seen", torch.bool, (None,) * 4)
+    session = onnxruntime.InferenceSession(graph.model(opset=23, name="mask").SerializeToString())
+    given = {"queries": torch.zeros(queries).numpy(), "keys": torch.zeros(keys).numpy()}
+    taken = [each.name for each in session.get_inputs()]
+    return torch.from_numpy(session.run(None, {name: given[name] for name in taken})[0])
+
+
+@given(st.data(), drawing.sizes(longest=6))
+def test_nodes_show_what_the_mask_shows(data: st.DataObject, size: drawing.Sizes) -> None:
+    mask, start = data.draw(drawing.trees(size)), data.draw(drawing.starts(size))
+    found = computed(mask, size.queries, size.keys, start)
+    assert torch.equal(found.expand(size.cells), oracle.shown(mask, size.cells, start))
+
+
+def test_a_tensor_behind_other_keys_speaks_of_those_behind_them() -> None:
+    mask = LeadingKeys(2, masks.Drop(torch.tensor([True, False, True]), "keys")) & masks.Lengths((5, 4))
+    expected = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]]).bool()
+    assert torch.equal(computed(mask, 1, 5, 0)[:, 0, 0], expected)
+
+
+def test_a_prefix_of_no_key_shows_none() -> None:
+    assert not always_sees(masks.Prefix(0), own=True)
+    assert always_sees(masks.Prefix(1), own=False)
+
+
+@given(st.data(), drawing.sizes(longest=6))
+def test_where_every_query_is_said_to_see_a_key_it_does(data: st.DataObject, size: drawing.Sizes) -> None:
+    mask, own = data.draw(drawing.trees(size)), data.draw(st.booleans())
+    cells = (size.batch, size.heads, size.queries, size.queries) if own else size.cells
+    try:
+        seen = oracle.shown(mask, cells)
+    except IndexError:  # the mask was drawn for another number of keys
+        return
+    assert not always_sees(mask, own=own) or bool(seen.any(-1).all())
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes"),
+    [
+        (masks.Full(), {}),
+        (masks.Causal() & masks.Window(3), {}),
+        (masks.Lengths((5, 3)), {"batch": 2}),
+        (masks.Lengths((5,)), {}),
+        (masks.Lengths(((1, 2, 3),)), {"queries": 3}),
+        (masks.Prefix(3) | masks.Prefix((1, 2, 3)), {"batch": 3}),
+        (masks.Documents((5, 3)), {}),
+        (masks.Documents(((5, 3), (1, 1))), {"batch": 2}),
+        (masks.Keep(torch.ones(2, 1, 4, 6, dtype=torch.bool)), {"batch": 2, "queries": 4, "keys": 6}),
+        (LeadingKeys(2, masks.Keep(torch.ones(6, dtype=torch.bool), "keys")), {"keys": 8}),
+    ],
+)
+def test_a_mask_fixes_the_sizes_it_is_written_with(mask: masks.Mask, sizes: dict[str, int]) -> None:
+    assert sizes_of(mask) == sizes
+
+
+def test_parts_of_different_sizes_are_refused() -> None:
+    with pytest.raises(MaskError) as refusal:
+        sizes_of(masks.Lengths((5, 3)) & masks.Prefix((1, 2, 3)))
+    assert str(refusal.value) == (
+        "Lengths((5, 3)) & Prefix((1, 2, 3)) speaks of 2 batch in one place and of 3 in another. "
+        "Give its parts the same sizes."
+    )
+
+
+def test_a_mask_that_is_not_ours_is_refused() -> None:
+    class Odd(masks.Mask):
+        def __repr__(self) -> str:
+            return "Odd()"
+
+    with pytest.raises(MaskError) as refusal:
+        visible(Graph(), Odd(), Place("", ""))
+    assert str(refusal.value) == (
+        "Odd() cannot be exported to ONNX. "
+        "Use the masks of multihead.masks, or masks.Keep with a tensor of the exported sizes."
+    )

@@ -1,0 +1,281 @@
+"""The native kernel as an operator of PyTorch's graphs: checked, differentiated, compiled and exported."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from multihead import functional, masks
+from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from multihead.kernels.native import operator as module
+from tests import oracle
+from tests.drawing import laid_out
+from tests.kernel_names import needs_native
+
+pytestmark = needs_native
+operator = torch.ops.multihead.attention
+NAMES = ("q", "k", "v", "start", "stop", "seen", "bias", "relative", "sinks", "scale", "softcap", "dropout", "seed")
+TAUGHT = ("q", "k", "v", "bias", "relative", "sinks")
+
+
+def arguments(*, batch: int = 2, grad: bool = False, **given: Any) -> tuple[Any, ...]:
+    """Two heads over one, 5 queries, 7 keys, causal bounds; what is given replaces or is added."""
+    rows = torch.arange(5)[None]
+    made: dict[str, Any] = dict.fromkeys(NAMES) | {
+        "q": torch.randn(batch, 2, 5, 8),
+        "k": torch.randn(batch, 1, 7, 8),
+        "v": torch.randn(batch, 1, 7, 6),
+        "start": torch.zeros_like(rows),
+        "stop": rows + 2,
+        "scale": 0.3,
+        "dropout": 0.0,
+    }
+    made |= given
+    for name in TAUGHT:
+        if grad and made[name] is not None:
+            made[name] = made[name].detach().clone().requires_grad_()
+    return tuple(made.values())
+
+
+def everything() -> dict[str, Any]:
+    return {
+        "seen": torch.rand(2, 1, 5, 7) < 0.7,
+        "bias": torch.randn(1, 2, 5, 1),
+        "sinks": torch.randn(2),
+        "softcap": 2.0,
+        "dropout": 0.3,
+        "seed": torch.tensor(7),
+    }
+
+
+def loss(output: Tensor, logsumexp: Tensor) -> Tensor:
+    return output.square().sum() + logsumexp.masked_fill(logsumexp == -torch.inf, 0).square().sum()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no gradient": {"grad": False},
+    "everything": everything(),
+    "bfloat16": {name: torch.randn(2, 1, n, 8).bfloat16() for name, n in (("q", 5), ("k", 7), ("v", 7))},
+    "bounds a sample": {"start": torch.tensor([[0] * 5, [3] * 5]), "stop": torch.tensor([[7] * 5, [3, 4, 5, 6, 7]])},
+    "relative": {"relative": torch.randn(1, 2, 11)},
+    "relative a sample": {"relative": torch.randn(2, 1, 11), "seen": torch.rand(2, 1, 5, 7) < 0.7},
+    "features outside": {"q": laid_out(torch.randn(2, 2, 5, 8), "features outside")},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_passes_the_checks_of_torch(name: str) -> None:
+    given = {"grad": True} | CASES[name]
+    torch.library.opcheck(operator, arguments(**given))
+
+
+def test_its_backward_pass_passes_the_checks_of_torch() -> None:
+    inputs = arguments(**everything())
+    output, logsumexp = operator(*inputs)
+    of_outputs = torch.randn(output.shape), torch.randn(logsumexp.shape)
+    torch.library.opcheck(
+        torch.ops.multihead.attention_backward, (output, logsumexp, *of_outputs, *inputs), {"bias_wanted": True}
+    )
+    torch.library.opcheck(
+        torch.ops.multihead.attention_backward,
+        (output, logsumexp, of_outputs[0], None, *inputs),
+        {"bias_wanted": False},
+    )
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_it_gives_what_the_oracle_gives_with_every_gradient(*, relative: bool) -> None:
+    given = everything() | {"dropout": 0.0, "seed": None}
+    if relative:
+        given |= {"bias": None, "relative": torch.randn(1, 2, 11)}
+    inputs = arguments(grad=True, **given)
+    leaves = {name: value for name, value in zip(NAMES, inputs, strict=True) if value is not None and name in TAUGHT}
+    double = {name: value.detach().double().requires_grad_() for name, value in leaves.items()}
+    keys, rows = torch.arange(7), torch.arange(5)[:, None]
+    shown = given["seen"] & (keys < rows + 2)
+    diagonal = torch.arange(7) - torch.arange(5)[:, None] + 4
+    bias = double["relative"][:, :, diagonal] if relative else double["bias"]
+    dense = oracle.attend(
+        *(double[name] for name in "qkv"), shown, bias=bias, sinks=double["sinks"], softcap=2.0, scale=0.3
+    )
+    output, logsumexp = operator(*inputs)
+    assert oracle.difference(output.detach(), dense.output.detach()) < 1e-6
+    assert oracle.difference(logsumexp.detach(), dense.logsumexp.detach()) < 1e-6
+    found = torch.autograd.grad(loss(output, logsumexp), list(leaves.values()))
+    expected = torch.autograd.grad(loss(dense.output, dense.logsumexp), list(double.values()))
+    for name, one, two in zip(double, found, expected, strict=True):
+        assert one.shape == two.shape
+        assert oracle.difference(one, two) < 5e-6, name
+
+
+def test_a_loss_of_one_output_alone_has_its_gradient() -> None:
+    for which in (0, 1):
+        inputs = arguments(grad=True)
+        kernel = functional.attention_with_logsumexp
+        options = {"mask": masks.Keep(torch.arange(7) < torch.arange(5)[:, None] + 2, "queries keys"), "scale": 0.3}
+        found = torch.autograd.grad(operator(*inputs)[which].sum(), inputs[:3], materialize_grads=True)
+        expected = torch.autograd.grad(kernel(*inputs[:3], **options)[which].sum(), inputs[:3], materialize_grads=True)
+        for one, two in zip(found, expected, strict=True):
+            assert torch.allclose(one, two, atol=1e-6)
+
+
+def test_the_seed_decides_what_is_dropped() -> None:
+    given = {"dropout": 0.5, "q": torch.randn(2, 2, 5, 8), "k": torch.randn(2, 1, 7, 8), "v": torch.randn(2, 1, 7, 6)}
+    outputs = [operator(*arguments(seed=torch.tensor(seed), **given))[0] for seed in (1, 1, 2)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+class Layer(nn.Module):
+    """A layer as a model would have it: projections around the operator, and bounds made in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind()
+        stop = torch.arange(x.shape[1])[None] + 1
+        output, _ = operator(q, k, v, torch.zeros_like(stop), stop, None, None, None, None, 0.5, None, 0.0, None)
+        return self.out(output.transpose(1, 2).flatten(2))
+
+
+def test_a_compiled_layer_is_one_graph_and_gives_what_it_gives_uncompiled() -> None:
+    torch.compiler.reset()
+    layer, x = Layer(), torch.randn(2, 6, 8)
+    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    given, expected = compiled(x), layer(x)
+    assert torch.allclose(given, expected, atol=1e-6)
+    parameters = list(layer.parameters())
+    found = torch.autograd.grad(given.square().sum(), parameters)
+    for one, two in zip(found, torch.autograd.grad(expected.square().sum(), parameters), strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+def test_batches_and_lengths_of_any_size_are_compiled_once() -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = Layer()
+    compiled: Any = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for batch, length in ((2, 6), (3, 6), (5, 9), (7, 130)):
+        x = torch.randn(batch, length, 8)
+        assert torch.allclose(compiled(x), layer(x), atol=1e-6)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_dropout_is_drawn_anew_in_each_call() -> None:
+    def dropped(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+        seed = torch.randint(1 << 62, ())
+        output: Tensor = operator(q, k, v, start, stop, None, None, None, None, 0.3, None, 0.5, seed)[0]
+        return output
+
+    torch.compiler.reset()
+    compiled: Any = torch.compile(dropped, backend="aot_eager", fullgraph=True)
+    inputs = arguments()[:5]
+    assert not torch.equal(compiled(*inputs), compiled(*inputs))
+
+
+def test_an_exported_layer_holds_the_operator_and_takes_other_batches() -> None:
+    layer, x = Layer(), torch.randn(2, 6, 8)
+    dynamic = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
+    exported = torch.export.export(layer, (x,), dynamic_shapes=dynamic)
+    assert "multihead.attention.default" in exported.graph_module.code
+    for shape in ((2, 6, 8), (4, 11, 8)):
+        x = torch.randn(shape)
+        assert torch.equal(exported.module()(x), layer(x))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a bound of another dtype": (
+        {"start": torch.zeros(1, 5)},
+        DtypeError,
+        "start is a torch.float32 tensor on cpu. Give a torch.int64 tensor on cpu.",
+    ),
+    "a bound of another length": (
+        {"stop": torch.zeros(3, 5, dtype=torch.int64)},
+        ShapeError,
+        "stop has shape (3, 5). Give (batch or 1, queries) = (2 or 1, 5).",
+    ),
+    "a bound beyond the keys": (
+        {"stop": torch.full((1, 5), 8)},
+        ArgumentError,
+        "The bounds of some query lie outside the 7 keys. Give bounds from 0 to 7.",
+    ),
+    "what is seen of other keys": (
+        {"seen": torch.ones(1, 1, 1, 6, dtype=torch.bool)},
+        MaskError,
+        (
+            "Keep(<bool tensor (1, 1, 1, 6)>, 'batch heads queries keys') has 6 keys, and the call has 7. "
+            "Give a tensor that broadcasts to (batch, heads, queries, keys) = (2, 2, 5, 7)."
+        ),
+    ),
+    "dropout without a seed": (
+        {"dropout": 0.5},
+        ArgumentError,
+        "dropout is 0.5 and seed is None. Give a seed of one whole number.",
+    ),
+    "another dtype": (
+        {name: torch.zeros(2, 1, n, 8, dtype=torch.float64) for name, n in (("q", 5), ("k", 7), ("v", 7))},
+        ArgumentError,
+        (
+            "torch.ops.multihead.attention refuses: it computes float32 and bfloat16, and the tensors are float64. "
+            "Call multihead.attention."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_before_memory_is_read(name: str) -> None:
+    given, kind, sentence = REFUSED[name]
+    with pytest.raises(kind) as refusal:
+        operator(*arguments(**given))
+    assert str(refusal.value) == sentence
+
+
+def test_two_biases_are_refused() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        operator(*arguments(bias=torch.zeros(1, 1, 5, 7), relative=torch.zeros(1, 1, 11)))
+    assert str(refusal.value) == "There are a bias and a relative one. Add them up and give one."
+
+
+def test_its_backward_pass_refuses_what_attention_cannot_have_given() -> None:
+    inputs = arguments()
+    output, logsumexp = operator(*inputs)
+    with pytest.raises(ShapeError) as refusal:
+        torch.ops.multihead.attention_backward(output, logsumexp, output[..., :5], None, *inputs, bias_wanted=False)
+    assert str(refusal.value) == (
+        "of_output is a torch.float32 tensor of shape (2, 2, 5, 5) on cpu. "
+        "Give a torch.float32 tensor of shape (2, 2, 5, 6) on cpu, as torch.ops.multihead.attention does."
+    )
+
+
+def test_a_second_derivative_is_refused_and_not_silently_a_constant() -> None:
+    inputs = arguments(grad=True)
+    (first,) = torch.autograd.grad(operator(*inputs)[0].square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(ArgumentError) as refusal:
+        first.sum().backward()
+    assert str(refusal.value) == (
+        "torch.ops.multihead.attention has no second derivative. Call multihead.attention(..., kernel='reference')."
+    )
+
+
+def test_it_takes_tensors_and_numbers_alone() -> None:
+    assert str(operator.default._schema) == (
+        "multihead::attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop, Tensor? seen, Tensor? bias, "
+        "Tensor? relative, Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed) -> (Tensor, Tensor)"
+    )
+    assert module.attention._opoverload is operator.default
+
+
+def test_the_example_in_its_docstring_runs() -> None:
+    """Doctest does not look into an operator by itself."""
+    text = module.attention._init_fn.__doc__ or ""
+    example = doctest.DocTestParser().get_doctest(text, {"torch": torch}, "attention", None, 0)
+    assert doctest.DocTestRunner().run(example) == (0, 6)

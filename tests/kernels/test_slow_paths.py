@@ -1,0 +1,59 @@
+"""No slow path where somebody forbids it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import multihead as mh
+from multihead.errors import SlowPathError, SlowPathWarning
+from multihead.kernels.slow_paths import strict, warn_of_slow_path
+from tests.kernel_names import needs_native
+
+Q = torch.randn(1, 2, 4, 8, dtype=torch.float64)
+
+
+@needs_native
+def test_what_no_fast_kernel_takes_is_refused_with_their_reasons() -> None:
+    with strict(), pytest.raises(SlowPathError) as refusal:
+        mh.attention(Q, Q, Q, softcap=2.0)
+    assert str(refusal.value) == (
+        "The reference kernel would run, which holds queries x keys: native: it computes float32 and bfloat16, and the "
+        "tensors are float64; sdpa: PyTorch's fused kernels have no softcap; "
+        "flex: it pays on CUDA, and the tensors are on cpu. "
+        "Change what a faster kernel refuses, or leave mh.strict()."
+    )
+
+
+def test_fast_calls_run_and_so_does_a_kernel_that_is_named() -> None:
+    with strict():
+        mh.attention(Q, Q, Q)
+        mh.attention(Q, Q, Q, softcap=2.0, kernel="reference")
+
+
+def test_it_ends_with_its_context() -> None:
+    with strict():
+        pass
+    mh.attention(Q, Q, Q, softcap=2.0)
+
+
+def test_a_transform_that_needs_the_reference_kernel_is_refused() -> None:
+    with strict(), pytest.raises(SlowPathError, match=r"a transform of torch\.func hands it tensors that have none"):
+        torch.func.vmap(lambda q: mh.attention(q, q, q))(torch.randn(2, 1, 2, 4, 8))
+
+
+def test_it_holds_while_a_graph_is_made() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q: mh.attention(q, q, q, softcap=2.0), backend="eager", fullgraph=True)
+    with strict(), pytest.raises(Exception, match="The reference kernel would run"):
+        compiled(Q)
+    torch.compiler.reset()
+    compiled(Q)
+
+
+def test_elsewhere_a_slow_path_is_warned_of() -> None:
+    with pytest.warns(SlowPathWarning) as told:
+        warn_of_slow_path("It is slow.", "Do this.")
+    assert str(told[0].message) == "It is slow. Do this."
+    with strict(), pytest.raises(SlowPathError, match=r"^It is slow\. Do this\.$"):
+        warn_of_slow_path("It is slow.", "Do this.")

@@ -1,0 +1,129 @@
+"""The lab's chapters: their sentences are made of the numbers, and change with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multihead.lab.matching import Match, Spread
+from multihead.lab.report import tell
+from multihead.lab.text import Chapter, language
+from tests.lab.few import few_answers
+
+
+def chapters(answers=None, lang: str = "en") -> dict[str, Chapter]:
+    return {chapter.name: chapter for chapter in tell(answers or few_answers(), language(lang))}
+
+
+def plain(text: str) -> str:
+    return text.replace("\u00a0", " ")
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_every_part_has_its_chapters_with_tables_as_wide_as_their_heads(lang: str) -> None:
+    told = chapters(lang=lang)
+    names = ["count", "shapes", "outputs", "reads", "one", "two", "induction", "copies", "vectors", "lengths"]
+    assert list(told) == names
+    for chapter in told.values():
+        assert chapter.answer
+        assert "{" not in " ".join((chapter.title, chapter.answer, *chapter.text, *chapter.looks))
+        for table in (*chapter.tables, *chapter.looks_tables):
+            assert table.rows
+            assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_a_part_that_was_not_run_is_not_told() -> None:
+    bare = replace(few_answers(), parameters=None, experiments=(), copies=None)
+    assert list(chapters(bare)) == ["vectors", "lengths"]
+    assert list(chapters(replace(few_answers(), experiments=(), copies=None, vectors=None))) == [
+        "count", "shapes", "outputs", "reads",
+    ]  # fmt: skip
+
+
+def test_the_count_of_parameters_is_told_as_it_was_counted() -> None:
+    count = chapters()["count"]
+    total = 4 * 16 * 16 + 4 * 16
+    assert (
+        plain(count.answer) == f"No. With 1 or 2 heads the layer has the same 4 tensors and the same {total:,} numbers."
+    )
+    assert count.tables[0].rows[0] == ("in_proj_weight", "(48, 16)", "(48, 16)")
+
+
+def test_other_counts_would_be_told_otherwise() -> None:
+    found = few_answers().parameters
+    one, two = found.counts
+    fewer = replace(two, packed=two.packed[:1], torch=two.packed)
+    told = chapters(replace(few_answers(), parameters=replace(found, counts=(one, fewer))))
+    assert plain(told["count"].answer) == (
+        "Yes. The layers have different numbers of parameters: 1 head 1,088 and 2 heads 768."
+    )
+    assert told["count"].text[1].endswith("gives others.")
+    read = replace(two, features_read=(3, 16))
+    told = chapters(replace(few_answers(), parameters=replace(found, counts=(one, read))))
+    assert told["reads"].answer == "Not every head reads all 16 features: between 3 and 16."
+
+
+def test_equal_outputs_would_be_told_otherwise() -> None:
+    found = few_answers().parameters
+    pairs = tuple(replace(pair, output_difference=0.0) for pair in found.pairs)
+    told = chapters(replace(few_answers(), parameters=replace(found, pairs=pairs)))
+    assert told["outputs"].answer.startswith("Yes. The output is the same for every number of heads")
+
+
+def match(content, long: float, short: float, own: float, noise: float = 1.0) -> Match:
+    return Match(content, noise, Spread(long, 0.01), Spread(short, 0.01), Spread(own, 0.01))
+
+
+@pytest.mark.parametrize(
+    ("matches", "expected"),
+    [
+        (
+            (match("even", 0.9, 0.5, 0.5), match("part", 0.1, 0.2, 0.6)),
+            (
+                "It depends on the content. One row of 64 wins: all columns alike. "
+                "8 rows of 8 win: partner agrees in one short row."
+            ),
+        ),
+        ((match("even", 0.9, 0.5, 0.5),), "No. One row of 64 wins: all columns alike."),
+        ((match("two", 0.1, 0.2, 0.3),), "Yes. 8 rows of 8 win: two partners, half a row each."),
+        ((match("even", 0.5, 0.5, 0.5),), "Level: all columns alike."),
+        (
+            (match("even", 0.5, 0.5, 0.5), match("even", 0.9, 0.5, 0.5, noise=2.0)),
+            "No. One row of 64 wins: all columns alike (noise 2). Level: all columns alike (noise 1).",
+        ),
+    ],
+)
+def test_the_verdict_on_long_and_short_rows_follows_from_the_shares(matches, expected: str) -> None:
+    answers = replace(few_answers(), vectors=replace(few_answers().vectors, matches=matches))
+    assert chapters(answers)["vectors"].answer == expected
+
+
+def test_length_is_called_better_only_where_it_was() -> None:
+    found = few_answers().vectors
+    assert chapters()["lengths"].answer.startswith("Longer is better")
+    turned = replace(found, lengths=tuple(reversed(found.lengths)))
+    assert chapters(replace(few_answers(), vectors=turned))["lengths"].answer.startswith("Longer is not better here")
+
+
+@pytest.mark.parametrize(
+    ("keys", "slope", "beginning"),
+    [
+        (1.5, 0.05, "What does harm is leaving out the division by √columns."),
+        (40.0, 0.09, "Whether scores are divided by √columns makes no such difference here"),
+        (2.0, 0.12, "Whether scores are divided by √columns makes no such difference here"),
+    ],
+)
+def test_leaving_out_the_division_is_called_harmful_only_where_it_was(
+    keys: float, slope: float, beginning: str
+) -> None:
+    found = few_answers().vectors
+    last = replace(
+        found.lengths[-1],
+        scaled_keys=Spread(40.0, 0.1),
+        plain_keys=Spread(keys, 0.1),
+        scaled_slope=Spread(0.09, 0.001),
+        plain_slope=Spread(slope, 0.001),
+    )
+    told = chapters(replace(few_answers(), vectors=replace(found, lengths=(*found.lengths[:-1], last))))
+    assert told["lengths"].text[0].startswith(beginning)

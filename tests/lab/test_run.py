@@ -1,0 +1,49 @@
+"""The lab's parts together: what is asked for is answered, what is not is left out, and progress is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multihead.errors import ArgumentError
+from multihead.lab import run as room
+from multihead.lab.run import answer
+from multihead.lab.tasks import TASKS
+
+
+def test_only_what_is_asked_for_is_answered() -> None:
+    found = answer(parts=("parameters",), heads=(1, 2))
+    assert found.parameters is not None
+    assert (found.experiments, found.copies, found.vectors) == ((), None, None)
+    assert [count.num_heads for count in found.parameters.counts] == [1, 2]
+
+
+def test_all_tasks_are_taught_half_as_long_where_it_must_be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {name: replace(task, steps=4) for name, task in TASKS.items()}
+    monkeypatch.setattr(room, "task_named", short.__getitem__)
+    told: list[tuple[str, int, int]] = []
+    found = answer(parts=("tasks",), heads=(1, 2), seeds=1, quick=True, progress=lambda *each: told.append(each))
+    assert [experiment.task for experiment in found.experiments] == ["one", "two", "induction"]
+    assert {experiment.steps for experiment in found.experiments} == {2}
+    assert found.copies is not None
+    assert (found.copies.start, found.copies.heads, found.copies.steps) == ("copied", (2,), 2)
+    assert told == [(name, done, 2) for name in ("one", "two", "induction") for done in (1, 2)] + [("copies", 1, 1)]
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    with pytest.raises(ArgumentError) as part:
+        answer(parts=("poems",))  # type: ignore[arg-type]
+    assert str(part.value) == "There is no part 'poems'. Give some of parameters, tasks, vectors."
+    with pytest.raises(ArgumentError) as seeds:
+        answer(seeds=0)
+    assert str(seeds.value) == "The number of seeds is 0. Give at least 1."
+    with pytest.raises(ArgumentError) as seed:
+        answer(seed=-1)
+    assert str(seed.value) == "seed is -1. Give 0 or more."
+    with pytest.raises(ArgumentError) as heads:
+        answer(heads=(1, 64))
+    assert str(heads.value) == (
+        "embed_dim is 32, and 64 heads do not divide it. Give 1, 2, 4, 8, 16 or 32 heads, or a width that is a "
+        "multiple of 64."
+    )

@@ -1,0 +1,54 @@
+"""Sentences in two languages: both say the same things with the same holes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from multihead.errors import ArgumentError
+from multihead.lab.matching import Spread
+from multihead.lab.text import NBSP, language, percent, shape, small
+
+
+def test_both_languages_have_the_same_keys_with_the_same_holes() -> None:
+    english, chinese = language("en").words, language("zh").words
+    assert set(english) == set(chinese)
+    for key, sentence in english.items():
+        holes = re.compile(r"\{(\w+)\}")
+        assert set(holes.findall(sentence)) == set(holes.findall(chinese[key])), key
+
+
+def test_no_sentence_of_the_chinese_is_left_in_english() -> None:
+    latin = {
+        key
+        for key, sentence in language("zh").words.items()
+        if not re.search(r"[\u3000-\u9fff\uff00-\uffef]", sentence) and re.search(r"[a-z]{3}", sentence)
+    }
+    assert latin <= {"looks two item", "share", "fact torch", "seeds of"}
+
+
+def test_items_are_joined_in_the_manner_of_the_language() -> None:
+    assert language("en").listed("123") == "1, 2 and 3"
+    assert language("zh").listed("123", "or") == "1、2 或 3"
+    assert language("en").listed("1") == "1"
+
+
+def test_numbers_hold_together_over_the_end_of_a_line() -> None:
+    english = language("en")
+    assert english.heads(1) == f"1{NBSP}head"
+    assert english.spread(Spread(0.981, 0.004)) == f"98.1{NBSP}±{NBSP}0.4{NBSP}%"
+    assert english.number(Spread(12.34, 0.5)) == f"12.3{NBSP}±{NBSP}0.5"
+    assert percent(0.5, 0) == f"50{NBSP}%"
+
+
+def test_shapes_and_rounding_errors_are_written_plainly() -> None:
+    assert shape((1, 2, 12, 12)) == "(1, 2, 12, 12)"
+    assert small(0.0) == "0"
+    assert small(6.4e-14) == "6.4e-14"
+
+
+def test_another_language_is_refused() -> None:
+    with pytest.raises(ArgumentError) as refused:
+        language("fr")
+    assert str(refused.value) == 'lang is "fr", and the lab speaks "en" or "zh". Give "en" or "zh".'

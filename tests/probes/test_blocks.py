@@ -1,0 +1,180 @@
+"""Blocks of a rectangle of a map: the sums and counts of the dense weights, whatever the mask and the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead import masks
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError
+from multihead.functional import attention_with_logsumexp, request_of
+from multihead.masks.place import Place
+from multihead.probes import blocks as module
+from multihead.probes.blocks import Blocks, CancelledError, blocks
+from multihead.scores.relative import Relative
+
+QUERIES, KEYS, HEADS, START = 150, 170, 4, 20
+DRAWN = torch.Generator().manual_seed(5)
+MASKS = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "window": masks.Causal() & masks.Window(31),
+    "documents": masks.Documents((60, 50, 40)),
+    "padded": masks.Lengths((90,)),
+    "gaps": masks.Window(9) | masks.Prefix(3),
+    "a head of its own": masks.Keep(torch.rand(1, HEADS, QUERIES, KEYS, generator=DRAWN) < 0.3),
+}
+BIASES = {
+    "no bias": None,
+    "bias": torch.randn(1, HEADS, 1, KEYS, generator=DRAWN, dtype=torch.float64),
+    "hiding bias": torch.randn(1, 1, QUERIES, KEYS, generator=DRAWN, dtype=torch.float64).masked_fill(
+        torch.rand(1, 1, QUERIES, KEYS, generator=DRAWN) < 0.2, -torch.inf
+    ),
+    "relative": Relative(torch.randn(1, HEADS, QUERIES + KEYS - 1, generator=DRAWN, dtype=torch.float64)),
+}
+
+
+def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tuple[AttentionRequest, Tensor, Tensor]:
+    """Return a request, its logsumexp, and its dense weights and cells that may be seen, stacked, in float64."""
+    drawn = torch.Generator().manual_seed(1)
+    q = torch.randn(1, HEADS, QUERIES, 16, generator=drawn).to(dtype)
+    k = torch.randn(1, 2, KEYS, 16, generator=drawn).to(dtype)
+    given = BIASES[bias]
+    wide = given
+    if isinstance(given, Relative):
+        given = Relative(given.values.to(dtype))
+    elif given is not None:
+        given = given.to(dtype)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).to(dtype)
+    request = request_of(q, k, k, mask, bias=given, sinks=sinks, softcap=8.0, query_start=START)
+    options = {"mask": mask, "sinks": sinks, "softcap": 8.0, "query_start": START}
+    _, logsumexp = attention_with_logsumexp(q, k, k, bias=given, kernel="reference", **options)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
+    scores = 8.0 * (scores / 8.0).tanh()
+    shown = mask.tile(Place.of(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
+    if wide is not None:
+        added = wide.tile(QUERIES, KEYS) if isinstance(wide, Relative) else wide
+        shown = shown & (added != -torch.inf)
+        scores = scores + added
+    scores = scores.masked_fill(~shown, -torch.inf)
+    row = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, -1, QUERIES, 1)], -1)
+    weights = row.softmax(-1)[..., :-1]
+    return request, logsumexp, torch.stack([weights[0], shown[0].double()])
+
+
+def cut(
+    dense: Tensor, heads: list[int], rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int]
+) -> Blocks:
+    """Sum weights and cells block by block, in loops."""
+    found = []
+    for first in range(*rows, block[0]):
+        line = []
+        for key in range(*columns, block[1]):
+            part = dense[:, heads, first : min(first + block[0], rows[1]), key : min(key + block[1], columns[1])]
+            line.append(part.sum((-2, -1)))
+        found.append(torch.stack(line, -1))
+    both = torch.stack(found, -2)
+    return Blocks(both[0], both[1].long())
+
+
+def compare(found: Blocks, wanted: Blocks, tolerance: float) -> None:
+    assert torch.equal(found.counts, wanted.counts)
+    torch.testing.assert_close(found.sums, wanted.sums, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(params=[1 << 18, 0], ids=["in PyTorch", "by the native kernel"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make regions of this size go to PyTorch or to the native kernel, in strips of a few rows of blocks."""
+    monkeypatch.setattr(module, "SMALL", request.param)
+    monkeypatch.setattr(module, "STRIP", 4000)
+    monkeypatch.setattr(module, "DENSE_STRIP", 4000)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=["64", "32"])
+def test_blocks_are_the_sums_of_the_dense_weights(mask: str, bias: str, dtype: torch.dtype, tolerance: float) -> None:
+    request, logsumexp, dense = call(MASKS[mask], dtype, bias=bias)
+    everything = blocks(request, logsumexp, block=(32, 16))
+    compare(everything, cut(dense, [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (32, 16)), tolerance)
+    part = blocks(request, logsumexp, heads=(3, 1), queries=slice(37, 141), keys=slice(5, 169), block=(7, 11))
+    compare(part, cut(dense, [3, 1], (37, 141), (5, 169), (7, 11)), tolerance)
+    single = blocks(request, logsumexp, heads=2, queries=slice(60, 80), keys=slice(50, 75), block=(1, 1))
+    compare(single, cut(dense, [2], (60, 80), (50, 75), (1, 1)), tolerance)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_the_first_key_it_counts_as_hidden(mask: str) -> None:
+    request, logsumexp, dense = call(MASKS[mask], torch.float32)
+    dense[..., 0] = 0
+    found = blocks(request, logsumexp, block=(32, 32), without_first_key=True)
+    compare(found, cut(dense, [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (32, 32)), 2e-5)
+    beyond = blocks(request, logsumexp, keys=slice(64, KEYS), block=(32, 32), without_first_key=True)
+    compare(beyond, cut(dense, [0, 1, 2, 3], (0, QUERIES), (64, KEYS), (32, 32)), 2e-5)
+
+
+def test_means_are_over_the_cells_that_may_be_seen_and_nan_where_none_may() -> None:
+    request, logsumexp, dense = call(masks.Causal(), torch.float64)
+    means = blocks(request, logsumexp, heads=0, block=(50, 50)).means()[0]
+    weights, shown = dense[:, 0]
+    assert means[0, 3].isnan()
+    torch.testing.assert_close(means[1, 2], weights[50:100, 100:150].sum() / shown[50:100, 100:150].sum())
+
+
+@pytest.mark.usefixtures("small")
+def test_a_query_that_is_not_a_number_adds_nothing() -> None:
+    request, logsumexp, dense = call(masks.Causal(), torch.float32)
+    logsumexp[:, :, 3] = torch.nan
+    shown = dense[1].clone()
+    dense[0, :, 3] = 0
+    found = blocks(request, logsumexp, block=(16, 16))
+    compare(found, cut(torch.stack([dense[0], shown]), [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (16, 16)), 2e-5)
+
+
+def test_an_empty_rectangle_has_no_blocks() -> None:
+    request, logsumexp, _ = call(masks.Causal(), torch.float32)
+    assert blocks(request, logsumexp, queries=slice(9, 9), block=(4, 4)).sums.shape == (HEADS, 0, 43)
+
+
+def test_work_ends_between_strips_once_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STRIP", 4000)
+    request, logsumexp, _ = call(masks.Causal(), torch.float32)
+    asked = []
+
+    def cancelled() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    with pytest.raises(CancelledError):
+        blocks(request, logsumexp, block=(8, 8), cancelled=cancelled)
+    assert len(asked) == 3
+
+
+def test_what_is_no_rectangle_is_refused() -> None:
+    request, logsumexp, _ = call(masks.Causal(), torch.float32)
+    with pytest.raises(ArgumentError) as raised:
+        blocks(request, logsumexp, queries=slice(0, 9, 2), block=(4, 4))
+    assert str(raised.value) == (
+        "queries is slice(0, 9, 2), with steps. Give a slice of neighbours, such as slice(0, 512)."
+    )
+    with pytest.raises(ArgumentError) as raised:
+        blocks(request, logsumexp, block=(0, 4))
+    assert str(raised.value) == "block is (0, 4). Give queries and keys a block, at least 1 each."
+    with pytest.raises(ArgumentError) as raised:
+        blocks(request, logsumexp, heads=4, block=(4, 4))
+    assert str(raised.value) == "There is no head 4. Give heads from 0 to 3."
+
+
+def test_a_request_is_left_as_it_was() -> None:
+    request, logsumexp, _ = call(masks.Causal(), torch.float32)
+    before = replace(request, q=request.q.clone(), k=request.k.clone())
+    blocks(request, logsumexp, block=(8, 8))
+    assert torch.equal(before.q, request.q)
+    assert torch.equal(before.k, request.k)
+    assert request.mask == masks.Causal()

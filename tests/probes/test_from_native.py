@@ -1,0 +1,84 @@
+"""Statistics asked of the native kernel: those that tiles give, and cells counted one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multihead import masks
+from multihead.call import Attended, AttentionCall
+from multihead.functional import attention_with_logsumexp, request_of
+from multihead.kernels.dense_tile import seen
+from multihead.probes.context import ProbeContext
+from multihead.probes.from_native import asked, given
+from multihead.probes.lookups import at_offset, on_first
+from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.probe import Part
+from multihead.probes.statistics import of_call
+from multihead.probes.streaming import STREAMED, streamed
+from tests.kernel_names import needs_native
+from tests.oracle import pooled
+
+pytestmark = needs_native
+MASKS = [
+    masks.Full(),
+    masks.Causal() & masks.Lengths((300, 7)),
+    masks.Documents(((100, 200), (0, 290))),
+    masks.Window(30) | masks.Prefix(3),
+    masks.Keep(torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(3)) < 0.3),
+]
+GATHERED: set[Part] = {("at", 0), ("at", -1), ("at", 1), ("first", 1)}
+PARTS: set[Part] = GATHERED | (STREAMED - {"duplicate", "induction"})
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: bool) -> None:
+    q, k = torch.randn(2, 4, 300, 16), torch.randn(2, 2, 300, 16)
+    bias = torch.randn(1, 4, 1, 300).masked_fill(torch.rand(1, 4, 1, 300) < 0.1, -torch.inf) if biased else None
+    special = torch.rand(2, 300) < 0.2
+    request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
+    _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
+    subject = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special))
+    assert given(subject, PARTS | {("on", "special"), "duplicate"}) == PARTS | {("on", "special")}
+    found = asked(subject, PARTS | {("on", "special")})
+    tiled, on_special = streamed(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
+    assert on_special is not None
+    tiled |= {part: at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "at"}
+    tiled |= {("first", 1): on_first(subject, 1), ("on", "special"): on_special[..., 0]}
+    for part, value in tiled.items():
+        # What a row that sees nothing comes to is decided later.
+        left_out = torch.zeros_like(value, dtype=torch.bool)
+        if value.shape == logsumexp.shape:
+            left_out = logsumexp == -torch.inf
+        expected = value.to(found[part].dtype).masked_fill(left_out, 0)
+        got = found[part].masked_fill(left_out, 0)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True, msg=str(part))
+
+
+def test_the_kernel_is_not_asked_for_what_it_would_measure_otherwise() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    context = ProbeContext(first_key=1, map_pool="max")
+    subject = MeasuredCall.of(request_of(q, q, q), torch.zeros(1, 1, 2), context)
+    assert given(subject, {("first", 1), "pooled", ("on", "special"), "received"}) == {"received"}
+
+
+def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
+    q, k = torch.randn(1, 2, 70, 8), torch.randn(1, 1, 130, 8)
+    request = request_of(
+        q, k, k, masks.Causal() & masks.Keep(torch.rand(70, 130) < 0.7, "queries keys"), query_start=50
+    )
+    output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
+    assert output.shape == (1, 2, 70, 8)
+    found = asked(MeasuredCall.of(request, logsumexp, ProbeContext(map_size=16)), {"pooled"})["pooled"]
+    shown = seen(request).expand(1, 2, 70, 130)
+    cells = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~shown, -torch.inf)
+    weights = (cells - logsumexp.double()[..., None]).exp().nan_to_num(0)
+    torch.testing.assert_close(found.double(), pooled(weights, shown, 16), atol=1e-6, rtol=1e-5, equal_nan=True)
+
+
+def test_a_first_key_that_is_told_is_not_the_one_that_the_kernel_took() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    ready = Attended(q, torch.full((1, 1, 2), 2.0).log(), {"first_mass": torch.full((1, 1, 2), 0.5)})
+    found = of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
+    assert found["first_mass"].tolist() == [[[0, 0]]]

@@ -1,0 +1,58 @@
+"""Streaming over the tiles of a map."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multihead import masks
+from multihead.functional import request_of
+from multihead.probes import streaming
+from multihead.probes.context import ProbeContext
+from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.streaming import streamed
+
+
+def subject(mask: masks.Mask) -> MeasuredCall:
+    q = torch.randn(1, 2, 20, 4, dtype=torch.float64)
+    return MeasuredCall.of(
+        request_of(q, q, q, mask=mask), torch.zeros(1, 2, 20, dtype=torch.float64), ProbeContext(map_size=4)
+    )
+
+
+def test_only_the_parts_that_are_needed_are_made() -> None:
+    found, weighed = streamed(subject(masks.Full()), ("largest",))
+    assert list(found) == ["largest"]
+    assert bool((found["largest"] > 1).all())
+    assert weighed is None
+
+
+def test_tiles_that_the_bounds_hide_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of 5 tokens in tiles of 5 queries: each tile takes the keys of one document."""
+    monkeypatch.setattr(streaming, "ROWS", 5)
+    looked_at = []
+    tiles = streaming._tiles
+
+    def noted(stream: streaming._Stream, group: streaming._Group, rows: slice) -> object:
+        for tile in tiles(stream, group, rows):
+            looked_at.extend((rows.start, key) for key in range(*tile.columns))
+            yield tile
+
+    monkeypatch.setattr(streaming, "_tiles", noted)
+    streamed(subject(masks.Documents((5, 5, 5))), ("received",))
+    # And the last five queries, which see nothing, cost nothing.
+    assert looked_at == [(first, key) for first in (0, 5, 10) for key in range(first, first + 5)]
+
+
+def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 8, 9, 4, dtype=torch.float64), torch.randn(2, 4, 9, 4, dtype=torch.float64)
+    request = request_of(q, k, k, mask=masks.Causal())
+    logsumexp = torch.randn(2, 8, 9, dtype=torch.float64)
+    together = MeasuredCall.of(request, logsumexp, ProbeContext(map_size=4))
+    parts = ("surprisal", "largest_key", "received", "pooled")
+    whole, _ = streamed(together, parts)
+    monkeypatch.setattr(streaming, "CELLS", streaming.ROWS * streaming.WIDTH * 6)
+    assert [group.heads for group in streaming._groups(together)] == [slice(0, 6), slice(6, 8)] * 2
+    grouped, _ = streamed(together, parts)
+    for part in parts:
+        torch.testing.assert_close(grouped[part], whole[part], equal_nan=True, atol=1e-12, rtol=0)

@@ -1,0 +1,95 @@
+"""What is taken along: every digit of a weight, hidden cells without one, and tokens no spreadsheet runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+
+from multihead import masks
+from multihead.errors import ArgumentError
+from multihead.viewer import downloads
+from tests.viewer.watching import watch
+
+HOSTILE = [
+    '=HYPERLINK("http://x")',
+    "+1",
+    "-1",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    "  =1",
+    "＝1",
+    'a,"b"',
+    "two\nlines",
+    "\ud800",
+]
+
+
+def read(parts: object) -> list[dict[str, str]]:
+    text = b"".join(parts).decode("utf-8")  # type: ignore[arg-type]
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def test_a_weight_has_all_its_digits_and_a_hidden_one_has_none() -> None:
+    sample = watch(5, mask=masks.Causal()).layers[0].sample()
+    whole = sample.weights(1).numpy()
+    rows = read(downloads.weights_csv(sample, 1, queries=slice(1, 4), keys=slice(0, 5)))
+    assert len(rows) == 15
+    for row in rows:
+        query, key = int(row["query"]), int(row["key"])
+        assert row["weight"] == "" if key > query else np.float32(row["weight"]) == whole[query, key]
+
+
+def test_json_holds_the_same_weights_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "_ROWS_AT_ONCE", 7)
+    sample = watch(5, mask=masks.Causal()).layers[0].sample()
+    names = list("abcde")
+    parts = list(
+        downloads.weights_json(sample, 0, queries=slice(1, 4), keys=slice(0, 3), query_tokens=names, key_tokens=names)
+    )
+    assert len(parts) > 4
+    told = json.loads(b"".join(parts))
+    assert told["query_tokens"] == ["b", "c", "d"]
+    assert told["key_tokens"] == ["a", "b", "c"]
+    assert told["weights"][0][2] is None
+    whole = sample.weights(0).numpy()
+    assert np.float32(told["weights"][2][1]) == whole[3, 1]
+
+
+def test_no_token_becomes_a_formula() -> None:
+    sample = watch(len(HOSTILE)).layers[0].sample()
+    place = slice(0, len(HOSTILE))
+    rows = read(downloads.weights_csv(sample, 0, queries=place, keys=place, query_tokens=HOSTILE, key_tokens=HOSTILE))
+    tokens = [row["key_token"] for row in rows[: len(HOSTILE)]]
+    assert tokens[:8] == [f"'{token}" for token in HOSTILE[:8]]
+    assert tokens[8:] == ['a,"b"', "two\nlines", "?"]
+    assert {row["query_token"] for row in rows} == set(tokens)
+
+
+def test_no_name_in_the_table_becomes_a_formula_and_numbers_stay_numbers() -> None:
+    rows = [{"layer": 0, "name": "=1+1", "entropy": -0.5}, {"layer": 1, "name": "b", "first_mass": float("nan")}]
+    found = read(downloads.table_csv(rows))
+    assert found[0] == {"layer": "0", "name": "'=1+1", "entropy": "-0.5", "first_mass": ""}
+    assert found[1]["first_mass"] == "nan"
+    told = json.loads(b"".join(downloads.table_json(rows)))
+    assert told[0]["name"] == "=1+1"
+    assert told[1]["first_mass"] is None
+
+
+def test_more_weights_than_a_file_should_hold_are_refused() -> None:
+    downloads.refuse_unless_moderate(slice(0, 1024), slice(0, 1024))
+    with pytest.raises(ArgumentError) as refused:
+        downloads.refuse_unless_moderate(slice(0, 1025), slice(10, 1034))
+    assert str(refused.value) == (
+        "1,025 queries x 1,024 keys are 1,049,600 weights. "
+        "Ask for 1,048,576 at most; `seen[layer].weights(...)` gives as many as fit the memory."
+    )
+
+
+def test_a_heading_opens_no_formula() -> None:
+    found = b"".join(downloads.table_csv([{"layer": 0, "=cmd()": 1.0}])).decode()
+    assert found == "layer,'=cmd()\r\n0,1.0\r\n"

@@ -1,0 +1,107 @@
+"""What the page is told: names, lengths, tokens, kinds and every head's numbers, and null where there is none."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from multihead import masks
+from multihead.observation.texts import Text
+from multihead.viewer.payload import Run, column, described, listed, rows_of
+from tests.viewer.watching import watch
+
+
+def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
+    run = Run("a.safetensors", watch(9, lengths=(9, 4), mask=masks.Causal()))
+    assert listed(run) == {
+        "name": "a.safetensors",
+        "title": "ModuleList",
+        "keep": "all",
+        "samples": [{"queries": 9, "keys": 9}, {"queries": 4, "keys": 4}],
+    }
+
+
+def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
+    run = Run("a.safetensors", watch(9, keep="statistics"))
+    assert listed(run)["keep"] == "statistics"
+    layer = described(run, 0)["layers"][0]
+    assert (layer["levels"], layer["maps"]) == (0, False)
+    pooled = Run("b.safetensors", watch(9, keep="statistics", probes=("entropy", "pooled_map")))
+    assert described(pooled, 0)["layers"][0]["maps"] is True
+
+
+def test_a_sample_is_described_head_by_head() -> None:
+    record = watch(70, layers=2, mask=masks.Causal())
+    record.give_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
+    told = described(Run("a", record), 0)
+    json.dumps(told, allow_nan=False)
+    assert told["tokens"][:2] == ["t0", "t1"]
+    assert told["special"][:2] == [True, False]
+    assert told["texts"] == [{"tokens": told["tokens"], "special": told["special"]}]
+    assert told["layers"][1] == {
+        "number": 1,
+        "name": "1",
+        "heads": 2,
+        "maps": True,
+        "queries": 70,
+        "keys": 70,
+        "queryStart": 0,
+        "crosses": False,
+        "pattern": "causal",
+        "levels": 2,
+        "queryText": 0,
+        "keyText": 0,
+    }
+    assert len(told["kinds"]) == 4
+    ids = [each["id"] for each in told["columns"]]
+    assert {"entropy", "keys", "distance", "self", "previous", "first", "largest"} <= set(ids)
+    assert sorted(ids) == sorted(told["metrics"])
+    assert all(len(values) == 4 for values in told["metrics"].values())
+    means = record.layers[1].sample().means
+    assert told["metrics"]["entropy"][3] == pytest.approx(float(means["entropy"][1]))
+    assert {each["id"]: each["unit"] for each in told["columns"]}["distance"] == "tokens"
+    assert set(told["thresholds"]) >= {"mass", "local", "broad", "reach"}
+
+
+def test_a_layer_that_reads_another_text_says_so() -> None:
+    record = watch(6, memory=11)
+    told = described(Run("a", record), 0)
+    layer = told["layers"][0]
+    assert layer["crosses"]
+    assert (layer["queries"], layer["keys"]) == (6, 11)
+
+
+def test_a_number_that_is_none_is_null() -> None:
+    record = watch(5, layers=2)
+    record.layers[1].samples[0]._per_query.pop("entropy")
+    told = described(Run("a", record), 0)["metrics"]["entropy"]
+    assert told[2:] == [None, None]
+    assert all(math.isfinite(value) for value in told[:2])
+
+
+def test_units_follow_the_statistics_name() -> None:
+    assert column("largest_weight") == ("largest", "share")
+    assert column("induction_mass") == ("induction", "share")
+    assert column("effective_keys") == ("keys", "keys")
+    assert column("something_new") == ("something_new", "number")
+
+
+def test_the_table_has_a_row_a_head_with_its_kind() -> None:
+    rows = rows_of(Run("a", watch(30, layers=2, mask=masks.Causal())), 0)
+    assert [(row["layer"], row["head"], row["name"]) for row in rows] == [
+        (0, 0, "0"),
+        (0, 1, "0"),
+        (1, 0, "1"),
+        (1, 1, "1"),
+    ]
+    assert all(isinstance(row["kind"], str) and isinstance(row["entropy"], float) for row in rows)
+
+
+def test_names_that_a_page_shows_cannot_turn_it() -> None:
+    record = watch(9)
+    record.title, record.layers[0].name = "\u202etitle", "\x1b\u2066layer"
+    run = Run("\u202efile", record)
+    assert (listed(run)["name"], listed(run)["title"]) == ("\\u202efile", "\\u202etitle")
+    assert described(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"

@@ -1,0 +1,178 @@
+"""The page's words: equally whole in both languages, and every fact read off the record."""
+
+from __future__ import annotations
+
+import re
+from string import Formatter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead.observation.findings import read_layers
+from multihead.viewer import report_data
+from multihead.viewer.page_budget import Store
+from multihead.viewer.report import SCRIPTS
+from multihead.viewer.tokens import reading
+from tests.dense_record import DenseRecord, random_weights, record_of
+
+WORDS = report_data.all_words()
+SPECIAL = [True, *[False] * 28, True]
+TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
+
+
+def facts_of(record: Any, **given: Any) -> dict[str, str]:
+    texts = {"main": reading(TOKENS), **given}
+    return dict(report_data.facts(record, read_layers(record), texts, sample=0, words=WORDS["en"]))
+
+
+def masked(seen: Tensor) -> DenseRecord:
+    return record_of(random_weights(2, 30, 30, seen=seen), seen=seen)
+
+
+def test_both_languages_have_the_same_words_with_the_same_holes() -> None:
+    def holes(sentence: str) -> set[str | None]:
+        return {name for _, name, _, _ in Formatter().parse(sentence) if name}
+
+    assert WORDS["en"].keys() == WORDS["zh"].keys()
+    for name, sentence in WORDS["en"].items():
+        assert holes(WORDS["zh"][name]) == holes(sentence), name
+
+
+def test_every_word_that_the_script_says_exists() -> None:
+    from multihead.viewer.report import _script
+
+    said = re.findall(r"say\('([^']+)'[,)]", _script())
+    assert len(said) > 40
+    assert not [name for name in said if name not in WORDS["en"]]
+    assert len(SCRIPTS) == len(set(SCRIPTS))
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (torch.ones(30, 30, dtype=torch.bool), "full, both ways"),
+        (torch.ones(30, 30, dtype=torch.bool).tril(), "causal"),
+        (torch.ones(30, 30, dtype=torch.bool).tril().triu(-4), "causal, 4 tokens back"),
+        (torch.ones(30, 30, dtype=torch.bool).tril(2).triu(-4), "window, 4 back and 2 ahead"),
+        (torch.rand(30, 30) > 0.5, "masked"),
+    ],
+    ids=["full", "causal", "causal window", "window", "other"],
+)
+def test_the_attention_is_read_off_the_mask(seen: Tensor, expected: str) -> None:
+    assert facts_of(masked(seen))["Attention"] == expected
+
+
+def test_layers_with_different_masks_are_counted() -> None:
+    full = masked(torch.ones(30, 30, dtype=torch.bool))
+    causal = masked(torch.ones(30, 30, dtype=torch.bool).tril())
+    record = DenseRecord([*causal.layers, *full.layers, *causal.layers])
+    assert facts_of(record)["Attention"] == "causal in 2 layers; full, both ways in 1 layer"
+
+
+def test_layers_with_different_heads_are_counted_apart() -> None:
+    found = facts_of(record_of(random_weights(2, 30, 30), random_weights(5, 30, 30)))
+    assert (found["Layers"], found["Heads"]) == ("2", "7")
+    assert facts_of(record_of(random_weights(2, 30, 30)))["Layers × heads"] == "1 × 2"
+
+
+def test_cross_attention_is_called_so() -> None:
+    found = facts_of(record_of(random_weights(2, 30, 50)), keys=reading(["x"] * 50))
+    assert found["Attention"] == "cross-attention"
+    assert found["Key tokens"] == "50"
+
+
+def test_the_texts_of_a_layer_are_told_by_their_lengths() -> None:
+    texts = {"main": reading(["q"] * 4), "keys": reading(["k"] * 9)}
+    record = DenseRecord(
+        [
+            *record_of(random_weights(1, 9, 9)).layers,
+            *record_of(random_weights(1, 4, 4)).layers,
+            *record_of(random_weights(1, 4, 9)).layers,
+            *record_of(random_weights(1, 2, 4), query_start=2).layers,
+            *record_of(random_weights(1, 3, 5)).layers,
+        ]
+    )
+    data = report_data.page_data(
+        record, read_layers(record), texts, sample=0, special=None, tokens=["q"] * 4, words=WORDS["en"]
+    )
+    named = [
+        (one["queryTokens"]["text"], one["keyTokens"]["text"], one["queryTokens"]["from"]) for one in data["layers"]
+    ]
+    assert named == [
+        ("keys", "keys", 0),
+        ("main", "main", 0),
+        ("main", "keys", 0),
+        ("main", "main", 2),
+        ("none", "none", 0),
+    ]
+
+
+def test_a_statistic_that_a_layer_lacks_is_no_number() -> None:
+    record: Any = record_of(random_weights(1, 30, 30), random_weights(1, 30, 30))
+    del record.layers[1].sample().statistics["self_mass"]
+    read = read_layers(record)
+    data = report_data.page_data(
+        record, read, {"main": reading(TOKENS)}, sample=0, special=None, tokens=TOKENS, words=WORDS["en"]
+    )
+    assert data["metrics"]["self"][1] is None
+    assert "separator" not in data["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("special", "tokens", "expected"),
+    [
+        (SPECIAL, TOKENS, "[SEP]"),
+        (None, TOKENS, "special"),
+        ([True, True, True], ["<s>", "</s>", "<pad>"], "special"),
+    ],
+)
+def test_the_separator_is_called_by_its_name_where_it_has_one(
+    special: list[bool] | None, tokens: list[str], expected: str
+) -> None:
+    record: Any = record_of(random_weights(1, len(tokens), len(tokens)))
+    texts = {"main": reading(tokens)}
+    data = report_data.page_data(
+        record, read_layers(record), texts, sample=0, special=special, tokens=tokens, words=WORDS["en"]
+    )
+    assert data["separator"] == expected
+
+
+def test_what_each_token_receives_is_the_mean_over_heads_and_queries() -> None:
+    one, two = random_weights(2, 30, 30), random_weights(1, 30, 30)
+    record: Any = record_of(one, two)
+    data = report_data.page_data(
+        record, read_layers(record), {"main": reading(TOKENS)}, sample=0, special=None, tokens=TOKENS, words=WORDS["en"]
+    )
+    expected = torch.cat((one, two)).double().mean((0, 1))
+    torch.testing.assert_close(torch.tensor(data["received"], dtype=torch.float64), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.00001526, "0.0016"), (0.000244, "0.025"), (0.5, "50"), (0.0, "0")])
+def test_the_rounding_that_is_printed_is_a_bound(value: float, text: str) -> None:
+    assert report_data.rounding(Store(rounding=value)) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(20_000_000, "20 MB"), (1_250_000, "1.2 MB"), (80_000, "80 kB")])
+def test_sizes_are_short(value: int, text: str) -> None:
+    assert report_data.size(value, WORDS["en"]) == text
+
+
+@pytest.mark.parametrize(
+    ("store", "part"),
+    [
+        (
+            Store(mode="whole", bits=12, rounding=0.000244),
+            "in 12 bits on a square-root scale: a value shown is within ±0.025 ",
+        ),
+        (Store(mode="largest", number=9, reason="room"), "each query’s 9 largest weights"),
+        (Store(mode="largest", number=1, reason="room"), "each query’s largest weight, within ±0 percentage points"),
+        (Store(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),
+        (Store(mode="pooled", reason="statistics"), "q and k were not kept, so this page holds pooled maps"),
+        (Store(reason="statistics"), "q and k were not kept, so there is no map."),
+        (Store(reason="room"), "All maps are left out to stay under 20 MB."),
+    ],
+)
+def test_the_foot_says_what_the_page_holds(store: Store, part: str) -> None:
+    assert part in report_data.foot(store, max_bytes=20_000_000, version="1", words=WORDS["en"])

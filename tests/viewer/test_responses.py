@@ -1,0 +1,73 @@
+"""What the viewer answers with: files of the page by their list alone, numbers with their shape, sentences."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from importlib import resources
+
+import numpy as np
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from multihead.errors import ArgumentError
+from multihead.viewer import responses
+from multihead.viewer.query_params import AbsentError, LaterError
+
+REQUEST = Request({"type": "http"})
+
+
+def test_every_file_of_the_page_is_served_with_its_type() -> None:
+    folder = resources.files("multihead.viewer") / "static" / "view"
+    names = [each.name for each in folder.iterdir() if each.is_file()]
+    assert "index.html" in names
+    for name in names:
+        answer = responses.page_file(name)
+        assert answer.body == (folder / name).read_bytes()
+        assert answer.headers["content-type"] == responses.TYPES[name[name.rindex(".") :]]
+
+
+@pytest.mark.parametrize("name", ["../page.js", "..", "", "/etc/passwd", "none.js", "..%2fpage.js", "index.html\0"])
+def test_no_other_file_is_served(name: str) -> None:
+    with pytest.raises(AbsentError) as refused:
+        responses.page_file(name)
+    assert str(refused.value) == "The page has no such file. Open the address that `multihead view` printed."
+
+
+def test_numbers_are_float32_with_their_shape() -> None:
+    answer = responses.floats(np.array([[1.5, np.nan, 2.0]]))
+    assert answer.headers["x-shape"] == "1,3"
+    np.testing.assert_array_equal(np.frombuffer(answer.body, "<f4"), np.float32([1.5, np.nan, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ArgumentError("It is 3.", "Give 2."), 400),
+        (AbsentError("It is 3.", "Give 2."), 404),
+        (LaterError("It is 3.", "Give 2."), 503),
+    ],
+)
+def test_an_error_is_its_sentence(error: Exception, status: int) -> None:
+    answer = asyncio.run(responses.in_words(REQUEST, error))
+    assert answer.status_code == status
+    assert json.loads(answer.body) == {"error": "It is 3. Give 2."}
+    assert (answer.headers.get("retry-after") == "1") == (status == 503)
+
+
+def test_a_failure_of_the_viewer_says_so_and_has_the_headers() -> None:
+    answer = asyncio.run(responses.failed(REQUEST, ValueError("secret")))
+    assert answer.status_code == 500
+    assert json.loads(answer.body) == {
+        "error": "The viewer failed at this; its terminal says how. Please report it.",
+    }
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_an_address_that_no_route_takes_is_answered_in_words() -> None:
+    answer = asyncio.run(responses.no_such_address(REQUEST, HTTPException(404)))
+    assert json.loads(answer.body) == {
+        "error": "The viewer has nothing at this address. Open the address that `multihead view` printed.",
+    }
+    assert asyncio.run(responses.no_such_address(REQUEST, HTTPException(405))).status_code == 405

@@ -1,0 +1,90 @@
+"""Who may ask the viewer: the right host, the right token, and only to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from multihead.viewer import security
+from multihead.viewer.payload import Run
+from tests.viewer.serving import TOKEN, Served, serving
+from tests.viewer.watching import watch
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(Run("a.safetensors", watch(5))) as found:
+        yield found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "[::1]"])
+def test_the_names_of_this_machine_are_answered(served: Served, host: str) -> None:
+    assert served.get("api/view", headers={"Host": f"{host}:{served.port}"}).status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example:{port}", ""])
+def test_any_other_name_is_refused(served: Served, host: str) -> None:
+    host = host.format(port=served.port)
+    answer = served.get("api/view", headers={"Host": host})
+    assert answer.status == 403
+    names = ", ".join(sorted(security.hosts_of(served.port)))
+    assert answer.error == (
+        f"The request is for {host!r}, and this viewer answers only as {names}. "
+        "Open the address that `multihead view` printed."
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/x/api/view",
+        f"/{TOKEN[:-1]}/api/view",
+        f"/{TOKEN}x/",
+        "/api/view",
+        f"//{TOKEN}x",
+        f"/x/../{TOKEN}/api/view",
+    ],
+)
+def test_without_the_token_nothing_is_told(served: Served, path: str) -> None:
+    answer = served.ask(path)
+    assert answer.status == 403
+    assert answer.error == (
+        "The address does not carry the token of this viewer, or that of an earlier one. "
+        "Open the address that `multihead view` printed."
+    )
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_can_be_changed(served: Served, method: str) -> None:
+    answer = served.get("api/view", method=method)
+    assert answer.status == 405
+    assert answer.headers["allow"] == "GET, HEAD"
+    assert answer.error == f"The method is {method}, and the viewer only shows: nothing can be changed. Use GET."
+
+
+def test_head_gives_the_headers_alone(served: Served) -> None:
+    answer = served.get("api/view", method="HEAD")
+    assert (answer.status, answer.body) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/{TOKEN}/",
+        f"/{TOKEN}/api/view",
+        f"/{TOKEN}/nowhere",
+        "/wrong",
+        f"/{TOKEN}/api/runs/0/samples/0/heads/0/0/row?query=0",
+    ],
+)
+def test_every_answer_has_the_headers(served: Served, path: str) -> None:
+    answer = served.ask(path)
+    for name, value in security.HEADERS.items():
+        assert answer.headers[name.lower()] == value
+    assert answer.headers["content-security-policy"] == (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    assert "server" not in answer.headers or "uvicorn" in answer.headers["server"]

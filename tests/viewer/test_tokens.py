@@ -1,0 +1,74 @@
+"""Tokens are set in the spelling of the text they came from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from multihead.errors import ShapeError
+from multihead.viewer.tokens import PART, SPECIAL, UNKNOWN, reading
+
+
+def joined(page: dict[str, list[str]]) -> str:
+    return "".join(gap + shown for gap, shown in zip(page["gaps"], page["shown"], strict=True)) + str(page["tail"])
+
+
+def test_the_text_keeps_its_spelling_and_its_line_breaks() -> None:
+    text = "One  Two,\nthree.\n"
+    offsets = [(0, 0), (0, 3), (5, 8), (8, 9), (10, 15), (15, 16), (0, 0)]
+    page = reading(["[CLS]", "one", "two", ",", "three", ".", "[SEP]"], text=text, offsets=offsets)
+    assert joined(page) == "[CLS] One  Two,\nthree. [SEP]\n"
+
+
+def test_offsets_are_counted_in_characters_not_in_utf_16() -> None:
+    text = "🎉🎉 中文"
+    page = reading(["🎉", "🎉", "中", "文"], text=text, offsets=[(0, 1), (1, 2), (3, 4), (4, 5)])
+    assert page["shown"] == ["🎉", "🎉", "中", "文"]
+    assert joined(page) == text
+
+
+def test_tokens_that_share_a_character_show_it_once() -> None:
+    page = reading(["�", "�", "👩"], text="👩", offsets=[(0, 1), (0, 1), (0, 1)])
+    assert page["shown"] == ["👩", "", ""]
+    assert page["flags"] == [0, PART, PART]
+
+
+def test_word_pieces_without_spaces_get_one_between() -> None:
+    assert joined(reading(["every", "head"])).strip() == "every head"
+
+
+def test_tokens_with_their_own_spaces_are_joined_as_they_are() -> None:
+    assert joined(reading(["Every", " head", "!"])) == "Every head!"
+
+
+def test_the_space_before_a_word_is_no_part_of_what_is_painted() -> None:
+    page = reading([" head", "  ", "s"])
+    assert (page["gaps"], page["shown"]) == ([" ", "", ""], ["head", "  ", "s"])
+
+
+def test_a_token_cannot_turn_the_direction_of_the_page() -> None:
+    page = reading(["\u202eabc", "\u2066"])
+    assert page["shown"] == ["�abc", "�"]
+    assert page["labels"] == ["�abc", "�"]
+
+
+def test_marks_and_unknown_tokens_are_flagged() -> None:
+    page = reading(["<s>", "x"], special=[True, False], unknown=[False, True])
+    assert page["flags"] == [SPECIAL, UNKNOWN]
+
+
+def test_a_token_of_spaces_has_a_label_that_can_be_seen() -> None:
+    assert reading([" word ", "\n\n", " ", "\t", ""])["labels"] == ["word", "↵↵", "␣", "⇥", "∅"]
+
+
+@pytest.mark.parametrize("name", ["special", "unknown", "offsets"])
+def test_what_is_not_one_a_token_is_refused(name: str) -> None:
+    sentence = f"{name} has 1 entries, and there are 2 tokens. Give {name} one entry a token."
+    with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):
+        reading(["a", "b"], **{name: [(0, 1)] if name == "offsets" else [True]})
+
+
+def test_what_stands_between_tokens_cannot_turn_the_direction_of_the_page() -> None:
+    page = reading(["a", "b"], text="\u200fa\u202e b\u2067", offsets=[(1, 2), (4, 5)])
+    assert (page["gaps"], page["shown"], page["tail"]) == (["�", "� "], ["a", "b"], "�")
