@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 RATIO = 1.02  # between the ends of a bin: a percentile is at most 1 % off
 LEAST, MOST = 1e-9, 1e9  # what is smaller counts as 0, what is larger as the largest
-CELLS = 32_000  # numbers that are summed up at once: they stay in a core's cache, and torch leaves them to one thread
 BINS = 2 + math.ceil(math.log(MOST / LEAST) / math.log(RATIO))
 
 
@@ -49,8 +48,7 @@ class Sketch:
 
     def add(self, values: Tensor, rows: Tensor) -> None:
         """Add some queries: values (heads, queries), and which of them count (heads, queries) bool."""
-        total, count, bins = _sums(values.T[:, None], rows.T[:, None])
-        self.include(total[0], count[0], bins[0])
+        self.include(*_sums(values[None], rows[None]))
 
     def include(self, total: Tensor, count: Tensor, bins: Tensor) -> None:
         """Add what was summed up of some queries."""
@@ -104,7 +102,7 @@ class Summed:
         names = [name for name, value in measured.items() if value.is_floating_point()]
         if not names:
             return
-        # One entry a real query: its sample, its place in it, and where it stands among the sample's keys.
+        # One entry per real query: its row of the batch, its place there, its position among the sample's keys.
         lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
         sample = torch.arange(len(found)).repeat_interleave(lengths)
         place = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
@@ -112,18 +110,19 @@ class Summed:
         position = place + torch.tensor([position_of(request, span) for span in found])[sample]
         keys = torch.tensor([span.keys[1] - span.keys[0] for span in found])[sample]
         batch = torch.tensor([span.sample for span in found])[sample]
-        sees = logsumexp.cpu()[batch, :, row] != -torch.inf  # (queries, heads)
-        having = {"previous_mass": position >= 1, "next_mass": position + 1 < keys}
-        step = max(CELLS // max(sees.numel(), 1), 1)
-        for group in (names[first : first + step] for first in range(0, len(names), step)):
-            values = torch.stack([measured[name].cpu()[batch, :, row] for name in group], 1)  # (queries, names, heads)
-            rows = torch.stack([sees & having[name][:, None] if name in having else sees for name in group], 1)
-            for name, *sums in zip(group, *_sums(values, rows), strict=True):
-                sketch = self.statistics.get(name)
-                if sketch is None:
-                    self.statistics[name] = Sketch(*sums)
-                else:
-                    sketch.include(*sums)
+        real = torch.zeros(3, request.shape.batch, 1, request.shape.query_length, dtype=torch.bool)
+        real[:, batch, 0, row] = torch.stack(
+            [torch.ones_like(row, dtype=torch.bool), position >= 1, position + 1 < keys]
+        )
+        every, previous, following = real & (logsumexp.cpu() != -torch.inf)  # (batch, heads, queries) each
+        having = {"previous_mass": previous, "next_mass": following}
+        for name in names:
+            sums = _sums(measured[name].cpu(), having.get(name, every))
+            sketch = self.statistics.get(name)
+            if sketch is None:
+                self.statistics[name] = Sketch(*sums)
+            else:
+                sketch.include(*sums)
 
     def summary(self, of: Of) -> dict[str, Tensor]:
         """Sum up each statistic: (heads,) float64 each; "mean" is exact, "median" and "p95" within 1 %."""
@@ -134,17 +133,17 @@ class Summed:
 
 
 def _sums(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum up several statistics at once: values (queries, names, heads), and which of them count, bool.
+    """Sum up one statistic: values (batch, heads, queries), and which of them count, bool.
 
-    Returns: their sums (names, heads) float64, how many there are (names, heads) float64, and how many lie in each
-        bin (names, heads, bins) int64.
+    Returns: the sum and how many count, (heads,) float64 each, and how many lie in each bin, (heads, bins) int64.
     """
-    _, names, heads = values.shape
+    heads = values.shape[1]
     values = values.masked_fill(~rows, 0)
     # log_RATIO(value / LEAST); bins are far wider than what float32 rounds of a logarithm: one in 10,000 of a bin.
     place = values.log2().mul_(1 / math.log2(RATIO)).sub_(math.log2(LEAST) / math.log2(RATIO)).ceil_()
     place = place.clamp_(0, BINS - 1).nan_to_num_(nan=0).int()
-    place.add_(torch.arange(names * heads, dtype=torch.int32).view(names, heads) * BINS)
-    place.masked_fill_(~rows, names * heads * BINS)  # what does not count goes into a bin after all others
-    bins = place.flatten().bincount(minlength=names * heads * BINS + 1)[:-1]
-    return values.sum(0, dtype=torch.float64), rows.sum(0).double(), bins.view(names, heads, BINS)
+    place.add_(torch.arange(0, heads * BINS, BINS, dtype=torch.int32)[:, None])
+    bins = place.flatten().bincount(minlength=heads * BINS).view(heads, BINS)
+    count = rows.sum((0, 2))
+    bins[:, 0] -= values.shape[0] * values.shape[2] - count  # what does not count is a 0 there
+    return values.sum((0, 2), dtype=torch.float64), count.double(), bins
