@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -106,6 +107,54 @@ class TestTheFace:
             and ">>> " not in (value.__doc__ or "")
         ]
         assert without == []
+
+
+def test_the_stub_of_the_package_has_the_names_of_the_package() -> None:
+    stub = ast.parse((SRC / "__init__.pyi").read_text(encoding="utf-8"))
+    named = {
+        alias.name: f"{node.module}.{alias.name}" if node.module == "multihead" else node.module
+        for node in ast.walk(stub)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    package = importlib.import_module("multihead")
+    assert sorted(named) == package.__all__
+    assert {each: module for each, module in named.items() if each in package._MODULES} == package._MODULES
+
+
+def in_a_new_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+class TestNothingIsImportedUntilItIsUsed:
+    def test_the_package_imports_no_torch(self) -> None:
+        assert in_a_new_process("import sys, multihead; print('torch' in sys.modules)") == "False"
+
+    @pytest.mark.parametrize("option", ["--version", "--help"])
+    def test_the_command_line_imports_no_torch(self, option: str) -> None:
+        code = f"import sys; from multihead.cli import main\ntry: main([{option!r}])\nexcept SystemExit: pass\n"
+        assert in_a_new_process(code + "print('torch' in sys.modules)").endswith("False")
+
+    def test_dir_shows_the_public_names(self) -> None:
+        code = "import multihead as mh; mh.attention; print(set(dir(mh)) == {*mh.__all__, '__version__'})"
+        assert in_a_new_process(code) == "True"
+
+    def test_a_name_that_is_not_there_is_an_attribute_error(self) -> None:
+        with pytest.raises(AttributeError, match=r"^module 'multihead' has no attribute 'atention'$"):
+            importlib.import_module("multihead").atention  # noqa: B018
+
+    def test_a_layer_is_pickled_and_found_again(self) -> None:
+        code = "import pickle, multihead as mh; print(type(pickle.loads(pickle.dumps(mh.MultiHeadAttention(8, 2)))))"
+        assert in_a_new_process(code) == "<class 'multihead.layer.attention.MultiHeadAttention'>"
+
+    def test_a_compiled_function_may_be_the_first_to_use_it(self) -> None:
+        code = """
+import torch, multihead as mh
+q = torch.randn(1, 2, 4, 8)
+call = torch.compile(lambda q: mh.attention(q, q, q, mask=mh.masks.Causal()), backend="eager", fullgraph=True)
+print(torch.allclose(call(q), mh.attention(q, q, q, mask=mh.masks.Causal()), atol=1e-6))
+"""
+        assert in_a_new_process(code) == "True"
 
 
 def requirements() -> list[Requirement]:

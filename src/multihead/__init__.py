@@ -1,17 +1,33 @@
-"""Multi-head attention for PyTorch that is fast on any mask and can be seen through, head by head."""
+"""Multi-head attention for PyTorch that is fast on any mask, and whose every head can be inspected.
 
-from multihead import compat, masks, probes, scores
-from multihead.cache import KeyValueCache
-from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
-from multihead.heads import merge_heads, split_heads
-from multihead.kernels.slow_paths import strict
-from multihead.layer import MultiHeadAttention
-from multihead.observation.finding import above, below
-from multihead.observation.observe import observe
-from multihead.observation.record import Record
-from multihead.packing import pack, unpack
-from multihead.qk_norm import QKNorm
-from multihead.rotary import Rotary
+Nothing is imported until it is used, so that `import multihead` takes a few milliseconds (PEP 562); `__init__.pyi` has
+the same names for type checkers and editors.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {  # name -> the module that defines it
+    "KeyValueCache": "multihead.cache",
+    "MultiHeadAttention": "multihead.layer",
+    "QKNorm": "multihead.qk_norm",
+    "Record": "multihead.observation.record",
+    "Rotary": "multihead.rotary",
+    "above": "multihead.observation.finding",
+    "attention": "multihead.functional",
+    "attention_with_logsumexp": "multihead.functional",
+    "below": "multihead.observation.finding",
+    "explain": "multihead.functional",
+    "merge_heads": "multihead.heads",
+    "observe": "multihead.observation.observe",
+    "pack": "multihead.packing",
+    "split_heads": "multihead.heads",
+    "statistics": "multihead.functional",
+    "strict": "multihead.kernels.slow_paths",
+    "unpack": "multihead.packing",
+    "weights": "multihead.functional",
+}
+_PACKAGES = ("compat", "errors", "export", "masks", "probes", "scores")
 
 __all__ = [
     "KeyValueCache",
@@ -24,7 +40,9 @@ __all__ = [
     "attention_with_logsumexp",
     "below",
     "compat",
+    "errors",
     "explain",
+    "export",
     "masks",
     "merge_heads",
     "observe",
@@ -38,3 +56,17 @@ __all__ = [
     "weights",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"multihead.{name}")
+    if name in _MODULES:
+        found = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = found  # the next access is an ordinary one
+        return found
+    raise AttributeError(f"module 'multihead' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,40 @@
+from multihead import compat, errors, export, masks, probes, scores
+from multihead.cache import KeyValueCache
+from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
+from multihead.heads import merge_heads, split_heads
+from multihead.kernels.slow_paths import strict
+from multihead.layer import MultiHeadAttention
+from multihead.observation.finding import above, below
+from multihead.observation.observe import observe
+from multihead.observation.record import Record
+from multihead.packing import pack, unpack
+from multihead.qk_norm import QKNorm
+from multihead.rotary import Rotary
+
+__all__ = [
+    "KeyValueCache",
+    "MultiHeadAttention",
+    "QKNorm",
+    "Record",
+    "Rotary",
+    "above",
+    "attention",
+    "attention_with_logsumexp",
+    "below",
+    "compat",
+    "errors",
+    "explain",
+    "export",
+    "masks",
+    "merge_heads",
+    "observe",
+    "pack",
+    "probes",
+    "scores",
+    "split_heads",
+    "statistics",
+    "strict",
+    "unpack",
+    "weights",
+]
+__version__: str
