@@ -89,7 +89,7 @@ def copied(folder: Path) -> Path:
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     built = library.path()
     if built is not None:
-        shutil.copy(built, package / "kernels" / built.name)
+        shutil.copy(built, package / "kernels" / "native" / built.name)
     return package
 
 

@@ -20,8 +20,8 @@ LENGTH = 9
 
 
 @dataclass(frozen=True)
-class Strided(masks.Mask):
-    """As in the documentation: `visible` and nothing else."""
+class StridedMask(masks.Mask):
+    """`visible` and nothing else. Not the name of an example in the docs: those are defined in the same process."""
 
     n: int
 
@@ -30,7 +30,7 @@ class Strided(masks.Mask):
 
 
 @dataclass(frozen=True)
-class Blocks(masks.Mask):
+class BlockMask(masks.Mask):
     """Keys of the query's own block; its rows are intervals that depend on absolute positions."""
 
     size: int
@@ -71,7 +71,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
 def test_visible_alone_is_enough_for_outputs_and_gradients_of_every_kernel(kernel: str) -> None:
     q, k, v = (torch.randn(2, 2, LENGTH, 16, dtype=exactest(kernel), requires_grad=True) for _ in range(3))
     kept = strided() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    output = mh.attention(q, k, v, mask=Strided(3) & masks.Causal(), kernel=kernel)
+    output = mh.attention(q, k, v, mask=StridedMask(3) & masks.Causal(), kernel=kernel)
     expected = dense_attention(q, k, v, kept)
     grads = torch.autograd.grad(output.square().sum(), (q, k, v))
     expected_grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
@@ -81,18 +81,20 @@ def test_visible_alone_is_enough_for_outputs_and_gradients_of_every_kernel(kerne
 
 
 def test_an_interval_makes_hidden_keys_skipped() -> None:
-    bounds = key_bounds(Blocks(3), queries=4, keys=8, query_start=2)
+    bounds = key_bounds(BlockMask(3), queries=4, keys=8, query_start=2)
     assert (bounds.start.tolist(), bounds.stop.tolist()) == ([[0, 3, 3, 3]], [[3, 6, 6, 6]])
     assert bounds.remainder is None
     q, k, v = torch.randn(3, 1, 2, LENGTH, 16).unbind()
     kept = torch.tensor([[i // 3 == j // 3 for j in range(LENGTH)] for i in range(LENGTH)])
     torch.testing.assert_close(
-        mh.attention(q, k, v, mask=Blocks(3)).double(), dense_attention(q, k, v, kept), atol=1e-5, rtol=0
+        mh.attention(q, k, v, mask=BlockMask(3)).double(), dense_attention(q, k, v, kept), atol=1e-5, rtol=0
     )
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("mask", [Strided(3), Blocks(4) | masks.Causal(), Anchors(torch.tensor([1, 0, 2]))], ids=repr)
+@pytest.mark.parametrize(
+    "mask", [StridedMask(3), BlockMask(4) | masks.Causal(), Anchors(torch.tensor([1, 0, 2]))], ids=repr
+)
 def test_padding_on_either_side_changes_nothing_for_the_tokens(mask: masks.Mask, side: str) -> None:
     layer, lengths = mh.MultiHeadAttention(16, 2), (5, LENGTH, 2)
     x = torch.randn(3, LENGTH, 16)
@@ -107,14 +109,14 @@ def test_packed_rows_mean_each_sample_alone() -> None:
     layer, lengths = mh.MultiHeadAttention(16, 2), (5, LENGTH, 2)
     x = torch.randn(3, LENGTH, 16)
     tokens, packing = mh.pack(x, lengths)
-    output = packing.unpack(layer(tokens, mask=Blocks(4), packing=packing))
+    output = packing.unpack(layer(tokens, mask=BlockMask(4), packing=packing))
     for sample, length in enumerate(lengths):
-        alone = layer(x[sample : sample + 1, :length], mask=Blocks(4))
+        alone = layer(x[sample : sample + 1, :length], mask=BlockMask(4))
         torch.testing.assert_close(output[sample : sample + 1, :length], alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("mask", [Strided(3), Blocks(4)], ids=repr)
+@pytest.mark.parametrize("mask", [StridedMask(3), BlockMask(4)], ids=repr)
 def test_a_cache_decodes_what_one_pass_computes(mask: masks.Mask, window: int | None) -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
     mask = mask & masks.Causal() & (masks.Full() if window is None else masks.Window(window))
@@ -126,12 +128,12 @@ def test_a_cache_decodes_what_one_pass_computes(mask: masks.Mask, window: int | 
 
 def test_a_compiled_layer_runs_it_in_one_graph() -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
-    mask = Strided(3) & masks.Causal()
+    mask = StridedMask(3) & masks.Causal()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, mask=mask), layer(x, mask=mask), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [Strided(3), Anchors(torch.tensor([1, 0]))], ids=repr)
+@pytest.mark.parametrize("mask", [StridedMask(3), Anchors(torch.tensor([1, 0]))], ids=repr)
 def test_it_is_observed_saved_and_loaded(mask: masks.Mask, tmp_path: Path) -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
     with mh.observe(layer) as seen:

@@ -16,6 +16,7 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
@@ -94,7 +95,7 @@ class Mask:
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         known = _REGISTERED.get(cls.__name__)
-        if known is not None and known.__module__.startswith("multihead.") and known.__module__ != cls.__module__:
+        if known is not None and known.__module__ != cls.__module__ and _is_of_this_package(known):
             raise MaskError(
                 f"There is a mask named {cls.__name__} in multihead.masks.",
                 "Give the class another name: a saved record finds a mask by the name of its class.",
@@ -487,6 +488,12 @@ class UnknownMask(Mask):
             f"The record uses the mask {self.name}, which is not defined here.",
             f"Import the module that defines the class {self.name} before the record is loaded.",
         )
+
+
+def _is_of_this_package(kind: type[Mask]) -> bool:
+    """Whether a class is one that a module of this package defines; an example in a docstring is not."""
+    inside = kind.__module__.startswith("multihead.")
+    return inside and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
 
 
 def registered(name: str) -> type[Mask] | None:
