@@ -113,13 +113,14 @@ def _longest(counts: object, *, summed: bool) -> int:
 
 def dropped(counts: object, count: int | Tensor) -> Tensor:
     """Subtract the keys dropped at the beginning, one number or (batch,), from counts (), (batch,) or (batch, n)."""
-    held = as_tensor(counts, _device(counts, count))
+    held = as_tensor(counts, device_of(counts, count))
     if isinstance(count, Tensor):
         count = count[:, None] if held.dim() == 2 else count
     return (held - count).clamp(min=0)
 
 
-def _device(counts: object, count: int | Tensor) -> torch.device | str:
+def device_of(counts: object, count: int | Tensor) -> torch.device | str:
+    """Return the device on which counts and a number of dropped keys are subtracted."""
     given = count if isinstance(count, Tensor) else counts
     return given.device if isinstance(given, Tensor) else "cpu"
 

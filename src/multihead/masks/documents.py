@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from multihead.masks.base import Mask, Shifted
-from multihead.masks.counts import Ints, as_tensor, check_longest, check_rows, checked_counts, shape_of, shown
+from multihead.masks.counts import (
+    Ints,
+    as_tensor,
+    check_longest,
+    check_rows,
+    checked_counts,
+    device_of,
+    shape_of,
+    shown,
+)
 from multihead.masks.full import Full
 from multihead.masks.place import CallSize, Span
 
@@ -59,9 +68,8 @@ class Documents(Mask):
         ends = ends[None] if ends.dim() == 1 else ends
         rows = max(ends.shape[0], queries.shape[0])
         position = queries.expand(rows, -1).contiguous()
-        edges = (
-            torch.nn.functional.pad(ends, (1, 0)).expand(rows, -1).contiguous()
-        )  # document d: [edges[d], edges[d+1])
+        # Document d has the keys from edges[d] up to edges[d + 1].
+        edges = torch.nn.functional.pad(ends, (1, 0)).expand(rows, -1).contiguous()
         index = torch.searchsorted(edges, position, right=True)
         outside = (index == 0) | (index == edges.shape[1])
         inside = index.masked_fill(outside, 1 if edges.shape[1] > 1 else 0)
@@ -78,7 +86,7 @@ class Documents(Mask):
     def after_dropping(self, count: int | Tensor) -> Mask:
         if not isinstance(count, Tensor) and not count:
             return self
-        ends = as_tensor(self.lengths, count.device if isinstance(count, Tensor) else _device(self.lengths)).cumsum(-1)
+        ends = as_tensor(self.lengths, device_of(self.lengths, count)).cumsum(-1)
         ends = (ends - (count[:, None] if isinstance(count, Tensor) else count)).clamp(min=0)
         return Documents(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
 
@@ -112,7 +120,3 @@ def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
     index = torch.searchsorted(bounds.contiguous(), flat.contiguous(), right=True)
     outside = (index >= bounds.shape[-1]) | (flat < 0)
     return index.masked_fill(outside, -1).view(rows, *positions.shape[1:])
-
-
-def _device(counts: object) -> torch.device | str:
-    return counts.device if isinstance(counts, Tensor) else "cpu"
