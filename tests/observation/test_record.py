@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.analysis.highlights import findings
 from multihead.errors import ArgumentError, ModelError
 from multihead.functional import attend, request_of
-from multihead.observation.findings import findings
-from multihead.observation.record import Record, SampleRecord
+from multihead.observation.record import Record
 from multihead.probes import PROBES
+from multihead.record.sample import SampleRecord
 from tests.observation.recorded import ids, read
 
 HEADS, LENGTH = 4, 10
@@ -252,7 +253,7 @@ def test_the_nearest_heads_are_asked_for_and_found_by_the_numbers_of_their_layer
 
 def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
     some = read(ids(1, 12), layers=[1])
-    found = findings(some)
+    found = findings(some.layers)
     assert {one.layer for one in found} == {1}
     assert all(str(one).startswith("layer 1 head ") for one in found)
 
