@@ -157,12 +157,6 @@ def test_what_a_bias_hides_is_known_where_only_statistics_are_kept() -> None:
     assert int(sample.visible().sum()) == int(TRIANGLE.sum()) - 1
 
 
-def test_a_layers_weights_are_those_of_a_sample() -> None:
-    record = seen_in(lambda model: model(slice(0, LENGTH)))
-    layer = record["Asking"]
-    assert torch.equal(layer.weights(1, queries=slice(0, 2)), layer.sample(0).weights(1, queries=slice(0, 2)))
-
-
 def test_a_table_has_a_row_a_head_with_its_means() -> None:
     record = seen_in(lambda model: model(slice(0, LENGTH)))
     table = record.table(sort="entropy", top=3)
@@ -170,13 +164,6 @@ def test_a_table_has_a_row_a_head_with_its_means() -> None:
     assert [row["entropy"] for row in table.rows] == sorted(means.tolist(), reverse=True)[:3]
     assert {row["name"] for row in record.table().rows} == {"Asking"}
     assert [row["head"] for row in record.table().rows] == [0, 1, 2, 3]
-
-
-def test_a_sample_that_is_none_is_refused() -> None:
-    layer = seen_in(lambda model: model(slice(0, LENGTH))).layers[0]
-    with pytest.raises(ArgumentError) as caught:
-        layer.sample(1)
-    assert str(caught.value) == "There is no sample 1; Asking saw 1. Give one from 0 to 0."
 
 
 def test_a_layer_that_is_none_is_refused_with_those_that_are() -> None:
