@@ -15,7 +15,6 @@ from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record import running_summary
 from multihead.record.running_summary import BINS, LEAST, MOST, Sketch
 from tests.kernel_names import needs_native
 from tests.observation.recorded import Reader, ids, read
@@ -113,7 +112,7 @@ def test_a_text_alone_is_refused() -> None:
 def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
-    counting = patch.object(running_summary, "_sums", side_effect=running_summary._sums)
+    counting = patch.object(Sketch, "add", autospec=True, side_effect=Sketch.add)
     with torch.no_grad(), counting as sums, mh.observe(model, keep="summary") as found:
         model(texts, lengths=lengths, **options)
     # whatever the number of texts
