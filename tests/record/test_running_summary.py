@@ -86,8 +86,8 @@ def test_heads_are_found_and_shown_and_saved(tmp_path: Path) -> None:
     record.save(tmp_path / "run.safetensors")
     found = Record.load(tmp_path / "run.safetensors")
     assert found.table(of="p95").rows == record.table(of="p95").rows
-    assert [each.head for each in found.find(entropy=mh.above(0))] == [
-        each.head for each in record.find(entropy=mh.above(0))
+    assert [each.head for each in found.find(entropy=(0, None))] == [
+        each.head for each in record.find(entropy=(0, None))
     ]
     assert "6 texts; sums only." in found._repr_html_()
     assert found.texts == []
@@ -102,7 +102,7 @@ def test_a_text_alone_is_refused() -> None:
         'Observe with keep="statistics" to see texts one by one.'
     )
     with pytest.raises(ProbeError):
-        record.find(local=mh.above(0.5))
+        record.find(local=(0.5, None))
     with pytest.raises(ProbeError):
         record.nearest(0, 0)
 
