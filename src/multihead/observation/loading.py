@@ -20,11 +20,12 @@ from multihead.functional import request_of
 from multihead.observation.pieces import Piece, Rows
 from multihead.observation.record import LayerRecord, Record
 from multihead.observation.sample import OF_MAPS, PER_KEY, SampleRecord
-from multihead.observation.saving import FORMAT, HEADER, STORED, VERSION, refuse_unless_installed
+from multihead.observation.saving import FORMAT, HEADER, STORED, VERSION
 from multihead.observation.stored import Held, StoredRows, bytes_of
 from multihead.observation.summed import BINS, Sketch, Summed
 from multihead.observation.texts import Reading, Text
 from multihead.observation.written import read_bias, read_mask
+from multihead.optional import require
 
 MOST = 1 << 40  # anything that is counted and has no limit of its own
 
@@ -102,7 +103,7 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
     Raises:
         InputError: there is no such file, it is no safetensors file, or it is cut.
     """
-    refuse_unless_installed()
+    require("safetensors", purpose="Opening a record", extra="view")
     from safetensors import SafetensorError, safe_open
 
     refuse_unless_name(target)

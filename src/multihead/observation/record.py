@@ -19,6 +19,7 @@ from multihead.observation.summaries import Of, refuse_unless_summary, summed_up
 from multihead.observation.summed import Summed
 from multihead.observation.table import HeadTable
 from multihead.observation.texts import Text
+from multihead.optional import require
 
 _BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
 
@@ -299,12 +300,11 @@ class Record:
         """Return the table as a pandas DataFrame, a row a head.
 
         Raises:
-            ModelError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ModelError("A DataFrame needs pandas, and it is not installed.", "Run pip install pandas.") from error
+        require("pandas", purpose="A DataFrame", extra=None)
+        import pandas as pd
+
         return pd.DataFrame(self.table(of=of).rows)
 
     def _repr_html_(self) -> str:

@@ -14,6 +14,7 @@ from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.files import refuse_unless_writable, writing
 from multihead.observation.pieces import Piece
 from multihead.observation.written import Tensors, written_bias, written_mask
+from multihead.optional import require
 from multihead.scores.bias import values_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def save(record: Record, file: str | os.PathLike[str], *, keep: str = "all") -> 
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
     target = os.fspath(file)
     refuse_unless_writable([target])
-    refuse_unless_installed()
+    require("safetensors", purpose="Saving a record", extra="view")
     said, tensors = written(record, keep=keep)
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED:
@@ -88,17 +89,6 @@ def _numbers(tensor: Tensor) -> memoryview:
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
     return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
-
-
-def refuse_unless_installed() -> None:
-    """Refuse to save or open a record where safetensors is not installed."""
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "A record is saved as safetensors, and that package is not installed.",
-            'Run pip install "multihead[view]".',
-        ) from error
 
 
 def written(record: Record, *, keep: str) -> tuple[str, dict[str, Tensor]]:
