@@ -1,8 +1,8 @@
-"""What is read off a Markdown page."""
+"""The headings, code blocks and links of a Markdown page."""
 
 from __future__ import annotations
 
-from tools.pages import Block, Heading, Link, parse
+from tools.markdown import Block, Heading, Link, parse
 
 
 def test_a_hash_in_a_code_block_is_no_heading() -> None:
@@ -11,16 +11,16 @@ def test_a_hash_in_a_code_block_is_no_heading() -> None:
     assert page.blocks == (Block("python", "# a comment", 2),)
 
 
-def test_a_longer_fence_holds_a_shorter_one() -> None:
+def test_a_longer_fence_contains_a_shorter_one() -> None:
     page = parse("````markdown\n```python\nx\n```\n````\n")
     assert page.blocks == (Block("markdown", "```python\nx\n```", 1),)
 
 
-def test_a_fence_that_is_never_closed_runs_to_the_end() -> None:
+def test_an_unclosed_fence_ends_with_the_page() -> None:
     assert parse("```\na\nb\n").blocks == (Block("", "a\nb", 1),)
 
 
-def test_a_block_marked_zh_speaks_chinese_and_keeps_its_language() -> None:
+def test_a_block_marked_zh_is_chinese_and_keeps_its_language() -> None:
     (block,) = parse("```text zh\n头\n```\n").blocks
     assert block.is_chinese
     assert block.language == "text"
@@ -36,5 +36,5 @@ def test_links_written_in_html_are_read_too() -> None:
     assert [link.target for link in page.links] == ["dark.png", "light.png", "x.md"]
 
 
-def test_what_stands_in_inline_code_is_no_link() -> None:
+def test_inline_code_contains_no_link() -> None:
     assert parse("`[a](b.md)` and ``x ` [c](d.md)`` and [e](f.md)\n").links == (Link("f.md", 1),)

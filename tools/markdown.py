@@ -1,4 +1,4 @@
-"""Read off a Markdown page what a translation must keep: headings, code blocks, links."""
+"""Parse the headings, code blocks and links of a Markdown page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINK_IN_HTML = re.compile(r"<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=[\"'
 
 @dataclass(frozen=True)
 class Heading:
-    """One heading: how deep it is (1 to 6), what it says, and its line."""
+    """A heading: its level (1 to 6), its text and its line."""
 
     level: int
     text: str
@@ -24,7 +24,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced code block: the words behind its fence, its text, and the line of its fence."""
+    """A fenced code block: its info string, its text, and the line of its opening fence."""
 
     info: str
     text: str
@@ -32,18 +32,18 @@ class Block:
 
     @property
     def language(self) -> str:
-        """The first word behind the fence, or nothing."""
+        """The first word of the info string, or an empty string."""
         return self.info.split()[0] if self.info else ""
 
     @property
     def is_chinese(self) -> bool:
-        """Whether the fence says that this block speaks Chinese: ```text zh."""
+        """Whether the info string marks the block as Chinese: ```text zh."""
         return "zh" in self.info.split()[1:]
 
 
 @dataclass(frozen=True)
 class Link:
-    """One link or picture: where it leads, and its line."""
+    """A link or picture: its target and its line."""
 
     target: str
     line: int
@@ -51,7 +51,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page is made of, in the order it stands there."""
+    """The parts of a page, in their order."""
 
     headings: tuple[Heading, ...]
     blocks: tuple[Block, ...]
@@ -64,7 +64,7 @@ def read_page(path: Path) -> Page:
 
 
 def parse(text: str) -> Page:
-    r"""Take a page apart. What stands in a code block or in inline code is neither heading nor link.
+    r"""Parse a page. Code blocks and inline code contain no headings or links.
 
     >>> page = parse("# Title\n\nSee [the map](map.md), not `[a](b)`.\n")
     >>> page.headings, page.links
@@ -90,12 +90,12 @@ def parse(text: str) -> Page:
             if heading := _HEADING.match(line):
                 headings.append(Heading(len(heading[1]), heading[2], number))
             links.extend(Link(target, number) for target in _targets(line))
-    if fence is not None:  # a fence that is never closed runs to the end of the page
+    if fence is not None:  # an unclosed fence ends with the page
         blocks.append(Block(fence[2], "\n".join(inside), fence_line))
     return Page(tuple(headings), tuple(blocks), tuple(links))
 
 
 def _targets(line: str) -> list[str]:
-    """Where the links and pictures of one line lead, nested ones (a picture that is a link) included."""
+    """Return the targets of the links and pictures of one line, nested ones (a linked picture) included."""
     prose = _INLINE_CODE.sub("", line)
     return _LINK_IN_TEXT.findall(prose) + _LINK_IN_HTML.findall(prose)

@@ -1,4 +1,4 @@
-"""Print the lowest version of everything that the package asks for, as constraints for pip: `make lowest`."""
+"""Print the lowest allowed version of every dependency as constraints for pip: `make lowest`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What those lowest versions bring along in versions of their own: the others stay pinned, so that pip need not search.
+# Dependencies of those lowest versions that need older versions than the pins. Everything else stays pinned, so that
+# pip need not search.
 FREE = frozenset({"huggingface-hub", "ml-dtypes", "setuptools", "tokenizers", "typer", "markdown-it-py", "protobuf"})
 _RANGE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)>=(?P<version>[0-9.]+)")
 
 
 def main() -> None:
-    """Print a line a package: the lower ends of the ranges, and the pins of what the tests need besides."""
+    """Print one line per package: the lowest version of each range, and the pins of all other packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras: Iterable[list[str]] = project["optional-dependencies"].values()
     ends = lowest([*project["dependencies"], *(each for extra in extras for each in extra)])
@@ -23,10 +24,10 @@ def main() -> None:
 
 
 def lowest(requirements: Iterable[str]) -> list[str]:
-    """Turn ranges into their lower ends, the highest where a package has several; our own extras are no range.
+    """Return the lowest version of each range, the highest of them if a package has several; skip our own extras.
 
     Raises:
-        ValueError: a range has no lower end, or more than that.
+        ValueError: a requirement has another form than name>=version.
 
     >>> lowest(["torch>=2.9", "multihead[hf]", "torch>=2.11"])
     ['torch==2.11']
@@ -37,14 +38,14 @@ def lowest(requirements: Iterable[str]) -> list[str]:
             continue
         matched = _RANGE.fullmatch(requirement)
         if matched is None:
-            raise ValueError(f"{requirement!r} is no range of the form name>=version. Write it so.")
+            raise ValueError(f"{requirement!r} is not of the form name>=version. Write it in that form.")
         name, version = matched["name"], matched["version"]
         found[name] = max(version, found.get(name, "0"), key=_release)
     return [f"{name}=={version}" for name, version in found.items()]
 
 
 def others(pinned: Iterable[str], ends: Iterable[str]) -> list[str]:
-    """Keep the pins of packages that are neither at their lower end nor free.
+    """Return the pins of the packages that are neither in `ends` nor in FREE.
 
     >>> others(["# pins", "torch==2.13.0", "pytest==9.2.0", "setuptools==84.2.1"], ["torch==2.11"])
     ['pytest==9.2.0']
