@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 JOURNALS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
-FINAL = "stops: "  # a note that begins with it is a result; other notes say why a row has none
+FINAL = "stops: "  # a note that begins with it is a result; other notes are the reason why a row has none
 
 Key = TypeVar("Key")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ def measure_missing(
     journal: Path | None,
     after_each: Callable[[], None] = lambda: None,
 ) -> list[R]:
-    """Measure the jobs one by one behind a progress bar, and return their rows in order.
+    """Measure the jobs in order, with a progress bar, and return their rows.
 
     Args:
         jobs: the jobs, each with the name that the progress bar shows.

@@ -82,12 +82,12 @@ def where() -> str:
 def requests(name: str, dtype: str, *, trains: bool) -> list[AttentionRequest]:
     """Return sample requests of a class, of several sizes."""
 
-    def request(length: int, dim: int, mask: masks.Mask, **given: object) -> AttentionRequest:
-        batch, queries = given.pop("batch", 1), given.pop("queries", length)
-        heads, kv_heads = given.pop("heads", (8, 8))
-        sizes = ((heads, queries, dim), (kv_heads, length, dim), (kv_heads, length, given.pop("value_dim", dim)))
+    def request(length: int, dim: int, mask: masks.Mask, **options: object) -> AttentionRequest:
+        batch, queries = options.pop("batch", 1), options.pop("queries", length)
+        heads, kv_heads = options.pop("heads", (8, 8))
+        sizes = ((heads, queries, dim), (kv_heads, length, dim), (kv_heads, length, options.pop("value_dim", dim)))
         q, k, v = (torch.randn(batch, *size).to(DTYPES[dtype]).requires_grad_(trains) for size in sizes)
-        return request_of(q, k, v, mask, **given)
+        return request_of(q, k, v, mask, **options)
 
     full, causal = masks.Full(), masks.Causal()
     every_third = torch.arange(1024) % 3 > 0

@@ -220,13 +220,13 @@ def test_a_case_runs_in_a_process_that_is_limited_to_its_instruction_set(monkeyp
 
 @pytest.mark.parametrize("training", ["", TRAINING])
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_rules_are_measured_with_requests_of_their_class(name: str, training: str) -> None:
+def test_the_sample_requests_of_a_class_belong_to_it(name: str, training: str) -> None:
     found = {class_of(each, bounds_of(each)) for each in kernel_choice.requests(name, "fp32", trains=bool(training))}
     assert found == {name + training}
 
 
 @needs_native
-def test_the_rules_are_written_into_their_source() -> None:
+def test_the_measured_ratios_are_written_into_their_source() -> None:
     source = Path(native_vs_sdpa.__file__).read_text(encoding="utf-8")
     old, other = (
         Measured("scalar", "float32", "then", {"full": 2.0}),
@@ -236,7 +236,7 @@ def test_the_rules_are_written_into_their_source() -> None:
     table = kernel_choice.updated([old, other], new)
     assert table == [other, new]
     written = kernel_choice.written(source, table)
-    told: dict[str, object] = {"__name__": "told"}
-    exec(compile(written, "rules.py", "exec"), told)
-    assert [tuple(each) for each in told["MEASURED"]] == [tuple(each) for each in table]
+    namespace: dict[str, object] = {"__name__": "rewritten"}
+    exec(compile(written, "native_vs_sdpa.py", "exec"), namespace)
+    assert [tuple(each) for each in namespace["MEASURED"]] == [tuple(each) for each in table]
     assert kernel_choice.written(written, table) == written

@@ -266,8 +266,8 @@ def test_an_interrupted_run_is_resumed(two_cases: list[str], tmp_path: Path) -> 
     assert rows == [row(AHEAD), row(LEVEL)]
     (page,) = (tmp_path / "results").glob("*-peers.md")
     lines = page.read_text(encoding="utf-8").splitlines()
-    meant = "upper quartile at least 0.97 x, median above 1 x"
-    assert f"| a case | fp32 | a peer | 2.00 x (0.50-9.00) | {meant} | 1.5 ms | 2.0e-07 |" in lines
+    target = "upper quartile at least 0.97 x, median above 1 x"
+    assert f"| a case | fp32 | a peer | 2.00 x (0.50-9.00) | {target} | 1.5 ms | 2.0e-07 |" in lines
     assert "| another case | fp32 | a peer | 2.00 x (0.50-9.00) | 7 | 1.0e-07 |" in lines
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
         f"before\n{HEAD}| a case | 2.00 x (0.50-9.00), a peer |\n"
