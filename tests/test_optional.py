@@ -100,9 +100,10 @@ def test_a_missing_package_is_an_import_error_and_one_of_ours() -> None:
 
 def test_several_missing_packages_are_named_together_and_installed_ones_are_not() -> None:
     with pytest.raises(MissingPackageError) as caught:
-        require("torch", "no_such_package", "nor_this", purpose="This", extra=None)
+        require("torch", "no_such_package", "nor_this", "nor_that", purpose="This", extra=None)
     assert str(caught.value) == (
-        "This needs no_such_package and nor_this, which are not installed. Run pip install no_such_package nor_this."
+        "This needs no_such_package, nor_this and nor_that, which are not installed. "
+        "Run pip install no_such_package nor_this nor_that."
     )
 
 

@@ -23,8 +23,9 @@ def require(*packages: str, purpose: str, extra: str | None) -> None:
     missing = [package for package in packages if not _is_installed(package)]
     if missing:
         target = " ".join(missing) if extra is None else f'"multihead[{extra}]"'
+        named = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
         raise MissingPackageError(
-            f"{purpose} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed.",
+            f"{purpose} needs {named}, which {'is' if len(missing) == 1 else 'are'} not installed.",
             f"Run pip install {target}.",
         )
 
