@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import multihead as mh
 from multihead import masks
-from multihead.errors import ArgumentError, DtypeError, InputError, MaskError, ProbeError
+from multihead.errors import ArgumentError, DtypeError, InputError, MaskError, MissingPackageError, ProbeError
 from multihead.masks.base import And, Or
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.observation.record import Record
@@ -184,11 +184,12 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, mo
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_without_safetensors_a_sentence_says_so(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = asked()
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(InputError) as caught:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingPackageError) as caught:
         getattr(record, verb)(tmp_path / "run.safetensors")
     assert str(caught.value) == (
-        'A record is saved as safetensors, and that package is not installed. Run pip install "multihead[view]".'
+        f"{'Saving' if verb == 'save' else 'Opening'} a record needs safetensors, which is not installed. "
+        'Run pip install "multihead[view]".'
     )
 
 

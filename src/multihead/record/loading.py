@@ -17,10 +17,11 @@ from torch import Tensor
 from multihead.errors import InputError, MultiheadError
 from multihead.files import Parts, is_folder, refuse_unless_name
 from multihead.functional import request_of
+from multihead.optional import require
 from multihead.record.layer import LayerRecord, RecordParts
 from multihead.record.running_summary import BINS, RunningSummary, Sketch, bin_of
 from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
-from multihead.record.saving import FORMAT, HEADER, STORED, VERSION, refuse_unless_installed
+from multihead.record.saving import FORMAT, HEADER, STORED, VERSION
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.stored import Held, StoredRows, bytes_of
@@ -104,7 +105,7 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
     Raises:
         InputError: the file does not exist, is not a safetensors file, or is truncated.
     """
-    refuse_unless_installed()
+    require("safetensors", purpose="Opening a record", extra="view")
     from safetensors import SafetensorError, safe_open
 
     refuse_unless_name(target)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.files import refuse_unless_writable, writing
+from multihead.optional import require
 from multihead.record.layer import RecordParts
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -46,7 +47,7 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
     target = os.fspath(file)
     refuse_unless_writable([target])
-    refuse_unless_installed()
+    require("safetensors", purpose="Saving a record", extra="view")
     said, tensors = written(record, keep=keep)
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED:
@@ -86,17 +87,6 @@ def _numbers(tensor: Tensor) -> memoryview:
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
     return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
-
-
-def refuse_unless_installed() -> None:
-    """Raise InputError if safetensors is not installed."""
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "A record is saved as safetensors, and that package is not installed.",
-            'Run pip install "multihead[view]".',
-        ) from error
 
 
 def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:

@@ -7,9 +7,12 @@ import hashlib
 import json
 from functools import cache
 from importlib import metadata, resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
+from multihead.optional import require
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def json_in_script(data: dict[str, Any]) -> str:
@@ -36,6 +39,9 @@ def static(package: str, name: str) -> str:
 @cache
 def template(package: str, name: str) -> jinja2.Template:
     """Read a template of a package's folder `static`; what is put into it is escaped, and nothing may be missing."""
+    require("jinja2", purpose="Writing a page", extra="view")
+    import jinja2
+
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(static(package, name))
 
 
