@@ -17,7 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from multihead.errors import ArgumentError, ShapeError
-from multihead.functional import weights
+from multihead.functional import attention_weights
 from multihead.heads import merge_heads, split_heads
 from multihead.qk_norm import QKNorm, QKNorms
 from tests.oracle import budget, difference
@@ -119,7 +119,7 @@ def test_with_l2_a_score_is_a_cosine_times_the_scale_of_its_head() -> None:
     q_normed, k_normed = norms(q, k)
     cosine = nn.functional.cosine_similarity(q[:, :, :, None], k.repeat_interleave(2, 1)[:, :, None], dim=-1)
     expected = (cosine * norms.scale[:, None, None]).softmax(-1)
-    torch.testing.assert_close(weights(q_normed, k_normed), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention_weights(q_normed, k_normed), expected, rtol=0, atol=1e-12)
 
 
 @each

@@ -15,6 +15,7 @@ _MODULES = {  # name -> the module that defines it
     "Rotary": "multihead.rotary",
     "above": "multihead.observation.finding",
     "attention": "multihead.functional",
+    "attention_weights": "multihead.functional",
     "attention_with_logsumexp": "multihead.functional",
     "below": "multihead.observation.finding",
     "explain": "multihead.functional",
@@ -25,7 +26,6 @@ _MODULES = {  # name -> the module that defines it
     "statistics": "multihead.functional",
     "strict": "multihead.kernels.slow_paths",
     "unpack": "multihead.packing",
-    "weights": "multihead.functional",
 }
 _PACKAGES = ("compat", "errors", "export", "masks", "probes", "scores")
 
@@ -37,6 +37,7 @@ __all__ = [
     "Rotary",
     "above",
     "attention",
+    "attention_weights",
     "attention_with_logsumexp",
     "below",
     "compat",
@@ -53,7 +54,6 @@ __all__ = [
     "statistics",
     "strict",
     "unpack",
-    "weights",
 ]
 __version__ = "0.1.0"
 

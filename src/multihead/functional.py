@@ -140,7 +140,7 @@ def attention_with_logsumexp(
     return leading.apart(attended.output), leading.apart(attended.logsumexp)
 
 
-def weights(
+def attention_weights(
     q: Tensor,
     k: Tensor,
     *,
@@ -179,12 +179,12 @@ def weights(
     Source: p_ij = exp(s_ij - L_i), with L the logsumexp over all keys; s and L in float64.
 
     >>> q, k = torch.randn(2, 1, 8, 100, 16).unbind()
-    >>> tile = weights(q, k, heads=3, queries=slice(0, 10), keys=slice(50, 100))
+    >>> tile = attention_weights(q, k, heads=3, queries=slice(0, 10), keys=slice(50, 100))
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
     if unknown:
-        refuse_unknown(weights, unknown, OF_FUNCTIONS)
+        refuse_unknown(attention_weights, unknown, OF_FUNCTIONS)
     refuse_unless_slice("queries", queries)
     refuse_unless_slice("keys", keys)
     leading = BatchDims.of(q)

@@ -350,16 +350,16 @@ def test_statistics_and_counted_caches_are_rejected_where_values_cannot_be_read(
 
 def test_statistics_and_weights_under_a_mode_of_a_user_are_those_without_it() -> None:
     q, k = torch.randn(2, 1, 2, 6, 8).unbind()
-    expected = mh.statistics(q, k, mask=masks.Causal()), mh.weights(q, k, mask=masks.Causal())
+    expected = mh.statistics(q, k, mask=masks.Causal()), mh.attention_weights(q, k, mask=masks.Causal())
     with Recording() as mode:
-        found = mh.statistics(q, k, mask=masks.Causal()), mh.weights(q, k, mask=masks.Causal())
+        found = mh.statistics(q, k, mask=masks.Causal()), mh.attention_weights(q, k, mask=masks.Causal())
     assert "aten.bmm.default" in mode.seen
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_are_recorded() -> None:
     def tile(q: Tensor, k: Tensor) -> Tensor:
-        return mh.weights(q, k, mask=masks.Causal(), heads=slice(1, 3))
+        return mh.attention_weights(q, k, mask=masks.Causal(), heads=slice(1, 3))
 
     q, k, other_q, other_k = torch.randn(4, 1, 4, 6, 8).unbind()
     graph = make_fx(tile, tracing_mode="symbolic")(q, k)

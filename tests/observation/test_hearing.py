@@ -87,7 +87,7 @@ def test_a_cache_of_fixed_length_goes_on() -> None:
 
 
 def direct(q: Tensor, k: Tensor) -> Tensor:
-    return mh.weights(q, k, mask=masks.Causal())[0]
+    return mh.attention_weights(q, k, mask=masks.Causal())[0]
 
 
 def test_the_same_text_read_again_is_another_sample() -> None:
