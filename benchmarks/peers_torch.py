@@ -28,7 +28,7 @@ def multihead(trial: Trial) -> Contender:
     given: dict[str, Any] = {}
     if case.kind == "decoding":
         cache = KeyValueCache()
-        cache.extended(*trial.held)
+        cache.extend(*trial.held)
         given = {"cache": cache, "mask": masks.Causal()}
     elif case.kind == "cross":
         given = {"memory": trial.memory}

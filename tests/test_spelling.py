@@ -96,7 +96,7 @@ def test_an_argument_that_nobody_has_is_answered_with_all_there_are() -> None:
         ),
         (
             lambda: mh.MultiHeadAttention(16, 4, position_bias="alibi"),  # type: ignore[arg-type]
-            "position_bias is 'alibi'. Give for example position_bias=mh.scores.Alibi(num_heads), or None.",
+            "position_bias is 'alibi'. Give for example position_bias=mh.scores.ALiBi(num_heads), or None.",
         ),
         (
             lambda: mh.MultiHeadAttention(16, 4, scale="auto"),  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ LAYER(X, cache=CACHE)
             "index is 'ab'. Give integers, the old sample of each new one.",
         ),
         (
-            lambda: CACHE.extended(1, 2),  # type: ignore[arg-type]
+            lambda: CACHE.extend(1, 2),  # type: ignore[arg-type]
             DtypeError,
             "k is a int, and must be a tensor. Give (batch, kv_heads, new tokens, head_dim).",
         ),

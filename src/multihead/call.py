@@ -43,7 +43,7 @@ class AttentionRequest:
         mask: which keys each query may see.
         scale: what q . k is multiplied by.
         query_start: where the first query stands among the keys; a tensor has one a sample.
-        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a Relative; or None.
+        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a RelativeBias; or None.
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a learned logit a head that takes weight and gives no value, or None.
         dropout: share of the weights dropped.

@@ -66,7 +66,7 @@ def attention(
         k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
         v: (batch, kv_heads, keys, value_dim).
         mask: which keys each query may see; of several leading dimensions it sees one batch, in their order.
-        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.Relative` where
+        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.RelativeBias` if
             it depends on the distance only; -inf hides a key.
         softcap: c of c * tanh(scores / c), before the bias.
         sinks: (heads,), a learned logit a head that takes weight and gives no value.

@@ -255,8 +255,8 @@ def test_no_cache_keeps_a_tensor_that_is_made_under_a_mode(queries: int) -> None
     rotary = mh.Rotary(base=123.0)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         q = torch.empty(1, HEADS, queries, 8)
-        mh.attention(rotary.turned(q, 0), q, q, mask=masks.Causal() & masks.Window(28))
-    turned = rotary.turned(x, 0)
+        mh.attention(rotary.rotate(q, 0), q, q, mask=masks.Causal() & masks.Window(28))
+    turned = rotary.rotate(x, 0)
     assert type(turned) is Tensor
     mask = masks.Causal() & masks.Window(28)
     expected = mh.attention(turned.double(), x.double(), x.double(), mask=mask, kernel="reference")
@@ -297,7 +297,7 @@ def test_a_mode_of_a_user_has_a_mask_of_cells_written_down_block_by_block(bias: 
     given = {
         "none": None,
         "cells": torch.randn(1, 2, 200, 200),
-        "distance": mh.scores.Relative(torch.randn(1, 2, 399)),
+        "distance": mh.scores.RelativeBias(torch.randn(1, 2, 399)),
     }[bias]
     mask = masks.Window(9) | masks.Prefix(torch.tensor((3, 50)))
     plain = mh.attention(q, k, k, mask=mask, bias=given, kernel="native")

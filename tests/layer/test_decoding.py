@@ -18,7 +18,7 @@ from multihead.cache import KeyValueCache, buffers
 from multihead.errors import ArgumentError, MaskError, ShapeError
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
 from multihead.scores.t5 import T5Bias
 from tests import oracle
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotary, linear": {"rotary": Rotary(scaling=Linear(2.0))},
     "rotary, llama 3": {"rotary": Rotary(scaling=Llama3(factor=4.0, original_length=8))},
     "rotary, yarn": {"rotary": Rotary(scaling=Yarn(factor=4.0, original_length=8))},
-    "ALiBi": {"position_bias": Alibi(4), "num_kv_heads": 2},
+    "ALiBi": {"position_bias": ALiBi(4), "num_kv_heads": 2},
     "T5 bias": {"position_bias": T5Bias(4, 8, 12, both_ways=False, dtype=torch.float64), "scale": 1.0},
     "learned bias": {"position_bias": LearnedBias(4, LENGTH, LENGTH, dtype=torch.float64)},
     "norms": {"qk_norm": QKNorm("rms"), "num_kv_heads": 2},
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all with a bias": {
         "num_kv_heads": 2,
         "qk_norm": QKNorm("l2"),
-        "position_bias": Alibi(4),
+        "position_bias": ALiBi(4),
         "softcap": 1.5,
         "sinks": True,
         "head_gates": True,

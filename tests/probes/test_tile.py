@@ -16,7 +16,7 @@ from multihead.functional import attention_weights, attention_with_logsumexp, re
 from multihead.masks.place import Place
 from multihead.probes import tile as tiles
 from multihead.probes.tile import RowTotals, head_indices, tile
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
 from tests.exactness import SIZES, Case, drawn, refuse_unless_exact
@@ -119,7 +119,7 @@ def test_weights_are_exact_whatever_is_done_to_the_scores(size: float, term: str
     if term == "bias":
         options["bias"] = torch.randn(1, 4, 70, 90) * size
     if term == "distance":
-        options["bias"] = Relative(-torch.arange(159).flip(0) * torch.tensor([0.5, 0.25, size, 4.0]).view(1, 4, 1))
+        options["bias"] = RelativeBias(-torch.arange(159).flip(0) * torch.tensor([0.5, 0.25, size, 4.0]).view(1, 4, 1))
     if term == "softcap":
         options["softcap"] = 3 * size
     if term == "sinks":

@@ -62,7 +62,7 @@ class MultiHeadAttention(nn.Module):
         rotary: how queries and keys are turned by their positions.
         qk_norm: how queries and keys are normalised, before they are turned.
         position_bias: a module whose `forward(queries, keys, query_start=, device=, dtype=)` gives what is added to
-            the scores, such as `scores.Alibi`; layers may share one.
+            the scores, such as `scores.ALiBi`; layers may share one.
         softcap: c of c * tanh(scores / c), before the bias.
         sinks: whether each head has a learned logit that takes weight and gives no value.
         head_gates: whether each head has a learned factor on what it gives, before the merge.
@@ -159,7 +159,7 @@ class MultiHeadAttention(nn.Module):
         self.rotary, self.position_bias = rotary, position_bias
         self.softcap, self.add_zero_attn = softcap, add_zero_attn
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        self.qk_norm = None if qk_norm is None else qk_norm.made(*heads, device=device, dtype=dtype)
+        self.qk_norm = None if qk_norm is None else qk_norm.build(*heads, device=device, dtype=dtype)
 
         def learned(wanted: bool, *size: int) -> nn.Parameter | None:  # noqa: FBT001 - named at each call below
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None
@@ -214,7 +214,7 @@ class MultiHeadAttention(nn.Module):
             memory: (batch, keys, key_dim), what keys and values are made of; x if None.
             values: (batch, keys, value_dim), where values are made of something else than the keys; memory if None.
             mask: which keys each query may see.
-            bias: added to the scores, broadcasting to (batch, heads, queries, keys), or `scores.Relative`.
+            bias: added to the scores, broadcasting to (batch, heads, queries, keys), or `scores.RelativeBias`.
             lengths: (batch,) tokens a sample of x; the others are padding: they are skipped, and their output is 0.
             memory_lengths: (batch,) tokens a sample of memory; the others are padding and are skipped.
             padding_side: on which side of a sample's tokens its padding stands, "right" or "left".
@@ -235,7 +235,7 @@ class MultiHeadAttention(nn.Module):
             refuse_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         if cache is not None:
             refuse_unless_cache(cache)
-        with _NOTHING if cache is None else cache.unless_refused():
+        with _NOTHING if cache is None else cache.rollback_on_error():
             request, padding, single, local = asked(
                 self,
                 x,
@@ -321,7 +321,7 @@ def _refuse_unless_kinds(rotary: object, qk_norm: object, position_bias: object,
     for name, given, kind, example in (
         ("rotary", rotary, Rotary, "mh.Rotary()"),
         ("qk_norm", qk_norm, QKNorm, 'mh.QKNorm("rms")'),
-        ("position_bias", position_bias, nn.Module, "mh.scores.Alibi(num_heads)"),
+        ("position_bias", position_bias, nn.Module, "mh.scores.ALiBi(num_heads)"),
     ):
         if given is not None and not isinstance(given, kind):
             raise ArgumentError(f"{name} is {given!r}.", f"Give for example {name}={example}, or None.")

@@ -151,12 +151,12 @@ def _self_attention(
         within_samples = padding.positions
         place = _positions(start, q.shape[2]) if within_samples is None else within_samples
         if cache is None and within_samples is None and (isinstance(place, Tensor) or place):
-            q, k = layer.rotary.turned(q, place), layer.rotary.turned(k, 0)  # keys stand from the first place on
+            q, k = layer.rotary.rotate(q, place), layer.rotary.rotate(k, 0)  # keys stand from the first place on
         else:
-            q, k = layer.rotary.both_turned(q, k, place)
+            q, k = layer.rotary.rotate_both(q, k, place)
     if cache is None:
         return _Placed(q, k, v, start, padding.hiding(mask), local)
-    held = cache.extended(k, v, lengths=None if padding.rows is None else padding.rows.lengths)
+    held = cache.extend(k, v, lengths=None if padding.rows is None else padding.rows.lengths)
     mask = padding.hiding(mask.after_dropping(held.key_start), held.lengths, held.k.shape[2])
     return _Placed(q, held.k, held.v, held.query_start, mask, local)
 
@@ -201,8 +201,8 @@ def _cross_attention(
     else:
         start = _start(layer, mask, query_start, q, k)
     if layer.rotary is not None:
-        q = layer.rotary.turned(q, _positions(start, q.shape[2]))
-        k = layer.rotary.turned(k, 0) if remembered is None else k
+        q = layer.rotary.rotate(q, _positions(start, q.shape[2]))
+        k = layer.rotary.rotate(k, 0) if remembered is None else k
     if cache is None:
         return _Placed(q, k, v, start, padding.hiding(mask), local)
     if remembered is None:

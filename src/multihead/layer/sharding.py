@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.heads import head_counts, split_heads
 from multihead.masks import Mask
 from multihead.qk_norm import QKNorms
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 from multihead.scores.bias import Bias, values_of, with_values
 
 if TYPE_CHECKING:
@@ -290,4 +290,4 @@ def _refuse_unless_splittable(layer: MultiHeadAttention, group: Group) -> None:
 
 def _has_heads(bias: object) -> bool:
     """Whether a bias has an axis of heads; what is no bias at all is refused with the request."""
-    return isinstance(bias, Relative) or (isinstance(bias, Tensor) and bias.dim() == 4)
+    return isinstance(bias, RelativeBias) or (isinstance(bias, Tensor) and bias.dim() == 4)

@@ -15,7 +15,7 @@ from multihead.masks.place import Span
 from multihead.plan.bounds import bounds_of
 from multihead.probes.statistics import OF_POSITIONS
 from multihead.scores.bias import Bias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 
 @dataclass(eq=False)
@@ -227,9 +227,9 @@ def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
 
 def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
     """Cut a bias to the rows and columns of one sample."""
-    if isinstance(bias, Relative):
+    if isinstance(bias, RelativeBias):
         part = bias.part(queries, span.queries, span.keys)
-        return part if len(part.values) == 1 else Relative(part.values[span.sample][None])
+        return part if len(part.values) == 1 else RelativeBias(part.values[span.sample][None])
     return _tile(bias, span)
 
 
