@@ -72,8 +72,8 @@ def test_where_the_first_query_stands_must_be_said_where_it_matters() -> None:
     with pytest.raises(ArgumentError) as refusal:
         attention(Q[:, :, :3], K, V, mask=masks.Lengths((5, 5)) & masks.Window(3))
     assert str(refusal.value) == (
-        "There are 3 queries and 100 keys, and the mask speaks of positions. "
-        'Say where the first one is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
+        "There are 3 queries and 100 keys, and the mask depends on positions. "
+        'Give the position of the first query: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
     )
     attention(Q[:, :, :3], K, V, mask=masks.Lengths((5, 5)))
 

@@ -50,11 +50,11 @@ def on_the_cpu() -> Iterator[None]:
 def on_cuda(q: Tensor = Q, v: Tensor | None = None, **options: Any) -> AttentionRequest:
     """A request that says its tensors are on a GPU."""
     request = request_of(q, q, q if v is None else v, **options)
-    return replace(request, shape=replace(request.shape, device=torch.device("cuda", 0)))
+    return replace(request, shape=request.shape._replace(device=torch.device("cuda", 0)))
 
 
 def said(request: AttentionRequest) -> str | None:
-    on_cpu = replace(request, shape=replace(request.shape, device=torch.device("cpu")))
+    on_cpu = replace(request, shape=request.shape._replace(device=torch.device("cpu")))
     return flex.refusal(request, bounds_of(on_cpu))
 
 

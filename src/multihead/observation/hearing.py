@@ -303,7 +303,7 @@ class Ear:
             v=nothing,
             owner=None,
             wanted=frozenset(),
-            shape=replace(request.shape, device=device),
+            shape=request.shape._replace(device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
             sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
             continued=None,

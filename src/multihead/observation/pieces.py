@@ -121,7 +121,7 @@ class Piece:
         """Keep some of its queries and keys, counted in the sample; it is one call, or was joined from calls."""
         if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):
             return self
-        shape = replace(self.request.shape, query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
+        shape = self.request.shape._replace(query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
         start = self.query_start + rows[0] - self.row_start - keys[0]
         return Piece(replace(self.request, shape=shape, query_start=start), keys[0], rows[0])
 
@@ -141,8 +141,7 @@ def joined(piece: Piece, later: Piece) -> Piece | None:
         return None
     if later.query_start != piece.query_start + piece.num_queries or later.key_stop < piece.key_stop:
         return None
-    shape = replace(
-        first.shape,
+    shape = first.shape._replace(
         query_length=piece.num_queries + later.num_queries,
         key_length=later.key_stop - piece.key_start,
     )

@@ -158,8 +158,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
 def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
     """Cut one sample out of a request as `cut` does, but for q, k and v, which stay those of the whole."""
     rows, columns = slice(*span.queries), slice(*span.keys)
-    shape = replace(
-        request.shape,
+    shape = request.shape._replace(
         batch=1,
         query_length=rows.stop - rows.start,
         key_length=columns.stop - columns.start,

@@ -180,8 +180,7 @@ def _part(
         q=q,
         k=k,
         v=k,
-        shape=replace(
-            shape,
+        shape=shape._replace(
             num_heads=len(heads),
             num_kv_heads=k.shape[1],
             query_length=rows[1] - rows[0],

@@ -16,7 +16,7 @@ Bias: TypeAlias = "Tensor | RelativeBias"
 
 
 def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
-    """Check that a bias is a RelativeBias or a floating point tensor that broadcasts to (batch, heads, queries, keys)."""
+    """Check that a bias is a RelativeBias or broadcasts to (batch, heads, queries, keys) in floating point."""
     if isinstance(bias, RelativeBias):
         _refuse_unless_relative_fits(bias, shape)
         return
