@@ -72,8 +72,10 @@ UNFIT = {
     ),
     "no features": (
         {"v": (2, 2, 7, 0)},
-        "q has shape (2, 8, 5, 64), k (2, 2, 7, 64) and v (2, 2, 7, 0). "
-        "Give at least one head, and at least one feature per head.",
+        (
+            "q has shape (2, 8, 5, 64), k (2, 2, 7, 64) and v (2, 2, 7, 0). "
+            "Give at least one head, and at least one feature per head."
+        ),
     ),
     "k and v of different heads": (
         {"k": (2, 2, 7, 64), "v": (2, 4, 7, 32)},
