@@ -21,6 +21,7 @@ import multihead as mh
 from multihead import masks
 from multihead.compat.torch_nn import MultiheadAttention
 from multihead.errors import ArgumentError
+from multihead.kernels.choose import KERNELS
 from multihead.plan.bounds import key_bounds
 from tests.ecosystem.test_every_option import OPTIONS, made
 from tests.ecosystem.ways import BATCH, EMBED, HEADS, QUERIES, layer
@@ -273,7 +274,7 @@ def test_fake_terms_outside_of_their_mode_do_not_reach_the_kernel(term: str) -> 
     request = mh.functional.request_of(q, q, q, **{term: fake})
     bounds = key_bounds(masks.Full(), queries=5, keys=5)
     reason = "it reads plain tensors, and one is a FakeTensor"
-    assert mh.functional.KERNELS["native"].refusal(request, bounds) == reason
+    assert KERNELS["native"].refusal(request, bounds) == reason
 
 
 @needs_native
