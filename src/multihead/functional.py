@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Never
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multihead import listeners
 from multihead.batch_dims import BatchDims
-from multihead.call import Attended, AttentionCall, AttentionRequest, Continued
+from multihead.call import Attended, AttentionCall, AttentionRequest, CallOrigin
 from multihead.errors import (
     ArgumentError,
     DtypeError,
@@ -331,9 +331,7 @@ def request_of(
     *,
     to_come: bool = False,
     mask_fits: bool = False,
-    owner: nn.Module | None = None,
-    packed_lengths: Tensor | None = None,
-    continued: Continued | None = None,
+    origin: CallOrigin | None = None,
 ) -> AttentionRequest:
     """Build a request: check the arguments and resolve those that are missing; see `attention` for them.
 
@@ -350,9 +348,7 @@ def request_of(
         query_start: see `attention`.
         to_come: whether more keys follow in later calls (a cache), so that the mask may already speak of them.
         mask_fits: whether the mask is known to fit the call.
-        owner: see `AttentionRequest`.
-        packed_lengths: see `AttentionRequest`.
-        continued: see `AttentionRequest`.
+        origin: see `AttentionRequest`.
     """
     shape = AttentionShape.of(q, k, v)
     if not isinstance(mask, Mask):
@@ -380,10 +376,7 @@ def request_of(
         start = resolved_query_start(
             query_start, uses_positions=mask.uses_positions, batch=batch, queries=queries, keys=keys
         )
-    nobody: frozenset[str] = frozenset()
-    return AttentionRequest(
-        q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, nobody, owner, packed_lengths, continued
-    )
+    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, frozenset[str](), origin)
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None, publish: bool = True) -> Attended:

@@ -304,7 +304,7 @@ class TestRefusals:
         with pytest.raises(ArgumentError) as refused:
             made()(text(), cache=KeyValueCache(), query_start=3)
         assert str(refused.value) == (
-            "query_start is 3, and a cache is given, which knows where the text goes on. Leave query_start out."
+            "query_start is 3, and a cache is given, which knows the position of the next token. Leave query_start out."
         )
 
     def test_a_mask_that_looks_behind_the_window(self) -> None:
@@ -321,7 +321,7 @@ class TestRefusals:
         with pytest.raises(ArgumentError) as refused:
             made(**OPTIONS["learned bias"])(text(), cache=KeyValueCache(window=WINDOW), mask=NEAR)
         assert str(refused.value) == (
-            "The layer's position_bias speaks of absolute places, and a cache with a window forgets the first ones. "
+            "The layer's position_bias depends on absolute positions, and a cache with a window drops the first ones. "
             "Give a cache that keeps all keys: KeyValueCache()."
         )
 

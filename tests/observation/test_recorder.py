@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.call import CallOrigin
 from multihead.functional import attend, request_of
 from multihead.observation import recorder
 from multihead.observation.record import Record
@@ -25,7 +26,7 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, query_start: int | Tensor = 0, mask: masks.Mask | None = None) -> Tensor:
         meant = masks.Causal() if mask is None else mask
         request = request_of(q, k, k, meant, query_start=query_start)
-        return attend(replace(request, owner=self)).output
+        return attend(replace(request, origin=CallOrigin(self))).output
 
 
 class CrossAttention(Attention):

@@ -72,7 +72,7 @@ class SampleSpans:
         return (
             request.mask is mine.mask
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
-            and vars(request.shape) == vars(mine.shape)
+            and request.shape == mine.shape
             and _same(real, self.real)
             and _same(padding, self.padding)
         )
@@ -194,7 +194,7 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
         mask=mask,
         query_start=position,
         bias=None if request.bias is None else _bias_of_part(request.bias, request.shape.query_length, span),
-        packed_lengths=None,
+        origin=None,
     )
 
 

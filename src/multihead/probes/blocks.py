@@ -193,8 +193,7 @@ def _part(
         sinks=None,  # their share is in the logsumexp
         dropout=0.0,
         wanted=frozenset(),
-        packed_lengths=None,
-        continued=None,
+        origin=None,
     )
 
 

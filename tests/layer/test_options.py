@@ -157,8 +157,7 @@ def test_a_learned_key_and_a_position_bias_are_refused_together() -> None:
     with pytest.raises(ArgumentError) as refusal:
         layer(add_bias_kv=True, position_bias=Nearness(written=False))
     assert str(refusal.value) == (
-        "add_bias_kv and position_bias are both given, and the learned key stands at no position. "
-        "Leave one of them out."
+        "add_bias_kv and position_bias are both given, and the learned key has no position. Leave one of them out."
     )
 
 
