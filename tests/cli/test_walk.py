@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from multihead.cli import VERBS, main
 from multihead.errors import MultiheadError
 from multihead.lab.walk import walk
-from multihead.lab.words import CHAPTERS
+from multihead.lab.chapters import CHAPTERS
 from multihead.lab.words_en import ENGLISH
 from multihead.lab.words_zh import CHINESE
 

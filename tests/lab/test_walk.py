@@ -14,7 +14,7 @@ from multihead import attention, masks
 from multihead.errors import ArgumentError
 from multihead.heads import merge_heads, split_heads
 from multihead.lab.walk import Walk, walk
-from multihead.lab.words import CHAPTERS, Words
+from multihead.lab.chapters import CHAPTERS, Words
 from multihead.lab.words_en import ENGLISH
 from multihead.lab.words_zh import CHINESE
 
