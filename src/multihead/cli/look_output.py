@@ -13,11 +13,11 @@ from multihead.escaping import visible
 from multihead.locale.texts import section, text
 
 if TYPE_CHECKING:
+    from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
-    from multihead.observation.findings import LayerReading
-    from multihead.observation.memory import Memory
     from multihead.observation.record import Record
     from multihead.observation.textbook import TextbookHead
+    from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
 
 SHORT = "one decimal below ten, none above"
@@ -42,7 +42,7 @@ HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 def tell(
     record: Record,
-    readings: Sequence[LayerReading],
+    profiles: Sequence[LayerProfile],
     loaded: LoadedModel,
     encoded: Encoded,
     rows: Sequence[Mapping[str, Any]],
@@ -52,7 +52,7 @@ def tell(
     """Print the text that was read, the table, and the highlights."""
     from rich.console import Console
 
-    from multihead.observation.findings import findings
+    from multihead.analysis.highlights import findings
 
     console = Console(highlight=False)
     key = "look.read" if loaded.reader is loaded.model else "look.read by encoder"
@@ -61,7 +61,7 @@ def tell(
     first = text(key, lang, model=visible(loaded.title), tokens=tokens, heads=_counted(record, lang))
     console.print(first + "\n", markup=False)
     console.print(_drawn(rows, console.width, lang))
-    found = findings(record, tokens=encoded.tokens, special=encoded.special, lang=lang, readings=readings)
+    found = findings(record.layers, tokens=encoded.tokens, special=encoded.special, lang=lang, profiles=profiles)
     if found:
         click.echo("\n" + text("look.highlights", lang))
     for finding in found:
@@ -72,7 +72,7 @@ def tell_textbook(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> Non
     """Print the heads of each kind that have most of it."""
     from rich.cells import cell_len
 
-    from multihead.observation.findings import percent
+    from multihead.analysis.highlights import percent
     from multihead.observation.textbook import LENGTH, TIMES
 
     click.echo("\n" + text("look.textbook.title", lang, times=TIMES, length=LENGTH))

@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 
-
 # The forms of import and export that bundled modules may use.
 _IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|function|async function) (?P<name>[\w$]+))", re.MULTILINE)

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multihead.analysis import visibility
+from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile
 from multihead.escaping import visible
 from multihead.locale.texts import section, text
-from multihead.observation import seeing
-from multihead.observation.findings import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerReading
 from multihead.viewer.columns import column
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
-    from multihead.observation.record import Record, SampleRecord
+    from multihead.observation.record import Record
+    from multihead.record.sample import SampleRecord
 
 _STATISTICS = (
     "entropy",
@@ -37,7 +38,7 @@ _STATISTICS = (
 
 def page_data(
     record: Record,
-    readings: Sequence[LayerReading],
+    profiles: Sequence[LayerProfile],
     texts: dict[str, Any],
     *,
     sample: int,
@@ -46,7 +47,7 @@ def page_data(
     lang: str,
 ) -> dict[str, Any]:
     """Return the data that the page's script reads, except for the maps and the findings."""
-    columns = [column(name, lang) for name in _STATISTICS if any(name in one.means for one in readings)]
+    columns = [column(name, lang) for name in _STATISTICS if any(name in one.means for one in profiles)]
     separator = _separator(tokens, special)
     for one in columns:
         if one["statistic"] == "separator_mass" and separator:
@@ -56,13 +57,13 @@ def page_data(
         "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
         "columns": columns,
         "labels": {name: column(name, lang)["label"] for name in ("entropy", "received")},
-        "metrics": {one["id"]: _column(readings, one["statistic"]) for one in columns},
-        "kinds": [kind for one in readings for kind in one.kinds],
-        "top": _numbers(torch.cat([one.sight.largest_entropy for one in readings])),
+        "metrics": {one["id"]: _column(profiles, one["statistic"]) for one in columns},
+        "kinds": [kind for one in profiles for kind in one.kinds],
+        "top": _numbers(torch.cat([one.visibility.largest_entropy for one in profiles])),
         "sight": {
-            "hides": any(one.sight.hides for one in readings),
-            "later": all(one.sight.pattern in ("full", "causal") for one in readings),
-            "blind": sum(one.sight.blind_queries > 0 for one in readings),
+            "hides": any(one.visibility.hides for one in profiles),
+            "later": all(one.visibility.pattern in ("full", "causal") for one in profiles),
+            "blind": sum(one.visibility.blind_queries > 0 for one in profiles),
         },
         "received": _received(record, sample, len(tokens)),
         "bound": not keeps_weights(record, sample),
@@ -70,17 +71,17 @@ def page_data(
             "mass": MASS_SHARE,
             "local": LOCAL_SHARE,
             "broad": BROAD_SHARE,
-            "reach": seeing.LOCAL_REACH,
+            "reach": visibility.LOCAL_REACH,
         },
     }
 
 
 def facts(
-    record: Record, readings: Sequence[LayerReading], texts: dict[str, Any], *, sample: int, lang: str
+    record: Record, profiles: Sequence[LayerProfile], texts: dict[str, Any], *, sample: int, lang: str
 ) -> list[tuple[str, str]]:
     """Return the row of facts under the title: label and value, each read off the record."""
     words = section(lang, "report")
-    heads = [len(one.kinds) for one in readings]
+    heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
         found = [(words["fact.grid"], f"{len(heads)} × {heads[0]}")]
     else:
@@ -88,18 +89,18 @@ def facts(
     found.append((words["fact.tokens"], f"{len(texts['main']['shown']):,}"))
     if "keys" in texts:
         found.append((words["fact.keys"], f"{len(texts['keys']['shown']):,}"))
-    found.append((words["fact.attention"], _attention(readings, lang)))
-    kinds = {kind for one in readings for kind in one.kinds}
+    found.append((words["fact.attention"], _attention(profiles, lang)))
+    kinds = {kind for one in profiles for kind in one.kinds}
     # Separators need marks after the first token, others token ids; without them they are no kinds that could be there.
     missing = ("separator_mass", "duplicate_mass", "induction_mass")
-    possible = len(KINDS) - sum(all(name not in one.means for one in readings) for name in missing)
+    possible = len(KINDS) - sum(all(name not in one.means for one in profiles) for name in missing)
     found.append((words["fact.kinds"], words["kinds present"].format(kinds=len(kinds), all=possible)))
     return found
 
 
-def lead(readings: Sequence[LayerReading], tokens: int, lang: str) -> str:
+def lead(profiles: Sequence[LayerProfile], tokens: int, lang: str) -> str:
     """Return the sentence under the title."""
-    heads = sum(len(one.kinds) for one in readings)
+    heads = sum(len(one.kinds) for one in profiles)
     key = "report.lead" if heads > 1 and tokens > 1 else "report.lead one"
     return text(key, lang, heads=f"{heads:,}", tokens=f"{tokens:,}")
 
@@ -160,20 +161,20 @@ def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> 
 
 def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Which text a layer's queries and keys are, told by length; none where no text has that length."""
-    for text, length in lengths.items():
+    for name, length in lengths.items():
         if one.num_keys == length and one.query_start + one.num_queries == length:
-            return {"text": text, "from": one.query_start}, {"text": text, "from": 0}
+            return {"text": name, "from": one.query_start}, {"text": name, "from": 0}
 
     def called(count: int, order: Sequence[str]) -> dict[str, Any]:
-        return {"text": next((text for text in order if lengths.get(text) == count), "none"), "from": 0}
+        return {"text": next((name for name in order if lengths.get(name) == count), "none"), "from": 0}
 
     return called(one.num_queries, ("main", "keys")), called(one.num_keys, ("keys", "main"))
 
 
-def _column(readings: Sequence[LayerReading], name: str) -> list[float | None]:
+def _column(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
     """Return one statistic of every head, layer after layer."""
     return _numbers(
-        torch.cat([one.means.get(name, torch.full((len(one.kinds),), math.nan)).double() for one in readings])
+        torch.cat([one.means.get(name, torch.full((len(one.kinds),), math.nan)).double() for one in profiles])
     )
 
 
@@ -187,16 +188,16 @@ def _received(record: Record, sample: int, tokens: int) -> list[float | None] | 
     return _numbers(total / heads) if heads else None
 
 
-def _attention(readings: Sequence[LayerReading], lang: str) -> str:
+def _attention(profiles: Sequence[LayerProfile], lang: str) -> str:
     """Name the masks of the layers, the most common first."""
     words = section(lang, "common", "page", "report")
 
-    def called(one: LayerReading) -> str:
-        sight = one.sight
-        name = "cross" if one.crosses and sight.pattern == "full" else sight.pattern
-        return words[f"pattern.{name}"].format(tokens=sight.before, before=sight.before, after=sight.after)
+    def called(one: LayerProfile) -> str:
+        seen = one.visibility
+        name = "cross" if one.crosses and seen.pattern == "full" else seen.pattern
+        return words[f"pattern.{name}"].format(tokens=seen.before, before=seen.before, after=seen.after)
 
-    patterns = Counter(called(one) for one in readings)
+    patterns = Counter(called(one) for one in profiles)
     if len(patterns) == 1:
         return next(iter(patterns))
     parts = [

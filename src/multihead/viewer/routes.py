@@ -10,7 +10,7 @@ import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from multihead.observation.nearness import numbers_in_words
+from multihead.analysis.similar import numbers_in_words
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from multihead.errors import MultiheadError
-    from multihead.observation.sample import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 Written = TypeVar("Written")
 
@@ -95,7 +95,7 @@ class Viewer:
         def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
             # Kept even if nobody waits for it any more: whoever loads the page again need not wait as long.
             if place not in self._described:
-                self._described[place] = described(self.runs[run], sample, lang=self.lang)
+                self._described[place] = described(self.runs[run], sample, self.lang)
             return self._described[place]
 
         if place not in self._described:
