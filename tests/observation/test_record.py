@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.analysis.highlights import findings
-from multihead.errors import ArgumentError, ModelError
+from multihead.errors import ArgumentError, MissingPackageError, ModelError
 from multihead.functional import attend, request_of
 from multihead.observation.record import Record
 from multihead.probes import PROBES
@@ -191,14 +192,16 @@ def test_a_sample_knows_the_width_and_dtype_of_its_heads() -> None:
 class TestPandas:
     def test_without_it_a_sentence_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pandas", None)
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(MissingPackageError) as caught:
             seen_in(lambda model: model(slice(0, LENGTH))).to_pandas()
-        assert str(caught.value) == "A DataFrame needs pandas, and it is not installed. Run pip install pandas."
+        assert str(caught.value) == "A DataFrame needs pandas, which is not installed. Run pip install pandas."
 
     def test_with_it_a_frame_is_made_of_the_rows_of_the_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[Any] = []
         monkeypatch.setitem(
-            sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: given.append(rows) or "frame")
+            sys.modules,
+            "pandas",
+            SimpleNamespace(DataFrame=lambda rows: given.append(rows) or "frame", __spec__=ModuleSpec("pandas", None)),
         )
         record = seen_in(lambda model: model(slice(0, LENGTH)))
         assert record.to_pandas(of="median") == "frame"
@@ -224,7 +227,7 @@ def test_a_layer_keeps_its_number_where_only_some_layers_are_watched(keep: str) 
     some = read(ids(1, 12), keep=keep, layers=[1])
     assert [(layer.number, layer.name) for layer in some.layers] == [(1, every.layers[1].name)]
     assert some.table().rows == [row for row in every.table().rows if row["layer"] == 1]
-    found = some.find(entropy=mh.above(0))
+    found = some.find(entropy=(0, None))
     assert {(one.layer, one.name) for one in found} == {(1, every.layers[1].name)}
     assert str(found[0]).startswith("L1 H")
     assert some[1] is some[every.layers[1].name] is some.layers[0]

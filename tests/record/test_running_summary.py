@@ -86,8 +86,8 @@ def test_heads_are_found_and_shown_and_saved(tmp_path: Path) -> None:
     record.save(tmp_path / "run.safetensors")
     found = Record.load(tmp_path / "run.safetensors")
     assert found.table(of="p95").rows == record.table(of="p95").rows
-    assert [each.head for each in found.find(entropy=mh.above(0))] == [
-        each.head for each in record.find(entropy=mh.above(0))
+    assert [each.head for each in found.find(entropy=(0, None))] == [
+        each.head for each in record.find(entropy=(0, None))
     ]
     assert "6 texts; sums only." in found._repr_html_()
     assert found.texts == []
@@ -98,11 +98,11 @@ def test_a_text_alone_is_refused() -> None:
     with pytest.raises(ProbeError) as caught:
         record.layers[0].sample()
     assert str(caught.value) == (
-        'layers.0 was observed with keep="summary", so no text of it is at hand. '
-        'Observe with keep="statistics" to see texts one by one.'
+        'layers.0 was observed with keep="summary", so it has no single texts. '
+        'Observe with keep="statistics" to keep each text.'
     )
     with pytest.raises(ProbeError):
-        record.find(local=mh.above(0.5))
+        record.find(local=(0.5, None))
     with pytest.raises(ProbeError):
         record.nearest(0, 0)
 
