@@ -1,4 +1,4 @@
-"""The verb `lab`: what it prints and writes, and how bad input is answered."""
+"""The command `lab`: what it prints and writes, and how bad input is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `look` on a real trained model: what it prints and writes, and how bad input is answered."""
+"""The command `look` on a real trained model: what it prints and writes, and how bad input is answered."""
 
 from __future__ import annotations
 

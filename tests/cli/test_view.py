@@ -1,4 +1,4 @@
-"""The verb `view`: what it prints, what it serves, how it ends, and how bad input is answered."""
+"""The command `view`: what it prints, what it serves, how it ends, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_port_that_is_taken_is_one_sentence(file: Path) -> None:
     )
 
 
-def test_a_record_opened_by_the_verb_is_what_was_saved(file: Path) -> None:
+def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
     (one,) = view._loaded([str(file)])
     assert one.name == "run.safetensors"
     assert one.folder == file.with_name("run.safetensors.levels")

@@ -1,4 +1,4 @@
-"""The verb `walk` and the group it hangs on: what is printed, and how bad input is answered."""
+"""The command `walk` and the group it hangs on: what is printed, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.cells import cell_len
 
-from multihead.cli import VERBS, main
+from multihead.cli import COMMANDS, main
 from multihead.errors import MultiheadError
 from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import walk
@@ -195,7 +195,7 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
         ),
         (
             ["walk", "--lengths", "3"],
-            "lengths has 1 entry, and the batch has 2 samples. Give 2 lengths, one a sample.",
+            "lengths has 1 entry, and the batch has 2 samples. Give 2 lengths, one per sample.",
         ),
         (
             ["walk", "--lengths", "3,x"],
@@ -209,6 +209,7 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
             "Invalid value for '--heads': 'two' is not a valid integer. See `multihead walk --help`.",
         ),
         (["stroll"], "No such command 'stroll'. See `multihead --help`."),
+        (["lok"], "No such command 'lok'. Did you mean 'look'? See `multihead --help`."),
         (["--loud"], "No such option '--loud'. See `multihead --help`."),
     ],
 )
@@ -229,24 +230,24 @@ def test_an_error_of_several_lines_is_told_in_one(monkeypatch: pytest.MonkeyPatc
     assert result.stderr == "error: The file 'a b' is missing. Give another.\n"
 
 
-def test_the_group_lists_its_verbs_and_its_version() -> None:
+def test_the_group_lists_its_commands_and_its_version() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for verb in VERBS:
-        assert f"\n  {verb} " in result.output
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.output
     assert run().output == result.output
     assert run("--version").output.startswith("multihead ")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_loads_and_its_help_shows_examples(verb: str) -> None:
-    result = run(verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_loads_and_its_help_shows_examples(command: str) -> None:
+    result = run(command, "--help")
     assert result.exit_code == 0
-    assert f"multihead {verb}" in result.output
+    assert f"multihead {command}" in result.output
 
 
-def test_the_help_of_the_group_imports_no_verb() -> None:
-    """Loading a verb may load torch, which takes seconds."""
+def test_the_help_of_the_group_imports_no_command() -> None:
+    """Loading a command may load torch, which takes seconds."""
     program = (
         "import sys\n"
         "from multihead.cli import main\n"

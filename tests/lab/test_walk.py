@@ -213,11 +213,11 @@ def test_a_step_that_is_not_there_is_a_missing_key() -> None:
         ),
         (
             {"lengths": (3, 2, 1)},
-            "lengths has 3 entries, and the batch has 2 samples. Give 2 lengths, one a sample.",
+            "lengths has 3 entries, and the batch has 2 samples. Give 2 lengths, one per sample.",
         ),
         (
             {"batch": 1, "lengths": ()},
-            "lengths has 0 entries, and the batch has 1 sample. Give 1 length, one a sample.",
+            "lengths has 0 entries, and the batch has 1 sample. Give 1 length, one per sample.",
         ),
         (
             {"lengths": (3, 4)},

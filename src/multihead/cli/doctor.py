@@ -1,4 +1,4 @@
-"""The verb `doctor`: which kernels run here, on which instructions and threads, and why the others refuse."""
+"""The command `doctor`: which kernels run here, on which instructions and threads, and why the others refuse."""
 
 from __future__ import annotations
 
