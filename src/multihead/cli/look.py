@@ -264,7 +264,7 @@ def _of_textbook(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, li
 
 @contextmanager
 def _text_alone(loaded: LoadedModel) -> Iterator[None]:
-    """Say in words that a model takes more than the tokens of a text, where it fails without the rest.
+    """Explain the failure of a model that needs other inputs than the tokens of a text.
 
     Raises:
         ModelError: it failed, and its forward takes images, sounds or the like.
@@ -297,7 +297,7 @@ def _bar(notes: Console) -> Any:
 
 
 def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a list of objects, one per head; what is no number (a head whose queries see no key) is null."""
+    """Write a list of objects, one per head; NaN (a head whose queries see no key) becomes null."""
     plain = [
         {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
         for row in rows

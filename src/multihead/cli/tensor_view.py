@@ -192,7 +192,7 @@ class _Painter:
         return shown
 
     def _widest_label(self) -> int:
-        """The cell width that the labels above or below the columns ask for."""
+        """Return the cell width that the labels above or below the columns need."""
         if self.axes[3] == "keys":
             return max(cell_len(self._entry(3, column)) for column in self.columns if column is not None)
         if self.frame.head_place != 3:
@@ -339,7 +339,7 @@ class _Painter:
         return joined
 
     def _painted_labels(self, line: int) -> list[Text]:
-        """The left edge: the line's label beside the titles, then a label a row."""
+        """Return the left edge: the line's label next to the titles, then a label per row."""
         titled = bool(self._entry(1, 0))
         labels = [Text(self._entry(0, line), style="bold")] if titled else []
         if self.axes[3] == "keys":

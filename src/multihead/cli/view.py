@@ -139,7 +139,7 @@ def _loaded(files: Sequence[str]) -> list[Run]:
     paths = [Path(file) for file in files]
     names = [path.name for path in paths]
     return [
-        # Two files of one name are told apart by their folders.
+        # Files with the same name are shown with their folders.
         Run(
             path.name if names.count(path.name) == 1 else str(path),
             Record.load(path, mapped=False),

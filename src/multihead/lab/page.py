@@ -42,7 +42,7 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 
 
 def page(answers: Answers, *, lang: str = "en") -> str:
-    """Make the page: one HTML file with its style, its script and its data, that asks nothing of the network."""
+    """Make the page: one HTML file with its style, its script and its data, that makes no network requests."""
     phrases = language(lang)
     source = script("lab/static/lab.js")
     return template("lab/static/lab.html").render(

@@ -137,7 +137,7 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
     sizes = {"columns": found.columns, "parts": found.parts, "width": width}
     ways: dict[str, list[Match]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
     for match in found.matches:
-        # The short rows have the choice: their mean, or those that carry what is looked for.
+        # The short rows are judged by the better of two: their mean, or the rows that carry the content.
         short = max(match.short, match.own, key=lambda share: share.mean)
         if not match.long.apart(short):
             ways["vectors.level"].append(match)

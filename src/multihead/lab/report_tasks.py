@@ -47,7 +47,7 @@ def told_experiment(experiment: Experiment, answers: Answers, phrases: Phrases) 
 
 
 def told_copies(copies: Experiment, experiments: Sequence[Experiment], phrases: Phrases) -> Chapter:
-    """Tell how two heads fare that start alike, beside two that do not."""
+    """Compare two heads that start as copies with two that do not."""
     say = phrases.say
     drawn = [each for one in experiments if one.task == copies.task for each in one.of(2)]
     groups = [("drawn", drawn), ("copied", list(copies.trainings))]
@@ -76,7 +76,7 @@ def told_copies(copies: Experiment, experiments: Sequence[Experiment], phrases: 
 
 
 def _verdict(experiment: Experiment, phrases: Phrases) -> str:
-    """Say who was best, and from whom that can be told apart."""
+    """Name the best number of heads, and those that differ from it by more than the spread."""
     say, verdict = phrases.say, experiment.verdict()
     found = {summary.num_heads: summary.right for summary in experiment.summaries()}
     best, share = phrases.heads(verdict.best), phrases.spread(found[verdict.best])
@@ -152,7 +152,7 @@ def _course(experiment: Experiment, phrases: Phrases) -> str:
 
 
 def _told_lookup(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
-    """Count the heads that look at each thing asked for, and the seeds in which two share two."""
+    """Count the heads that attend to each name asked for, and the seeds in which two heads share two names."""
     say, two = phrases.say, experiment.task == "two"
     asked = ("first asked", "second asked") if two else ("first asked",)
     rows, items = [], []

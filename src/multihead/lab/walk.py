@@ -242,7 +242,7 @@ def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
     m, h = sizes.model_dim, sizes.num_heads
     per_column = tuple(column // sizes.head_dim for column in range(m))
     columns = ("batch", "length", "model_dim")
-    # Powers of ten keep the decimals few, and the scores near 1, where softmax says the most.
+    # Powers of ten keep the decimals few, and the scores near 1, where softmax varies the most.
     smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
     finer = 10 if m <= 16 else 100 if m <= 1600 else 1000
     inputs = x.double() / smaller

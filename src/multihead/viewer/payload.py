@@ -41,7 +41,7 @@ class Run:
         return min((len(layer.samples) for layer in self.record.layers), default=0)
 
     def keeps(self, sample: int) -> bool:
-        """Whether q and k of a sample were kept, so that its maps can be had."""
+        """Whether q and k of a sample were kept, so that its maps can be computed."""
         return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
 
 
@@ -106,7 +106,7 @@ def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[st
 
 
 def has_maps(one: SampleRecord) -> bool:
-    """Whether the small maps of a layer can be had: kept as they are, or made of q and k."""
+    """Whether the small maps of a layer are available: stored as they are, or computed from q and k."""
     pooled = one.statistics.get("pooled_map")
     return one.keeps_weights or (pooled is not None and max(pooled.shape[1:]) <= SIDE)
 

@@ -116,7 +116,7 @@ def write_report(
         "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
         "ends": "previous" in data["metrics"] and "next" in data["metrics"],
     }
-    # The maps take what the rest of the page leaves; some is kept for what is said about them.
+    # The maps take what the rest of the page leaves; some is reserved for the sentences about them.
     bare = len(_render(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
     if bare > max_bytes:
         raise ArgumentError(
@@ -163,7 +163,7 @@ def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_b
 
 
 def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
-    """The whole page as bytes. Data stands in JSON that cannot end its script tag; nothing of it is HTML."""
+    """Return the whole page as bytes. Data is JSON that cannot end its script tag; nothing of it is HTML."""
     words, lang = shell["words"], shell["lang"]
     layers = [
         layer | kept for layer, kept in zip(data["layers"], _layer_stores(store, len(data["layers"])), strict=True)

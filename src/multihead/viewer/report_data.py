@@ -160,7 +160,7 @@ def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> 
 
 
 def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Which text a layer's queries and keys are, told by length; none where no text has that length."""
+    """Find by length which text a layer's queries and keys are; "none" where no text has that length."""
     for name, length in lengths.items():
         if one.num_keys == length and one.query_start + one.num_queries == length:
             return {"text": name, "from": one.query_start}, {"text": name, "from": 0}
@@ -208,13 +208,13 @@ def _attention(profiles: Sequence[LayerProfile], lang: str) -> str:
 
 
 def _separator(tokens: Sequence[str], special: Sequence[bool] | None) -> str:
-    """The one mark that stands after the first token, or nothing where there are several kinds or none."""
+    """Return the only special token after the first token; "" where there are several kinds or none."""
     marks = {token for token, mark in list(zip(tokens, special or (), strict=False))[1:] if mark}
     return visible(marks.pop()) if len(marks) == 1 else ""
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Numbers for JSON with six digits; None for what is no number."""
+    """Return numbers for JSON with six digits; None where a value is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 

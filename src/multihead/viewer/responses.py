@@ -72,7 +72,7 @@ async def until_gone(request: Request) -> None:
 
 
 async def in_words(request: Request, error: Exception) -> Response:
-    """Answer a request that cannot be met with the sentence that says why."""
+    """Answer a request that cannot be fulfilled with the sentence that says why."""
     if isinstance(error, LaterError):
         return refusal(503, str(error), {"Retry-After": "1"})
     # A file that cannot be read, or was cut, is no fault of the request.

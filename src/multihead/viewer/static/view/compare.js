@@ -1,4 +1,4 @@
-// The largest differences in view, as a table beside the three maps.
+// The largest differences in view, as a table next to the three maps.
 import { $, el, say } from '../shared/dom.js';
 import { count, short } from '../shared/numbers.js';
 import { centre } from './geometry.js';

@@ -103,7 +103,7 @@ function gridRow(record, layer, l) {
   return made;
 }
 
-// Only the rows near the window are asked for and drawn.
+// Only the rows near the window are requested and drawn.
 function watching(record) {
   watch?.disconnect();
   seen = new Set();

@@ -17,7 +17,7 @@ import { forget } from './tiles.js';
 let record = null, other = null, turn = 0, drawnWidth = 0, begun = false;
 const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
-// The address says what to show; what it says wrongly is mended, never an error.
+// The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
   const mine = ++turn, asked = read(location.hash), wasHead = state.a;
   unsaved();
@@ -157,7 +157,7 @@ async function watchLevels(of) {
       if (of.progress.state !== 'building') return;
       await new Promise(done => setTimeout(done, 700));
     }
-  } catch { watched.delete(of); }  // the server is gone; asked again with the next page
+  } catch { watched.delete(of); }  // the server is gone; requested again with the next page
 }
 
 server.changed = () => {

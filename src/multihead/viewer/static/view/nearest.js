@@ -1,4 +1,4 @@
-// Heads that look where this one looks: asked for on demand, because the answer may take seconds.
+// Heads that attend like this one: computed on demand, because it may take seconds.
 import { $, el, say } from '../shared/dom.js';
 import { glyph, kindName } from '../shared/kinds.js';
 import { headAt, json } from './api.js';

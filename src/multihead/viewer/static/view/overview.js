@@ -34,7 +34,7 @@ export function overview(shown, openHead) {
   $('foot').textContent = say('foot', { version: view.version });
 }
 
-// Small pictures beside the inspector and the table come with their layer; drawn once a burst.
+// The small pictures of the inspector and the table arrive with their layer; drawn once per burst of layers.
 let waiting = 0;
 function later() {
   clearTimeout(waiting);

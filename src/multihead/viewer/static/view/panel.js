@@ -28,7 +28,7 @@ export function panel(scene, pointed) {
   const a = row(scene.a, q), b = state.compare ? row(scene.b, q) : null;
   const here = a && (places.length < 2 || b);
   $('read').setAttribute('aria-busy', String(!here));
-  if (!here) return;  // what stands there stays until the whole row is here
+  if (!here) return;  // the panel stays as it is until the whole row has arrived
   const told = summary(a, scene), now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth, drawn.split(' ')[0]].join();
   valueOf(scene, q, pointed ? pointed[1] : told.best[0] ?? -1, { a, b, told });
   if (now !== drawn || !pointed) {
@@ -73,7 +73,7 @@ function valueOf(scene, q, key, { a, b, told }) {
     el('div', { className: 'w' + (blind || hidden ? ' worded' : '') }, el('data', { value: hidden ? '' : String(w), textContent: words }), ...notes.map(note => el('small', { textContent: note }))));
 }
 
-// What the cell under the pointer shows, where it stands for more than one weight.
+// The mean that the cell under the pointer shows, where it covers more than one weight.
 function blockMean(q, key) {
   const one = shown.a, level = shown.span?.level ?? 0, r = (q >> level) - (one?.r0 ?? 0), c = (key >> level) - (one?.c0 ?? 0);
   if (!one || !level || r < 0 || c < 0 || r >= one.rows || c >= one.cols) return '';
@@ -103,7 +103,7 @@ function strip(scene, q, a, told) {
   $('rowtop').textContent = state.scale === 'linear' ? `0–${short(told.top)}` : say(state.scale === 'log' ? 'log' : 'root');
 }
 
-// The strongest keys set one under the other with what stands around each: the best single view of an induction head.
+// The largest weights with the text around their keys, one per line: the best single view of an induction head.
 function context(scene, q, a, told) {
   const { text, from } = scene.sides.key;
   const cell = (name, ...children) => el('span', { className: name }, ...children);

@@ -13,7 +13,7 @@ class Sample {
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
-    // A layer is called by its number in the model everywhere, in addresses too; it is no place in the list of layers,
+    // A layer is called by its number in the model everywhere, in addresses too; it is not an index into the list of layers,
     // which may hold some layers only.
     this.heads = layers.flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ l: layer.number, h })));
     this.numbered = new Map(layers.map(layer => [layer.number, layer]));
@@ -23,7 +23,7 @@ class Sample {
     this.keys = Math.max(...layers.map(layer => layer.keys));
     const full = { entropy: () => Math.log(this.keys) };
     this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined));
-    // Levels from 6 on are built once: until then they are not asked for.
+    // Levels from 6 on are built once: until then they are not requested.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
 
@@ -35,7 +35,7 @@ class Sample {
   named(i) { return say('head and kind', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
-  // Whether the small maps of a layer can be had by now; heads are built one after the other.
+  // Whether the small maps of a layer are available; heads are computed one after the other.
   mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).levels <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.

@@ -62,7 +62,7 @@ function above(pen, pane, layer, side, pointed) {
   }
 }
 
-// What the axes are, and which part of them is in view where words stand on them.
+// The names of the axes; where tokens label an axis, the range in view.
 export function captions(pen, pane, layer, sides) {
   const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
   face(pen, false, 'faint');
