@@ -67,7 +67,11 @@ class TestRefusals:
         (file := tmp_path / "notes").write_bytes(content)
         assert refusal(file) == "FILE is not a safetensors file. Give a file that Record.save wrote."
 
-    @pytest.mark.parametrize("share", [0, 0.00001, 0.1, 0.5, 0.9999])
+    def test_an_empty_file(self, tmp_path: Path) -> None:
+        (file := tmp_path / "empty.txt").touch()
+        assert refusal(file) == "FILE is empty. Give a file that Record.save wrote."
+
+    @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9999])
     def test_a_file_that_is_cut(self, share: float, good: Path, tmp_path: Path) -> None:
         (file := tmp_path / "cut").write_bytes(good.read_bytes()[: int(share * good.stat().st_size)])
         assert refusal(file) == (

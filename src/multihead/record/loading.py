@@ -121,6 +121,8 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
             raise InputError(f"{target!r} is a folder.", "Give a file that Record.save wrote.") from None
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"{target!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
+        if not Path(target).stat().st_size:
+            raise InputError(f"{target!r} is empty.", "Give a file that Record.save wrote.") from None
         if _begins_as_safetensors(target):
             raise InputError(
                 f"{target!r} is truncated or damaged: it starts as a safetensors file but does not continue as one.",
