@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from multihead.masks import Mask
+from multihead.parts import Part
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 
@@ -47,7 +48,7 @@ class AttentionRequest:
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a learned logit a head that takes weight and gives no value, or None.
         dropout: share of the weights dropped.
-        wanted: names of the statistics that somebody listens for.
+        wanted: parts of statistics that a listener wants the kernel to measure on its way.
         owner: the module that asked, or None.
         packed_lengths: (samples,), where the one row of the batch holds packed samples; else None.
         continued: where the call stands in a text that a cache keeps; else None.
@@ -64,7 +65,7 @@ class AttentionRequest:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
-    wanted: frozenset[str] = frozenset()
+    wanted: frozenset[Part] = frozenset()
     owner: nn.Module | None = None
     packed_lengths: Tensor | None = None
     continued: Continued | None = None
@@ -77,12 +78,12 @@ class Attended:
     Fields:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf where no key is seen.
-        statistics: those of the wanted ones that the kernel had at hand.
+        statistics: those of the wanted parts that the kernel measured.
     """
 
     output: Tensor
     logsumexp: Tensor
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[Part, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The list of statistics, and the probes that are made."""
+"""The built-in statistics, and the functions that make probes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,33 @@ from multihead.kernels.native.statistics import ONE_PASS
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 
-def test_the_default_is_what_the_native_kernel_has_at_hand_and_the_mass_of_sinks() -> None:
-    assert set(DEFAULT) == ONE_PASS | {"sink_mass"}
+def test_the_default_is_what_the_native_kernel_measures_in_its_pass_and_the_mass_of_sinks() -> None:
+    assert {part for name in DEFAULT for part in PROBES[name].parts} == ONE_PASS | {"sink_mass"}
+
+
+def test_the_default_is_what_has_the_flag_in_any_order() -> None:
+    assert set(DEFAULT) == {name for name, probe in PROBES.items() if probe.default}
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_each_says_what_it_is_its_unit_and_its_source(name: str) -> None:
+def test_each_has_a_definition_a_label_and_a_unit_or_none(name: str) -> None:
     probe = PROBES[name]
     assert probe.name == name
-    assert name.isidentifier()
-    assert "\n\nReturns: (batch, heads, " in probe.about
-    assert "\nSource: " in probe.about
+    assert probe.about
+    assert probe.label
+    assert len(probe.short_label) <= len(probe.label)
+    assert probe.unit in ("", "nats", "tokens", "queries", "%")
+    assert (probe.unit == "%") == (probe.number_format == "share")
+
+
+def test_labels_are_unique() -> None:
+    assert len({probe.label for probe in PROBES.values()}) == len(PROBES)
+
+
+def test_a_made_probe_has_a_label_of_its_own() -> None:
+    assert offset_mass(-5).heading == "offset -5 (%)"
+    assert first_keys_mass(4).heading == "first 4 (%)"
+    assert tokens_mass("full_stops", [13]).heading == "full stops (%)"
 
 
 def test_probes_that_are_made_of_the_same_are_the_same() -> None:

@@ -183,7 +183,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
         task = progress.add_task("Watching the heads", total=total)
 
         class Counter:
-            wanted: frozenset[str] = frozenset()
+            wanted: frozenset[Any] = frozenset()
 
             def hear(self, call: Any) -> None:
                 progress.advance(task)
