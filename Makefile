@@ -77,7 +77,7 @@ lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pypro
 
 canary: .venv-canary/ready  ## run the tests of models and drop-ins with the newest transformers, pre-releases too
 	.venv-canary/bin/python -m pip install --quiet --upgrade --pre transformers
-	.venv-canary/bin/python -m pytest tests/hooks tests/observation tests/compat tests/test_models.py
+	.venv-canary/bin/python -m pytest tests/hooks tests/observation tests/record tests/analysis tests/compat tests/test_models.py
 
 # Each has its own environment and its own build of the native library, so that neither touches .venv.
 # The lowest torch comes with the libraries of an accelerator: some 5 GB, which it needs to be imported.

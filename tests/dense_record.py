@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.record.texts import Text
 
 
 @dataclass
@@ -50,6 +51,7 @@ class DenseSample:
     num_heads = property(lambda self: self.dense.shape[0])
     num_queries = property(lambda self: self.dense.shape[1])
     num_keys = property(lambda self: self.dense.shape[2])
+    text = Text()
 
     @property
     def means(self) -> dict[str, Tensor]:

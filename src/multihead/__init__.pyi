@@ -1,10 +1,10 @@
 from multihead import compat, errors, export, masks, probes, scores
+from multihead.analysis.find import above, below
 from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
-from multihead.observation.finding import above, below
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.packing import pack, unpack

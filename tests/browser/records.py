@@ -6,7 +6,7 @@ from functools import cache
 
 from multihead import masks
 from multihead.observation.record import Record
-from multihead.observation.texts import Text
+from multihead.record.texts import Text
 from tests.viewer.watching import watch
 
 LENGTH, LAYERS, HEADS = 700, 4, 3

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from multihead.observation.sample import SampleRecord
+from multihead.record.sample import SampleRecord
 from tests.browser.records import LENGTH, causal, translating, words
 from tests.browser.shown import Shown, ink, percent
 from tests.viewer.watching import block_means

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from multihead.cli.look_output import tell_textbook, tell_where
-from multihead.observation.memory import Memory
 from multihead.observation.textbook import TextbookHead
+from multihead.record.memory_use import Memory
 from multihead.viewer.report import ReportSummary
 
 HEADS = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.observation.record import SampleRecord
 from multihead.probes import PROBES
+from multihead.record.sample import SampleRecord
 from tests.families import CALLS, DECODERS, FAMILIES, LENGTH, PADDED, VOCABULARY, batch_of, family
 from tests.watched import brute_force, eager, eager_weights, watched, without_padding
 

@@ -137,9 +137,9 @@ class TestTheModelIsPutBack:
 
     def test_with_the_models_inside_it_each_as_it_was(self) -> None:
         text = {**ENCODER, **TEXT}
-        sight = {name: value for name, value in ENCODER.items() if name != "max_position_embeddings"}
-        sight |= {"image_size": 8, "patch_size": 4}
-        model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=sight, projection_dim=8)).eval()
+        visibility = {name: value for name, value in ENCODER.items() if name != "max_position_embeddings"}
+        visibility |= {"image_size": 8, "patch_size": 4}
+        model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=visibility, projection_dim=8)).eval()
         model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
         before = self.implementations(model)
         assert set(before) == {"sdpa", "eager"}

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.cache import KeyValueCache
-from multihead.observation.record import LayerRecord, Record
+from multihead.observation.record import Record
 from multihead.probes import PROBES
+from multihead.record.layer import LayerRecord
 from multihead.rotary import Rotary
 
 CAUSAL, WIDTH, LENGTH = masks.Causal(), 16, 12

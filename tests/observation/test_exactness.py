@@ -13,9 +13,9 @@ from torch import Tensor
 import multihead as mh
 from multihead import masks
 from multihead.cache import KeyValueCache
-from multihead.observation.pieces import Piece
 from multihead.observation.record import Record
-from multihead.observation.sample import SampleRecord
+from multihead.record.sample import SampleRecord
+from multihead.record.segments import Segment
 from tests.exactness import SIZES, Case, drawn, refuse_unless_exact
 from tests.observation.recorded import Asking
 
@@ -129,7 +129,9 @@ def test_a_record_without_its_sinks_weighs_by_its_logsumexp() -> None:
     with mh.observe(model := Asking()) as seen:
         model(q, k, k, sinks=sinks)
     sample = seen.layers[0].sample()
-    sample.pieces = [Piece(replace(piece.request, sinks=None)) for piece in sample.pieces]  # as older files have it
+    sample.segments = [
+        Segment(replace(segment.request, sinks=None)) for segment in sample.segments
+    ]  # as older files have it
     exact = Case(q, k, sinks=sinks).softmax(torch.float64)[0]
     for found in (sample.weights(), in_blocks(sample)):
         assert (found - exact[..., : found.shape[2]]).abs().max() <= 2e-6

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import listeners, masks, probes
 from multihead.errors import ArgumentError, ModelError, ProbeError
-from multihead.observation.hearing import Ear
+from multihead.observation.recorder import Recorder
 from multihead.probes import DEFAULT, PROBES
 from tests.families import batch_of, family
 
@@ -374,4 +374,4 @@ class TestRefusals:
 @pytest.fixture(autouse=True)
 def _nobody_listens_afterwards() -> Iterator[None]:
     yield
-    assert not any(isinstance(each, Ear) for each in listeners.listeners())
+    assert not any(isinstance(each, Recorder) for each in listeners.listeners())

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.analysis.highlights import findings
 from multihead.errors import ArgumentError, ModelError
 from multihead.functional import attend, request_of
-from multihead.observation.findings import findings
-from multihead.observation.record import Record, SampleRecord
+from multihead.observation.record import Record
 from multihead.probes import PROBES
+from multihead.record.sample import SampleRecord
 from tests.observation.recorded import ids, read
 
 HEADS, LENGTH = 4, 10
@@ -156,12 +157,6 @@ def test_what_a_bias_hides_is_known_where_only_statistics_are_kept() -> None:
     assert int(sample.visible().sum()) == int(TRIANGLE.sum()) - 1
 
 
-def test_a_layers_weights_are_those_of_a_sample() -> None:
-    record = seen_in(lambda model: model(slice(0, LENGTH)))
-    layer = record["Asking"]
-    assert torch.equal(layer.weights(1, queries=slice(0, 2)), layer.sample(0).weights(1, queries=slice(0, 2)))
-
-
 def test_a_table_has_a_row_a_head_with_its_means() -> None:
     record = seen_in(lambda model: model(slice(0, LENGTH)))
     table = record.table(sort="entropy", top=3)
@@ -169,13 +164,6 @@ def test_a_table_has_a_row_a_head_with_its_means() -> None:
     assert [row["entropy"] for row in table.rows] == sorted(means.tolist(), reverse=True)[:3]
     assert {row["name"] for row in record.table().rows} == {"Asking"}
     assert [row["head"] for row in record.table().rows] == [0, 1, 2, 3]
-
-
-def test_a_sample_that_is_none_is_refused() -> None:
-    layer = seen_in(lambda model: model(slice(0, LENGTH))).layers[0]
-    with pytest.raises(ArgumentError) as caught:
-        layer.sample(1)
-    assert str(caught.value) == "There is no sample 1; Asking saw 1. Give one from 0 to 0."
 
 
 def test_a_layer_that_is_none_is_refused_with_those_that_are() -> None:
@@ -252,7 +240,7 @@ def test_the_nearest_heads_are_asked_for_and_found_by_the_numbers_of_their_layer
 
 def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
     some = read(ids(1, 12), layers=[1])
-    found = findings(some)
+    found = findings(some.layers)
     assert {one.layer for one in found} == {1}
     assert all(str(one).startswith("layer 1 head ") for one in found)
 

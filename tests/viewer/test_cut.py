@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from multihead import masks
-from multihead.observation.loading import load
 from multihead.observation.record import Record
 from multihead.viewer import routes
 from multihead.viewer.payload import Run
@@ -40,7 +39,7 @@ def test_a_record_that_is_cut_while_it_is_shown_is_an_error_and_the_viewer_goes_
     long: Record, tmp_path: Path
 ) -> None:
     long.save(file := tmp_path / "run.safetensors")
-    with serving(Run("run.safetensors", load(file, mapped=False))) as served:
+    with serving(Run("run.safetensors", Record.load(file, mapped=False))) as served:
         os.truncate(file, 100_000)
         answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")
         sentence = f"{str(file)!r} was changed, cut or removed while it was read. Open it again."

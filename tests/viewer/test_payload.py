@@ -8,7 +8,7 @@ import math
 import pytest
 
 from multihead import masks
-from multihead.observation.texts import Text
+from multihead.record.texts import Text
 from multihead.viewer.payload import Run, column, described, listed, rows_of
 from tests.viewer.watching import watch
 

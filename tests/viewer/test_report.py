@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from multihead.analysis.highlights import layer_profiles
 from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
-from multihead.observation.findings import read_layers
 from multihead.viewer import write_report
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
 from tests.viewer.page import Page
@@ -122,10 +122,10 @@ def test_every_text_can_stand_on_the_page(tmp_path: Path, text: str) -> None:
 
 def test_readings_at_hand_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = a_record(special=SPECIAL)
-    read = read_layers(record, special=SPECIAL)
+    read = layer_profiles(record.layers, special=SPECIAL)
     first = write(record, tmp_path / "first.html").path.read_bytes()
-    monkeypatch.delattr("multihead.viewer.report.read_layers")
-    assert write(record, tmp_path / "second.html", readings=read).path.read_bytes() == first
+    monkeypatch.delattr("multihead.viewer.report.layer_profiles")
+    assert write(record, tmp_path / "second.html", profiles=read).path.read_bytes() == first
 
 
 def test_a_page_speaks_chinese(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.observation.findings import read_layers
+from multihead.analysis.highlights import layer_profiles
 from multihead.viewer import report_data
 from multihead.viewer.page_budget import Store
 from multihead.viewer.report import SCRIPTS
@@ -24,7 +24,7 @@ TOKENS = ["[CLS]", *["word"] * 28, "[SEP]"]
 
 def facts_of(record: Any, **given: Any) -> dict[str, str]:
     texts = {"main": reading(TOKENS), **given}
-    return dict(report_data.facts(record, read_layers(record), texts, sample=0, words=WORDS["en"]))
+    return dict(report_data.facts(record, layer_profiles(record.layers), texts, sample=0, words=WORDS["en"]))
 
 
 def masked(seen: Tensor) -> DenseRecord:
@@ -95,7 +95,7 @@ def test_the_texts_of_a_layer_are_told_by_their_lengths() -> None:
         ]
     )
     data = report_data.page_data(
-        record, read_layers(record), texts, sample=0, special=None, tokens=["q"] * 4, words=WORDS["en"]
+        record, layer_profiles(record.layers), texts, sample=0, special=None, tokens=["q"] * 4, words=WORDS["en"]
     )
     named = [
         (one["queryTokens"]["text"], one["keyTokens"]["text"], one["queryTokens"]["from"]) for one in data["layers"]
@@ -112,7 +112,7 @@ def test_the_texts_of_a_layer_are_told_by_their_lengths() -> None:
 def test_a_statistic_that_a_layer_lacks_is_no_number() -> None:
     record: Any = record_of(random_weights(1, 30, 30), random_weights(1, 30, 30))
     del record.layers[1].sample().statistics["self_mass"]
-    read = read_layers(record)
+    read = layer_profiles(record.layers)
     data = report_data.page_data(
         record, read, {"main": reading(TOKENS)}, sample=0, special=None, tokens=TOKENS, words=WORDS["en"]
     )
@@ -134,7 +134,7 @@ def test_the_separator_is_called_by_its_name_where_it_has_one(
     record: Any = record_of(random_weights(1, len(tokens), len(tokens)))
     texts = {"main": reading(tokens)}
     data = report_data.page_data(
-        record, read_layers(record), texts, sample=0, special=special, tokens=tokens, words=WORDS["en"]
+        record, layer_profiles(record.layers), texts, sample=0, special=special, tokens=tokens, words=WORDS["en"]
     )
     assert data["separator"] == expected
 
@@ -143,7 +143,13 @@ def test_what_each_token_receives_is_the_mean_over_heads_and_queries() -> None:
     one, two = random_weights(2, 30, 30), random_weights(1, 30, 30)
     record: Any = record_of(one, two)
     data = report_data.page_data(
-        record, read_layers(record), {"main": reading(TOKENS)}, sample=0, special=None, tokens=TOKENS, words=WORDS["en"]
+        record,
+        layer_profiles(record.layers),
+        {"main": reading(TOKENS)},
+        sample=0,
+        special=None,
+        tokens=TOKENS,
+        words=WORDS["en"],
     )
     expected = torch.cat((one, two)).double().mean((0, 1))
     torch.testing.assert_close(torch.tensor(data["received"], dtype=torch.float64), expected, atol=1e-6, rtol=1e-5)

@@ -19,8 +19,8 @@ from torch.testing import assert_close
 
 from multihead import masks
 from multihead.observation.record import Record
-from multihead.observation.texts import Text
 from multihead.probes.blocks import CancelledError
+from multihead.record.texts import Text
 from multihead.viewer import routes
 from multihead.viewer.payload import Run
 from tests.viewer.serving import TOKEN, Served, serving

@@ -11,7 +11,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import masks
 from multihead.observation.record import Record
-from multihead.observation.sample import SampleRecord
+from multihead.record.sample import SampleRecord
 
 
 def watch(

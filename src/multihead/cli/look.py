@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
-    from multihead.observation.findings import LayerReading
     from multihead.observation.record import Record
     from multihead.observation.textbook import TextbookHead
     from multihead.viewer.report import ReportSummary
@@ -126,9 +126,9 @@ def look(
     from rich.console import Console
     from rich.text import Text
 
+    from multihead.analysis.highlights import layer_profiles
     from multihead.models import encode, load
-    from multihead.observation.findings import read_layers
-    from multihead.observation.memory import memory_of
+    from multihead.record.memory_use import memory_of
 
     watched = sys.stderr is not None and sys.stderr.isatty()
     notes = Console(stderr=True, highlight=False, quiet=not watched)  # bars are for people to watch
@@ -148,15 +148,15 @@ def look(
         text = (text or "")[: encoded.stop]
     heads = _of_textbook(loaded, notes) if textbook else None  # first, because it may be refused
     record = _watched(loaded, encoded, chosen, notes)
-    memory = memory_of(record)
+    memory = memory_of(record.layers)
     if record_file is not None:
         with notes.status(Text(f"Saving {visible(record_file)} …")):
             _save(record, loaded, encoded, record_file)
     with notes.status("Reading the heads …"):
-        readings = read_layers(record, special=encoded.special)
-    page = _written_page(record, readings, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
+        profiles = layer_profiles(record.layers, special=encoded.special)
+    page = _written_page(record, profiles, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
     table = record.table(sort=sort, top=top)
-    kinds = {reading.number: reading.kinds for reading in readings}
+    kinds = {reading.number: reading.kinds for reading in profiles}
     rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in table.rows]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
@@ -164,7 +164,7 @@ def look(
         elif target is not None:
             write_whole(target, written(rows))
     if "-" not in (json_file, csv_file):
-        tell(record, readings, loaded, encoded, rows, lang=lang)
+        tell(record, profiles, loaded, encoded, rows, lang=lang)
         if heads is not None:
             tell_textbook(heads, lang)
         tell_where(page, record_file, memory, lang)
@@ -205,7 +205,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
 
 def _written_page(
     record: Record,
-    readings: Sequence[LayerReading],
+    profiles: Sequence[LayerProfile],
     loaded: LoadedModel,
     encoded: Encoded,
     *,
@@ -232,14 +232,14 @@ def _written_page(
             unknown=encoded.unknown,
             facts=dict(zip(FACTS[lang], facts, strict=True)),
             lang=lang,
-            readings=readings,
+            profiles=profiles,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
 
 
 def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> None:
     """Save a record with the words of its text."""
-    from multihead.observation.texts import Text
+    from multihead.record.texts import Text
 
     record.title = loaded.title
     record.give_text(Text(encoded.ids[0], encoded.tokens, encoded.special))

@@ -12,11 +12,11 @@ import click
 from multihead.escaping import visible
 
 if TYPE_CHECKING:
+    from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
-    from multihead.observation.findings import LayerReading
-    from multihead.observation.memory import Memory
     from multihead.observation.record import Record
     from multihead.observation.textbook import TextbookHead
+    from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
 
 SHORT = "one digit behind the point below ten, none above"
@@ -72,7 +72,7 @@ WORDS = {
 
 def tell(
     record: Record,
-    readings: Sequence[LayerReading],
+    profiles: Sequence[LayerProfile],
     loaded: LoadedModel,
     encoded: Encoded,
     rows: Sequence[Mapping[str, Any]],
@@ -82,7 +82,7 @@ def tell(
     """Print what was read, the table, and what stands out."""
     from rich.console import Console
 
-    from multihead.observation.findings import findings
+    from multihead.analysis.highlights import findings
 
     console = Console(highlight=False)
     part = "" if loaded.reader is loaded.model else "The encoder of "
@@ -90,7 +90,7 @@ def tell(
         f"{part}{visible(loaded.title)} read {len(encoded.tokens)} tokens with {_counted(record)}.\n", markup=False
     )
     console.print(_drawn(rows, console.width))
-    found = findings(record, tokens=encoded.tokens, special=encoded.special, lang=lang, readings=readings)
+    found = findings(record.layers, tokens=encoded.tokens, special=encoded.special, lang=lang, profiles=profiles)
     if found:
         click.echo(f"\n{WORDS[lang]['out']}")
     for finding in found:
@@ -101,7 +101,7 @@ def tell_textbook(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> Non
     """Print the heads of each kind that have most of it."""
     from rich.cells import cell_len
 
-    from multihead.observation.findings import percent
+    from multihead.analysis.highlights import percent
     from multihead.observation.textbook import LENGTH, TIMES
 
     words = WORDS[lang]

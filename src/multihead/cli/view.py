@@ -139,7 +139,7 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def _loaded(files: Sequence[str]) -> list[Run]:
-    from multihead.observation.loading import load
+    from multihead.observation.record import Record
     from multihead.viewer.payload import Run
 
     paths = [Path(file) for file in files]
@@ -148,7 +148,7 @@ def _loaded(files: Sequence[str]) -> list[Run]:
         # Two files of one name are told apart by their folders.
         Run(
             path.name if names.count(path.name) == 1 else str(path),
-            load(path, mapped=False),
+            Record.load(path, mapped=False),
             path.with_name(f"{path.name}.levels"),
         )
         for path in paths

@@ -1,1 +1,1 @@
-"""See every head of a model: watch its calls, keep what was seen, and say what stands out."""
+"""Record the attention calls of a model while it runs."""

@@ -14,9 +14,9 @@ from multihead import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError, refuse_unless_integer
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import noticed
-from multihead.observation.choice import Choice
-from multihead.observation.hearing import Ear, Keep
+from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
+from multihead.observation.recorder import Keep, Recorder
 from multihead.probes.catalogue import DEFAULT
 from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
@@ -79,19 +79,19 @@ def observe(
     _refuse_unless_told(chosen)
     root = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
-    choice = Choice.of(layers)
-    choice.refuse_unless_modules(list(names.values()))
+    layer_filter = LayerFilter.of(layers)
+    layer_filter.refuse_unless_modules(list(names.values()))
     record = Record(title=type(root).__name__)
     with ExitStack() as stack:
         stack.enter_context(huggingface.installed(root))
         if "torch._dynamo" in sys.modules:  # a compiled graph tells nobody what it computes
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         inputs = stack.enter_context(noticed(root))
-        ear = Ear(
+        recorder = Recorder(
             record=record,
             names=names,
             inputs=inputs,
-            choice=choice,
+            layer_filter=layer_filter,
             keep=keep,
             probes=chosen,
             special_ids=tuple(special_ids),
@@ -99,13 +99,13 @@ def observe(
             map_pool=map_pool,
             root=root,
         )
-        stack.enter_context(listeners.listen(ear))
+        stack.enter_context(listeners.listen(recorder))
         yield record
     if tokenizer is not None:
         record.name_tokens(tokenizer)
     elif special_ids:
         record.mark_special(special_ids)
-    ear.refuse_unless_heard(root)
+    recorder.refuse_unless_heard(root)
 
 
 def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_pool: object) -> None:

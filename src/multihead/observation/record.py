@@ -1,4 +1,4 @@
-"""What was seen: a record of layers, a layer of samples, a sample of calls that follow each other."""
+"""The record of a run: its layers, their tables, and searches over all heads."""
 
 from __future__ import annotations
 
@@ -8,108 +8,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
-from multihead.errors import ArgumentError, ModelError, ProbeError
-from multihead.observation import html
-from multihead.observation.finding import Bounds, FoundHead, find
-from multihead.observation.nearness import NearHead, nearest
-from multihead.observation.sample import SampleRecord
-from multihead.observation.summaries import Of, refuse_unless_summary, summed_up
-from multihead.observation.summed import Summed
-from multihead.observation.table import HeadTable
-from multihead.observation.texts import Text
+from multihead.analysis.find import Bounds, FoundHead, find
+from multihead.analysis.similar import NearHead, nearest
+from multihead.errors import ArgumentError, ModelError
+from multihead.record import loading, notebook, saving
+from multihead.record.layer import LayerRecord, RecordParts, texts_of
+from multihead.record.notebook import many
+from multihead.record.sample import SampleRecord
+from multihead.record.summaries import Of, check_summary
+from multihead.record.table import HeadTable
+from multihead.record.texts import Text
 
 _BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
 
-__all__ = ["LayerRecord", "Record", "SampleRecord"]
-
-
-@dataclass(eq=False)
-class LayerRecord:
-    """One layer: its samples, in the order they ran.
-
-    Fields:
-        name: the layer's qualified name in the model; "#2" and so on where it runs again in one forward pass.
-        samples: one a text, over all batches; none where texts are only summed up.
-        summed: the sums over all texts, where only these were kept.
-        number: its place, from 0, among all attention layers of the model in the order they first ran, those that
-            were not recorded included: L17 is the layer that `observe(layers=17)` chooses.
-    """
-
-    name: str
-    samples: list[SampleRecord] = field(default_factory=list)
-    summed: Summed | None = None
-    number: int = 0
-
-    @property
-    def num_heads(self) -> int:
-        """How many query heads the layer has."""
-        return self.samples[0].num_heads if self.summed is None else self.summed.num_heads
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples were seen."""
-        return len(self.samples) if self.summed is None else self.summed.num_samples
-
-    def means(self) -> dict[str, Tensor]:
-        """Means over all queries that see a key and are no padding, over all samples: (heads,) float64 each."""
-        return self.summary()
-
-    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
-        """Sum up each statistic over all queries that see a key, over all samples: (heads,) float64 each.
-
-        Args:
-            of: "mean", "median" or "p95", the 95th percentile.
-
-        Raises:
-            ArgumentError: `of` is none of these.
-        """
-        return summed_up(self.samples, of) if self.summed is None else self.summed.summary(of)
-
-    def sample(self, index: int = 0) -> SampleRecord:
-        """Return one sample.
-
-        Raises:
-            ArgumentError: there is no such sample.
-            ProbeError: texts were only summed up.
-        """
-        if self.summed is not None:
-            raise ProbeError(
-                f'{self.name} was observed with keep="summary", so no text of it is at hand.',
-                'Observe with keep="statistics" to see texts one by one.',
-            )
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise ArgumentError(f"sample is {index!r}.", "Give the index of one sample, an integer.")
-        if not -self.num_samples <= index < self.num_samples:
-            raise ArgumentError(
-                f"There is no sample {index}; {self.name} saw {self.num_samples}.",
-                f"Give one from 0 to {self.num_samples - 1}.",
-            )
-        return self.samples[index]
-
-    def weights(
-        self,
-        head: int | None = None,
-        *,
-        sample: int = 0,
-        queries: slice = slice(None),
-        keys: slice = slice(None),
-    ) -> Tensor:
-        """Compute a tile of one sample's attention map, see `SampleRecord.weights`."""
-        return self.sample(sample).weights(head, queries=queries, keys=keys)
-
-    def map(
-        self,
-        head: int | None = None,
-        *,
-        sample: int = 0,
-        queries: slice = slice(None),
-        keys: slice = slice(None),
-        bins: int | tuple[int, int] = 256,
-    ) -> Tensor:
-        """Draw a part of one sample's attention map together into few cells, see `SampleRecord.map`."""
-        return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
+__all__ = ["Record"]
 
 
 @dataclass(eq=False)
@@ -157,22 +69,18 @@ class Record:
         raise ModelError(f"There is no layer {layer!r} in the record.", f"The layers seen are: {known}.")
 
     @property
+    def _parts(self) -> RecordParts:
+        return RecordParts(self.layers, self.title, self.id, self.calls)
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether q and k were kept, so that any part of any map can be had."""
-        return all(layer.summed is None and all(one.keeps_weights for one in layer.samples) for layer in self.layers)
+        return self._parts.keeps_weights
 
     @property
     def texts(self) -> list[Text]:
         """The texts that were read, one a sample: the token ids that the model was given, and what names them."""
-        found: list[Text] = []
-        for layer in self.layers:
-            for index, one in enumerate(layer.samples):
-                text = Text() if one.crosses else one.text
-                if index == len(found):
-                    found.append(text)
-                elif not found[index].length:
-                    found[index] = text
-        return found
+        return texts_of(self.layers)
 
     def mark_special(self, ids: Iterable[int]) -> None:
         """Say which token ids are marks of the model's own, where the texts' ids are known."""
@@ -238,7 +146,7 @@ class Record:
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is none of these.
         """
-        refuse_unless_summary(of)
+        check_summary(of)
         rows = []
         for layer in self.layers:
             summary = layer.summary(of)
@@ -271,7 +179,7 @@ class Record:
         >>> [(one.layer, one.head) for one in seen.find(broad=mh.above(0.9), entropy=mh.below(2))]
         [(0, 0), (0, 1)]
         """
-        return find(self, bounds, of=of)
+        return find(self.layers, bounds, of=of)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -293,7 +201,7 @@ class Record:
             ProbeError: only statistics were kept.
             ArgumentError: there is no such layer, head or sample.
         """
-        return nearest(self, layer, head, top=top, sample=sample, queries=queries)
+        return nearest(self.layers, layer, head, top=top, sample=sample, queries=queries)
 
     def to_pandas(self, *, of: Of = "mean") -> Any:
         """Return the table as a pandas DataFrame, a row a head.
@@ -309,13 +217,22 @@ class Record:
 
     def _repr_html_(self) -> str:
         """Show it in a notebook."""
-        return html.of_record(self)
+        title = self.title or "Record"
+        if not self.layers:
+            return notebook.table(title, "nothing was recorded yet", [], [])
+        heads = [layer.num_heads for layer in self.layers]
+        samples = max(layer.num_samples for layer in self.layers)
+        tokens = max((one.num_keys for layer in self.layers for one in layer.samples), default=0)
+        caption = f"{many(len(heads), 'layer')}, {many(sum(heads), 'head')}, {many(samples, 'text')}"
+        caption += f" of up to {many(tokens, 'token')}" if tokens else ""
+        caption += "" if self.keeps_weights else "; statistics only" if tokens else "; sums only"
+        return notebook.table(title, caption, self.table().rows, ["layer", "head", "name"])
 
     def add(self, layer: LayerRecord, sample: SampleRecord) -> None:
         """Note that a sample's newest call has been seen."""
         if layer not in self.layers:
             self.layers.append(layer)
-        if layer.summed is None:
+        if layer.running_summary is None:
             self.calls.append((sample, len(sample.calls) - 1))
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
@@ -330,20 +247,20 @@ class Record:
             ArgumentError: `keep` is none of these.
             MaskError: a mask is none that a file holds; nothing is written then.
         """
-        from multihead.observation.saving import save
-
-        save(self, file, keep=keep)
+        saving.save(self._parts, file, keep=keep)
 
     @staticmethod
-    def load(file: str | os.PathLike[str]) -> Record:
-        """Open a saved record; its tensors stay in the file until they are read (memory-mapped).
+    def load(file: str | os.PathLike[str], *, mapped: bool = True) -> Record:
+        """Open a saved record. Nothing in a file is executed; all of it is checked.
 
-        Whoever cuts the file while it is mapped ends the process; writing a new file under its name does no harm.
-        Nothing in a file is ever executed, whoever wrote it.
+        Args:
+            file: its name.
+            mapped: map the file into memory, so that its tensors stay in the file until they are read. Truncating the
+                file while it is mapped kills the process; replacing it by a new file does no harm. False reads q and
+                k from the file where they are needed and everything else at once; if the file is changed later,
+                reading raises InputError.
 
         Raises:
             InputError: there is no such file, it is cut, no record, or one of a newer version.
         """
-        from multihead.observation.loading import load
-
-        return load(file)
+        return Record(*loading.load(file, mapped=mapped))

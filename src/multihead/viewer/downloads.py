@@ -14,7 +14,7 @@ import torch
 from multihead.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from multihead.observation.sample import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 MOST_CELLS = 1 << 20
 """Weights that one download may hold."""

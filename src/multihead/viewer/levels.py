@@ -17,7 +17,7 @@ from multihead.errors import InputError
 from multihead.files import Parts, writing
 
 if TYPE_CHECKING:
-    from multihead.observation.record import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 TILE = 256
 """Cells a side of a tile, at every level."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from multihead.analysis.visibility import query_blocks
 from multihead.errors import ProbeError
-from multihead.observation.seeing import query_blocks
 
 if TYPE_CHECKING:
-    from multihead.observation.record import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 HIDDEN = 0
 """The code of a cell that the query may not see; weights start at code 1, which is zero."""

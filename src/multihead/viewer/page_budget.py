@@ -14,7 +14,8 @@ from multihead.errors import ProbeError
 from multihead.viewer import maps
 
 if TYPE_CHECKING:
-    from multihead.observation.record import Record, SampleRecord
+    from multihead.observation.record import Record
+    from multihead.record.sample import SampleRecord
 
 MAP_SIZE = 64
 """Blocks a side of a pooled map, where there is room."""

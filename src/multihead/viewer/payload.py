@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multihead.analysis import visibility
+from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
 from multihead.escaping import visible
-from multihead.observation import seeing
-from multihead.observation.findings import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerReading, read_layers
-from multihead.observation.texts import Text
+from multihead.record.texts import Text
 from multihead.viewer.levels import SIDE, count
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
-    from multihead.observation.sample import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 _COLUMNS = {
     "effective_keys": ("keys", "keys"),
@@ -68,34 +68,34 @@ def listed(run: Run) -> dict[str, Any]:
 def described(run: Run, sample: int) -> dict[str, Any]:
     """Say all of a sample but its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_text(run, sample)
-    readings = read_layers(run.record, sample=sample, special=main.special)
+    profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
     texts: list[Text] = [main]
-    layers = [_layer(run, index, sample, readings[index], texts) for index in range(len(readings))]
-    names = list(dict.fromkeys(name for one in readings for name in one.means))
+    layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
+    names = list(dict.fromkeys(name for one in profiles for name in one.means))
     return {
         "tokens": main.tokens,
         "special": main.special,
         "texts": [{"tokens": each.tokens, "special": each.special} for each in texts],
         "layers": layers,
-        "kinds": [kind for one in readings for kind in one.kinds],
-        "metrics": {column(name)[0]: _numbers(readings, name) for name in names},
+        "kinds": [kind for one in profiles for kind in one.kinds],
+        "metrics": {column(name)[0]: _numbers(profiles, name) for name in names},
         "columns": [dict(zip(("id", "unit", "statistic"), (*column(name), name), strict=True)) for name in names],
         "thresholds": {
             "mass": MASS_SHARE,
             "local": LOCAL_SHARE,
             "broad": BROAD_SHARE,
-            "reach": seeing.LOCAL_REACH,
+            "reach": visibility.LOCAL_REACH,
         },
     }
 
 
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
-    readings = read_layers(run.record, sample=sample, special=main_text(run, sample).special)
+    profiles = layer_profiles(run.record.layers, sample=sample, special=main_text(run, sample).special)
     return [
         {"layer": one.number, "head": head, "name": one.name, "kind": kind}
         | {name: float(values[head]) for name, values in one.means.items()}
-        for one in readings
+        for one in profiles
         for head, kind in enumerate(one.kinds)
     ]
 
@@ -138,7 +138,7 @@ def column(statistic: str) -> tuple[str, str]:
     return _COLUMNS.get(statistic, (name, "share" if name != statistic else "number"))
 
 
-def _layer(run: Run, index: int, sample: int, reading: LayerReading, texts: list[Text]) -> dict[str, Any]:
+def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
     one = run.record.layers[index].sample(sample)
     crosses = one.crosses or reading.crosses
     # Where the keys are another text, the record may know that of the queries, or not.
@@ -152,7 +152,7 @@ def _layer(run: Run, index: int, sample: int, reading: LayerReading, texts: list
         "keys": one.num_keys,
         "queryStart": one.query_start,
         "crosses": crosses,
-        "pattern": reading.sight.pattern,
+        "pattern": reading.visibility.pattern,
         "levels": count(one.num_queries, one.num_keys) if one.keeps_weights else 0,
         "queryText": _place(of_queries, texts),
         "keyText": _place(one.text, texts),
@@ -168,10 +168,10 @@ def _place(text: Text, texts: list[Text]) -> int:
     return len(texts) - 1
 
 
-def _numbers(readings: Sequence[LayerReading], name: str) -> list[float | None]:
+def _numbers(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
     """Every head's mean of a statistic, layer after layer; None where there is none."""
     found: list[float | None] = []
-    for one in readings:
+    for one in profiles:
         values = one.means[name].tolist() if name in one.means else [math.nan] * len(one.kinds)
         found += [value if math.isfinite(value) else None for value in values]
     return found

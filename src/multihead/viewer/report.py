@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from multihead.analysis.highlights import LayerProfile, findings, layer_profiles
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.escaping import visible
 from multihead.files import is_folder, refuse_unless_writable, write_whole
-from multihead.observation.findings import LayerReading, findings, read_layers
 from multihead.viewer import report_data
 from multihead.viewer.page import allowed, json_in_script, static, template, version
 from multihead.viewer.page_budget import Progress, Store, fill
@@ -72,7 +72,7 @@ def write_report(
     sample: int = 0,
     max_bytes: int = 20_000_000,
     lang: str = "en",
-    readings: Sequence[LayerReading] | None = None,
+    profiles: Sequence[LayerProfile] | None = None,
     progress: Progress | None = None,
 ) -> ReportSummary:
     """Write a record as one self-contained page.
@@ -95,7 +95,7 @@ def write_report(
         sample: which text of the record.
         max_bytes: the largest page, in bytes.
         lang: "en" or "zh".
-        readings: the result of `read_layers` for this sample, where it is at hand already.
+        profiles: the result of `layer_profiles` for this sample, where it is at hand already.
         progress: called with (heads done, heads in all) while maps are stored.
 
     Raises: ArgumentError, ShapeError or InputError, before anything is written.
@@ -103,12 +103,12 @@ def write_report(
     path = Path(path)
     _check(record, path, tokens, sample, max_bytes, lang)
     title, words = visible(title), report_data.all_words()[lang]
-    read = readings if readings is not None else read_layers(record, sample=sample, special=special)
+    read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
     if key_tokens is not None:
         texts["keys"] = reading(key_tokens)
     data = report_data.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, words=words)
-    found = findings(record, sample=sample, tokens=tokens, special=special, lang=lang, readings=read)
+    found = findings(record.layers, sample=sample, tokens=tokens, special=special, lang=lang, profiles=read)
     data |= {"findings": [asdict(one) for one in found], "title": title, "lang": lang, "words": words}
     shell = {
         "title": title,

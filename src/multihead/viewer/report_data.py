@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multihead.analysis import visibility
+from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile, percent
 from multihead.escaping import visible
-from multihead.observation import seeing
-from multihead.observation.findings import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerReading, percent
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
-    from multihead.observation.record import Record, SampleRecord
+    from multihead.observation.record import Record
+    from multihead.record.sample import SampleRecord
 
 _COLUMNS = {
     "entropy": "entropy",
@@ -46,7 +47,7 @@ def all_words() -> dict[str, dict[str, str]]:
 
 def page_data(
     record: Record,
-    readings: Sequence[LayerReading],
+    profiles: Sequence[LayerProfile],
     texts: dict[str, Any],
     *,
     sample: int,
@@ -58,13 +59,13 @@ def page_data(
     return {
         "texts": texts,
         "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
-        "metrics": {column: values for column, name in _COLUMNS.items() if (values := _column(readings, name))},
-        "kinds": [kind for one in readings for kind in one.kinds],
-        "top": _numbers(torch.cat([one.sight.largest_entropy for one in readings])),
+        "metrics": {column: values for column, name in _COLUMNS.items() if (values := _column(profiles, name))},
+        "kinds": [kind for one in profiles for kind in one.kinds],
+        "top": _numbers(torch.cat([one.visibility.largest_entropy for one in profiles])),
         "sight": {
-            "hides": any(one.sight.hides for one in readings),
-            "later": all(one.sight.pattern in ("full", "causal") for one in readings),
-            "blind": sum(one.sight.blind_queries > 0 for one in readings),
+            "hides": any(one.visibility.hides for one in profiles),
+            "later": all(one.visibility.pattern in ("full", "causal") for one in profiles),
+            "blind": sum(one.visibility.blind_queries > 0 for one in profiles),
         },
         "received": _received(record, sample, len(tokens)),
         "bound": not keeps_weights(record, sample),
@@ -73,16 +74,16 @@ def page_data(
             "mass": percent(MASS_SHARE),
             "local": percent(LOCAL_SHARE),
             "broad": percent(BROAD_SHARE),
-            "reach": seeing.LOCAL_REACH,
+            "reach": visibility.LOCAL_REACH,
         },
     }
 
 
 def facts(
-    record: Record, readings: Sequence[LayerReading], texts: dict[str, Any], *, sample: int, words: dict[str, str]
+    record: Record, profiles: Sequence[LayerProfile], texts: dict[str, Any], *, sample: int, words: dict[str, str]
 ) -> list[tuple[str, str]]:
     """The row of facts under the title: label and value, each read off the record."""
-    heads = [len(one.kinds) for one in readings]
+    heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
         found = [(words["fact grid"], f"{len(heads)} × {heads[0]}")]
     else:
@@ -90,18 +91,18 @@ def facts(
     found.append((words["fact tokens"], f"{len(texts['main']['shown']):,}"))
     if "keys" in texts:
         found.append((words["fact keys"], f"{len(texts['keys']['shown']):,}"))
-    found.append((words["fact attention"], _attention(readings, words)))
-    kinds = {kind for one in readings for kind in one.kinds}
+    found.append((words["fact attention"], _attention(profiles, words)))
+    kinds = {kind for one in profiles for kind in one.kinds}
     # Separators need marks after the first token, others token ids; without them they are no kinds that could be there.
     missing = ("separator_mass", "duplicate_mass", "induction_mass")
-    possible = len(KINDS) - sum(all(name not in one.means for one in readings) for name in missing)
+    possible = len(KINDS) - sum(all(name not in one.means for one in profiles) for name in missing)
     found.append((words["fact kinds"], words["{kinds} of {all} present"].format(kinds=len(kinds), all=possible)))
     return found
 
 
-def lead(readings: Sequence[LayerReading], tokens: int, words: dict[str, str]) -> str:
+def lead(profiles: Sequence[LayerProfile], tokens: int, words: dict[str, str]) -> str:
     """The sentence under the title."""
-    heads = sum(len(one.kinds) for one in readings)
+    heads = sum(len(one.kinds) for one in profiles)
     return words["lead" if heads > 1 and tokens > 1 else "lead one"].format(heads=f"{heads:,}", tokens=f"{tokens:,}")
 
 
@@ -172,12 +173,12 @@ def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any]
     return called(one.num_queries, ("main", "keys")), called(one.num_keys, ("keys", "main"))
 
 
-def _column(readings: Sequence[LayerReading], name: str) -> list[float | None]:
+def _column(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
     """One statistic of every head, layer after layer; empty if no layer has it."""
-    if not any(name in one.means for one in readings):
+    if not any(name in one.means for one in profiles):
         return []
     return _numbers(
-        torch.cat([one.means.get(name, torch.full((len(one.kinds),), math.nan)).double() for one in readings])
+        torch.cat([one.means.get(name, torch.full((len(one.kinds),), math.nan)).double() for one in profiles])
     )
 
 
@@ -191,15 +192,15 @@ def _received(record: Record, sample: int, tokens: int) -> list[float | None] | 
     return _numbers(total / heads) if heads else None
 
 
-def _attention(readings: Sequence[LayerReading], words: dict[str, str]) -> str:
+def _attention(profiles: Sequence[LayerProfile], words: dict[str, str]) -> str:
     """What the masks of the layers are, the commonest first."""
 
-    def called(one: LayerReading) -> str:
-        sight = one.sight
-        name = "cross" if one.crosses and sight.pattern == "full" else sight.pattern
-        return words[f"pattern {name}"].format(tokens=sight.before, before=sight.before, after=sight.after)
+    def called(one: LayerProfile) -> str:
+        seen = one.visibility
+        name = "cross" if one.crosses and seen.pattern == "full" else seen.pattern
+        return words[f"pattern {name}"].format(tokens=seen.before, before=seen.before, after=seen.after)
 
-    patterns = Counter(called(one) for one in readings)
+    patterns = Counter(called(one) for one in profiles)
     if len(patterns) == 1:
         return next(iter(patterns))
     parts = [

@@ -10,7 +10,7 @@ import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from multihead.observation.nearness import numbers_in_words
+from multihead.analysis.similar import numbers_in_words
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from multihead.errors import MultiheadError
-    from multihead.observation.sample import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 Written = TypeVar("Written")
 

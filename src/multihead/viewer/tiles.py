@@ -16,7 +16,7 @@ from multihead.probes.blocks import CancelledError
 from multihead.viewer.levels import TILE, Array, cells
 
 if TYPE_CHECKING:
-    from multihead.observation.record import SampleRecord
+    from multihead.record.sample import SampleRecord
 
 CACHE_BYTES = 128 << 20
 """Bytes of tiles that are kept: some 500 whole ones."""

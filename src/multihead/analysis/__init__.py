@@ -1,0 +1,1 @@
+"""Find, classify, compare and describe the heads of recorded layers."""

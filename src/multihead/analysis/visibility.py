@@ -1,0 +1,153 @@
+"""Read off what the queries of a layer may see: the mask's pattern, the entropy it allows, the mass near by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ProbeError
+from multihead.probes.catalogue import offset_mass
+from multihead.record.sample import SampleRecord
+
+LOCAL_REACH = 3
+"""How many tokens before and after the query count as near by."""
+
+TILE_CELLS = 1 << 20
+"""Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """What the queries of one layer may see, for one sample.
+
+    Attributes:
+        pattern: "full", "causal", "window", "causal window", or "other" for what is none of these.
+        before: tokens before the query that a window reaches; 0 without a window.
+        after: tokens after the query that a window reaches; 0 without a window.
+        hides: whether any query may not see some key.
+        blind_queries: how many queries see no key at all, in the head that has the most of them.
+        seeing_queries: (heads,) float64, the queries that see a key.
+        mean_keys: (heads,) float64, the keys that a query sees, the mean over the queries that see one.
+        largest_entropy: (heads,) float64, nats: the mean of ln(keys that a query sees), which is the
+            entropy of a head that spreads evenly over all it may see.
+    """
+
+    pattern: str
+    before: int
+    after: int
+    hides: bool
+    blind_queries: int
+    seeing_queries: Tensor
+    mean_keys: Tensor
+    largest_entropy: Tensor
+
+
+def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
+    """Yield slices of queries, each small enough that a tile of it stays a few megabytes.
+
+    >>> list(query_blocks(5, 1 << 19))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    step = max(1, TILE_CELLS // max(1, cells_per_query))
+    for start in range(0, num_queries, step):
+        yield slice(start, min(start + step, num_queries))
+
+
+def visibility_of(sample: SampleRecord) -> Visibility:
+    """Read what the queries of a sample may see: off its bounds, or block by block; never queries x keys at once."""
+    count, start, stop = _counted(sample)
+    pattern, before, after = _pattern(count, start, stop, sample.query_start, sample.num_keys)
+    count = count.expand(sample.num_heads, -1).double()
+    sees = count > 0
+    seeing = sees.sum(-1).double()
+    per_query = torch.where(sees, count.clamp(min=1).log(), 0.0)
+    return Visibility(
+        pattern=pattern,
+        before=before,
+        after=after,
+        hides=bool((count < sample.num_keys).any()),
+        blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
+        seeing_queries=seeing,
+        mean_keys=count.sum(-1) / seeing.clamp(min=1),
+        largest_entropy=per_query.sum(-1) / seeing.clamp(min=1),
+    )
+
+
+def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the keys that each query sees, and find the first and the one behind the last: (heads or 1, queries)."""
+    intervals = sample.intervals()
+    if intervals is not None:
+        start, stop = (each[None] for each in intervals)
+        return stop - start, start, stop
+    starts, stops, counts = [], [], []
+    for block in query_blocks(sample.num_queries, sample.num_heads * sample.num_keys):
+        seen = sample.visible(queries=block)
+        seen = seen[None] if seen.dim() == 2 else seen  # (heads or 1, rows, keys)
+        counts.append(seen.sum(-1))
+        starts.append(seen.int().argmax(-1))
+        stops.append(sample.num_keys - seen.flip(-1).int().argmax(-1))
+    return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
+
+
+def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
+    """Mean share of a query's attention on keys at most `LOCAL_REACH` tokens from it.
+
+    Exact where the record keeps q and k: of at most seven weights a query those that were not measured are computed.
+    Where only statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
+    inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
+
+    Returns: (heads,) float64, shares from 0 to 1.
+    """
+    try:
+        return _band_mass(sample, visibility)
+    except ProbeError:
+        return _band_mass_bound(sample)
+
+
+def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
+    # No later key has weight under a causal mask, and what was measured need not be computed again.
+    last = 0 if visibility.pattern in ("causal", "causal window") else LOCAL_REACH
+    found = sample.statistics
+    total = torch.zeros(sample.num_heads, dtype=torch.float64)
+    for offset in range(-LOCAL_REACH, last + 1):
+        name = offset_mass(offset).name
+        total += (found[name] if name in found else sample.at_offset(offset)).double().sum(-1)
+    return total / visibility.seeing_queries.clamp(min=1)
+
+
+def _band_mass_bound(sample: SampleRecord) -> Tensor:
+    found = sample.statistics
+    bound = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
+    if all(f"{name}_mass" in found for name in ("self", "previous", "next")):
+        bound = found["self_mass"].double() + found["previous_mass"].double() + found["next_mass"].double()
+    if "mean_distance" in found:
+        by_distance = 1 - found["mean_distance"].double() / (LOCAL_REACH + 1)
+        # A query that sees no key has distance 0 and no mass; it must not count as wholly local.
+        sees = found["largest_weight"] > 0 if "largest_weight" in found else torch.ones_like(bound, dtype=torch.bool)
+        bound = torch.maximum(bound, torch.where(sees, by_distance, 0.0))
+    return bound.clamp(0, 1).mean(-1)
+
+
+def _pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
+    """Name the mask whose rows see [start, stop); rows that see nothing say nothing."""
+    seen = count > 0
+    if not bool(seen.any()) or not bool((count == stop - start)[seen].all()):
+        return "other", 0, 0
+    position = (torch.arange(count.shape[-1]) + query_start).expand_as(count)[seen]
+    start, stop = start[seen], stop[seen]
+    if bool(((start == 0) & (stop == keys)).all()):
+        # One query at the end of its keys (a decoding step) sees everything there is, full and causal alike.
+        return "full", 0, 0
+    after, before = int((stop - 1 - position).max()), int((position - start).max())
+    if after < 0 or before < 0:
+        return "other", 0, 0
+    if not bool((stop == (position + after + 1).clamp(max=keys)).all()):
+        return "other", 0, 0
+    if bool((start == 0).all()):
+        return ("causal", 0, 0) if after == 0 else ("window", before, after)
+    if not bool((start == (position - before).clamp(min=0)).all()):
+        return "other", 0, 0
+    return ("causal window" if after == 0 else "window"), before, after

@@ -1,0 +1,73 @@
+"""Choose layers by index or by name."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from multihead.errors import ArgumentError, ModelError
+
+
+@dataclass(frozen=True)
+class LayerFilter:
+    """Which layers are kept: indices and names; None for all."""
+
+    items: tuple[int | str, ...] | None
+
+    @staticmethod
+    def of(layers: Sequence[int | str] | int | str | None) -> LayerFilter:
+        """Read what a caller asked for.
+
+        Raises:
+            ArgumentError: something that is neither an index from 0 nor a name.
+        """
+        if layers is None:
+            return LayerFilter(None)
+        items = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or _negative(item):
+                raise ArgumentError(f"layers holds {item!r}.", 'Give indices from 0, or names such as "layer.3".')
+        if not items:
+            raise ArgumentError("layers is empty.", "Give indices or names, or None for all layers.")
+        return LayerFilter(items)
+
+    def refuse_unless_modules(self, names: Sequence[str]) -> None:
+        """Refuse a name that no module of the model has; which of them are layers is seen when the model runs.
+
+        Args:
+            names: of all modules, as records name layers.
+
+        Raises:
+            ModelError: there is no such module.
+        """
+        for item in self.items or ():
+            # A layer that runs again in one forward pass is named "#2" and so on after its module.
+            if isinstance(item, str) and "#" not in item and not any(_fits(item, name, -1) for name in names):
+                raise ModelError(
+                    f"layers holds {item!r}, and no module of the model has such a name.",
+                    'Give the name of an attention layer, a part of it or a glob such as "encoder.*", or None for all.',
+                )
+
+    def takes(self, name: str, index: int) -> bool:
+        """Whether a layer is one of those asked for."""
+        return self.items is None or any(_fits(item, name, index) for item in self.items)
+
+    def missed(self, names: Sequence[str]) -> list[int | str]:
+        """Say what was asked for and is none of these layers."""
+        items = self.items or ()
+        return [item for item in items if not any(_fits(item, name, index) for index, name in enumerate(names))]
+
+
+def _negative(item: int | str) -> bool:
+    return isinstance(item, int) and item < 0
+
+
+def _fits(item: int | str, name: str, index: int) -> bool:
+    """Tell whether an index or a name means a layer; "layer.1" does not mean layer.10."""
+    if isinstance(item, int):
+        return item == index
+    if any(sign in item for sign in "*?["):
+        return fnmatch.fnmatchcase(name, item)
+    return re.search(rf"(?<!\d){re.escape(item)}" + (r"(?!\d)" if item[-1].isdigit() else ""), name) is not None

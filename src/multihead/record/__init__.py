@@ -1,0 +1,1 @@
+"""The record of a run: its layers and samples, their statistics and tokens, and its file."""

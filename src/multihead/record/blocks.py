@@ -1,0 +1,126 @@
+"""Put blocks of a map together from the calls that a text was seen in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError, refuse_unless_slice
+from multihead.probes.blocks import Blocks, blocks
+from multihead.record.segments import Segment
+
+
+def joined_blocks(
+    parts: Iterable[tuple[Segment, AttentionRequest, Tensor]],
+    *,
+    heads: Sequence[int],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    block: tuple[int, int],
+    without_first_key: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+) -> Blocks:
+    """Sum the weights of each block of a rectangle of a map, and count the cells that may be seen.
+
+    A call may begin within a block: what is before the next line of the grid is then summed apart.
+
+    Args:
+        parts: the calls, each with what can be computed of it and its logsumexp (1, heads, queries).
+        heads: which heads.
+        rows: the first query, and the one behind the last.
+        columns: the first key, and the one behind the last.
+        block: queries and keys a block.
+        without_first_key: whether the key 0 counts as hidden.
+        cancelled: asked between strips; once it says True the work ends with `CancelledError`.
+    """
+    size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
+    sums = torch.zeros(len(heads), *size, dtype=torch.float64)
+    found = Blocks(sums, torch.zeros_like(sums, dtype=torch.int64))
+    for segment, request, logsumexp in parts:
+        for row, upright in _on_grid((segment.row_start, segment.row_stop), rows, block[0]):
+            for column, across in _on_grid((segment.key_start, segment.key_stop), columns, block[1]):
+                part = blocks(
+                    request,
+                    logsumexp,
+                    heads=heads,
+                    queries=_moved(upright, segment.row_start),
+                    keys=_moved(across, segment.key_start),
+                    block=block,
+                    without_first_key=without_first_key and segment.key_start == 0,
+                    cancelled=cancelled,
+                    totals=segment.totals,
+                )
+                target = slice(row, row + part.sums.shape[1]), slice(column, column + part.sums.shape[2])
+                found.sums[:, target[0], target[1]] += part.sums.cpu()
+                found.counts[:, target[0], target[1]] += part.counts.cpu()
+    return found
+
+
+def indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
+    """Return the first place of a slice, the one behind its last, and its step.
+
+    Raises:
+        ArgumentError: it is no slice, or goes backward.
+    """
+    refuse_unless_slice(name, chosen)
+    return chosen.indices(length)
+
+
+def ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
+    """Return the first place of a slice and the one behind its last.
+
+    Raises:
+        ArgumentError: it is no slice, or has steps.
+    """
+    first, behind, step = indices(chosen, length, name)
+    if step != 1:
+        raise ArgumentError(f"A part of the map is asked for with steps of {step}.", "Give slices without steps.")
+    return first, max(first, behind)
+
+
+def one_or_all(head: int | None, num_heads: int) -> int | slice:
+    """Return one head, or a slice of all where it is None.
+
+    Raises:
+        ArgumentError: several heads, or none that is a number.
+    """
+    if head is None:
+        return slice(None)
+    if isinstance(head, bool) or not isinstance(head, int):
+        mend = f"Give one head, an integer from 0 to {num_heads - 1}, or None for all and index the result."
+        raise ArgumentError(f"head is {head!r}.", mend)
+    return head
+
+
+def both(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
+    """Return a number of queries and one of keys; one number is both.
+
+    Raises:
+        ArgumentError: there are not one or two.
+    """
+    if not isinstance(given, (tuple, list)):
+        return given, given
+    if len(given) != 2:
+        raise ArgumentError(f"{name} is {given!r}.", "Give one number, or one for the queries and one for the keys.")
+    return given[0], given[1]
+
+
+def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Cut what is there of what is asked at the first line of the grid: block and ends of each part.
+
+    >>> list(_on_grid((3, 20), (0, 18), 8))
+    [(0, (3, 8)), (1, (8, 18))]
+    """
+    first, behind = max(there[0], asked[0]), min(there[1], asked[1])
+    line = asked[0] + -(-(first - asked[0]) // size) * size
+    if first < min(line, behind):
+        yield (first - asked[0]) // size, (first, min(line, behind))
+    if line < behind:
+        yield (line - asked[0]) // size, (line, behind)
+
+
+def _moved(ends: tuple[int, int], start: int) -> slice:
+    return slice(ends[0] - start, ends[1] - start)

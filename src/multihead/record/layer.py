@@ -1,0 +1,143 @@
+"""One layer of a record: its samples, or the running summary of all its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from multihead.errors import ArgumentError, ProbeError
+from multihead.record import summaries
+from multihead.record.running_summary import RunningSummary
+from multihead.record.sample import SampleRecord
+from multihead.record.summaries import Of
+from multihead.record.texts import Text
+
+
+@dataclass(eq=False)
+class LayerRecord:
+    """One layer: its samples, in the order they ran.
+
+    Fields:
+        name: the layer's qualified name in the model; "#2" and so on where it runs again in one forward pass.
+        samples: one a text, over all batches; none where texts are only summed up.
+        running_summary: the sums over all texts, where only these were kept.
+        number: its place, from 0, among all attention layers of the model in the order they first ran, those that
+            were not recorded included: L17 is the layer that `observe(layers=17)` chooses.
+    """
+
+    name: str
+    samples: list[SampleRecord] = field(default_factory=list)
+    running_summary: RunningSummary | None = None
+    number: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        """How many query heads the layer has."""
+        return self.samples[0].num_heads if self.running_summary is None else self.running_summary.num_heads
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples were seen."""
+        return len(self.samples) if self.running_summary is None else self.running_summary.num_samples
+
+    def means(self) -> dict[str, Tensor]:
+        """Means over all queries that see a key and are no padding, over all samples: (heads,) float64 each."""
+        return self.summary()
+
+    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
+        """Sum up each statistic over all queries that see a key, over all samples: (heads,) float64 each.
+
+        Args:
+            of: "mean", "median" or "p95", the 95th percentile.
+
+        Raises:
+            ArgumentError: `of` is none of these.
+        """
+        return (
+            summaries.summary([one.measured() for one in self.samples], of)
+            if self.running_summary is None
+            else self.running_summary.summary(of)
+        )
+
+    def sample(self, index: int = 0) -> SampleRecord:
+        """Return one sample.
+
+        Raises:
+            ArgumentError: there is no such sample.
+            ProbeError: texts were only summed up.
+        """
+        if self.running_summary is not None:
+            raise ProbeError(
+                f'{self.name} was observed with keep="summary", so no text of it is at hand.',
+                'Observe with keep="statistics" to see texts one by one.',
+            )
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentError(f"sample is {index!r}.", "Give the index of one sample, an integer.")
+        if not -self.num_samples <= index < self.num_samples:
+            raise ArgumentError(
+                f"There is no sample {index}; {self.name} saw {self.num_samples}.",
+                f"Give one from 0 to {self.num_samples - 1}.",
+            )
+        return self.samples[index]
+
+    def weights(
+        self,
+        head: int | None = None,
+        *,
+        sample: int = 0,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+    ) -> Tensor:
+        """Compute a tile of one sample's attention map, see `SampleRecord.weights`."""
+        return self.sample(sample).weights(head, queries=queries, keys=keys)
+
+    def map(
+        self,
+        head: int | None = None,
+        *,
+        sample: int = 0,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+        bins: int | tuple[int, int] = 256,
+    ) -> Tensor:
+        """Draw a part of one sample's attention map together into few cells, see `SampleRecord.map`."""
+        return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
+
+
+def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:
+    """Return the texts that were read, one per sample; a text without tokens where none is known."""
+    found: list[Text] = []
+    for layer in layers:
+        for index, one in enumerate(layer.samples):
+            text = Text() if one.crosses else one.text
+            if index == len(found):
+                found.append(text)
+            elif not found[index].length:
+                found[index] = text
+    return found
+
+
+class RecordParts(NamedTuple):
+    """What the file of a record holds.
+
+    Attributes:
+        layers: one per attention layer, in the order they first ran.
+        title: what was recorded, such as the name of the model's class.
+        id: a random name of 32 hexadecimal digits that the record keeps when it is saved.
+        calls: per call, its sample and its index among the calls of that sample.
+    """
+
+    layers: list[LayerRecord]
+    title: str
+    id: str
+    calls: list[tuple[SampleRecord, int]]
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether q and k were kept, so that any part of any map can be computed."""
+        return all(
+            layer.running_summary is None and all(one.keeps_weights for one in layer.samples) for layer in self.layers
+        )

@@ -1,0 +1,380 @@
+"""Open a saved record: everything in the file is checked before it is believed, and nothing of it is executed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.errors import InputError, MultiheadError
+from multihead.files import Parts, is_folder, refuse_unless_name
+from multihead.functional import request_of
+from multihead.record.layer import LayerRecord, RecordParts
+from multihead.record.running_summary import BINS, RunningSummary, Sketch
+from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
+from multihead.record.saving import FORMAT, HEADER, STORED, VERSION, refuse_unless_installed
+from multihead.record.segments import Rows, Segment
+from multihead.record.serialization import read_bias, read_mask
+from multihead.record.stored import Held, StoredRows, bytes_of
+from multihead.record.texts import Reading, Text
+
+MOST = 1 << 40  # anything that is counted and has no limit of its own
+
+MOST_TOKENS = 1 << 28
+"""Queries or keys of a sample; the longest contexts of models hold 2^24. More would be computed for minutes, or not
+fit the memory, where a file of statistics alone says so and holds nothing of that size."""
+
+MOST_HEADS = 1 << 18
+"""Heads of all layers together; the largest models have 2^14. Without queries they take no byte of a file, and each
+takes time where it is listed."""
+
+MOST_WIDTH = 1 << 20
+"""Numbers of a query, key or value of one head; models have 2^9 at most."""
+
+_NAMED = {name: dtype for dtype, name in STORED.items()}
+_LENGTH = 300  # characters of what is wrong in a file, in an error
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+CALLED: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
+    """Open a record; see `Record.load`.
+
+    Args:
+        file: the record's file.
+        mapped: map the file into memory, which ends the process if somebody cuts the file meanwhile. Else q and k are
+            read where they are needed, everything else at once, and a file that was cut or written into since it was
+            opened raises InputError.
+    """
+    target = os.fspath(file)
+    # PyTorch reads numbers in the machine's own order of bytes, and the file has the lowest first.
+    metadata, tensors, stored = _opened(target, mapped=mapped or sys.byteorder == "big")
+    if metadata.get("format") != FORMAT:
+        raise InputError(
+            f"{target!r} is a safetensors file, and no record of multihead.", "Give a file that Record.save wrote."
+        )
+    version = metadata.get("version", "")
+    if not re.fullmatch(r"[0-9]{1,9}", version, re.ASCII) or int(version) < 1:
+        raise _damaged(target, f"its version is {version!r}")
+    if int(version) > VERSION:
+        raise InputError(
+            f"{target!r} was saved by a newer multihead: its format has version {int(version)}, and this one reads "
+            f"{VERSION}.",
+            "Update multihead: pip install --upgrade multihead.",
+        )
+    try:
+        return _record(metadata, tensors, stored)
+    except _WrongError as error:
+        raise _damaged(target, str(error)) from None
+    except MultiheadError as error:
+        raise _damaged(target, error.finding.rstrip(".")) from error
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
+        raise _damaged(target, "what it says does not fit together") from error
+
+
+class _WrongError(Exception):
+    """Something in a file is not what it should be."""
+
+
+def _damaged(target: str, what: str) -> InputError:
+    what = what if len(what) <= _LENGTH else f"{what[: _LENGTH - 1]}…"
+    return InputError(f"{target!r} is damaged: {what}.", "Save the record anew.")
+
+
+def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+    """Open a file: its metadata, its tensors, and those that are read where they are needed.
+
+    Raises:
+        InputError: there is no such file, it is no safetensors file, or it is cut.
+    """
+    refuse_unless_installed()
+    from safetensors import SafetensorError, safe_open
+
+    refuse_unless_name(target)
+    try:
+        with safe_open(target, framework="pt", device="cpu") as opened:
+            if not mapped:
+                return _read(target)
+            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}, {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InputError(f"There is no file {target!r}.", "Check its name.") from None
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if is_folder(target):
+            raise InputError(f"{target!r} is a folder.", "Give a file that Record.save wrote.") from None
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"{target!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
+        if _begins_as_safetensors(target):
+            raise InputError(
+                f"{target!r} is cut or damaged: it begins as a safetensors file, and does not go on as one.",
+                "Copy it again, or save the record anew.",
+            ) from error
+        raise InputError(f"{target!r} is no safetensors file.", "Give a file that Record.save wrote.") from error
+
+
+def _read(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
+    """Read a file that safetensors has found to be one; q and k stay in it.
+
+    Raises:
+        ValueError: it is another one by now.
+    """
+    parts = Parts(Path(target), hold=True)
+    parts.read_into(0, memoryview(size := bytearray(8)))
+    begin = 8 + int.from_bytes(size, "little")
+    if begin > min(parts.size, HEADER + 8):
+        raise ValueError("The header is longer than the file.")
+    parts.read_into(8, memoryview(text := bytearray(begin - 8)))
+    header = json.loads(text)
+    metadata = header.pop("__metadata__", {})
+    held = Held(parts)
+    tensors: dict[str, Tensor] = {}
+    stored: dict[str, StoredRows] = {}
+    for name, said in header.items():
+        dtype, shape, (first, behind) = _NAMED.get(said["dtype"]), tuple(said["shape"]), said["data_offsets"]
+        if dtype is None:
+            continue  # no tensor of ours
+        if behind - first != math.prod(shape) * dtype.itemsize or begin + behind > parts.size:
+            raise ValueError(f"{name} is not where the header has it.")
+        if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
+            stored[name] = StoredRows(held, begin + first, shape, dtype)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            parts.read_into(begin + first, bytes_of(tensors[name]))
+    return metadata, tensors, stored
+
+
+def _begins_as_safetensors(target: str) -> bool:
+    with Path(target).open("rb") as file:
+        start = file.read(9)
+    return len(start) < 9 or start[8:] == b"{"
+
+
+def _record(metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows]) -> RecordParts:
+    said = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "what it says")
+    if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
+        raise _WrongError("its id is none")
+    texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
+    layers = []
+    heads = 0
+    for place, each in enumerate(_of(said["layers"], list, "the layers")):
+        name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
+        samples = [
+            _Sample(one, name, tensors, stored, texts).read() for one in _of(each["samples"], list, "the samples")
+        ]
+        running_summary = None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors)
+        if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
+            raise _WrongError(f"the samples of layer {name!r} do not fit each other")
+        # Records of earlier versions have no numbers; there a layer was called by its place in the file.
+        layers.append(
+            LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
+        )
+        heads += layers[-1].num_heads
+        if heads > MOST_HEADS:
+            raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
+    if len({each.number for each in layers}) < len(layers):
+        raise _WrongError("two layers have one number")
+    order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
+    calls = []
+    for layer, sample, call in order:
+        one = layers[_within(layer, len(layers))].samples
+        chosen = one[_within(sample, len(one))]
+        calls.append((chosen, _within(call, len(chosen.calls))))
+    return RecordParts(layers, _of(said["title"], str, "its title"), metadata["id"], calls)
+
+
+def _refused_constant(name: str) -> float:
+    raise _WrongError(f"{name} is no number")
+
+
+def _of(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _WrongError(f"{what} should be {CALLED[kind]}, and is {CALLED.get(type(value), 'nothing')}")
+    return value
+
+
+def _count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
+    if not least <= _of(value, int, what) <= most:
+        raise _WrongError(f"{what} is {value}")
+    return int(value)
+
+
+def _within(index: int, length: int) -> int:
+    if not 0 <= index < length:
+        raise _WrongError("a call is of no sample that is there")
+    return index
+
+
+def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: torch.dtype) -> Tensor:
+    """Refuse a tensor of another shape or dtype; None fits any size."""
+    fits = tensor.dim() == len(shape) and all(
+        size in (None, given) for size, given in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype not in dtypes:
+        raise _WrongError(f"{what} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def _sums(said: dict[str, Any], tensors: dict[str, Tensor]) -> RunningSummary:
+    heads = _count(said["heads"], "a number of heads", least=1, most=MOST_HEADS)
+    found = RunningSummary(heads, _count(said["samples"], "a number of samples"))
+    for name, parts in _of(said["statistics"], dict, "the statistics").items():
+        total, count = (_shaped(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count"))
+        bins = _shaped(tensors[parts["bins"]], (heads, BINS), "bins", torch.int64)
+        found.statistics[name] = Sketch(total, count, bins)
+    return found
+
+
+def _text(said: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
+    ids = None if said["ids"] is None else _shaped(tensors[said["ids"]], (None,), "a text's ids", torch.int64)
+    tokens, special = said["tokens"], said["special"]
+    if tokens is not None:
+        tokens = [_of(each, str, "a token") for each in _of(tokens, list, "the tokens")]
+    if special is not None:
+        special = [bool(_count(each, "a mark")) for each in _of(special, list, "the marks")]
+    if len({len(each) for each in (ids, tokens, special) if each is not None}) != 1:
+        raise _WrongError("the tokens of a text are not as many as its ids")
+    return Text(ids, tokens, special)
+
+
+class _Sample:
+    """Reads one sample."""
+
+    def __init__(
+        self, said: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
+    ) -> None:
+        self.said = _of(said, dict, "a sample")
+        self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
+        self.heads = _count(self.said["heads"], "a number of heads", least=1, most=MOST_HEADS)
+        self.kv_heads = _count(self.said["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
+        self.head_dim = _count(self.said["head_dim"], "a width", least=1, most=MOST_WIDTH)
+        self.value_dim = _count(self.said["value_dim"], "a width", least=1, most=MOST_WIDTH)
+        if self.said["dtype"] not in DTYPES:
+            raise _WrongError(f"there is no dtype {self.said['dtype']!r}")
+        self.dtype = DTYPES[self.said["dtype"]]
+
+    def read(self) -> SampleRecord:
+        one = SampleRecord(self.name, _count(self.said["map_size"], "map_size", least=1))
+        if self.said["map_pool"] not in ("mean", "max"):
+            raise _WrongError(f"map_pool is {self.said['map_pool']!r}")
+        one.map_pool = self.said["map_pool"]
+        one.crosses = _of(self.said["crosses"], bool, "crosses")
+        for each in _of(self.said["pieces"], list, "the pieces"):
+            rows = one.segments[-1].row_stop if one.segments else 0
+            one.segments.append(self.segment(_of(each, dict, "a piece"), rows))
+        if not one.segments:
+            raise _WrongError("a sample has no calls")
+        queries, keys = one.num_queries, one.num_keys
+        self.read_tensors(one, queries, keys)
+        one.calls = self.calls(one)
+        one.put(self.statistics(queries, keys))
+        if (text := self.text("text", keys)) is not None:
+            one.keys_read = Reading.of(text)
+        if (text := self.text("query_text", queries)) is not None:
+            one.queries_read = Reading.of(text)
+        return one
+
+    def segment(self, said: dict[str, Any], row_start: int) -> Segment:
+        """Read where a call stands; the request is checked as if it were asked anew."""
+        queries = _count(said["queries"], "a number of queries", most=MOST_TOKENS)
+        keys = _count(said["keys"], "a number of keys", most=MOST_TOKENS)
+        numbers = [said["scale"], *([] if said["softcap"] is None else [said["softcap"]])]
+        if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
+            raise _WrongError("a scale is no number")
+        start = _of(said["query_start"], int, "a query's place")
+        if abs(start) > MOST_TOKENS:
+            raise _WrongError(f"a query's place is {start}")
+        blank = torch.empty((), dtype=self.dtype)  # as large as q, k and v, and without their memory
+        request = request_of(
+            blank.expand(1, self.heads, queries, self.head_dim),
+            blank.expand(1, self.kv_heads, keys, self.head_dim),
+            blank.expand(1, self.kv_heads, keys, self.value_dim),
+            read_mask(said["mask"], self.tensors),
+            read_bias(said["bias"], self.tensors),
+            None if said["softcap"] is None else float(said["softcap"]),
+            self.sinks(said),
+            float(said["scale"]),
+            0.0,
+            start,
+        )
+        nothing = torch.empty(0)
+        key_start = _count(said["key_start"], "a key's place", most=MOST_TOKENS)
+        return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
+
+    def sinks(self, said: dict[str, Any]) -> Tensor | None:
+        """Read the sinks of a call; older files have their share in the logsumexp alone."""
+        name = said.get("sinks")
+        if name is None:
+            return None
+        floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        return _shaped(self.tensors[name], (self.heads,), "sinks", *floats)
+
+    def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
+        name = self.tensor_name()
+        row = torch.float64 if self.dtype == torch.float64 else torch.float32
+        one.logsumexp.add(_shaped(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row))
+        if _of(self.said["kept"], bool, "kept"):
+            one.q = self.rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
+            one.k = self.rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
+            if one.k.length < keys:
+                raise _WrongError(f"k has {one.k.length} keys of {keys}")
+
+    def rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
+        stored = self.stored.get(name)
+        if stored is None:
+            return Rows(2, [_shaped(self.tensors[name], shape, what, self.dtype)])
+        _shaped(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), shape, what, self.dtype)
+        return stored
+
+    def tensor_name(self) -> str:
+        return str(_of(self.said["name"], str, "a name"))
+
+    def calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Read where the calls begin and end: one behind the other, each within a piece."""
+        said = _shaped(self.tensors[self.said["calls"]], (None, 4), "calls", torch.int64).tolist()
+        found: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        segments = iter(one.segments)
+        segment, place, keys = next(segments), 0, one.num_keys
+        for first, behind, first_key, behind_key in said:
+            while behind > segment.row_stop and behind <= one.num_queries:
+                segment = next(segments)
+            rows = place == first <= behind <= segment.row_stop and segment.row_start <= first
+            within = segment.key_start <= first_key <= behind_key <= segment.key_stop
+            if not rows or not (within or (first == behind and 0 <= first_key <= behind_key <= keys)):
+                raise _WrongError("the calls of a sample do not follow each other")
+            found.append(((first, behind), (first_key, behind_key)))
+            place = behind
+        if place != one.num_queries or not found:
+            raise _WrongError("the calls of a sample do not follow each other")
+        return found
+
+    def statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
+        found = {}
+        for name, place in _of(self.said["statistics"], dict, "the statistics").items():
+            shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
+            shape = (self.heads, None, None) if name in OF_MAPS else shape
+            kinds = (torch.float32, torch.float64, torch.int64)
+            found[name] = _shaped(self.tensors[place], shape, name, *kinds)
+        return found
+
+    def text(self, which: str, length: int) -> Text | None:
+        index = self.said[which]
+        if index is None:
+            return None
+        text = self.texts[_within(_count(index, "a text"), len(self.texts))]
+        if text.length != length:
+            raise _WrongError(f"a text has {text.length} tokens, and its layer {length}")
+        return text

@@ -1,0 +1,58 @@
+"""Show records, samples and tables in a notebook as HTML without scripts; every text in it is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from multihead.record.table import HEADINGS
+
+ROWS = 24
+"""Heads that a notebook shows; `print(record.table())` shows all."""
+
+
+def table(title: str, caption: str, rows: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
+    """Return a title, a caption, and a table with one row per head.
+
+    Args:
+        title: shown in bold; "" shows neither title nor caption.
+        caption: one sentence without its full stop.
+        rows: one dict per head: "layer", "head", "name", and its statistics.
+        places: which of "layer", "head" and "name" are columns.
+
+    >>> table("<b>", "nothing was recorded yet", [], [])
+    '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
+    """
+    heading = f"<p><strong>{escape(title)}</strong>: {escape(caption)}.</p>" if title else ""
+    return f"<div>{heading}{_rows(rows, places) if rows else ''}</div>"
+
+
+def many(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> many(1, "head"), many(2000, "query"), many(3, "key")
+    ('1 head', '2,000 queries', '3 keys')
+    """
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun != "key" else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("layer", "head", "name")))
+    head = "".join(f"<th>{escape(HEADINGS.get(name, name))}</th>" for name in [*places, *names])
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{escape(str(row[place]))}</td>" for place in places)
+        + "".join(f"<td>{_number(row.get(name))}</td>" for name in names)
+        + "</tr>"
+        for row in rows[:ROWS]
+    )
+    more = len(rows) - ROWS
+    rest = f"<p>{many(more, 'head')} more: print(record.table()).</p>" if more > 0 else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"

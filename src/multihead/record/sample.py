@@ -1,0 +1,428 @@
+"""One sample in one layer: its statistics, and any part of its map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ProbeError, refuse_unless_integer
+from multihead.kernels.dense_tile import seen, working_dtype
+from multihead.plan.bounds import bounds_of
+from multihead.probes.blocks import Blocks
+from multihead.probes.context import Pool
+from multihead.probes.lookups import at_offset
+from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.statistics import NOTHING
+from multihead.probes.tile import head_indices, tile
+from multihead.record import notebook, summaries
+from multihead.record.blocks import both, ends, indices, joined_blocks, one_or_all
+from multihead.record.notebook import many
+from multihead.record.segments import Rows, Segment, joined
+from multihead.record.summaries import Measured, Of
+from multihead.record.texts import Reading, Text
+from multihead.scores.bias import values_of
+
+PER_KEY = frozenset({"received", "coverage"})
+OF_MAPS = frozenset({"pooled_map"})
+
+
+@dataclass(eq=False)
+class SampleRecord:
+    """One sample (one text) in one layer, without its padding; calls of a decoding are joined into one.
+
+    Fields:
+        name: the layer's name.
+        map_size: most rows and columns of the pooled map.
+        map_pool: what a block of it holds, the "mean" or the "max" of its weights.
+        logsumexp: (1, heads, queries), nats.
+        q: (1, heads, queries, head_dim), or None where only statistics were kept.
+        k: (1, kv_heads, keys, head_dim), or None where only statistics were kept.
+        segments: where its calls stand, joined where they are as good as one.
+        calls: of each call its queries and its keys, first and behind the last.
+        crosses: whether its keys are another text than its queries (cross-attention).
+        keys_read: the text that its keys were made of.
+        queries_read: the text that its queries were made of, where it is another one.
+    """
+
+    name: str
+    map_size: int
+    map_pool: Pool = "mean"
+    logsumexp: Rows = field(default_factory=lambda: Rows(2))
+    q: Rows | None = None
+    k: Rows | None = None
+    segments: list[Segment] = field(default_factory=list)
+    calls: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    crosses: bool = False
+    keys_read: Reading = field(default_factory=Reading)
+    queries_read: Reading = field(default_factory=Reading)
+    _per_query: dict[str, Rows] = field(default_factory=dict)  # (heads, queries)
+    _others: dict[str, Tensor] = field(default_factory=dict)  # what is no number a query
+    _pooled: tuple[int, Tensor] | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """How many query heads the layer has."""
+        return self.segments[0].request.shape.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and a key."""
+        return self.segments[0].request.shape.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that attention was asked for in."""
+        return self.segments[0].request.shape.dtype
+
+    @property
+    def num_queries(self) -> int:
+        """How many queries the sample has."""
+        return self.segments[-1].row_stop
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys the sample has."""
+        return max(segment.key_stop for segment in self.segments)
+
+    @property
+    def query_start(self) -> int:
+        """Where the first query stands among the keys."""
+        return self.segments[0].query_start
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether q and k were kept, so that any part of the map can be had."""
+        return self.q is not None
+
+    @property
+    def text(self) -> Text:
+        """The text that its keys were made of, one token a key."""
+        return self.keys_read.text(self.num_keys)
+
+    @property
+    def query_text(self) -> Text:
+        """The text that its queries were made of, one token a query."""
+        if self.crosses:
+            return self.queries_read.text(self.num_queries)
+        return self.text.part(self.query_start, self.query_start + self.num_queries)
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What was measured of each query: (heads, queries) each, on the CPU.
+
+        `received` and `coverage` are (heads, keys), `pooled_map` (heads, rows, columns); of a decoding the latter
+        is had only where q and k were kept.
+        """
+        found = self.per_query | self._others
+        if len(self.calls) > 1 and "pooled_map" in found:
+            del found["pooled_map"]  # the blocks of one call are not those of all
+            if (
+                self.keeps_weights
+                and self.map_pool == "mean"
+                and (self._pooled is None or self._pooled[0] != len(self.calls))
+            ):
+                self._pooled = (len(self.calls), self.map(bins=self.map_size))
+            if self._pooled is not None and self._pooled[0] == len(self.calls):
+                found["pooled_map"] = self._pooled[1]
+        return found
+
+    @property
+    def per_query(self) -> dict[str, Tensor]:
+        """Those of the statistics that are one number a query: (heads, queries) each."""
+        return {name: rows.whole() for name, rows in self._per_query.items()}
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """Means over the queries that see a key: (heads,) float64 each.
+
+        `previous_mass` and `next_mass` are means over the queries that have such a key.
+        """
+        return self.summary()
+
+    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
+        """Summarise each statistic over the queries that count, see `measured`: (heads,) float64 each."""
+        return summaries.summary([self.measured()], of)
+
+    def measured(self) -> dict[str, Measured]:
+        """Return each floating-point statistic per query, and which queries count in a summary of it."""
+        sees, ids = (self.logsumexp.whole()[0] != -torch.inf).cpu(), self.text.ids
+        positions = torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
+        return {
+            name: Measured(value, summaries.queries_that_count(name, sees, positions, self.num_keys, ids))
+            for name, value in self.per_query.items()
+            if value.is_floating_point()
+        }
+
+    def put(self, statistics: dict[str, Tensor]) -> None:
+        """Take in what was measured of all its calls."""
+        self._others = {name: value for name, value in statistics.items() if name in PER_KEY | OF_MAPS}
+        self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
+        if "pooled_map" in statistics:
+            self._pooled = (len(self.calls), statistics["pooled_map"])
+
+    def add(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
+        """Take in a call that goes on from those before it; its keys are added to `k` by whoever heard them.
+
+        Args:
+            segment: the call; its rows are counted anew.
+            logsumexp: (1, heads, queries).
+            statistics: what was measured.
+            q: (1, heads, queries, head_dim), or None where only statistics are kept.
+        """
+        first = not self.calls
+        segment = replace(segment, row_start=self.logsumexp.length)
+        self.calls.append(((segment.row_start, segment.row_stop), (segment.key_start, segment.key_stop)))
+        both = joined(self.segments[-1], segment) if self.segments else None
+        if both is None:
+            self.segments.append(segment)
+        else:
+            self.segments[-1] = both
+        self.logsumexp.add(logsumexp)
+        if self.q is not None and q is not None:
+            self.q.add(q)
+        per_query = {name: value for name, value in statistics.items() if name not in PER_KEY | OF_MAPS}
+        if first:
+            self.put(statistics)
+            return
+        # What one of the calls has not, the whole has not.
+        self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
+        for name, rows in self._per_query.items():
+            shifted = per_query[name]
+            rows.add(shifted + segment.key_start * (shifted >= 0) if name == "largest_key" else shifted)
+        self._others = {name: value for name, value in self._others.items() if name in statistics}
+        if "received" in self._others:
+            total, more = self._others["received"], statistics["received"]
+            self._others["received"] = sum_received(total, more, segment.key_start)
+        if "coverage" in self._others:
+            if "received" in self._others:
+                self._others["coverage"] = self._others["received"].clamp(max=1)
+            else:
+                del self._others["coverage"]  # shares that were cut off at 1 do not add up
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook."""
+        caption = f"{many(self.num_queries, 'query')} and {many(self.num_keys, 'key')}"
+        rows = [
+            {"layer": "", "head": head, "name": self.name}
+            | {name: float(value[head]) for name, value in self.means.items()}
+            for head in range(self.num_heads)
+        ]
+        return notebook.table(self.name, caption, rows, ["head"])
+
+    def call(self, index: int) -> SampleRecord:
+        """Return one of its calls alone."""
+        rows, keys = self.calls[index]
+        segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
+        alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses)
+        alone.logsumexp.add(self.logsumexp.between(*rows))
+        alone.q = None if self.q is None else Rows(2, [self.q.between(*rows)])
+        alone.k = self.k
+        alone.segments, alone.calls = [replace(segment.cut(rows, keys), row_start=0)], [((0, rows[1] - rows[0]), keys)]
+        alone.keys_read = Reading.of(self.keys_read.text(self.num_keys).part(0, keys[1]))
+        alone.queries_read = Reading.of(self.queries_read.text(self.num_queries).part(*rows))
+        alone._per_query = {name: Rows(1, [each.between(*rows)]) for name, each in self._per_query.items()}
+        alone._others = dict(self._others) if len(self.calls) == 1 else {}
+        return alone
+
+    def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """Compute a tile of the attention map, exactly.
+
+        Args:
+            head: which head, or None for all.
+            queries: which queries.
+            keys: which keys.
+
+        Returns: (queries, keys), or (heads, queries, keys) without a head; float32 (float64 for float64).
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: there is no such head, or queries or keys are no slices.
+        """
+        heads = one_or_all(head, self.num_heads)
+        found = []
+        for segment, rows in self._rows(queries):
+            request, logsumexp = self.request_of(segment, head)
+            columns = self._columns(segment, keys)
+            part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=segment.totals)
+            found.append(part[0].cpu())
+        if not found:
+            self._refuse_unless_kept()
+        cells = self._assembled(found, queries, keys, self.num_heads if head is None else 1)
+        return cells if head is None else cells[0]
+
+    def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """Tell which keys each query may see.
+
+        Returns: (queries, keys) bool; (heads, queries, keys) where heads may see different keys.
+        """
+        found = [
+            seen(segment.request, rows, self._columns(segment, keys))[0].cpu() for segment, rows in self._rows(queries)
+        ]
+        heads = max((each.shape[0] for each in found), default=1)
+        cells = self._assembled([each.expand(heads, -1, -1) for each in found], queries, keys, heads)
+        return cells if heads > 1 else cells[0]
+
+    def at_offset(self, offset: int) -> Tensor:
+        """Compute the weight on the key at an offset from each query's own position: -1 is the key before it.
+
+        Returns: (heads, queries), a share 0..1; 0 where that key is hidden or does not exist.
+
+        Raises:
+            ProbeError: only statistics were kept.
+        """
+        parts = (MeasuredCall.of(*self.request_of(segment), NOTHING) for segment in self.segments)
+        with torch.no_grad():
+            return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1).to(working_dtype(self.dtype))
+
+    def intervals(self) -> tuple[Tensor, Tensor] | None:
+        """Tell the first key that each query may see and the one behind the last: (queries,) int64 each.
+
+        Returns: the two, equal where a query sees no key; or None where what it sees is no interval, or not the same
+            in all heads.
+        """
+        starts, stops = [], []
+        for segment in self.segments:
+            bias = segment.request.bias
+            if bias is not None and bool((values_of(bias) == -torch.inf).any()):
+                return None
+            bounds = bounds_of(segment.request)
+            if bounds.remainder is not None:
+                return None
+            empty = bounds.sees_nothing[0]
+            starts.append((bounds.start[0] + segment.key_start).masked_fill(empty, 0).cpu())
+            stops.append((bounds.stop[0] + segment.key_start).masked_fill(empty, 0).cpu())
+        return torch.cat(starts), torch.cat(stops)
+
+    def blocks(
+        self,
+        head: int | None = None,
+        *,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+        block: int | tuple[int, int],
+        without_first_key: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Blocks:
+        """Sum the weights of each block of a rectangle of the map, and count the cells that may be seen.
+
+        Blocks are counted from the first query and key of the rectangle; the last ones may be smaller. What is held
+        is the blocks and a strip of the map, never queries x keys.
+
+        Args:
+            head: which head, or None for all.
+            queries: which queries, one after the other.
+            keys: which keys, one after the other.
+            block: queries and keys a block, or one number for both.
+            without_first_key: whether the key 0 counts as hidden.
+            cancelled: asked between strips; once it says True the work ends with `CancelledError`.
+
+        Returns: sums and counts, (heads or 1, row blocks, column blocks) each.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: a head that does not exist, a slice with steps, or an empty block.
+        """
+        self._refuse_unless_kept()
+        size = both("block", block)
+        for length in size:
+            refuse_unless_integer("block", length)
+        return joined_blocks(
+            ((segment, *self.request_of(segment, head)) for segment in self.segments),
+            heads=head_indices(one_or_all(head, self.num_heads), self.num_heads).tolist(),
+            rows=ends(queries, self.num_queries, "queries"),
+            columns=ends(keys, self.num_keys, "keys"),
+            block=size,
+            without_first_key=without_first_key,
+            cancelled=cancelled,
+        )
+
+    def map(
+        self,
+        head: int | None = None,
+        *,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+        bins: int | tuple[int, int] = 256,
+    ) -> Tensor:
+        """Draw a rectangle of the map together into few cells.
+
+        Args:
+            head: which head, or None for all.
+            queries: which queries, one after the other.
+            keys: which keys, one after the other.
+            bins: most rows and columns of what is drawn; bins have equal sizes, but for the last.
+
+        Returns: (row bins, column bins), or (heads, row bins, column bins) without a head; float32, the mean weight
+            over the cells of a bin that may be seen, NaN where none may.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: a head that does not exist, a slice with steps, or no bins.
+        """
+        most = both("bins", bins)
+        for each in most:
+            refuse_unless_integer("bins", each)
+        rows, columns = ends(queries, self.num_queries, "queries"), ends(keys, self.num_keys, "keys")
+        height, width = (
+            max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
+        )
+        means = self.blocks(head, queries=queries, keys=keys, block=(height, width)).means().float()
+        return means if head is None else means[0]
+
+    def request_of(self, segment: Segment, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
+        """Return a piece as a call to compute again, for one head or all, and its logsumexp (1, heads, queries).
+
+        Raises:
+            ProbeError: only statistics were kept.
+        """
+        self._refuse_unless_kept()
+        assert self.q is not None
+        assert self.k is not None
+        of_q, of_k = segment.only(head)
+        k = self.k.between(segment.key_start, segment.key_stop, heads=of_k)
+        request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
+        return request, self.logsumexp.between(segment.row_start, segment.row_stop)
+
+    def _refuse_unless_kept(self) -> None:
+        if not self.keeps_weights:
+            raise ProbeError(
+                f'{self.name} was observed with keep="statistics", so its weights are not at hand.',
+                'Observe with keep="cpu" or keep="device".',
+            )
+
+    def _rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
+        """Say which rows of which pieces a slice of the queries touches."""
+        first, behind, step = indices(queries, self.num_queries, "queries")
+        for segment in self.segments:
+            low = first + max(-(-(segment.row_start - first) // step), 0) * step
+            high = min(behind, segment.row_stop)
+            if low < high:
+                yield segment, slice(low - segment.row_start, high - segment.row_start, step)
+
+    def _columns(self, segment: Segment, keys: slice) -> slice:
+        """Say which of a piece's keys a slice of the sample's keys touches, steps not yet taken."""
+        first, behind, _ = indices(keys, self.num_keys, "keys")
+        low = min(max(first, segment.key_start), segment.key_stop)
+        return slice(low - segment.key_start, max(low, min(behind, segment.key_stop)) - segment.key_start)
+
+    def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
+        """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the keys."""
+        left, right, key_step = indices(keys, self.num_keys, "keys")
+        whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
+        for (segment, _), each in zip(self._rows(queries), tiles, strict=True):
+            row = each.new_zeros(heads, each.shape[1], max(right - left, 0))
+            place = segment.key_start + self._columns(segment, keys).start - left
+            row[:, :, place : place + each.shape[2]] = each
+            whole.append(row)
+        return torch.cat(whole, 1)[:, :, ::key_step]
+
+
+def sum_received(total: Tensor, more: Tensor, start: int) -> Tensor:
+    """Add what the keys of a later call receive: (heads, keys so far) and (heads, its keys), the first at `start`."""
+    longer = torch.nn.functional.pad(total, (0, max(start + more.shape[1] - total.shape[1], 0)))
+    longer[:, start : start + more.shape[1]] += more
+    return longer

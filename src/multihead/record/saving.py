@@ -1,0 +1,216 @@
+"""Write a record into one safetensors file: what it says as JSON in the header, its numbers as tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError, DtypeError, InputError
+from multihead.files import refuse_unless_writable, writing
+from multihead.record.layer import RecordParts
+from multihead.record.running_summary import RunningSummary
+from multihead.record.sample import SampleRecord
+from multihead.record.segments import Segment
+from multihead.record.serialization import Tensors, written_bias, written_mask
+from multihead.record.texts import Text
+from multihead.scores.bias import values_of
+
+FORMAT = "multihead record"
+VERSION = 1
+HEADER = 100_000_000  # bytes: the most that safetensors reads
+STORED = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""The dtypes that a record may hold, as safetensors names them."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
+
+
+def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all") -> None:
+    """Write a record; see `Record.save`."""
+    if keep not in ("all", "statistics"):
+        raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
+    target = os.fspath(file)
+    refuse_unless_writable([target])
+    refuse_unless_installed()
+    said, tensors = written(record, keep=keep)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED:
+            raise DtypeError(
+                f"{name} is a {tensor.dtype} tensor, and a record holds none.", "Convert it to float32 or int64."
+            )
+    metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": said}
+    # The widest numbers come first, so that each tensor starts at a multiple of its numbers' size.
+    named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
+    header = _header(named, metadata)
+    if len(header) > HEADER:
+        raise InputError(
+            f"The record holds {max((each.num_samples for each in record.layers), default=0):,} samples in each of "
+            f"{len(record.layers)} layers, more than one file can list.",
+            "Save fewer samples a file.",
+        )
+    with writing(target) as opened:
+        opened.write(header)
+        for _, tensor in named:
+            opened.write(_numbers(tensor))
+
+
+def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+    """Write the head of a safetensors file: its length in eight bytes, then which tensor is where."""
+    said: dict[str, Any] = {"__metadata__": metadata}
+    place = 0
+    for name, tensor in named:
+        offsets = [place, place := place + tensor.nbytes]
+        said[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _numbers(tensor: Tensor) -> memoryview:
+    """Lay a tensor's numbers out as a file holds them: one after the other, the lowest byte first."""
+    whole = tensor.detach().cpu().contiguous().reshape(-1)
+    size = whole.itemsize
+    return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
+
+
+def refuse_unless_installed() -> None:
+    """Refuse to save or open a record where safetensors is not installed."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "A record is saved as safetensors, and that package is not installed.",
+            'Run pip install "multihead[view]".',
+        ) from error
+
+
+def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
+    """Write a record as JSON and tensors."""
+    tensors, texts = Tensors(), _Texts()
+    layers = []
+    places = {}
+    for index, layer in enumerate(record.layers):
+        samples = []
+        for number, one in enumerate(layer.samples):
+            places[id(one)] = (index, number)
+            samples.append(_written_sample(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
+        running_summary = _written_sums(layer.running_summary, tensors, index)
+        layers.append({"name": layer.name, "number": layer.number, "samples": samples, "summed": running_summary})
+    order = [(*places[id(sample)], call) for sample, call in record.calls if id(sample) in places]
+    tensors.put("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
+    said = {
+        "title": record.title,
+        "keep": "all" if keep == "all" and record.keeps_weights else "statistics",
+        "texts": texts.written(tensors),
+        "layers": layers,
+    }
+    text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # UTF-8 has no place for half of a surrogate pair, which a token may be; JSON writes it as \\ud83d.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
+
+
+def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
+    if running_summary is None:
+        return None
+    said = {}
+    for name, each in running_summary.statistics.items():
+        parts = {"total": each.total, "count": each.count, "bins": each.bins}
+        said[name] = {part: tensors.put(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
+    return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": said}
+
+
+class _Texts:
+    """The texts of a record, each written once."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[object, ...], int] = {}
+        self.texts: list[Text] = []
+
+    def put(self, text: Text) -> int | None:
+        if not text.length:
+            return None
+        ids = None if text.ids is None else tuple(text.ids.tolist())
+        tokens = None if text.tokens is None else tuple(text.tokens)
+        special = None if text.special is None else tuple(text.special)
+        key = (ids, tokens, special)
+        if key not in self.known:
+            self.known[key] = len(self.texts)
+            self.texts.append(text)
+        return self.known[key]
+
+    def written(self, tensors: Tensors) -> list[dict[str, Any]]:
+        return [
+            {
+                "ids": None if text.ids is None else tensors.put(f"texts.{index}.ids", text.ids),
+                "tokens": text.tokens,
+                "special": None if text.special is None else [int(each) for each in text.special],
+            }
+            for index, text in enumerate(self.texts)
+        ]
+
+
+def _written_sample(one: SampleRecord, tensors: Tensors, texts: _Texts, name: str, *, kept: bool) -> dict[str, Any]:
+    shape = one.segments[0].request.shape
+    kept = kept and one.keeps_weights
+    if kept:
+        assert one.q is not None
+        assert one.k is not None
+        tensors.put(f"{name}.q", one.q.whole())
+        tensors.put(f"{name}.k", one.k.whole())
+    tensors.put(f"{name}.logsumexp", one.logsumexp.whole())
+    statistics = one.statistics
+    return {
+        "name": name,
+        "heads": shape.num_heads,
+        "kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "value_dim": shape.value_dim,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "map_size": one.map_size,
+        "map_pool": one.map_pool,
+        "kept": kept,
+        "crosses": one.crosses,
+        "text": texts.put(one.text),
+        "query_text": texts.put(one.query_text) if one.crosses else None,
+        "statistics": {key: tensors.put(f"{name}.statistics.{key}", value) for key, value in statistics.items()},
+        "pieces": [
+            _written_piece(segment, tensors, f"{name}.{index}", kept=kept) for index, segment in enumerate(one.segments)
+        ],
+        "calls": tensors.put(
+            f"{name}.calls",
+            torch.tensor([(*rows, *keys) for rows, keys in one.calls], dtype=torch.int64).reshape(-1, 4),
+        ),
+    }
+
+
+def _written_piece(segment: Segment, tensors: Tensors, name: str, *, kept: bool) -> dict[str, Any]:
+    request = segment.request
+    bias = request.bias
+    if bias is not None and not kept and not bool((values_of(bias) == -torch.inf).any()):
+        bias = None  # it hides no key, and nothing else of it will be asked for
+    return {
+        "queries": request.shape.query_length,
+        "keys": request.shape.key_length,
+        "key_start": segment.key_start,
+        "query_start": int(request.query_start),
+        "scale": request.scale,
+        "softcap": request.softcap,
+        "mask": written_mask(request.mask, tensors, f"{name}.mask"),
+        "bias": written_bias(bias, tensors, f"{name}.bias"),
+        "sinks": tensors.put(f"{name}.sinks", request.sinks) if kept and request.sinks is not None else None,
+    }

@@ -1,0 +1,104 @@
+"""Mean, median and 95th percentile of a statistic over the queries that count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+
+Of = Literal["mean", "median", "p95"]
+SHARES = {"median": 0.5, "p95": 0.95}
+
+
+class Measured(NamedTuple):
+    """One statistic of one sample.
+
+    Attributes:
+        values: (heads, queries).
+        counted: (heads, queries) bool, the queries that count in a summary.
+    """
+
+    values: Tensor
+    counted: Tensor
+
+
+def check_summary(of: object) -> None:
+    """Raise ArgumentError unless `of` is "mean", "median" or "p95"."""
+    if of != "mean" and of not in SHARES:
+        raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median" or "p95".')
+
+
+def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tensor]:
+    """Summarise each statistic over the queries that count, over all samples.
+
+    Args:
+        samples: the statistics of each sample of one layer; a statistic that one of them lacks is left out.
+        of: "mean", "median" or "p95". Between two queries the value is interpolated, as in torch.quantile.
+
+    Returns: statistic -> (heads,) float64; 0 where no query counts.
+    """
+    check_summary(of)
+    names = [name for name in samples[0] if all(name in each for each in samples)]
+    found = {}
+    for name in names:
+        measured = [each[name] for each in samples]
+        if of == "mean":
+            totals = torch.stack([each.values.double().masked_fill(~each.counted, 0).sum(-1) for each in measured])
+            counts = torch.stack([each.counted.sum(-1) for each in measured])
+            found[name] = totals.sum(0) / counts.sum(0).clamp(min=1)
+        else:
+            values = torch.cat([each.values for each in measured], 1)  # (heads, queries of all samples)
+            counted = torch.cat([each.counted for each in measured], 1)
+            heads = zip(values, counted, strict=True)
+            found[name] = torch.stack([_quantile(*each, share=SHARES[of]) for each in heads])
+    return found
+
+
+def queries_that_count(
+    name: str, sees: Tensor, positions: Tensor, num_keys: int | Tensor, ids: Tensor | None
+) -> Tensor:
+    """Return which queries count in the summary of a statistic: those for which it is defined.
+
+    `previous_mass` counts the queries that have a key before their own, `next_mass` those that have one after it,
+    `duplicate_mass` and `induction_mass` those whose token has occurred before, all others the queries that see a key.
+
+    Args:
+        name: the statistic.
+        sees: ([batch,] heads, queries) bool, the queries that see a key.
+        positions: (queries,) or (batch, 1, queries) int64, their positions among the keys.
+        num_keys: number of keys of the sample, or of each query's sample, (batch, 1, queries).
+        ids: (keys,) int64, the token ids of the keys of the one sample, or None if unknown.
+
+    Returns: ([batch,] heads, queries) bool.
+    """
+    if name == "previous_mass":
+        return sees & (positions >= 1)
+    if name == "next_mass":
+        return sees & (positions + 1 < num_keys)
+    if name in ("duplicate_mass", "induction_mass") and ids is not None:
+        return sees & _occurred_before(positions, ids)
+    return sees
+
+
+def _occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
+    """Return which queries' tokens occur earlier in the text: (queries,) bool."""
+    _, token = ids.unique(return_inverse=True)
+    place = torch.arange(len(ids))
+    first = torch.full((int(token.max()) + 1,), len(ids)).scatter_reduce(0, token, place, "amin")
+    inside = (positions >= 0) & (positions < len(ids))
+    return inside & (place > first[token])[positions.clamp(0, len(ids) - 1)]
+
+
+def _quantile(values: Tensor, counted: Tensor, *, share: float) -> Tensor:
+    """Return the quantile of the values that count; 0 if none does, NaN if one of them is NaN."""
+    ordered = values[counted].double().sort().values
+    if not ordered.numel() or bool(ordered[-1].isnan()):  # NaN is sorted after all numbers
+        return ordered[-1] if ordered.numel() else torch.zeros((), dtype=torch.float64)
+    place = share * (ordered.numel() - 1)
+    below = int(place)
+    above = min(below + 1, ordered.numel() - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below)

@@ -1,0 +1,188 @@
+"""Calls that go on from each other are joined, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multihead as mh
+from multihead import masks
+from multihead.functional import attend, request_of
+from multihead.observation import recorder
+from multihead.observation.record import Record
+from tests.families import batch_of, family
+from tests.kernel_names import needs_native
+
+
+class Attention(nn.Module):
+    """Passes on the keys and the place it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, query_start: int | Tensor = 0, mask: masks.Mask | None = None) -> Tensor:
+        meant = masks.Causal() if mask is None else mask
+        request = request_of(q, k, k, meant, query_start=query_start)
+        return attend(replace(request, owner=self)).output
+
+
+class CrossAttention(Attention):
+    """Told by its name to read another sequence."""
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = Attention(), CrossAttention()
+
+    def forward(self, q: Tensor, k: Tensor, memory: Tensor, query_start: int = 0) -> None:
+        self.own(q, k, query_start)
+        self.other(q, memory, 0, masks.Full())
+
+
+def watch(model: nn.Module, *calls: tuple[Tensor | int | masks.Mask, ...]) -> Record:
+    with mh.observe(model) as seen:
+        for call in calls:
+            model(*call)
+    return seen
+
+
+def sizes(record: Record, name: str = "Attention") -> list[tuple[int, int, int]]:
+    layer = record[name]
+    samples = [layer.sample(index) for index in range(layer.num_samples)]
+    return [(each.query_start, each.num_queries, each.num_keys) for each in samples]
+
+
+def text(length: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 2, length, 4), torch.randn(batch, 2, length, 4)
+
+
+def test_a_token_after_the_same_keys_goes_on() -> None:
+    q, k = text(6)
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 5:], k, 5))
+    assert sizes(record) == [(0, 6, 6)]
+
+
+def test_several_tokens_at_once_go_on_too() -> None:
+    q, k = text(9)
+    record = watch(Attention(), (q[:, :, :4], k[:, :, :4]), (q[:, :, 4:7], k[:, :, :7], 4), (q[:, :, 7:], k, 7))
+    assert sizes(record) == [(0, 9, 9)]
+
+
+def test_a_batch_goes_on_sample_by_sample() -> None:
+    q, k = text(4, batch=3)
+    record = watch(Attention(), (q[:, :, :3], k[:, :, :3]), (q[:, :, 3:], k, 3))
+    assert sizes(record) == [(0, 4, 4)] * 3
+
+
+def test_a_cache_of_fixed_length_goes_on() -> None:
+    q, k = text(8)
+    later = k.clone()
+    later[:, :, 3:] = 0
+    record = watch(Attention(), (q[:, :, :3], later), (q[:, :, 3:4], k, 3))
+    assert sizes(record) == [(0, 4, 4)]
+    assert torch.equal(record["Attention"].sample().weights()[:, 3], direct(q, k)[:, 3, :4])
+
+
+def direct(q: Tensor, k: Tensor) -> Tensor:
+    return mh.weights(q, k, mask=masks.Causal())[0]
+
+
+def test_the_same_text_read_again_is_another_sample() -> None:
+    q, k = text(5)
+    assert sizes(watch(Attention(), (q, k), (q, k))) == [(0, 5, 5), (0, 5, 5)]
+
+
+def test_a_text_of_one_token_more_read_without_a_cache_is_another_sample() -> None:
+    q, k = text(6)
+    assert sizes(watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q, k))) == [(0, 5, 5), (0, 6, 6)]
+
+
+def test_a_token_after_other_keys_is_another_sample() -> None:
+    (q, k), (_, other) = text(6), text(6)
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 5:], other, 5))
+    assert sizes(record) == [(0, 5, 5), (5, 1, 6)]
+
+
+def test_a_token_of_another_batch_is_another_sample() -> None:
+    (q, k), (more_q, more_k) = text(5), text(6, batch=2)
+    record = watch(Attention(), (q, k), (more_q[:, :, 5:], more_k, 5))
+    assert sizes(record) == [(0, 5, 5), (5, 1, 6), (5, 1, 6)]
+
+
+def test_places_of_each_sample_are_each_samples_own() -> None:
+    q, k = text(3, batch=2)
+    record = watch(Attention(), (q, torch.cat([k, k], 2), torch.tensor([0, 2])))
+    assert [start for start, _, _ in sizes(record)] == [0, 2]
+
+
+def test_cross_attention_goes_on_where_its_decoder_does() -> None:
+    (q, k), (_, memory) = text(6), text(7)
+    record = watch(Decoder(), (q[:, :, :4], k[:, :, :4], memory), (q[:, :, 4:], k, memory, 4))
+    assert sizes(record, "own") == [(0, 6, 6)]
+    assert sizes(record, "other") == [(0, 6, 7)]
+
+
+def test_cross_attention_of_a_text_read_again_is_another_sample() -> None:
+    (q, k), (_, memory) = text(4), text(7)
+    record = watch(Decoder(), (q, k, memory), (q, k, memory))
+    assert sizes(record, "other") == [(0, 4, 7), (0, 4, 7)]
+
+
+def test_a_window_that_left_the_first_key_behind_puts_no_mass_on_it() -> None:
+    q, k = text(6)
+    window = masks.Causal() & masks.Window(2)
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5], 0, window), (q[:, :, 5:], k, 5, window))
+    assert torch.equal(record["Attention"].sample().statistics["first_mass"][:, 2:], torch.zeros(2, 4))
+
+
+def test_an_attention_that_belongs_to_no_layer_of_the_model_is_not_heard() -> None:
+    q, k = text(3)
+    model, stranger = Attention(), Attention()
+    with mh.observe(model) as seen:
+        model(q, k)
+        stranger(q, k)
+        mh.attention(q, k, k)
+    assert [(layer.name, layer.num_samples) for layer in seen.layers] == [("Attention", 1)]
+
+
+def test_what_is_kept_stays_as_it_was_when_a_cache_is_written_over() -> None:
+    q, k = text(5)
+    expected = direct(q, k)
+    record = watch(Attention(), (q, k))
+    q.zero_()
+    k.zero_()
+    torch.testing.assert_close(record["Attention"].sample().weights(), expected)
+
+
+@needs_native
+def test_layers_that_share_a_mask_cut_a_batch_into_samples_once() -> None:
+    model, batch = family("bert"), batch_of("bert", padding="right")
+    with (
+        torch.no_grad(),
+        patch.object(recorder, "spans", side_effect=recorder.spans) as cuts,
+        mh.observe(model) as seen,
+    ):
+        model(**batch)
+        model(**batch)
+    assert (len(seen.layers), seen.layers[0].num_samples) == (2, 4)
+    assert cuts.call_count == 2  # once in each forward pass
+
+
+@needs_native
+@pytest.mark.parametrize("mask", [masks.Full(), masks.Prefix(40)])
+@pytest.mark.parametrize("keep", ["cpu", "statistics"])
+def test_a_record_holds_no_memory_of_padding(keep: Any, mask: masks.Mask) -> None:
+    layer, lengths = mh.MultiHeadAttention(16, 4, num_kv_heads=2), (3, 40, 17)
+    with torch.no_grad(), mh.observe(layer, keep=keep) as record:
+        layer(torch.randn(3, 40, 16), mask=mask, lengths=lengths)
+    tensors: list[Tensor] = []
+    for sample, length in zip(record.layers[0].samples, lengths, strict=True):
+        assert sample.logsumexp.whole().shape == (1, 4, length)
+        tensors += [sample.logsumexp.whole(), *sample.statistics.values()]
+        if sample.q is not None and sample.k is not None:
+            tensors += [sample.q.whole(), sample.k.whole()]
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    assert sum(held.values()) == sum(each.nbytes for each in tensors)

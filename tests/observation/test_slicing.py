@@ -1,0 +1,268 @@
+"""A sample that is cut out of a call means what it meant in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import multihead as mh
+from multihead import listeners, masks
+from multihead.call import AttentionCall
+from multihead.functional import attend, request_of
+from multihead.kernels.dense_tile import seen
+from multihead.kernels.native import library
+from multihead.masks.place import Span
+from multihead.observation.slicing import cut, hull, spans, without_queries
+from multihead.probes.tile import tile
+from multihead.record.sample import SampleRecord
+from tests.families import batch_of, family
+from tests.kernel_names import needs_native
+from tests.watched import brute_force
+
+BATCH, HEADS, QUERIES, KEYS = 2, 4, 6, 9
+
+
+def call_of(mask: masks.Mask, *, query_start: int | Tensor = 0, bias: Tensor | None = None) -> AttentionCall:
+    q = torch.randn(BATCH, HEADS, QUERIES, 8)
+    k = torch.randn(BATCH, 2, KEYS, 8)
+    request = request_of(q, k, k, mask, bias, query_start=query_start)
+    return AttentionCall(request, attend(request))
+
+
+MASKS = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "window": masks.Window(3, after=1),
+    "lengths": masks.Lengths((9, 5)),
+    "lengths of queries": masks.Lengths(tuple(tuple(range(first, first + QUERIES)) for first in (0, 3))),
+    "prefix": masks.Causal() | masks.Prefix((4, 2)),
+    "documents": masks.Documents(((4, 5), (2, 6))),
+    "shared documents": masks.Documents((3, 3, 3)),
+    "kept": masks.Keep(torch.rand(BATCH, 1, QUERIES, KEYS) > 0.4),
+    "dropped keys": masks.Drop(torch.rand(1, KEYS) > 0.6, "batch keys"),
+    "kept heads": masks.Keep(torch.rand(HEADS, QUERIES, KEYS) > 0.4, "heads queries keys"),
+    "both": masks.Causal() & masks.Lengths((9, 5)) & masks.Drop(torch.rand(BATCH, KEYS) > 0.7, "batch keys"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@settings(max_examples=30)
+@given(sample=st.integers(0, 1), edges=st.tuples(*[st.integers(0, 5)] * 2), columns=st.tuples(*[st.integers(0, 8)] * 2))
+def test_a_part_of_a_mask_is_the_mask_of_the_part(
+    name: str, sample: int, edges: tuple[int, int], columns: tuple[int, int]
+) -> None:
+    rows, keys = (min(edges), max(edges) + 1), (min(columns), max(columns) + 1)
+    start = torch.tensor([1, 3])
+    request = call_of(masks.Full(), query_start=start).request
+    request = replace(request, mask=MASKS[name])
+    whole = seen(request).expand(BATCH, HEADS, -1, -1)[sample, :, slice(*rows), slice(*keys)]
+    part = cut(AttentionCall(request, attend(request)), Span(sample, rows, keys)).request
+    assert part.shape.batch == 1
+    assert torch.equal(seen(part).expand(1, HEADS, -1, -1)[0], whole)
+
+
+def test_weights_of_a_sample_without_its_padding_are_those_of_the_batch() -> None:
+    padding = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    padding[1, :3] = False
+    bias = torch.randn(1, HEADS, QUERIES, KEYS)
+    call = call_of(masks.Causal() & masks.Keep(padding, "batch keys"), query_start=3, bias=bias)
+    whole = tile(call.request, call.attended.logsumexp)
+    part = cut(call, Span(1, (0, 6), (3, 9)))
+    assert part.request.query_start == 0
+    assert part.request.mask == masks.Causal()
+    torch.testing.assert_close(tile(part.request, part.attended.logsumexp)[0], whole[1, :, :, 3:])
+
+
+class TestWhereSamplesStand:
+    def test_without_padding_they_stand_everywhere(self) -> None:
+        assert spans(call_of(masks.Full()).request) == [Span(index, (0, 6), (0, 9)) for index in range(2)]
+
+    def test_keys_that_no_query_may_see_are_left_out(self) -> None:
+        assert [each.keys for each in spans(call_of(masks.Lengths((9, 5))).request)] == [(0, 9), (0, 5)]
+        assert [each.keys for each in spans(call_of(masks.Causal()).request)] == [(0, 6), (0, 6)]
+
+    def test_queries_at_the_end_that_see_nothing_are_padding_where_nothing_else_says(self) -> None:
+        mask = masks.Lengths(((9, 9, 9, 9, 9, 9), (9, 9, 9, 0, 0, 0)))
+        assert [each.queries for each in spans(call_of(mask).request)] == [(0, 6), (0, 3)]
+
+    def test_padding_that_is_known_is_left_out_on_both_sides(self) -> None:
+        queries = torch.tensor([[True] * 6, [False, True, True, True, True, False]])
+        keys = torch.tensor([[True] * 9, [False, False, *[True] * 5, False, False]])
+        found = spans(call_of(masks.Full()).request, queries=queries, keys=keys)
+        assert found == [Span(0, (0, 6), (0, 9)), Span(1, (1, 5), (2, 7))]
+
+    def test_a_sample_of_padding_alone_is_empty(self) -> None:
+        nothing = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+        found = spans(call_of(masks.Full()).request, queries=nothing)
+        assert [each.queries for each in found] == [(0, 0), (0, 0)]
+
+    def test_a_packed_row_holds_one_sample_a_document(self) -> None:
+        q = torch.randn(1, 2, 7, 4)
+        request = replace(
+            request_of(q, q, q, masks.Causal() & masks.Documents((4, 3))), packed_lengths=torch.tensor([4, 3])
+        )
+        assert spans(request) == [Span(0, (0, 4), (0, 4)), Span(0, (4, 7), (4, 7))]
+        part = cut(AttentionCall(request, attend(request)), spans(request)[1]).request
+        assert part.mask == masks.Causal()
+        assert part.query_start == 0
+        assert part.packed_lengths is None
+
+
+def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
+    call = call_of(masks.Full())
+    given_ = {"entropy": torch.rand(BATCH, HEADS, QUERIES)}
+    call = AttentionCall(call.request, replace(call.attended, statistics=given_))
+    whole, part = cut(call, Span(1, (0, 6), (0, 9))), cut(call, Span(1, (0, 5), (0, 9)))
+    assert torch.equal(whole.attended.statistics["entropy"], given_["entropy"][1:])
+    assert part.attended.statistics == {}
+
+
+def test_padding_between_real_queries_sees_nothing() -> None:
+    call = cut(call_of(masks.Full()), Span(0, (0, 6), (0, 9)))
+    real = torch.tensor([True, True, False, True, False, True])
+    found = without_queries(call, real)
+    assert torch.equal(seen(found.request).expand(1, 1, -1, -1)[0, 0].any(-1), real)
+    assert torch.equal(tile(found.request, found.attended.logsumexp)[0, :, ~real], torch.zeros(HEADS, 2, KEYS))
+    assert without_queries(call, torch.ones(QUERIES, dtype=torch.bool)) is call
+
+
+def test_the_documents_of_a_packing_are_taken_out_and_nothing_else() -> None:
+    packing = masks.Documents((3, 4))
+    assert packing.without_documents() == masks.Full()
+    assert (masks.Causal() & packing).without_documents() == masks.Causal()
+    assert (masks.Causal() & masks.Window(2) & packing).without_documents() == masks.Causal() & masks.Window(2)
+    assert masks.Causal().without_documents() == masks.Causal()
+
+
+def test_a_tensor_that_hides_nothing_of_a_sample_is_no_mask_of_it() -> None:
+    kept = masks.Keep(torch.tensor([[True, True], [True, False]]), "batch keys")
+    assert kept.part(Span(0, (0, 1), (0, 2))) == masks.Full()
+    assert isinstance(kept.part(Span(1, (0, 1), (0, 2))), masks.Keep)
+
+
+def _expected(sample: SampleRecord, q: Tensor, k: Tensor, shown: Tensor) -> dict[str, Tensor]:
+    """Compute the statistics of one sample in float64 by their definitions: q and k (1, heads, tokens, head_dim)."""
+    groups = q.shape[1] // k.shape[1]
+    scores = (q.double() @ k.double().repeat_interleave(groups, 1).mT / q.shape[-1] ** 0.5)[0]
+    weights = scores.masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0)
+    found = brute_force(weights, sample.query_start, shown)
+    found["mean_distance"] = found["mean_distance"].nan_to_num(0)
+    found["effective_keys"] = found["effective_keys"].where(weights.sum(-1) > 0, 0)
+    seen_keys = shown.any(-2).flatten().nonzero()
+    found["first_mass"] = weights[..., int(seen_keys[0])] if len(seen_keys) else torch.zeros_like(weights[..., 0])
+    return {name: value for name, value in found.items() if name in FROM_THE_KERNEL}
+
+
+FROM_THE_KERNEL = (
+    "entropy",
+    "effective_keys",
+    "mean_distance",
+    "self_mass",
+    "previous_mass",
+    "next_mass",
+    "first_mass",
+    "largest_weight",
+)
+PADDED: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed, on the left": {"padding_side": "left"},
+    "packed, causal": {"mask": masks.Causal()},
+    "packed, a window before the query": {"mask": masks.Window(2, after=0) & masks.Causal()},
+    "packed, only later keys": {"mask": masks.Window(1, after=3)},
+    "not packed": {"mask": masks.Prefix(4) | masks.Window(2, after=1)},
+    "not packed, on the left": {"mask": masks.Prefix(4) | masks.Causal(), "padding_side": "left"},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("keep", ["cpu", "summary"])
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_batch_is_measured_by_the_kernel_run_that_computes_it(name: str, keep: Any) -> None:
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), 4 * torch.randn(4, 9, 16)
+    lengths = (9, 3, 0 if name.startswith("packed") else 1, 6)
+    counting = patch.object(library, "run", side_effect=library.run)
+    with torch.no_grad(), counting as runs, mh.observe(layer, keep=keep) as record:
+        layer(x, lengths=lengths, **PADDED[name])
+    assert runs.call_count == 1
+    assert record.layers[0].num_samples == 4
+    if keep == "summary":
+        return
+    for index, length in enumerate(lengths):
+        sample = record.layers[0].sample(index)
+        assert (sample.num_queries, sample.num_keys) == (length, length)
+        found = {statistic: sample.statistics[statistic].double() for statistic in FROM_THE_KERNEL}
+        request, _ = sample.request_of(sample.segments[0])
+        assert sample.weights().shape == (4, length, length)
+        if length:
+            expected = _expected(sample, request.q, request.k, sample.visible())
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            largest = sample.weights().amax(-1)
+            key = sample.statistics["largest_key"]
+            assert torch.equal(sample.weights().gather(-1, key.clamp(min=0)[..., None])[..., 0], largest)
+            assert torch.equal(key == -1, largest == 0)
+
+
+@needs_native
+@pytest.mark.parametrize("padding", ["right", "left", "between"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_an_attention_mask_is_measured_by_the_kernel_run_that_computes_it(name: str, padding: str) -> None:
+    model, batch = family(name), batch_of(name)
+    real = torch.ones_like(batch["input_ids"])
+    real[1, {"right": slice(5, None), "left": slice(0, 4), "between": [0, 4, 5, 7]}[padding]] = 0
+    batch["attention_mask"] = real
+    counting = patch.object(library, "run", side_effect=library.run)
+    with torch.no_grad(), counting as runs, mh.observe(model) as record:
+        model(**batch)
+    assert runs.call_count == len(record.layers)
+    for layer in record.layers:
+        for sample in layer.samples:
+            request, _ = sample.request_of(sample.segments[0])
+            expected = _expected(sample, request.q, request.k, sample.visible())
+            found = {statistic: sample.statistics[statistic].double() for statistic in FROM_THE_KERNEL}
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() -> None:
+    call = call_of(masks.Window(2, after=1), query_start=2)
+    first, own = ("first_keys_mass", 1), ("offset_mass", 0)
+    measured = dict.fromkeys(("entropy", first, own, "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
+    call = AttentionCall(call.request, replace(call.attended, statistics=measured))
+    part = Span(1, (2, 5), (2, 8))
+    assert cut(call, part).attended.statistics.keys() == set()
+    assert cut(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
+    both = replace(part, holds_all=True, holds_first=True)
+    assert cut(call, both).attended.statistics.keys() == measured.keys()
+    before = replace(both, keys=(6, 8))  # the first query stands before the first key
+    assert cut(call, before).attended.statistics.keys() == measured.keys() - {own}
+
+
+def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
+    queries = torch.tensor([[True] * 6, [False, True, True, True, True, False]])
+    keys = torch.tensor([[True] * 9, [False, False, *[True] * 5, False, False]])
+    for mask, first, second in (
+        (masks.Full(), (True, True), (False, True)),
+        (masks.Keep(keys, "batch keys"), (True, True), (True, True)),
+        (masks.Keep(keys, "batch keys") & masks.Window(1, after=8), (True, True), (True, True)),
+        (masks.Window(1, after=2), (True, True), (False, False)),
+    ):
+        found = spans(call_of(mask).request, queries=queries, keys=keys)
+        assert [(each.holds_all, each.holds_first) for each in found] == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([0, 1, 0, 1, 0], (1, 4)), ([1, 1], (0, 2)), ([0, 0], (0, 0)), ([], (0, 0))]
+)
+def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expected: tuple[int, int]) -> None:
+    assert hull(torch.tensor(flags, dtype=torch.bool)) == expected
+
+
+def test_nobody_hears_of_a_cut() -> None:
+    assert listeners.listeners() == ()

@@ -1,0 +1,344 @@
+"""A file is believed only as far as it holds together: what is cut, foreign, newer or wrong is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from multihead import masks
+from multihead.errors import InputError, MultiheadError
+from multihead.observation.record import Record
+from tests.observation.recorded import Tokenizer, asked, ids, read
+
+FILES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    record = read(ids(2, 6), ids(1, 4))
+    record.name_tokens(Tokenizer())
+    record.save(target := tmp_path_factory.mktemp("good") / "run.safetensors")
+    return target
+
+
+def opened(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    with safe_open(file, framework="pt") as known:
+        return known.metadata(), {name: known.get_tensor(name).clone() for name in known.keys()}  # noqa: SIM118
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        Record.load(file)
+    return str(caught.value).replace(repr(str(file)), "FILE")
+
+
+def changed(good: Path, tmp_path: Path, change: Callable[[Any, dict[str, torch.Tensor]], None]) -> Path:
+    metadata, tensors = opened(good)
+    said = json.loads(metadata["record"])
+    change(said, tensors)
+    save_file(tensors, tmp_path / "run.safetensors", metadata | {"record": json.dumps(said)})
+    return tmp_path / "run.safetensors"
+
+
+class TestRefusals:
+    def test_no_file(self, tmp_path: Path) -> None:
+        assert refusal(tmp_path / "none") == "There is no file FILE. Check its name."
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        assert refusal(tmp_path) == "FILE is a folder. Give a file that Record.save wrote."
+
+    @pytest.mark.parametrize("content", [b"entropy of heads\n" * 9, pickle.dumps({"q": [1] * 99}), b"PK\x03\x04" * 9])
+    def test_a_file_of_another_kind(self, content: bytes, tmp_path: Path) -> None:
+        (file := tmp_path / "notes").write_bytes(content)
+        assert refusal(file) == "FILE is no safetensors file. Give a file that Record.save wrote."
+
+    @pytest.mark.parametrize("share", [0, 0.00001, 0.1, 0.5, 0.9999])
+    def test_a_file_that_is_cut(self, share: float, good: Path, tmp_path: Path) -> None:
+        (file := tmp_path / "cut").write_bytes(good.read_bytes()[: int(share * good.stat().st_size)])
+        assert refusal(file) == (
+            "FILE is cut or damaged: it begins as a safetensors file, and does not go on as one. "
+            "Copy it again, or save the record anew."
+        )
+
+    def test_the_weights_of_a_model(self, tmp_path: Path) -> None:
+        save_file({"q": torch.zeros(2)}, file := tmp_path / "model.safetensors", {"format": "pt"})
+        assert refusal(file) == (
+            "FILE is a safetensors file, and no record of multihead. Give a file that Record.save wrote."
+        )
+
+    def test_a_newer_version(self, good: Path, tmp_path: Path) -> None:
+        metadata, tensors = opened(good)
+        save_file(tensors, file := tmp_path / "new.safetensors", metadata | {"version": "2"})
+        assert refusal(file) == (
+            "FILE was saved by a newer multihead: its format has version 2, and this one reads 1. "
+            "Update multihead: pip install --upgrade multihead."
+        )
+
+    @pytest.mark.parametrize("version", ["", "0", "one", "-1", "1.0", "١"])
+    def test_a_version_that_is_none(self, version: str, good: Path, tmp_path: Path) -> None:
+        metadata, tensors = opened(good)
+        save_file(tensors, file := tmp_path / "old.safetensors", metadata | {"version": version})
+        assert refusal(file) == f"FILE is damaged: its version is {version!r}. Save the record anew."
+
+    def test_an_id_that_could_be_a_path(self, good: Path, tmp_path: Path) -> None:
+        metadata, tensors = opened(good)
+        save_file(tensors, file := tmp_path / "id.safetensors", metadata | {"id": "../../etc"})
+        assert refusal(file) == "FILE is damaged: its id is none. Save the record anew."
+
+    @pytest.mark.parametrize(
+        ("change", "finding"),
+        [
+            (lambda said, tensors: said.update(title=3), "its title should be a text, and is an integer"),
+            (lambda said, tensors: said.update(layers={}), "the layers should be a list, and is an object"),
+            (lambda said, tensors: said["layers"][0].update(samples=[]), "the samples of layer 'layers.0' do not fit"),
+            (lambda said, tensors: sample(said).update(dtype="object"), "there is no dtype 'object'"),
+            (lambda said, tensors: sample(said).update(heads=0), "a number of heads is 0"),
+            (
+                lambda said, tensors: sample(said).update(heads=True),
+                "a number of heads should be an integer, and is true or false",
+            ),
+            (
+                lambda said, tensors: sample(said).update(kv_heads=3),
+                "k has 3 heads and q has 4, and 4 is not a multiple",
+            ),
+            (lambda said, tensors: sample(said).update(pieces=[]), "a sample has no calls"),
+            (lambda said, tensors: segment(said).update(queries=7), "logsumexp is a torch.float32 tensor of shape"),
+            (lambda said, tensors: segment(said).update(keys=7), "k has 6 keys of 7"),
+            (lambda said, tensors: segment(said).update(scale="1"), "a scale is no number"),
+            (lambda said, tensors: segment(said).update(query_start=1 << 50), f"a query's place is {1 << 50}"),
+            (lambda said, tensors: segment(said).update(mask={"kind": 3}), "3 is no name of a mask"),
+            (lambda said, tensors: segment(said).update(mask=nested(99)), "it is nested too deep"),
+            (lambda said, tensors: segment(said).update(mask=joining(1000)), "it joins more than 1,000 masks"),
+            (lambda said, tensors: segment(said).update(keys=1 << 29), f"a number of keys is {1 << 29}"),
+            (lambda said, tensors: segment(said).update(key_start=1 << 29), f"a key's place is {1 << 29}"),
+            (lambda said, tensors: sample(said).update(head_dim=1 << 21), f"a width is {1 << 21}"),
+            (lambda said, tensors: sample(said).update(dtype="x" * 999), "there is no dtype 'xxxxx"),
+            (lambda said, tensors: segment(said).update(mask={"kind": "Window"}), "A mask of the file cannot be read"),
+            (
+                lambda said, tensors: segment(said).update(bias={"kind": "Tensor", "tensor": "0.0.calls"}),
+                "A bias of the",
+            ),
+            (lambda said, tensors: segment(said).update(sinks="0.0.calls"), "sinks is a torch.int64 tensor of shape"),
+            (lambda said, tensors: segment(said).update(sinks=3), "what it says does not fit together"),
+            (lambda said, tensors: tensors.update({"0.0.q": tensors["0.0.q"].double()}), "q is a torch.float64 tensor"),
+            (lambda said, tensors: tensors.pop("0.0.k"), "what it says does not fit together"),
+            (
+                lambda said, tensors: tensors.update({"0.0.calls": torch.tensor([[0, 5, 0, 6]])}),
+                "the calls of a sample",
+            ),
+            (lambda said, tensors: tensors.update(calls=torch.tensor([[0, 9, 0]])), "a call is of no sample that is"),
+            (lambda said, tensors: said["texts"][0].update(tokens=["a"]), "the tokens of a text are not as many"),
+            (
+                lambda said, tensors: said["texts"][0].update(tokens=[1] * 6),
+                "a token should be a text, and is an integer",
+            ),
+            (lambda said, tensors: sample(said).update(text=2), "a text has 4 tokens, and its layer 6"),
+            (lambda said, tensors: sample(said).update(map_pool="sum"), "map_pool is 'sum'"),
+        ],
+    )
+    def test_what_does_not_hold_together(
+        self, change: Callable[[Any, Any], None], finding: str, good: Path, tmp_path: Path
+    ) -> None:
+        said = refusal(changed(good, tmp_path, change))
+        assert len(said) < 400
+        assert said.startswith("FILE is damaged: ")
+        assert finding in said
+        assert said.endswith("Save the record anew.")
+
+    def test_numbers_that_json_does_not_know(self, good: Path, tmp_path: Path) -> None:
+        metadata, tensors = opened(good)
+        wrong = re.sub(r'"scale":[0-9.]+', '"scale":NaN', metadata["record"])
+        save_file(tensors, file := tmp_path / "nan.safetensors", metadata | {"record": wrong})
+        assert refusal(file) == "FILE is damaged: NaN is no number. Save the record anew."
+
+
+def sample(said: Any) -> Any:
+    return said["layers"][0]["samples"][0]
+
+
+def segment(said: Any) -> Any:
+    return sample(said)["pieces"][0]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    mask: dict[str, Any] = {"kind": "Causal"}
+    for _ in range(depth):
+        mask = {"kind": "And", "parts": [mask, {"kind": "Causal"}]}
+    return mask
+
+
+def joining(count: int) -> dict[str, Any]:
+    return {"kind": "And", "parts": [{"kind": "Causal"}] * count}
+
+
+def without_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> None:
+    """Claim heads that take no byte, since they have no queries."""
+    tensors.clear()
+    said["texts"] = []
+    for layer in said["layers"]:
+        layer["samples"] = layer["samples"][:1]
+        (one,) = layer["samples"]
+        one.update(heads=heads, kv_heads=heads, kept=False, statistics={}, text=None)
+        one["pieces"][0].update(queries=0, keys=0, mask={"kind": "Full"})
+        tensors[f"{one['name']}.logsumexp"] = torch.zeros(1, heads, 0)
+        tensors[one["calls"]] = torch.zeros(1, 4, dtype=torch.int64)
+    tensors["calls"] = torch.zeros(0, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "finding"),
+    [(1 << 40, f"a number of heads is {1 << 40}"), ((1 << 18) - 1, "its layers have more than 262,144 heads")],
+)
+def test_heads_that_take_no_byte_are_limited(heads: int, finding: str, good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, heads))
+    assert file.stat().st_size < 3_000
+    assert refusal(file) == f"FILE is damaged: {finding}. Save the record anew."
+
+
+def test_a_record_without_a_query_opens(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, 8))
+    assert len(Record.load(file).table().rows) == 16
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_no_file_can_be_called(name: str) -> None:
+    assert refusal(Path(name)) == "FILE cannot be the name of a file. Choose another name."
+
+
+def test_a_mask_nested_beyond_all_measure_is_refused_and_does_not_overflow(good: Path, tmp_path: Path) -> None:
+    metadata, tensors = opened(good)
+    deep = '{"kind":"And","parts":[' * 100_000
+    save_file(tensors, file := tmp_path / "deep.safetensors", metadata | {"record": '{"layers":' + deep})
+    assert refusal(file).startswith("FILE is damaged: ")
+
+
+def test_a_file_of_a_version_that_kept_no_sinks_opens(good: Path, tmp_path: Path) -> None:
+    def older(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for layer in said["layers"]:
+            for one in layer["samples"]:
+                for each in one["pieces"]:
+                    del each["sinks"]
+
+    expected, found = Record.load(good), Record.load(changed(good, tmp_path, older))
+    assert torch.equal(found.layers[0].sample().weights(), expected.layers[0].sample().weights())
+
+
+def test_tensors_stay_in_the_file(good: Path) -> None:
+    one = Record.load(good).layers[0].sample()
+    assert one.q is not None
+    mapped = Path("/proc/self/maps")
+    if mapped.exists():
+        assert str(good) in mapped.read_text(encoding="utf-8")
+    before = good.read_bytes()
+    one.q.whole().zero_()  # a private copy of the page is written, and not the file
+    assert good.read_bytes() == before
+
+
+class TestDamage:
+    """Whatever is done to a file, it opens as a record or is refused in words, and nothing else happens."""
+
+    @FILES
+    @given(share=st.floats(0, 1))
+    def test_a_cut(self, share: float, good: Path, tmp_path: Path) -> None:
+        content = good.read_bytes()
+        self.try_to_read(content[: int(share * len(content))], tmp_path)
+
+    @FILES
+    @given(places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 7)), min_size=1, max_size=4), header=st.booleans())
+    def test_turned_bits(self, places: list[tuple[float, int]], *, header: bool, good: Path, tmp_path: Path) -> None:
+        content = bytearray(good.read_bytes())
+        length = 8 + int.from_bytes(content[:8], "little") if header else len(content)
+        for share, bit in places:
+            content[min(int(share * length), length - 1)] ^= 1 << bit
+        self.try_to_read(bytes(content), tmp_path)
+
+    @FILES
+    @given(
+        seed=st.integers(0, 2**32),
+        value=st.sampled_from([None, -1, 0, 1, 1 << 62, 1.5, "", "calls", [], {}, True, [[]]]),
+    )
+    def test_another_value_somewhere(self, seed: int, value: object, good: Path, tmp_path: Path) -> None:
+        metadata, tensors = opened(good)
+        said = json.loads(metadata["record"])
+        holder, key = random.Random(seed).choice(list(places_in(said)))
+        holder[key] = copy.deepcopy(value)
+        save_file(tensors, file := tmp_path / "run.safetensors", metadata | {"record": json.dumps(said)})
+        self.try_to_use(file)
+
+    def try_to_read(self, content: bytes, tmp_path: Path) -> None:
+        (file := tmp_path / "run.safetensors").write_bytes(content)
+        self.try_to_use(file)
+
+    def try_to_use(self, file: Path) -> None:
+        for mapped in (True, False):
+            try:
+                record = Record.load(file, mapped=mapped)
+            except InputError:
+                continue
+            try:
+                for layer in record.layers:
+                    layer.sample().weights(queries=slice(0, 2))
+                    layer.sample().map(0, bins=2)
+                record.table()
+                for call in itertools.islice(record, 4):
+                    call.weights(0)
+            except MultiheadError:
+                continue  # a record that opens and has no weights says so
+
+
+def places_in(said: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in what was said that holds something."""
+    pairs = said.items() if isinstance(said, dict) else enumerate(said)
+    for key, value in list(pairs):
+        yield said, key
+        if isinstance(value, (dict, list)):
+            yield from places_in(value)
+
+
+def test_a_record_with_every_mask_and_bias_that_holds_a_tensor_survives_damage_too(tmp_path: Path) -> None:
+    keep = masks.Causal() & masks.Keep(torch.rand(9, 9) < 0.5, "queries keys")
+    asked(mask=keep | masks.Prefix(2), bias=torch.randn(1, 1, 9, 9)).save(file := tmp_path / "good.safetensors")
+    metadata, tensors = opened(file)
+    for seed in range(60):
+        said = json.loads(metadata["record"])
+        holder, key = random.Random(seed).choice([each for each in places_in(said) if each[1] != "title"])
+        holder[key] = random.Random(seed).choice([None, -1, 1 << 62, "calls", "0.0.q", [], {"kind": "Keep"}])
+        save_file(tensors, other := tmp_path / "run.safetensors", metadata | {"record": json.dumps(said)})
+        TestDamage().try_to_use(other)
+
+
+def test_layers_of_a_record_without_numbers_are_numbered_by_their_place(good: Path, tmp_path: Path) -> None:
+    def without_numbers(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for layer in said["layers"]:
+            del layer["number"]
+
+    assert [each.number for each in Record.load(changed(good, tmp_path, without_numbers)).layers] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (1, "FILE is damaged: two layers have one number. Save the record anew."),
+        (-1, "FILE is damaged: a layer's number is -1. Save the record anew."),
+        ("0", "FILE is damaged: a layer's number should be an integer, and is a text. Save the record anew."),
+    ],
+)
+def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: object, sentence: str) -> None:
+    def renumbered(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        said["layers"][0]["number"] = number
+
+    assert refusal(changed(good, tmp_path, renumbered)) == sentence

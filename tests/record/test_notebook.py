@@ -1,0 +1,63 @@
+"""A notebook shows a record as a table, and a text in it never as markup."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import torch
+
+import multihead as mh
+from multihead.observation.record import Record
+from multihead.record import notebook
+from tests.observation.recorded import asked, ids, read
+
+HOSTILE = "<script>alert('&')</script>"
+
+
+def rows(shown: str) -> list[list[str]]:
+    """The cells of the table, as a strict reader finds them."""
+    tree = ET.fromstring(shown)
+    return [["".join(cell.itertext()) for cell in row] for row in tree.iter("tr")]
+
+
+def test_a_record_shows_a_row_a_head_and_says_what_it_saw() -> None:
+    record = read(ids(2, 6))
+    shown = record._repr_html_()
+    assert "Reader</strong>: 2 layers, 8 heads, 2 texts of up to 6 tokens." in shown
+    table = rows(shown)
+    assert table[0][:5] == ["layer", "head", "name", "entropy (nats)", "keys"]
+    assert [row[:3] for row in table[1:]] == [[str(i), str(j), f"layers.{i}"] for i in range(2) for j in range(4)]
+    assert table[1][3] == f"{record.table().rows[0]['entropy']:.3f}"
+
+
+def test_many_heads_are_cut_and_counted() -> None:
+    with mh.observe(layer := mh.MultiHeadAttention(128, 64)) as seen:
+        layer(torch.randn(1, 3, 128))
+    shown = seen._repr_html_()
+    assert len(rows(shown)) == 1 + notebook.ROWS
+    assert "40 heads more: print(record.table())." in shown
+
+
+def test_a_sample_shows_its_heads() -> None:
+    shown = asked(queries=1, keys=9, query_start=8).layers[0].sample()._repr_html_()
+    assert "<strong>Asking</strong>: 1 query and 9 keys." in shown
+    assert [row[0] for row in rows(shown)] == ["head", "0", "1", "2", "3"]
+
+
+def test_hostile_names_are_escaped() -> None:
+    record = asked()
+    record.title = record.layers[0].name = record.layers[0].samples[0].name = HOSTILE
+    for shown in (record._repr_html_(), record.layers[0].sample()._repr_html_()):
+        assert "<script>" not in shown
+        assert HOSTILE in "".join(ET.fromstring(shown).itertext())
+
+
+def test_an_empty_record_and_statistics_alone_say_so() -> None:
+    assert Record()._repr_html_() == "<div><p><strong>Record</strong>: nothing was recorded yet.</p></div>"
+    assert "; statistics only." in asked(watch={"keep": "statistics"})._repr_html_()
+
+
+def test_a_number_that_is_none_is_a_dash() -> None:
+    record = asked()
+    record.layers[0].samples[0]._per_query["entropy"].whole().fill_(float("nan"))
+    assert rows(record._repr_html_())[1][3] == "–"

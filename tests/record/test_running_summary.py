@@ -1,0 +1,148 @@
+"""Sums over many texts take the same memory for any number of them, and say what single texts say."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import multihead as mh
+from multihead.cache import KeyValueCache
+from multihead.errors import ProbeError
+from multihead.observation.record import Record
+from multihead.probes import PROBES
+from multihead.record import running_summary
+from multihead.record.running_summary import BINS, LEAST, MOST, Sketch
+from tests.kernel_names import needs_native
+from tests.observation.recorded import Reader, ids, read
+
+BATCHES = [ids(2, 9, seed=1), ids(3, 5, seed=2), ids(1, 14, seed=3)]
+
+
+@pytest.mark.parametrize("of", ["mean", "median", "p95"])
+def test_the_summary_is_that_of_the_texts(of: str) -> None:
+    found, expected = read(*BATCHES, keep="summary"), read(*BATCHES)
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert (layer.num_heads, layer.num_samples) == (other.num_heads, other.num_samples)
+        one, another = layer.summary(of), other.summary(of)  # type: ignore[arg-type]
+        assert one.keys() == another.keys()
+        for name in another:
+            if of == "mean":
+                torch.testing.assert_close(one[name], another[name])
+        assert layer.samples == []
+
+
+def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
+    values = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)).double() ** 9 * 1e4
+    sketch = Sketch.zero(3)
+    sketch.add(values, torch.ones(3, 1000, dtype=torch.bool))
+    for share in (0.0, 0.5, 0.95, 1.0):
+        expected = values.quantile(share, dim=-1, interpolation="lower")
+        torch.testing.assert_close(sketch.quantile(share), expected.where(expected > LEAST, 0.0), rtol=0.0101, atol=0)
+
+
+def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> None:
+    sketch = Sketch.zero(2)
+    sketch.add(torch.tensor([[0.0, 1e-30, 1e30], [1.0, torch.nan, 1.0]]), torch.ones(2, 3, dtype=torch.bool))
+    assert int(sketch.bins.sum()) == 6
+    assert sketch.quantile(0.5).isnan().tolist() == [False, True]
+    assert float(sketch.quantile(0.5)[0]) == 0
+    assert float(sketch.quantile(1.0)[0]) == pytest.approx(MOST, rel=0.03)
+    assert torch.equal(Sketch.zero(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
+
+
+def test_more_texts_take_no_more_memory() -> None:
+    def held(record: Record) -> int:
+        assert record.calls == []
+        return sum(
+            each.total.nbytes + each.count.nbytes + each.bins.nbytes
+            for layer in record.layers
+            if layer.running_summary is not None
+            for each in layer.running_summary.statistics.values()
+        )
+
+    few, many = read(ids(1, 8), keep="summary"), read(*[ids(4, 8, seed=seed) for seed in range(9)], keep="summary")
+    assert held(few) == held(many)
+    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (BINS + 2)
+
+
+def test_a_text_in_steps_counts_once() -> None:
+    layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(1, 9, 16)
+    with torch.no_grad(), mh.observe(layer, keep="summary") as seen:
+        for first, stop in itertools.pairwise((0, 5, 6, 9)):
+            layer(x[:, first:stop], mask=mh.masks.Causal(), cache=cache)
+    with torch.no_grad(), mh.observe(layer) as whole:
+        layer(x, mask=mh.masks.Causal())
+    assert seen.layers[0].num_samples == 1
+    for name in ("entropy", "first_mass", "previous_mass", "mean_distance"):
+        torch.testing.assert_close(seen.layers[0].means()[name], whole.layers[0].means()[name], atol=1e-5, rtol=1e-5)
+
+
+def test_heads_are_found_and_shown_and_saved(tmp_path: Path) -> None:
+    record = read(*BATCHES, keep="summary", special_ids=[7])
+    record.save(tmp_path / "run.safetensors")
+    found = Record.load(tmp_path / "run.safetensors")
+    assert found.table(of="p95").rows == record.table(of="p95").rows
+    assert [each.head for each in found.find(entropy=mh.above(0))] == [
+        each.head for each in record.find(entropy=mh.above(0))
+    ]
+    assert "6 texts; sums only." in found._repr_html_()
+    assert found.texts == []
+
+
+def test_a_text_alone_is_refused() -> None:
+    record = read(ids(1, 6), keep="summary")
+    with pytest.raises(ProbeError) as caught:
+        record.layers[0].sample()
+    assert str(caught.value) == (
+        'layers.0 was observed with keep="summary", so no text of it is at hand. '
+        'Observe with keep="statistics" to see texts one by one.'
+    )
+    with pytest.raises(ProbeError):
+        record.find(local=mh.above(0.5))
+    with pytest.raises(ProbeError):
+        record.nearest(0, 0)
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"padding_side": "left"}, {"query_start": 0}])
+def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
+    counting = patch.object(running_summary, "_sums", side_effect=running_summary._sums)
+    with torch.no_grad(), counting as sums, mh.observe(model, keep="summary") as found:
+        model(texts, lengths=lengths, **options)
+    # whatever the number of texts
+    assert sums.call_count == sum(
+        len(layer.running_summary.statistics) for layer in found.layers if layer.running_summary
+    )
+    with torch.no_grad(), mh.observe(model, keep="statistics") as expected:
+        model(texts, lengths=lengths, **options)
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.num_samples == other.num_samples == 5
+        torch.testing.assert_close(layer.summary(), other.summary(), atol=1e-12, rtol=1e-12)
+        assert layer.running_summary is not None
+        for name, sketch in layer.running_summary.statistics.items():
+            alone = Sketch.zero(4)
+            for sample in other.samples:
+                alone.add(*sample.measured()[name])
+            assert torch.equal(sketch.bins, alone.bins)
+            assert torch.equal(sketch.count, alone.count)
+    found.save(tmp_path / "run.safetensors")
+    assert Record.load(tmp_path / "run.safetensors").table(of="p95").rows == found.table(of="p95").rows
+
+
+@needs_native
+def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
+    layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(3, 7, 16)
+    with torch.no_grad(), mh.observe(layer, keep="summary") as found:
+        layer(x[:, :5], mask=mh.masks.Causal(), cache=cache)
+        layer(x[:, 5:], mask=mh.masks.Causal(), cache=cache)
+    with torch.no_grad(), mh.observe(layer) as whole:
+        layer(x, mask=mh.masks.Causal())
+    assert found.layers[0].num_samples == 3
+    torch.testing.assert_close(found.layers[0].means(), whole.layers[0].means(), atol=1e-5, rtol=1e-5)
