@@ -11,6 +11,8 @@ from typing import Any, Literal
 from multihead.analysis.find import Bounds, FoundHead, find
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
 from multihead.record import loading, notebook, saving
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
@@ -33,6 +35,7 @@ class Record:
         title: what was watched, such as the name of the model's class.
         id: a random name that it keeps when it is saved.
         calls: of each call that ran its sample, and which call of that sample it is.
+        statistics: label, unit and number format of the statistics that are not built in, by name.
 
     >>> import torch
     >>> import multihead as mh
@@ -47,6 +50,7 @@ class Record:
     title: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
+    statistics: dict[str, Statistic] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[SampleRecord]:
         """Go through the calls in the order they ran, a sample of a batch at a time."""
@@ -70,7 +74,7 @@ class Record:
 
     @property
     def _parts(self) -> RecordParts:
-        return RecordParts(self.layers, self.title, self.id, self.calls)
+        return RecordParts(self.layers, self.title, self.id, self.calls, self.statistics)
 
     @property
     def keeps_weights(self) -> bool:
@@ -153,7 +157,15 @@ class Record:
             for head in range(layer.num_heads):
                 values = {name: float(value[head]) for name, value in summary.items()}
                 rows.append({"layer": layer.number, "head": head, "name": layer.name, **values})
-        return HeadTable.of(rows, sort=sort, top=top)
+        return HeadTable.of(rows, sort=sort, top=top, statistics=self.statistics)
+
+    def statistic(self, name: str) -> Statistic:
+        """Return the label, unit and number format of a statistic.
+
+        >>> Record().statistic("mean_distance").heading
+        'distance (tokens)'
+        """
+        return statistic(name, self.statistics)
 
     def find(self, *, of: Of = "mean", **bounds: Bounds) -> list[FoundHead]:
         """Find the heads whose numbers lie within bounds, the best first.
@@ -179,7 +191,7 @@ class Record:
         >>> [(one.layer, one.head) for one in seen.find(broad=mh.above(0.9), entropy=mh.below(2))]
         [(0, 0), (0, 1)]
         """
-        return find(self.layers, bounds, of=of)
+        return find(self.layers, bounds, of=of, statistics=self.statistics)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -226,7 +238,7 @@ class Record:
         caption = f"{many(len(heads), 'layer')}, {many(sum(heads), 'head')}, {many(samples, 'text')}"
         caption += f" of up to {many(tokens, 'token')}" if tokens else ""
         caption += "" if self.keeps_weights else "; statistics only" if tokens else "; sums only"
-        return notebook.table(title, caption, self.table().rows, ["layer", "head", "name"])
+        return notebook.table(title, caption, self.table().rows, ["layer", "head", "name"], self.statistics)
 
     def add(self, layer: LayerRecord, sample: SampleRecord) -> None:
         """Note that a sample's newest call has been seen."""

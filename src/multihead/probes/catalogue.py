@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 
 from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.parts import Part
-from multihead.probes.probe import SHARE, Parts, Probe
+from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 
 def _part(part: Part) -> Callable[[Parts], Tensor]:
@@ -215,6 +215,19 @@ _LISTED = (
 )
 PROBES: dict[str, Probe] = {probe.name: probe for probe in _LISTED}
 DEFAULT = tuple(probe.name for probe in _LISTED if probe.default)
+SEPARATOR = Statistic("separator_mass", label="separator", number_format=SHARE)
+"""Special tokens after the first: `analysis.highlights` derives it from `special_mass` and `first_mass`."""
+
+_SHOWN: dict[str, Statistic] = {**PROBES, SEPARATOR.name: SEPARATOR}
+
+
+def statistic(name: str, made: Mapping[str, Statistic] | None = None) -> Statistic:
+    """Return how a statistic is shown: a built-in one, else one of `made`, else its name with spaces.
+
+    >>> statistic("entropy").heading, statistic("late_mass").heading
+    ('entropy (nats)', 'late mass')
+    """
+    return _SHOWN.get(name) or (made or {}).get(name) or Statistic(name)
 
 
 def offset_mass(offset: int) -> Probe:

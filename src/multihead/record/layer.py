@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
+from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -128,12 +129,14 @@ class RecordParts(NamedTuple):
         title: what was recorded, such as the name of the model's class.
         id: a random name of 32 hexadecimal digits that the record keeps when it is saved.
         calls: per call, its sample and its index among the calls of that sample.
+        statistics: label, unit and number format of the statistics that are not built in, by name.
     """
 
     layers: list[LayerRecord]
     title: str
     id: str
     calls: list[tuple[SampleRecord, int]]
+    statistics: dict[str, Statistic]
 
     @property
     def keeps_weights(self) -> bool:
