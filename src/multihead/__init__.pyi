@@ -1,5 +1,4 @@
 from multihead import compat, errors, export, masks, probes, scores
-from multihead.analysis.find import above, below
 from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
 from multihead.heads import merge_heads, split_heads
@@ -17,10 +16,8 @@ __all__ = [
     "QKNorm",
     "Record",
     "Rotary",
-    "above",
     "attention",
     "attention_with_logsumexp",
-    "below",
     "compat",
     "errors",
     "explain",

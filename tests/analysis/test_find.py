@@ -35,39 +35,38 @@ def places(found: list[Any]) -> list[tuple[int, int]]:
 
 def test_heads_are_found_by_textbook_kinds_and_by_statistics() -> None:
     record = pointing(-1, 1, 0, 7)
-    assert places(record.find(previous_token=mh.above(0.9))) == [(0, 0)]
-    assert places(record.find(next_token=mh.above(0.9))) == [(0, 1)]
-    assert places(record.find(self_mass=mh.above(0.9), entropy=mh.below(1))) == [(0, 2)]
-    assert sorted(places(record.find(local=mh.above(0.9)))) == [(0, 0), (0, 1), (0, 2)]
-    assert record.find(broad=mh.above(0.5)) == []
+    assert places(record.find(previous_token=(0.9, None))) == [(0, 0)]
+    assert places(record.find(next_token=(0.9, None))) == [(0, 1)]
+    assert places(record.find(self_mass=(0.9, None), entropy=(None, 1))) == [(0, 2)]
+    assert sorted(places(record.find(local=(0.9, None)))) == [(0, 0), (0, 1), (0, 2)]
+    assert record.find(broad=(0.5, None)) == []
 
 
 def test_the_first_bound_orders_them() -> None:
     record = read(ids(1, 12))
-    entropy = {(each.layer, each.head): each.values["entropy"] for each in record.find(entropy=mh.above(0))}
+    entropy = {(each.layer, each.head): each.values["entropy"] for each in record.find(entropy=(0, None))}
     assert list(entropy.values()) == sorted(entropy.values(), reverse=True)
-    assert places(record.find(entropy=mh.below(99))) == list(reversed(entropy))
+    assert places(record.find(entropy=(None, 99))) == list(reversed(entropy))
     row = record.table(sort="entropy", top=1).rows[0]
     assert next(iter(entropy)) == (row["layer"], row["head"])
 
 
-def test_two_bounds_on_one_number_are_joined() -> None:
+def test_a_range_has_two_limits() -> None:
     record = read(ids(1, 12))
-    found = record.find(entropy=mh.above(0.5) & mh.below(1.5))
+    found = record.find(entropy=(0.5, 1.5))
     assert found
-    assert all(0.5 < each.values["entropy"] < 1.5 for each in found)
-    assert str(mh.above(0.5) & mh.below(1.5) & mh.above(0.7)) == "above(0.7) & below(1.5)"
+    assert all(0.5 <= each.values["entropy"] <= 1.5 for each in found)
 
 
 def test_a_percentile_may_be_asked_for() -> None:
     record = read(ids(1, 12))
     value = float(record.layers[0].summary("p95")["entropy"][0])
-    assert (0, 0) in places(record.find(of="p95", entropy=mh.above(value - 1e-6) & mh.below(value + 1e-6)))
+    assert (0, 0) in places(record.find(of="p95", entropy=(value - 1e-6, value + 1e-6)))
 
 
 def test_induction_and_duplicate_heads_are_found_where_token_ids_are_known() -> None:
     record = read(torch.randperm(50)[None, :12].repeat(1, 2))
-    found = record.find(induction=mh.above(-1), duplicate_token=mh.above(-1))
+    found = record.find(induction=(-1, None), duplicate_token=(-1, None))
     assert len(found) == 8
     for each in found:
         second = record.layers[each.layer].weights(each.head).double()[12:]  # (queries of the second time, keys)
@@ -77,7 +76,7 @@ def test_induction_and_duplicate_heads_are_found_where_token_ids_are_known() -> 
 
 def test_separators_are_told_by_special_tokens_after_the_first() -> None:
     record = read(torch.tensor([[7, 3, 4, 7, 5, 6, 8]]), special_ids=[7])
-    found = {(each.layer, each.head): each.values["separator"] for each in record.find(separator=mh.above(-1))}
+    found = {(each.layer, each.head): each.values["separator"] for each in record.find(separator=(-1, None))}
     weights = record.layers[1].weights(2).double()[:, 3]
     assert found[1, 2] == pytest.approx(float(weights.mean()), abs=1e-6)
 
@@ -87,12 +86,12 @@ def test_layers_that_have_no_such_number_are_left_out() -> None:
     with torch.no_grad(), mh.observe(model) as seen:
         model(**batch)
     crossing = {index for index, layer in enumerate(seen.layers) if layer.sample().crosses}
-    found = {layer for layer, _ in places(seen.find(local=mh.above(-1)))}
+    found = {layer for layer, _ in places(seen.find(local=(-1, None)))}
     assert found == set(range(len(seen.layers))) - crossing
 
 
 def test_a_head_reads_as_one_line() -> None:
-    found = pointing(-1).find(previous_token=mh.above(0.5), entropy=mh.below(1))[0]
+    found = pointing(-1).find(previous_token=(0.5, None), entropy=(None, 1))[0]
     assert str(found).startswith("L0 H0: previous token 100 %, entropy 0.0")
 
 
@@ -102,18 +101,20 @@ class TestRefusals:
             (record or asked(mask=masks.Causal(), watch={"probes": ["self_mass"]})).find(**bounds)
         return str(caught.value)
 
-    def test_no_bounds(self) -> None:
+    def test_no_condition(self) -> None:
         assert self.refusal(ArgumentError) == (
-            "find was asked for nothing. Give bounds, for example find(previous_token=above(0.8))."
+            "find has no condition. Give the range of a statistic, for example find(previous_token=(0.8, 1))."
         )
 
-    def test_a_bare_number(self) -> None:
-        assert self.refusal(ArgumentError, self_mass=0.8) == (
-            "self_mass is 0.8. Give bounds: self_mass=above(0.8) or self_mass=below(1)."
+    @pytest.mark.parametrize("limits", [0.8, "0.8", (0.8,), (0, 1, 2), (True, 1), (float("nan"), 1), ("0", 1), None])
+    def test_what_is_not_a_pair_of_numbers(self, limits: Any) -> None:
+        assert self.refusal(ArgumentError, self_mass=limits) == (
+            f"self_mass is {limits!r}. Give the lowest and the highest value, None for no limit: "
+            "self_mass=(0.8, None) or self_mass=(None, 1)."
         )
 
     def test_a_statistic_that_was_not_measured(self) -> None:
-        assert self.refusal(ProbeError, entropie=mh.above(1)) == (
+        assert self.refusal(ProbeError, entropie=(1, None)) == (
             "There is no statistic 'entropie' in the record. Give one of self_mass, or a kind: previous_token, "
             "next_token, self_token, first_token, separator, duplicate_token, induction, broad, local."
         )
@@ -128,15 +129,12 @@ class TestRefusals:
         ],
     )
     def test_a_kind_that_needs_more(self, kind: str, needs: str) -> None:
-        said = self.refusal(ProbeError, **{kind: mh.above(0)})
+        said = self.refusal(ProbeError, **{kind: (0, None)})
         assert said == f"The record has no numbers for {kind!r}. It needs {needs}."
 
-    @pytest.mark.parametrize("value", ["0.8", True, float("nan"), None])
-    def test_a_bound_that_is_no_number(self, value: Any) -> None:
-        with pytest.raises(ArgumentError) as caught:
-            mh.above(value)
-        assert str(caught.value) == f"above was given {value!r}. Give a number, for example above(0.8)."
 
-
-def test_the_bounds_themselves_do_not_hold() -> None:
-    assert [0.5 in mh.above(0.5), 0.5 in mh.below(0.5), 0.5 in mh.above(0.4)] == [False, False, True]
+def test_the_limits_are_within_the_range() -> None:
+    record = pointing(-1)
+    value = record.find(previous_token=(None, None))[0].values["previous_token"]
+    assert record.find(previous_token=(value, value))
+    assert record.find(previous_token=(value + 1e-9, None)) == record.find(previous_token=(None, value - 1e-9)) == []

@@ -20,7 +20,7 @@ HOSTILE = ["<s>", IMAGE, SCRIPT, TURNED, LONG, "&lt;b&gt;", "\u200b", "\n", "字
 
 
 def named(record: Record, tokens: list[str], special: list[bool] | None = None) -> Record:
-    record.give_text(Text(None, tokens, special))
+    record.set_text(Text(None, tokens, special))
     return record
 
 

@@ -78,7 +78,7 @@ def test_a_notebook_shows_its_label_and_unit() -> None:
 
 
 def test_find_takes_its_name_and_shows_its_label() -> None:
-    found = seen().find(other_mass=mh.above(0.4))
+    found = seen().find(other_mass=(0.4, None))
     assert [str(each) for each in found] == ["L0 H0: other keys 44 %", "L0 H1: other keys 44 %"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import pickle
 import random
 import re
@@ -82,9 +83,9 @@ class TestRefusals:
 
     def test_a_newer_version(self, good: Path, tmp_path: Path) -> None:
         metadata, tensors = opened(good)
-        save_file(tensors, file := tmp_path / "new.safetensors", metadata | {"version": "2"})
+        save_file(tensors, file := tmp_path / "new.safetensors", metadata | {"version": "3"})
         assert refusal(file) == (
-            "FILE was saved by a newer multihead: its format has version 2, and this one reads 1. "
+            "FILE was saved by a newer multihead: its format has version 3, and this one reads 2. "
             "Update multihead: pip install --upgrade multihead."
         )
 
@@ -235,6 +236,27 @@ def test_a_file_of_a_version_that_kept_no_sinks_opens(good: Path, tmp_path: Path
 
     expected, found = Record.load(good), Record.load(changed(good, tmp_path, older))
     assert torch.equal(found.layers[0].sample().weights(), expected.layers[0].sample().weights())
+
+
+def test_percentiles_of_a_file_of_version_1_are_read_from_its_bins(tmp_path: Path) -> None:
+    texts = read(ids(2, 40))
+    read(ids(2, 40), keep="summary").save(file := tmp_path / "sums.safetensors")
+    metadata, tensors = opened(file)
+    medians: list[dict[str, torch.Tensor]] = []
+    for index, layer in enumerate(texts.layers):
+        medians.append({})
+        for name in layer.summary():
+            values = torch.cat([one.per_query[name].double() for one in layer.samples], 1)
+            counted = torch.cat([one.measured()[name].counted for one in layer.samples], 1)
+            place = (values / 1e-9).log().div(math.log(1.02)).ceil().clamp(0, 2094).long()
+            bins = torch.zeros(len(values), 2095, dtype=torch.int64).scatter_add_(1, place, counted.long())
+            tensors[f"{index}.{name}.bins"] = bins
+            rows = zip(values, counted, strict=True)
+            medians[-1][name] = torch.stack([v[c].quantile(0.5, interpolation="lower") for v, c in rows])
+    save_file(tensors, file := tmp_path / "old.safetensors", metadata | {"version": "1"})
+    for layer, other, expected in zip(Record.load(file).layers, texts.layers, medians, strict=True):
+        torch.testing.assert_close(layer.summary(), other.summary())
+        torch.testing.assert_close(layer.summary("median"), expected, rtol=0.02, atol=1e-8)
 
 
 def test_tensors_stay_in_the_file(good: Path) -> None:

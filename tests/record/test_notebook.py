@@ -61,3 +61,20 @@ def test_a_number_that_is_none_is_a_dash() -> None:
     record = asked()
     record.layers[0].samples[0]._per_query["entropy"].whole().fill_(float("nan"))
     assert rows(record._repr_html_())[1][3] == "–"
+
+
+def test_a_record_a_layer_and_a_sample_print_as_one_line() -> None:
+    record = read(ids(2, 6))
+    assert repr(record) == "<Record of Reader: 2 layers, 8 heads, 2 texts of up to 6 tokens>"
+    assert repr(record.layers[1]) == "<LayerRecord 1 layers.1: 4 heads, 2 texts>"
+    assert repr(record.layers[1].sample()) == "<SampleRecord of layers.1: 4 heads, 6 queries and 6 keys>"
+    assert repr(read(ids(2, 6), keep="summary").layers[0]) == "<LayerRecord 0 layers.0: 4 heads, 2 texts>"
+    assert repr(Record()) == "<Record of a run: nothing was recorded yet>"
+    record.title = record.layers[0].name = "a\x1b[31m"
+    assert "\x1b" not in f"{record} {record.layers[0]}"
+
+
+def test_a_layer_shows_its_heads() -> None:
+    shown = read(ids(2, 6)).layers[1]._repr_html_()
+    assert "<strong>layers.1</strong>: layer 1, 2 texts." in shown
+    assert [row[0] for row in rows(shown)] == ["head", "0", "1", "2", "3"]

@@ -15,7 +15,6 @@ from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record import running_summary
 from multihead.record.running_summary import BINS, LEAST, MOST, Sketch
 from tests.kernel_names import needs_native
 from tests.observation.recorded import Reader, ids, read
@@ -87,8 +86,8 @@ def test_heads_are_found_and_shown_and_saved(tmp_path: Path) -> None:
     record.save(tmp_path / "run.safetensors")
     found = Record.load(tmp_path / "run.safetensors")
     assert found.table(of="p95").rows == record.table(of="p95").rows
-    assert [each.head for each in found.find(entropy=mh.above(0))] == [
-        each.head for each in record.find(entropy=mh.above(0))
+    assert [each.head for each in found.find(entropy=(0, None))] == [
+        each.head for each in record.find(entropy=(0, None))
     ]
     assert "6 texts; sums only." in found._repr_html_()
     assert found.texts == []
@@ -103,7 +102,7 @@ def test_a_text_alone_is_refused() -> None:
         'Observe with keep="statistics" to see texts one by one.'
     )
     with pytest.raises(ProbeError):
-        record.find(local=mh.above(0.5))
+        record.find(local=(0.5, None))
     with pytest.raises(ProbeError):
         record.nearest(0, 0)
 
@@ -113,7 +112,7 @@ def test_a_text_alone_is_refused() -> None:
 def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
-    counting = patch.object(running_summary, "_sums", side_effect=running_summary._sums)
+    counting = patch.object(Sketch, "add", autospec=True, side_effect=Sketch.add)
     with torch.no_grad(), counting as sums, mh.observe(model, keep="summary") as found:
         model(texts, lengths=lengths, **options)
     # whatever the number of texts

@@ -270,7 +270,7 @@ def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(
 
 def test_half_of_a_surrogate_pair_in_a_token_comes_back(tmp_path: Path) -> None:
     record = asked()
-    record.give_text(Text(tokens=["\ud83d", "头", "🎉", '"\\', *"abcde"]))
+    record.set_text(Text(tokens=["\ud83d", "头", "🎉", '"\\', *"abcde"]))
     assert through(record, tmp_path).texts[0].tokens == ["\ud83d", "头", "🎉", '"\\', *"abcde"]
 
 

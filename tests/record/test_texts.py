@@ -57,10 +57,10 @@ def test_special_ids_alone_mark_the_tokens() -> None:
 def test_a_text_may_be_given_where_ids_are_not_known() -> None:
     with mh.observe(layer := mh.MultiHeadAttention(8, 2)) as seen:
         layer(torch.randn(1, 2, 8))
-    seen.give_text(Text(tokens=["a", "b"]))
+    seen.set_text(Text(tokens=["a", "b"]))
     assert seen.texts[0].tokens == ["a", "b"]
     with pytest.raises(ArgumentError) as caught:
-        seen.give_text(Text(tokens=["a"]))
+        seen.set_text(Text(tokens=["a"]))
     assert str(caught.value) == (
         "The text has 1 tokens, and no layer saw so many as sample 0. "
         "Give the text that the model read, one token a key."

@@ -34,7 +34,7 @@ def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
 
 def test_a_sample_is_described_head_by_head() -> None:
     record = watch(70, layers=2, mask=masks.Causal())
-    record.give_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
+    record.set_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
     told = described(Run("a", record), 0)
     json.dumps(told, allow_nan=False)
     assert told["tokens"][:2] == ["t0", "t1"]

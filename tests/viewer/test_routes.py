@@ -35,7 +35,7 @@ TOKENS = ["=1+1", "</script><script>alert(1)</script>", *(f"t{index}" for index 
 @pytest.fixture(scope="module")
 def record() -> Record:
     seen = watch(LENGTH, layers=2, lengths=(LENGTH, 41), mask=masks.Causal())
-    seen.give_text(Text(tokens=TOKENS, special=[True] + [False] * (LENGTH - 1)))
+    seen.set_text(Text(tokens=TOKENS, special=[True] + [False] * (LENGTH - 1)))
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Find heads by what they do: by bounds on their statistics, or on how far they are of a textbook kind."""
+"""Find heads by the range of a statistic, or of a textbook kind such as previous_token or induction."""
 
 from __future__ import annotations
 
@@ -39,59 +39,6 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Numbers above one and below another; made by `above` and `below`, joined by `&`.
-
-    >>> above(0.2) & below(0.5)
-    above(0.2) & below(0.5)
-    >>> 0.5 in below(0.5)
-    False
-    """
-
-    least: float | None = None
-    most: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        return (self.least is None or value > self.least) and (self.most is None or value < self.most)
-
-    def __and__(self, other: Bounds) -> Bounds:
-        """Return what both hold."""
-        least = [each.least for each in (self, other) if each.least is not None]
-        most = [each.most for each in (self, other) if each.most is not None]
-        return Bounds(max(least, default=None), min(most, default=None))
-
-    def __repr__(self) -> str:
-        parts = [
-            f"{name}({value})" for name, value in (("above", self.least), ("below", self.most)) if value is not None
-        ]
-        return " & ".join(parts)
-
-
-def above(value: float) -> Bounds:
-    """Say that a number is larger than this one; for `Record.find`.
-
-    Raises:
-        ArgumentError: it is no number.
-
-    >>> 0.9 in above(0.8)
-    True
-    """
-    return Bounds(least=_number(value, "above"))
-
-
-def below(value: float) -> Bounds:
-    """Say that a number is smaller than this one; for `Record.find`.
-
-    Raises:
-        ArgumentError: it is no number.
-
-    >>> 0.9 in below(0.8)
-    False
-    """
-    return Bounds(most=_number(value, "below"))
-
-
-@dataclass(frozen=True)
 class FoundHead:
     """One head that was found.
 
@@ -117,9 +64,13 @@ class FoundHead:
         )
 
 
+Range = tuple[float | None, float | None]
+"""Lowest and highest value of a statistic, both included; None for no limit."""
+
+
 def find(
     layers: Sequence[LayerRecord],
-    wanted: Mapping[str, Bounds],
+    wanted: Mapping[str, Range],
     *,
     of: Of = "mean",
     statistics: Mapping[str, Statistic] | None = None,
@@ -127,10 +78,10 @@ def find(
     """Find heads; see `Record.find`. `statistics` says how the statistics that are not built in are shown."""
     shown = {**{kind: Statistic(kind, number_format=SHARE) for kind in SCORES}, **(statistics or {})}
     if not wanted:
-        raise ArgumentError("find was asked for nothing.", "Give bounds, for example find(previous_token=above(0.8)).")
-    for name, bounds in wanted.items():
-        if not isinstance(bounds, Bounds):
-            raise ArgumentError(f"{name} is {bounds!r}.", f"Give bounds: {name}=above(0.8) or {name}=below(1).")
+        raise ArgumentError(
+            "find has no condition.", "Give the range of a statistic, for example find(previous_token=(0.8, 1))."
+        )
+    ranges = {name: _checked_range(name, limits) for name, limits in wanted.items()}
     numbers = [_numbers(layer, tuple(wanted), of) for layer in layers]
     for name in wanted:
         if layers and not any(name in each for each in numbers):
@@ -141,11 +92,16 @@ def find(
             continue
         for head in range(layer.num_heads):
             values = {name: float(each[name][head]) for name in wanted}
-            if all(values[name] in bounds for name, bounds in wanted.items()):
+            if all(_is_within(values[name], limits) for name, limits in ranges.items()):
                 found.append(FoundHead(layer.number, head, layer.name, values, shown))
-    first, bounds = next(iter(wanted.items()))
-    sign = 1 if bounds.least is None else -1
+    first, (lowest, _) = next(iter(ranges.items()))
+    sign = 1 if lowest is None else -1
     return sorted(found, key=lambda one: sign * one.values[first])
+
+
+def _is_within(value: float, limits: Range) -> bool:
+    lowest, highest = limits
+    return (lowest is None or value >= lowest) and (highest is None or value <= highest)
 
 
 def _numbers(layer: LayerRecord, wanted: tuple[str, ...], of: Of) -> dict[str, Tensor]:
@@ -197,7 +153,16 @@ def _unknown(layers: Sequence[LayerRecord], name: str) -> ProbeError:
     )
 
 
-def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # noqa: PLR0124 - NaN
-        raise ArgumentError(f"{name} was given {value!r}.", f"Give a number, for example {name}(0.8).")
-    return value
+def _checked_range(name: str, limits: object) -> Range:
+    """Return the limits of one statistic; raise ArgumentError unless they are a pair (lowest, highest)."""
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2 or not all(_is_limit(each) for each in limits):
+        raise ArgumentError(
+            f"{name} is {limits!r}.",
+            f"Give the lowest and the highest value, None for no limit: {name}=(0.8, None) or {name}=(None, 1).",
+        )
+    return limits[0], limits[1]
+
+
+def _is_limit(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (number and value == value)  # noqa: PLR0124 - NaN differs from itself

@@ -242,7 +242,7 @@ def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> N
     from multihead.record.texts import Text
 
     record.title = loaded.title
-    record.give_text(Text(encoded.ids[0], encoded.tokens, encoded.special))
+    record.set_text(Text(encoded.ids[0], encoded.tokens, encoded.special))
     record.save(file)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from multihead.analysis.find import Bounds, FoundHead, find
+from multihead.analysis.find import FoundHead, Range, find
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError
+from multihead.escaping import visible
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, notebook, saving
@@ -26,7 +27,7 @@ _BY_NAME = "Give record[name] or record[number], or record.layers[index] for the
 __all__ = ["Record"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Record:
     """What `observe` saw, or what was saved of it.
 
@@ -96,7 +97,7 @@ class Record:
                         known = reading.ids.whole()
                         reading.named = Text(known, None, [each in marks for each in known.tolist()])
 
-    def give_text(self, text: Text, *, sample: int = 0) -> None:
+    def set_text(self, text: Text, *, sample: int = 0) -> None:
         """Say what the tokens of a sample are; layers whose keys are so many tokens take it.
 
         Raises:
@@ -167,31 +168,33 @@ class Record:
         """
         return statistic(name, self.statistics)
 
-    def find(self, *, of: Of = "mean", **bounds: Bounds) -> list[FoundHead]:
-        """Find the heads whose numbers lie within bounds, the best first.
+    def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
+        """Find the heads whose statistics lie within ranges, the best first.
 
         Args:
-            of: how the queries are summed up: "mean", "median" or "p95".
-            bounds: `above` and `below`, by the name of any statistic in the record, or of a textbook kind:
-                `previous_token`, `next_token`, `self_token`, `first_token`, `separator`, `duplicate_token`,
-                `induction` (the share of attention there, the mean over the queries that have such a key), `broad`
-                (entropy as a share of the largest that the mask allows) and `local` (share within 3 tokens).
+            of: how queries are summarised: "mean", "median" or "p95".
+            ranges: the lowest and the highest value, (lowest, highest), None for no limit, by the name of any statistic
+                in the record or of a textbook kind: `previous_token`, `next_token`, `self_token`, `first_token`,
+                `separator`, `duplicate_token`, `induction` (the share of attention there, the mean over the queries
+                that have such a key), `broad` (entropy as a share of the largest that the mask allows) and `local`
+                (share within 3 tokens).
 
-        Returns: the heads that all bounds hold for; the first bound orders them, `above` from the largest.
+        Returns: the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
+            else from the smallest.
 
         Raises:
-            ProbeError: no layer has such a number.
-            ArgumentError: bounds that are none.
+            ProbeError: no layer has such a statistic.
+            ArgumentError: no range, or one that is not a pair of numbers.
 
         >>> import torch
         >>> import multihead as mh
         >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
         >>> with mh.observe(layer) as seen:
         ...     y = layer(torch.zeros(1, 4, 8))
-        >>> [(one.layer, one.head) for one in seen.find(broad=mh.above(0.9), entropy=mh.below(2))]
+        >>> [(one.layer, one.head) for one in seen.find(broad=(0.9, None), entropy=(None, 2))]
         [(0, 0), (0, 1)]
         """
-        return find(self.layers, bounds, of=of, statistics=self.statistics)
+        return find(self.layers, ranges, of=of, statistics=self.statistics)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -227,18 +230,26 @@ class Record:
             raise ModelError("A DataFrame needs pandas, and it is not installed.", "Run pip install pandas.") from error
         return pd.DataFrame(self.table(of=of).rows)
 
+    def __repr__(self) -> str:
+        """Return one line: what was recorded, and how much of it."""
+        return f"<Record of {visible(self.title) or 'a run'}: {self._contents()}>"
+
     def _repr_html_(self) -> str:
-        """Show it in a notebook."""
-        title = self.title or "Record"
+        """Show it in a notebook: one row per head."""
+        rows = self.table().rows if self.layers else []
+        return notebook.table(
+            self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
+        )
+
+    def _contents(self) -> str:
         if not self.layers:
-            return notebook.table(title, "nothing was recorded yet", [], [])
+            return "nothing was recorded yet"
         heads = [layer.num_heads for layer in self.layers]
         samples = max(layer.num_samples for layer in self.layers)
         tokens = max((one.num_keys for layer in self.layers for one in layer.samples), default=0)
         caption = f"{many(len(heads), 'layer')}, {many(sum(heads), 'head')}, {many(samples, 'text')}"
         caption += f" of up to {many(tokens, 'token')}" if tokens else ""
-        caption += "" if self.keeps_weights else "; statistics only" if tokens else "; sums only"
-        return notebook.table(title, caption, self.table().rows, ["layer", "head", "name"], self.statistics)
+        return caption + ("" if self.keeps_weights else "; statistics only" if tokens else "; sums only")
 
     def add(self, layer: LayerRecord, sample: SampleRecord) -> None:
         """Note that a sample's newest call has been seen."""

@@ -9,15 +9,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
+from multihead.escaping import visible
 from multihead.probes.probe import Statistic
-from multihead.record import summaries
+from multihead.record import notebook, summaries
+from multihead.record.notebook import many
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of
 from multihead.record.texts import Text
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LayerRecord:
     """One layer: its samples, in the order they ran.
 
@@ -33,6 +35,21 @@ class LayerRecord:
     samples: list[SampleRecord] = field(default_factory=list)
     running_summary: RunningSummary | None = None
     number: int = 0
+
+    def __repr__(self) -> str:
+        """Return one line: the layer's number and name, its heads and texts."""
+        contents = f"{many(self.num_heads, 'head')}, {many(self.num_samples, 'text')}"
+        return f"<LayerRecord {self.number} {visible(self.name)}: {contents}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: one row per head."""
+        means = self.means()
+        rows = [
+            {"layer": self.number, "head": head, "name": self.name}
+            | {name: float(value[head]) for name, value in means.items()}
+            for head in range(self.num_heads)
+        ]
+        return notebook.table(self.name, f"layer {self.number}, {many(self.num_samples, 'text')}", rows, ["head"])
 
     @property
     def num_heads(self) -> int:

@@ -19,7 +19,7 @@ from multihead.files import Parts, is_folder, refuse_unless_name
 from multihead.functional import request_of
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordParts
-from multihead.record.running_summary import BINS, RunningSummary, Sketch
+from multihead.record.running_summary import BINS, RunningSummary, Sketch, bin_of
 from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
 from multihead.record.saving import FORMAT, HEADER, STORED, VERSION, refuse_unless_installed
 from multihead.record.segments import Rows, Segment
@@ -43,6 +43,7 @@ MOST_WIDTH = 1 << 20
 MOST_LABEL = 100
 """Characters of the label or the unit of a statistic, which pages show in the head of a column."""
 
+_BINS_1 = 2095  # of a summary in a file of version 1
 _NAMED = {name: dtype for dtype, name in STORED.items()}
 _LENGTH = 300  # characters of what is wrong in a file, in an error
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -82,7 +83,7 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
             "Update multihead: pip install --upgrade multihead.",
         )
     try:
-        return _record(metadata, tensors, stored)
+        return _record(metadata, tensors, stored, int(version))
     except _WrongError as error:
         raise _damaged(target, str(error)) from None
     except MultiheadError as error:
@@ -167,7 +168,9 @@ def _begins_as_safetensors(target: str) -> bool:
     return len(start) < 9 or start[8:] == b"{"
 
 
-def _record(metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows]) -> RecordParts:
+def _record(
+    metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows], version: int
+) -> RecordParts:
     said = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "what it says")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _WrongError("its id is none")
@@ -179,7 +182,9 @@ def _record(metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[s
         samples = [
             _Sample(one, name, tensors, stored, texts).read() for one in _of(each["samples"], list, "the samples")
         ]
-        running_summary = None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors)
+        running_summary = (
+            None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors, version)
+        )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
         # Records of earlier versions have no numbers; there a layer was called by its place in the file.
@@ -246,14 +251,21 @@ def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: t
     return tensor
 
 
-def _sums(said: dict[str, Any], tensors: dict[str, Tensor]) -> RunningSummary:
+def _sums(said: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
     heads = _count(said["heads"], "a number of heads", least=1, most=MOST_HEADS)
     found = RunningSummary(heads, _count(said["samples"], "a number of samples"))
     for name, parts in _of(said["statistics"], dict, "the statistics").items():
         total, count = (_shaped(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count"))
-        bins = _shaped(tensors[parts["bins"]], (heads, BINS), "bins", torch.int64)
-        found.statistics[name] = Sketch(total, count, bins)
+        bins = _shaped(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
+        found.statistics[name] = Sketch(total, count, bins if version > 1 else _rebinned(bins))
     return found
+
+
+def _rebinned(bins: Tensor) -> Tensor:
+    """Move counts from the bins of version 1, whose ends have the ratio 1.02, to those of today."""
+    values = 1e-9 * 1.02 ** torch.arange(_BINS_1, dtype=torch.float64) * 2 / 2.02
+    values[0] = 0
+    return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
 
 
 def _text(said: dict[str, Any], tensors: dict[str, Tensor]) -> Text:

@@ -1,8 +1,7 @@
-"""Summarise a layer over any number of texts in constant memory: sums, counts and bins of equal ratio."""
+"""Summarise a layer over any number of texts in constant memory: sums, counts, and a histogram for percentiles."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,22 +10,26 @@ from torch import Tensor
 
 from multihead.record.summaries import SHARES, Measured, Of, check_summary
 
-RATIO = 1.02  # between the ends of a bin: a percentile is at most 1 % off
-LEAST, MOST = 1e-9, 1e9  # what is smaller counts as 0, what is larger as the largest
-BINS = 2 + math.ceil(math.log(MOST / LEAST) / math.log(RATIO))
+LEAST, MOST = 2.0**-30, 2.0**30
+"""Smaller values count as 0, larger ones as the largest."""
+
+BINS = 2 + 60 * 64
+"""64 bins per octave from LEAST to MOST, one for smaller and one for larger values."""
 
 
 @dataclass(eq=False)
 class Sketch:
-    """One statistic of all heads, over all queries so far.
+    """Sum, count and histogram of one statistic, over all queries so far.
 
-    Fields:
+    A value's bin is the exponent and the first six bits of the mantissa of the floating-point number, so the ends of
+    a bin differ by at most 1/64 of the value, and a percentile is at most 1 % off.
+
+    Attributes:
         total: (heads,) float64, the sum.
         count: (heads,) float64, how many queries counted.
-        bins: (heads, bins) int64, how many of them lie in each bin; the first is 0.
+        bins: (heads, bins) int64, how many values lie in each bin; the first is for values below LEAST.
 
-    Source: DDSketch, arXiv:1908.10693, whose bins have equal ratios, so that a percentile is right up to a share of
-    itself.
+    Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
     """
 
     total: Tensor
@@ -35,38 +38,44 @@ class Sketch:
 
     @staticmethod
     def zero(heads: int) -> Sketch:
-        """Sum up nothing."""
+        """Return an empty sketch."""
         blank = torch.zeros(heads, dtype=torch.float64)
         return Sketch(blank, blank.clone(), torch.zeros(heads, BINS, dtype=torch.int64))
 
     def add(self, values: Tensor, counted: Tensor) -> None:
-        """Add further queries: values and which of them count, ([batch,] heads, queries) each."""
-        self.include(*_sums(values, counted))
+        """Add queries.
 
-    def include(self, total: Tensor, count: Tensor, bins: Tensor) -> None:
-        """Add the sums, counts and bins of further queries."""
-        self.total += total
+        Args:
+            values: ([batch,] heads, queries), floating-point.
+            counted: the same shape, bool: which of them count.
+        """
+        heads, rest = len(self.total), (*range(values.dim() - 2), -1)
+        values = values.masked_fill(~counted, 0)
+        count = counted.sum(rest)
+        self.total += values.sum(rest, dtype=torch.float64)
         self.count += count
-        self.bins += bins
+        place = bin_of(values).add_(torch.arange(0, heads * BINS, BINS)[:, None]).flatten()
+        self.bins.view(-1).scatter_add_(0, place, torch.ones(1, dtype=torch.int64).expand_as(place))
+        self.bins[:, 0] -= values.numel() // max(heads, 1) - count  # values that do not count are zeros, in bin 0
 
     def quantile(self, share: float) -> Tensor:
         """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 of none."""
-        before = self.bins.cumsum(-1)
         wanted = share * (self.count - 1).clamp(min=0)
-        place = (before <= wanted[:, None].floor()).sum(-1)  # (heads,)
-        value = LEAST * RATIO ** place.double() * 2 / (1 + RATIO)
+        place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=BINS - 1)  # (heads,)
+        low, high = _bound(place), _bound(place + 1)
+        value = 2 * low * high / (low + high)  # equally far from both ends in relative terms
         value = torch.where((place == 0) | (self.count == 0), 0.0, value)
         return torch.where(self.total.isnan(), torch.nan, value)
 
 
 @dataclass(eq=False)
 class RunningSummary:
-    """A layer over all texts so far.
+    """One layer over all texts so far.
 
-    Fields:
-        num_heads: how many query heads the layer has.
-        num_samples: how many texts there were.
-        statistics: name -> what was summed up.
+    Attributes:
+        num_heads: number of query heads.
+        num_samples: number of texts.
+        statistics: name -> its sketch.
     """
 
     num_heads: int
@@ -82,37 +91,28 @@ class RunningSummary:
         """
         self.num_samples += samples
         for name, each in measured.items():
-            sums = _sums(*each)
-            sketch = self.statistics.get(name)
-            if sketch is None:
-                self.statistics[name] = Sketch(*sums)
-            else:
-                sketch.include(*sums)
+            if name not in self.statistics:
+                self.statistics[name] = Sketch.zero(self.num_heads)
+            self.statistics[name].add(*each)
 
     def summary(self, of: Of) -> dict[str, Tensor]:
-        """Sum up each statistic: (heads,) float64 each; "mean" is exact, "median" and "p95" within 1 %."""
+        """Summarise each statistic: (heads,) float64 each; "mean" is exact, "median" and "p95" within 1 %."""
         check_summary(of)
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in self.statistics.items()}
         return {name: each.quantile(SHARES[of]) for name, each in self.statistics.items()}
 
 
-def _sums(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum one statistic over the queries that count.
+def bin_of(values: Tensor) -> Tensor:
+    """Return the bin of each value, int64 of the same shape; NaN is in the last one."""
+    if values.dtype == torch.float64:
+        place = (values.view(torch.int64) >> 46) - ((1023 - 30) * 64 - 1)
+    else:
+        place = (values.float().view(torch.int32) >> 17) - ((127 - 30) * 64 - 1)
+    return place.clamp_(0, BINS - 1).long()
 
-    Args:
-        values: ([batch,] heads, queries).
-        counted: the same shape, bool.
 
-    Returns: the sum and the count, (heads,) float64 each, and the number of values per bin, (heads, bins) int64.
-    """
-    heads, rest = values.shape[-2], (*range(values.dim() - 2), -1)
-    values = values.masked_fill(~counted, 0)
-    # log_RATIO(value / LEAST); bins are far wider than the rounding of a float32 logarithm: one in 10,000 of a bin.
-    place = values.log2().mul_(1 / math.log2(RATIO)).sub_(math.log2(LEAST) / math.log2(RATIO)).ceil_()
-    place = place.clamp_(0, BINS - 1).nan_to_num_(nan=0).int()
-    place.add_(torch.arange(0, heads * BINS, BINS, dtype=torch.int32)[:, None])
-    bins = place.flatten().bincount(minlength=heads * BINS).view(heads, BINS)
-    count = counted.sum(rest)
-    bins[:, 0] -= values.numel() // heads - count  # values that do not count are zeros, in bin 0
-    return values.sum(rest, dtype=torch.float64), count.double(), bins
+def _bound(place: Tensor) -> Tensor:
+    """Return the lower end of a bin from 1 on: float64."""
+    octave, part = (place - 1) // 64, (place - 1) % 64
+    return LEAST * 2.0 ** octave.double() * (1 + part.double() / 64)

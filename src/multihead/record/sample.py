@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ProbeError, refuse_unless_integer
+from multihead.escaping import visible
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.plan.bounds import bounds_of
 from multihead.probes.blocks import Blocks
@@ -30,7 +31,7 @@ PER_KEY = frozenset({"received", "coverage"})
 OF_MAPS = frozenset({"pooled_map"})
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SampleRecord:
     """One sample (one text) in one layer, without its padding; calls of a decoding are joined into one.
 
@@ -203,15 +204,22 @@ class SampleRecord:
             else:
                 del self._others["coverage"]  # shares that were cut off at 1 do not add up
 
+    def __repr__(self) -> str:
+        """Return one line: the layer's name, the heads, and the size of their maps."""
+        return f"<SampleRecord of {visible(self.name)}: {many(self.num_heads, 'head')}, {self._contents()}>"
+
     def _repr_html_(self) -> str:
-        """Show it in a notebook."""
-        caption = f"{many(self.num_queries, 'query')} and {many(self.num_keys, 'key')}"
+        """Show it in a notebook: one row per head."""
+        means = self.means
         rows = [
-            {"layer": "", "head": head, "name": self.name}
-            | {name: float(value[head]) for name, value in self.means.items()}
+            {"head": head, "name": self.name} | {name: float(value[head]) for name, value in means.items()}
             for head in range(self.num_heads)
         ]
-        return notebook.table(self.name, caption, rows, ["head"])
+        return notebook.table(self.name, self._contents(), rows, ["head"])
+
+    def _contents(self) -> str:
+        size = f"{many(self.num_queries, 'query')} and {many(self.num_keys, 'key')}"
+        return size if self.keeps_weights else f"{size}; statistics only"
 
     def call(self, index: int) -> SampleRecord:
         """Return one of its calls alone."""

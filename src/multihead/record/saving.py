@@ -21,7 +21,7 @@ from multihead.record.texts import Text
 from multihead.scores.bias import values_of
 
 FORMAT = "multihead record"
-VERSION = 1
+VERSION = 2  # 2: other bins of a running summary
 HEADER = 100_000_000  # bytes: the most that safetensors reads
 STORED = {
     torch.bool: "BOOL",
