@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from multihead.errors import ArgumentError
-from multihead.parts import PART_FAMILIES, PARTS
 from multihead.probes.probe import Probe, Statistic
 
 
@@ -90,20 +89,8 @@ def test_a_set_with_token_ids_needs_the_ids_of_the_keys() -> None:
     assert Probe("mine", len, {("tokens_mass", "commas")}, tokens=frozenset({11})).needs == {"ids"}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "part", ["entropie", ("offset_mass", 1.0), ("offset_mass", True), ("offset", 1), "offset_mass", 3]
-)
-def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
-    assert refusal_of("mine", len, {"entropy", part}) == (
-        f"There is no part {part!r}. Give some of 'entropy', 'mean_distance', 'distance_spread', 'largest_weight', "
-        "'largest_key', 'sink_mass', 'duplicate_mass', 'induction_mass', 'contribution', 'output_norm', 'received', "
-        "'pooled_map', ('offset_mass', int), ('first_keys_mass', int), ('tokens_mass', str)."
-    )
-
-
-def test_every_part_has_a_definition() -> None:
-    assert all(PARTS.values())
-    assert all(about for _, about in PART_FAMILIES.values())
+def test_an_unknown_part_is_refused() -> None:
+    assert refusal_of("mine", len, {"entropy", "entropie"}).startswith("There is no part 'entropie'. Give some of ")
 
 
 @pytest.mark.parametrize("parts", ["entropy", ("offset_mass", 1), frozenset(), None])
