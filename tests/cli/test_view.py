@@ -75,7 +75,7 @@ def test_it_says_its_address_serves_the_page_and_ends_cleanly(file: Path, tmp_pa
     watch(20, layers=2, lengths=(20, 7), mask=masks.Causal(), seed=1).save(other)
     started = Started(str(file), str(other), "--no-browser")
     assert started.lines[0] == f"Showing {file}, {other} at\n"
-    assert started.lines[2] == "Only this machine can open it. Ctrl-C ends it.\n"
+    assert started.lines[2] == "Only this machine can open it. Press Ctrl-C to stop.\n"
     assert started.get("")[0] == 200
     status, body = started.get("api/view")
     assert status == 200
@@ -172,7 +172,7 @@ def test_bad_input_is_one_sentence(file: Path, tmp_path: Path, monkeypatch: pyte
         (
             ("sums.safetensors",),
             (
-                "sums.safetensors holds no text, only what was summed up over all of them. "
+                "sums.safetensors holds no sample, only sums over all of them. "
                 'Observe with keep="cpu", or print its table.'
             ),
         ),
@@ -195,8 +195,7 @@ def test_a_port_that_is_taken_is_one_sentence(file: Path) -> None:
         result = run(str(file), "--no-browser", "--port", str(port))
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: Port {port} cannot be had: Address already in use. "
-        "Give another with --port, or none: then a free one is taken.\n"
+        f"error: Port {port} is already in use. Give another with --port, or none: then a free one is taken.\n"
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from multihead import masks
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, column, described, listed, rows_of
+from multihead.viewer.payload import Run, described, listed, rows_of
+from multihead.viewer.tokens import SPECIAL
 from tests.viewer.watching import watch
 
 
@@ -37,9 +38,8 @@ def test_a_sample_is_described_head_by_head() -> None:
     record.set_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
     told = described(Run("a", record), 0)
     json.dumps(told, allow_nan=False)
-    assert told["tokens"][:2] == ["t0", "t1"]
-    assert told["special"][:2] == [True, False]
-    assert told["texts"] == [{"tokens": told["tokens"], "special": told["special"]}]
+    (text,) = told["texts"]
+    assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL, 0])
     assert told["layers"][1] == {
         "number": 1,
         "name": "1",
@@ -79,13 +79,6 @@ def test_a_number_that_is_none_is_null() -> None:
     told = described(Run("a", record), 0)["metrics"]["entropy"]
     assert told[2:] == [None, None]
     assert all(math.isfinite(value) for value in told[:2])
-
-
-def test_units_follow_the_statistics_name() -> None:
-    assert column("largest_weight") == ("largest", "share")
-    assert column("induction_mass") == ("induction", "share")
-    assert column("effective_keys") == ("keys", "keys")
-    assert column("something_new") == ("something_new", "number")
 
 
 def test_the_table_has_a_row_a_head_with_its_kind() -> None:

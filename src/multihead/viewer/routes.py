@@ -17,7 +17,7 @@ from multihead.viewer.page import version
 from multihead.viewer.payload import Run, described, listed, near, rows_of
 from multihead.viewer.pyramid import Builder, Pyramid, state
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
-from multihead.viewer.responses import GONE, download, floats, page_file, until_gone
+from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
 from multihead.viewer.security import said
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
 
@@ -57,7 +57,7 @@ class Viewer:
         head = f"{sample}/heads/{{layer}}/{{head}}"
         return [
             Route("/", self.index),
-            Route("/static/{name}", self.static),
+            Route("/static/{folder}/{name}", self.static),
             Route("/api/view", self.view),
             Route(sample, self.sample),
             Route(f"{sample}/levels", self.levels),
@@ -76,12 +76,12 @@ class Viewer:
         self.slow.close()
 
     async def index(self, request: Request) -> Response:
-        """Give the page."""
-        return page_file("index.html")
+        """Return the page."""
+        return page(self.lang)
 
     async def static(self, request: Request) -> Response:
-        """Give a file of the page."""
-        return page_file(request.path_params["name"])
+        """Return a file of the page."""
+        return page_file(request.path_params["folder"], request.path_params["name"])
 
     async def view(self, request: Request) -> Response:
         """List the records."""
@@ -95,7 +95,7 @@ class Viewer:
         def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
             # Kept even if nobody waits for it any more: whoever loads the page again need not wait as long.
             if place not in self._described:
-                self._described[place] = described(self.runs[run], sample)
+                self._described[place] = described(self.runs[run], sample, self.lang)
             return self._described[place]
 
         if place not in self._described:
