@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from multihead.probes import PROBES
 from multihead.viewer.payload import Run, described
 from tests.browser.records import HEADS, LAYERS, causal
 from tests.browser.shown import Shown
@@ -63,12 +64,12 @@ def test_the_arrows_walk_over_the_grid_and_enter_opens(opened: Opened) -> None:
     assert shown.place["a"] == "L1H0"
 
 
-@pytest.mark.parametrize("column", ["entropy", "distance", "first"])
+@pytest.mark.parametrize("column", ["entropy", "mean_distance", "first_mass"])
 def test_a_column_sorts_both_ways(opened: Opened, column: str) -> None:
     shown = opened()
     values = numbers()["metrics"][column]
     order = sorted(range(len(values)), key=lambda n: values[n])
-    button = shown.at(f"#cols button:has-text('{column}')").first
+    button = shown.at(f"#cols button:has-text('{PROBES[column].label}')").first
     orders = []
     for _ in range(2):
         button.click()
@@ -87,7 +88,7 @@ def test_a_column_sorts_both_ways(opened: Opened, column: str) -> None:
         ("h1 l3", lambda layer, head, told, n: (layer, head) == (3, 1)),
         ("L2H0", lambda layer, head, told, n: (layer, head) == (2, 0)),
         ("entropy<{}", lambda layer, head, told, n: told["entropy"][n] < told["limit"]),
-        ("prev>0.4 L1", lambda layer, head, told, n: layer == 1 and told["previous"][n] > 0.004),
+        ("prev>0.4 L1", lambda layer, head, told, n: layer == 1 and told["previous_mass"][n] > 0.004),
     ],
 )
 def test_the_filter_keeps_what_fits_in_the_table_and_fades_the_rest_of_the_grid(
@@ -140,7 +141,7 @@ def test_the_numbers_of_the_table_are_those_of_the_record(opened: Opened) -> Non
     told, n = numbers(), 3 * HEADS + 2
     written = shown.texts("#rows td .v")
     for column, text in zip(told["columns"], written, strict=True):
-        value = told["metrics"][column["id"]][n] * (100 if column["unit"] == "share" else 1)
+        value = told["metrics"][column["id"]][n] * (100 if column["format"] == "share" else 1)
         assert math.isclose(float(text), value, abs_tol=0.06), column
 
 

@@ -80,7 +80,7 @@ class Statistic:
             )
         if self.number_format == SHARE:
             object.__setattr__(self, "unit", "%")
-        object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
+        object.__setattr__(self, "label", self.label or self.name.replace("_", " ").strip())
         object.__setattr__(self, "short_label", self.short_label or self.label)
 
     @property
