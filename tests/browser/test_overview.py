@@ -121,7 +121,7 @@ def test_a_kind_is_found_by_its_name_and_by_its_button(opened: Opened) -> None:
 def test_a_filter_that_nothing_fits_says_so_and_suggests(opened: Opened) -> None:
     shown = opened()
     shown.at("#filter").fill("entropy<0")
-    assert shown.text("#rows") == "No head fits this filter. Try L2, local, or prev>40."
+    assert shown.text("#rows") == "No head matches this filter. Try L2, local, or prev>40."
 
 
 def test_the_address_keeps_filter_kind_and_order(opened: Opened) -> None:

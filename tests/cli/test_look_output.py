@@ -31,7 +31,7 @@ def test_textbook_heads_are_those_with_half_of_their_attention_there(capsys: pyt
         "  induction        L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %",
         "  duplicate token  no head has half of its attention there",
         "  previous token   L2 H1 51 %",
-        "  first token      1 of 2 heads give it over half of their attention: L2 H1 75 %",
+        "  first token      1 of 2 heads have over half of their attention there: L2 H1 75 %",
     ]
 
 
@@ -61,7 +61,7 @@ def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys
 def test_where_the_page_leaves_weights_out_it_is_said_how_to_have_them(capsys: pytest.CaptureFixture[str]) -> None:
     tell_where(summary("largest"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith(
-        "For every weight at every zoom: look with --record FILE, then multihead view FILE.\n"
+        "For every weight at every zoom: run look with --record FILE, then multihead view FILE.\n"
     )
     tell_where(summary("whole"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith("The page: page.html (1.5 MB, every weight)\n")
@@ -70,7 +70,7 @@ def test_where_the_page_leaves_weights_out_it_is_said_how_to_have_them(capsys: p
 def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     tell_where(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
     assert capsys.readouterr().out.splitlines()[1] == (
-        "Peak memory 3.1 GB, the model with it; q and k of all heads take 755.0 MB, and their weights would take "
+        "Peak memory 3.1 GB, including the model; q and k of all heads take 755.0 MB, and their weights would take "
         "72.5 GB."
     )
 

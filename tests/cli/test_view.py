@@ -176,7 +176,7 @@ def test_bad_input_is_one_sentence(file: Path, tmp_path: Path, monkeypatch: pyte
                 'Observe with keep="cpu", or print its table.'
             ),
         ),
-        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Give --sample a number "),
+        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Leave out --sample."),
         ((str(file), "--port", "0"), "Invalid value for '--port': 0 is not in the range 1<=x<=65535."),
     ]
     for args, sentence in cases:
@@ -195,7 +195,7 @@ def test_a_port_that_is_taken_is_one_sentence(file: Path) -> None:
         result = run(str(file), "--no-browser", "--port", str(port))
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: Port {port} is already in use. Give another with --port, or none: then a free one is taken.\n"
+        f"error: Port {port} is already in use. Give another --port, or leave it out to use a free one.\n"
     )
 
 
