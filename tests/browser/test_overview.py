@@ -10,7 +10,7 @@ import pytest
 
 from multihead.probes import PROBES
 from multihead.viewer.payload import Run, described
-from tests.browser.records import HEADS, LAYERS, causal
+from tests.browser.records import HEADS, LAYERS, causal, of_a_script
 from tests.browser.shown import Shown
 
 Opened = Callable[..., Shown]
@@ -175,6 +175,24 @@ def test_two_runs_of_other_layers_are_compared_by_number(opened: Opened) -> None
     shown = opened("whole", "partial", place="#a=L5H1")
     shown.press("c")
     assert (shown.place["a"], shown.place["b"], shown.place["rb"]) == ("L5H1", "L5H1", "1")
+
+
+def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(opened: Opened) -> None:
+    shown, record = opened("of a script"), of_a_script()
+    labels = ["entropy, nats", "other keys, %", "relative <b>spread</b>, per token"]
+    assert shown.texts("#cols button")[2:] == labels
+    assert shown.texts("#insp th") == [labels[0], "other keys", labels[2]]
+    shown.at("#filter").fill("L1H1")
+    means = {name: float(value[1]) for name, value in record.layers[1].means().items()}
+    expected = [record.statistic(name).number(value) for name, value in means.items()]
+    assert shown.texts("#rows td .v") == expected
+    shown.at("#filter").fill("other>0 relative<1000")
+    assert len(shown.texts("#rows tr")) == 4
+    assert opened("of a script", lang="zh").texts("#cols button")[2:] == [
+        "熵（奈特）",
+        "other keys（%）",
+        "relative <b>spread</b>（per token）",
+    ]
 
 
 def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) -> None:
