@@ -45,17 +45,17 @@ command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-noto-cjk; }
 endef
 
-check: $(READY)  ## rules, format, types, floors, the native library, and the Chinese pages against the English
+check: $(READY)  ## rules, format, types, floors, the native library, and the translations
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.native
-	$(BIN)/python -m tools.twins
+	$(BIN)/python -m tools.translations
 
-docs: $(READY)  ## run the pages' examples, check links and twins
+docs: $(READY)  ## run the pages' examples, check links and translations
 	$(BIN)/python -m pytest README.md README.zh.md docs
-	$(BIN)/python -m tools.twins
+	$(BIN)/python -m tools.translations
 
 bench: $(READY)  ## time the layer against PyTorch's and the layers of others; every result is checked first
 	@$(PIP) --no-deps --group peers
@@ -69,7 +69,7 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	  build/$$each/fuzz || exit 1; \
 	done
 
-mutants: $(READY)  ## break the library on purpose, a line at a time, and see that a test notices each
+mutants: $(READY)  ## mutation testing: break one line at a time, and check that a test fails
 	$(BIN)/python -m tools.mutants
 
 lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pyproject.toml allows
@@ -83,7 +83,7 @@ canary: .venv-canary/ready  ## run the tests of models and drop-ins with the new
 # The lowest torch comes with the libraries of an accelerator: some 5 GB, which it needs to be imported.
 .venv-lowest/ready: pyproject.toml $(NATIVE)
 	$(call fresh,.venv-lowest)
-	@$(PYTHON) -m tools.lowest > .venv-lowest/constraints.txt
+	@$(PYTHON) -m tools.lowest_versions > .venv-lowest/constraints.txt
 	$(call filled,.venv-lowest,.venv-lowest/constraints.txt)
 
 .venv-canary/ready: pyproject.toml constraints.txt $(NATIVE)

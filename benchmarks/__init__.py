@@ -1,1 +1,1 @@
-"""Benchmarks: each case checks its output before it is timed against its rival in the same process."""
+"""Benchmarks: each case checks its output before it is timed against a rival in the same process."""

@@ -1,24 +1,20 @@
-"""Run the cases: check, time, print the table, and keep it dated in benchmarks/results/."""
+"""Check and time the cases of benchmarks/cases.py, and write their table: python -m benchmarks."""
 
 from __future__ import annotations
-
-import datetime as dt
-from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.alone import alone
 from benchmarks.cases import CASES
-from benchmarks.contest import Row, measured
-from benchmarks.machine import machine
-from benchmarks.native import SECONDS, against_rivals
+from benchmarks.check_then_time import Row, measured
+from benchmarks.in_process import in_new_process
+from benchmarks.machine import machine_line
+from benchmarks.native.__main__ import SECONDS, against_rivals
+from benchmarks.pages import READMES, RESULTS, replace_table, table, today, write_page
 
-RESULTS = Path(__file__).parent / "results"
-READMES = [RESULTS.parents[1] / name for name in ("README.md", "README.zh.md")]
-BEGIN, END = "|---|---|---|\n", "\n<!-- made by make bench -->"
+MARK = "\n<!-- made by make bench -->"  # after the table of a README
 
 EXAMPLES = """
 \b
@@ -30,73 +26,62 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--only", default="", help="Run the cases whose name holds this text.")
+@click.option("--only", default="", help="Run the cases whose name contains this text.")
 @click.option(
-    "--save/--no-save", default=True, help="Keep a whole run's table in benchmarks/results/ and in the READMEs."
+    "--save/--no-save", default=True, help="Write the table of a whole run to benchmarks/results/ and the READMEs."
 )
-@click.option("--strict", is_flag=True, help="Exit with an error where a case is slower than it is meant to be.")
-@click.option("--native/--no-native", default=True, help="Behind a whole run, the native kernel's own table too.")
+@click.option("--strict", is_flag=True, help="Exit with an error if a case is slower than it must be.")
+@click.option("--native/--no-native", default=True, help="After a whole run, measure the native kernel too.")
 def main(only: str, save: bool, strict: bool, native: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
-    """Time multihead against its rivals, in turns and checked first: fp32, in eval unless a case says training.
+    """Time multihead against its rivals, alternately, after a check: fp32, in evaluation unless a case trains.
 
-    The native kernel's own table takes about half an hour an instruction set; python -m benchmarks.native makes it
-    alone, and goes on where a run was broken off.
+    The native kernel takes about half an hour per instruction set; python -m benchmarks.native measures it alone, and
+    can resume an interrupted run.
     """
     chosen = [case for case in CASES if only.lower() in case.name.lower()]
     if not chosen:
-        raise click.UsageError(f"No case's name holds {only!r}. There are: {', '.join(case.name for case in CASES)}.")
+        raise click.UsageError(
+            f"No case's name contains {only!r}. There are: {', '.join(case.name for case in CASES)}."
+        )
     rows: list[Row] = []
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=len(chosen))
         for case in chosen:
             progress.update(task, description=case.name)
-            rows.append(alone(measured, CASES.index(case)))
+            rows.append(in_new_process(measured, CASES.index(case)))
             progress.advance(task)
-    lines = report(rows)
-    Console().print(table(rows))
-    click.echo(machine())
+    shown = Table(*HEAD)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console().print(shown)
+    click.echo(machine_line())
     if save and chosen == CASES:
-        RESULTS.mkdir(exist_ok=True)
-        target = RESULTS / f"{dt.date.today().isoformat()}-fp32.md"
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_page(RESULTS, "fp32", page(rows))
         for readme in READMES:
-            readme.write_text(retold(readme.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        click.echo(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
+            text = replace_table(readme.read_text(encoding="utf-8"), MARK, (cells(row)[:3] for row in rows))
+            readme.write_text(text, encoding="utf-8")
     missed = sum(row.ratio.median < CASES[row.case].least for row in rows)
     if native and chosen == CASES:
         missed += against_rivals((), only="", seconds=SECONDS, resume=False, save=save)
     if strict and missed:
-        raise click.ClickException(f"{missed} cases are slower than they are meant to be.")
+        raise click.ClickException(f"{missed} cases are slower than they must be.")
 
 
-def table(rows: list[Row]) -> Table:
-    """Lay the results out for a terminal."""
-    drawn = Table("case", "against", "times faster (quartiles)", "meant", "largest difference", "memory beside q, k, v")
-    for row in rows:
-        drawn.add_row(*cells(row))
-    return drawn
+HEAD = ("case", "against", "times faster (quartiles)", "required", "largest difference", "memory besides q, k, v")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Write one line's cells."""
+    """Return the cells of one row."""
     case = CASES[row.case]
     memory = "" if row.memory is None else f"{row.memory / 2**20:.1f} MiB"
     return case.name, case.rival, str(row.ratio), f"{case.least} x", f"{row.error:.1e}", memory
 
 
-def report(rows: list[Row]) -> list[str]:
-    """Write the results as a Markdown page, dated and with the machine."""
-    lines = [f"# Times faster, fp32, {dt.date.today().isoformat()}", "", machine(), ""]
-    lines += ["| case | against | times faster (quartiles) | meant | largest difference | memory beside q, k, v |"]
-    lines += ["|---|---|---|---|---|---|"]
-    return lines + [f"| {' | '.join(cells(row))} |" for row in rows]
-
-
-def retold(page: str, rows: list[Row]) -> str:
-    """Put the results into a page, between the head of its table and the mark behind it."""
-    behind = page.index(END)
-    begin = page.rindex(BEGIN, 0, behind) + len(BEGIN)
-    return page[:begin] + "\n".join(f"| {' | '.join(cells(row)[:3])} |" for row in rows) + page[behind:]
+def page(rows: list[Row]) -> list[str]:
+    """Return the lines of the page."""
+    lines = [f"# Times faster, fp32, {today()}", "", machine_line(), ""]
+    lines += ["Medians of paired ratios from interleaved runs.", ""]
+    return lines + table(HEAD, map(cells, rows))
 
 
 if __name__ == "__main__":

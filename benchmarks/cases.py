@@ -1,4 +1,4 @@
-"""The cases: what runs, what it is compared with, and how much faster it is meant to be."""
+"""The cases of `python -m benchmarks`: what runs, what it is compared with, and how much faster it must be."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EMBED, HEADS = 512, 8
 
 @dataclass(frozen=True)
 class Contest:
-    """Two functions that compute the same.
+    """Two functions that compute the same result.
 
-    Fields:
-        ours: computes (..., features) our way.
-        rival: computes the same another way.
-        compared: picks what of an output is defined in both, tokens that are no padding for example.
-        memory: bytes that our call says it will hold beside its inputs, or None for a whole layer.
+    Attributes:
+        ours: computes (..., features) with multihead.
+        rival: computes the same without it.
+        compared: selects the part of an output that both define, such as the tokens that are not padding.
+        memory: bytes that our call holds besides its inputs according to `explain`, or None for a whole layer.
     """
 
     ours: Callable[[], Tensor]
@@ -36,12 +36,12 @@ class Contest:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table.
+    """One row of the table.
 
-    Fields:
+    Attributes:
         name: what is computed.
         rival: what it is compared with.
-        least: how many times faster ours is meant to be.
+        least: how many times faster ours must be.
         make: sets it up.
         pairs: how many times each is run.
     """
@@ -54,7 +54,7 @@ class Case:
 
 
 def padded_layer(batch: int, length: int) -> Contest:
-    """A batch whose lengths are spread evenly over 10 to 90 % of the padded length, or that has no padding."""
+    """A batch whose lengths are spread evenly over 10 to 90 % of the padded length."""
     theirs, ours = _layers()
     x = torch.randn(batch, length, EMBED)
     lengths = torch.linspace(0.1 * length, 0.9 * length, batch).long()
@@ -67,7 +67,7 @@ def padded_layer(batch: int, length: int) -> Contest:
 
 
 def whole_layer(batch: int, length: int) -> Contest:
-    """The same layer where nothing is padding."""
+    """The same layer without padding."""
     theirs, ours = _layers()
     x = torch.randn(batch, length, EMBED)
     return Contest(
@@ -78,7 +78,7 @@ def whole_layer(batch: int, length: int) -> Contest:
 
 
 def drop_in(batch: int, length: int, *, need_weights: bool) -> Contest:
-    """The drop-in for PyTorch's layer, called as that is, with or without its weights."""
+    """The drop-in for PyTorch's layer, called like it, with or without attention weights."""
     theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
     ours = replace(theirs).model
     x = torch.randn(batch, length, EMBED)
@@ -92,7 +92,7 @@ def drop_in(batch: int, length: int, *, need_weights: bool) -> Contest:
 
 @torch.inference_mode(mode=False)
 def drop_in_training(batch: int, length: int, *, need_weights: bool, dropout: float = 0.0) -> Contest:
-    """A step of training through the drop-in, forward and backward; what is compared is the input's gradient."""
+    """A training step through the drop-in, forward and backward; the gradients of the input are compared."""
     theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dropout=dropout)
     ours = replace(theirs).model
     x = torch.randn(batch, length, EMBED, requires_grad=True)
@@ -100,7 +100,7 @@ def drop_in_training(batch: int, length: int, *, need_weights: bool, dropout: fl
 
     @torch.inference_mode(mode=False)
     def run(layer: nn.MultiheadAttention) -> Tensor:
-        torch.manual_seed(0)  # dropout falls on the same weights in both
+        torch.manual_seed(0)  # the same weights are dropped in both
         with torch.enable_grad():
             output, _ = layer(x, x, x, need_weights=need_weights)
         leaves = [x, *theirs.parameters()]
@@ -110,7 +110,7 @@ def drop_in_training(batch: int, length: int, *, need_weights: bool, dropout: fl
 
 
 def masked(mask: masks.Mask, length: int) -> Contest:
-    """One mask, against the same mask as a dense boolean tensor."""
+    """A mask, against the same mask as a dense boolean tensor."""
     q, k, v = torch.randn(3, 1, HEADS, length, EMBED // HEADS).unbind()
     dense = mask.tile(Place.of(length, length)).expand(1, 1, length, length).contiguous()
     return Contest(
@@ -122,7 +122,7 @@ def masked(mask: masks.Mask, length: int) -> Contest:
 
 
 def _layers() -> tuple[nn.MultiheadAttention, mh.MultiHeadAttention]:
-    """PyTorch's layer and ours, with the same weights, ready for inference."""
+    """Return PyTorch's layer and ours with the same weights, in evaluation mode."""
     theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
     ours = mh.MultiHeadAttention(EMBED, HEADS).eval()
     packed, out = theirs.in_proj_weight.detach().chunk(3), theirs.out_proj.weight.detach()

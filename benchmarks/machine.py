@@ -1,37 +1,37 @@
-"""Name what numbers depend on: the CPU and its features, threads, torch and commit."""
+"""Describe what the numbers depend on: the CPU and its features, threads, torch and the commit."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-_TOLD = ("avx", "avx2", "fma", "f16c", "avx_vnni", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+_LISTED = ("avx", "avx2", "fma", "f16c", "avx_vnni", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 
 
-def machine() -> str:
-    """Name CPU, threads, torch and commit in a line."""
-    return (
-        f"{cpu()} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, commit {commit()}, medians of paired ratios from interleaved runs"
-    )
+def machine_line(commits: Iterable[str] = ()) -> str:
+    """Return a line with the CPU, the threads, torch and the commits; without commits, the commit of this checkout."""
+    measured = ", ".join(dict.fromkeys(commits)) or commit()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{cpu()} ({capability}), {torch.get_num_threads()} threads, torch {torch.__version__}, commit {measured}."
 
 
 def cpu() -> str:
-    """Name the CPU."""
+    """Return the name of the CPU."""
     return _field("model name") or platform.machine()
 
 
 def features() -> str:
-    """List the vector instruction sets that the CPU says it has."""
-    said = (_field("flags") or _field("Features") or "").split()
-    return " ".join(word for word in said if word in _TOLD or word.startswith("avx512"))
+    """Return the vector instruction sets that the CPU reports."""
+    reported = (_field("flags") or _field("Features") or "").split()
+    return " ".join(word for word in reported if word in _LISTED or word.startswith("avx512"))
 
 
 def commit() -> str:
-    """Name the commit that is measured."""
+    """Return the commit of this checkout."""
     described = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
         capture_output=True,

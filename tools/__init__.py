@@ -1,1 +1,1 @@
-"""Checks of this repository that no ready-made tool makes."""
+"""Checks of this repository that no existing tool does."""

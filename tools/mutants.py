@@ -1,7 +1,7 @@
-"""Break the library on purpose, a line at a time, and see that a test notices.
+"""Mutation testing: break one line of the library at a time, and check that a test fails.
 
-Each mutant of tools/broken.py is put into a copy of src/multihead, beside the native library that is built, and its
-test runs against the copy. A mutant that no test notices says that a test is missing.
+Each mutant of tools/mutant_lines.py is written into a copy of src/multihead with the native library that was built,
+and its tests run against the copy. If they pass, a test is missing.
 
     python -m tools.mutants [--only WORD]
 """
@@ -25,14 +25,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from multihead.kernels.native import library
-from tools.broken import MUTANTS, Mutant
+from tools.mutant_lines import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "multihead"
 LIMIT = 600  # seconds that a test may take
 
-# An editable install puts a finder before all paths, which would import the sources and not the copy. Hypothesis looks
-# for the smallest example only where somebody will read it.
+# The finder of an editable install comes before all paths, and would import the sources instead of the copy. Nobody
+# reads the examples that hypothesis finds, so it need not shrink them.
 _RUN = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
@@ -52,11 +52,11 @@ Outcome = Literal["caught", "survived", "no verdict"]
 
 
 class Verdict(NamedTuple):
-    """What became of a mutant.
+    """The result of a mutant.
 
-    Fields:
-        outcome: whether its test noticed; "no verdict" where the test did not run as a test does.
-        test: the first test that failed, or what was said instead.
+    Attributes:
+        outcome: whether its tests failed; "no verdict" if they could not run.
+        test: the first test that failed, or the reason why none ran.
         seconds: how long it took.
     """
 
@@ -66,25 +66,27 @@ class Verdict(NamedTuple):
 
 
 class MutantError(Exception):
-    """A mutant whose text does not stand in its file exactly once."""
+    """The text of a mutant does not occur in its file exactly once."""
 
 
 def mutated(mutant: Mutant, package: Path) -> None:
-    """Break a copy of the package.
+    """Write a mutant into a copy of the package.
 
     Raises:
-        MutantError: the text is not in the file, or more than once.
+        MutantError: the text does not occur in the file exactly once.
     """
     path = package / mutant.file
     source = path.read_text(encoding="utf-8")
     count = source.count(mutant.text)
     if count != 1:
-        raise MutantError(f"{mutant.file} holds {mutant.text!r} {count} times. Mend tools/broken.py: once is right.")
+        raise MutantError(
+            f"{mutant.file} contains {mutant.text!r} {count} times. Change tools/mutant_lines.py, so that it is once."
+        )
     path.write_text(source.replace(mutant.text, mutant.replacement), encoding="utf-8")
 
 
 def copied(folder: Path) -> Path:
-    """Copy the package and the native library that is built, and return the copy."""
+    """Copy the package and the native library that was built, and return the path of the copy."""
     package = folder / "multihead"
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     built = library.path()
@@ -94,11 +96,11 @@ def copied(folder: Path) -> Path:
 
 
 def run(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run some tests against the package in a folder."""
-    # What finds one example in ten runs is no guard: examples are the same each time.
+    """Run tests against the package in a folder."""
+    # With CI, hypothesis draws the same examples each time: a test that fails in one run of ten would prove nothing.
     environment = {**os.environ, "CI": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     native = str(library.absence() is None)
-    # Hypothesis is imported before pytest's plugin of it, which would like to be first.
+    # Hypothesis is imported before its pytest plugin, which warns about that.
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     options = ("-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *quiet)
     return subprocess.run(
@@ -113,7 +115,7 @@ def run(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def judged(mutant: Mutant) -> Verdict:
-    """Break a copy, run the mutant's tests, and say whether one failed."""
+    """Write the mutant into a copy, run its tests, and return whether one failed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="multihead-mutant-") as folder:
         mutated(mutant, copied(Path(folder)))
@@ -126,7 +128,7 @@ def judged(mutant: Mutant) -> Verdict:
 
 
 def verdict_of(status: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
-    """Read what pytest said: a failed test has noticed, tests that could not begin have not.
+    """Read pytest's output: the mutant is caught if a test failed, and not if the tests could not start.
 
     >>> verdict_of(1, "FAILED tests/test_heads.py::test_a[1] - assert 1 == 2", "")
     ('caught', 'tests/test_heads.py::test_a[1]')
@@ -138,25 +140,25 @@ def verdict_of(status: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
     failed = re.search(r"^FAILED (\S+::.*?)(?: - .*)?$", stdout, re.MULTILINE)
     if status == 1 and failed is not None:
         return "caught", failed[1]
-    said = (stderr.strip() or stdout.strip() or f"pytest ended with {status}").splitlines()
-    return "no verdict", said[-1]
+    printed = (stderr.strip() or stdout.strip() or f"pytest exited with {status}").splitlines()
+    return "no verdict", printed[-1]
 
 
 def chosen(word: str | None) -> tuple[Mutant, ...]:
-    """Return the mutants whose part, file or breakage holds a word; all without one."""
+    """Return the mutants whose part, file or breakage contains a word; all if it is None."""
     if word is None:
         return MUTANTS
     return tuple(each for each in MUTANTS if word.lower() in f"{each.part} {each.file} {each.breaks}".lower())
 
 
 def table_of(verdicts: Sequence[tuple[Mutant, Verdict]]) -> Table:
-    """Lay out one row a mutant."""
+    """Return a table with one row per mutant."""
     table = Table("part", "broken", "caught by", "seconds", box=None, pad_edge=False)
     table.columns[2].overflow, table.columns[3].justify = "fold", "right"
     for mutant, verdict in verdicts:
         style = None if verdict.outcome == "caught" else "bold red"
-        said = verdict.test if verdict.outcome == "caught" else f"{verdict.outcome} {verdict.test}".strip()
-        cells = (mutant.part, mutant.breaks, said.removeprefix("tests/"), f"{verdict.seconds:.0f}")
+        result = verdict.test if verdict.outcome == "caught" else f"{verdict.outcome} {verdict.test}".strip()
+        cells = (mutant.part, mutant.breaks, result.removeprefix("tests/"), f"{verdict.seconds:.0f}")
         table.add_row(*(cell.replace("[", r"\[") for cell in cells), style=style)
     return table
 
@@ -167,29 +169,29 @@ Examples:
   make mutants                                 all of them, some minutes
   python -m tools.mutants --only rotary        those of one part
   python -m tools.mutants --only kernels/sdpa  those of one file
-  python -m tools.mutants --list               what there is, and which tests must notice
+  python -m tools.mutants --list               all mutants, and the tests that must fail
   python -m tools.mutants --against tests/layer/test_agreement.py
-                                               which of them one test file notices alone
+                                               which of them one test file catches
 """
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--only", metavar="WORD", help="Take the mutants whose part, file or breakage holds this word.")
-@click.option("--against", metavar="PATH", help="Run these tests instead of those that each mutant names.")
+@click.option("--only", metavar="WORD", help="Take the mutants whose part, file or breakage contains this word.")
+@click.option("--against", metavar="PATH", help="Run these tests instead of those of each mutant.")
 @click.option("--list", "listed", is_flag=True, help="Print the mutants and their tests, and run nothing.")
 def main(only: str | None, against: str | None, *, listed: bool) -> None:
-    """Break the library on purpose, a line at a time, and see that a test notices.
+    """Break one line of the library at a time, and check that a test fails.
 
-    Ends with 1 if one goes unnoticed.
+    Exits with 1 if the tests pass for a mutant.
     """
     mutants, console = chosen(only), Console()
     if against is not None:
         mutants = tuple(each._replace(tests=tuple(against.split())) for each in mutants)
     if not console.is_terminal:
-        console = Console(width=200)  # a file has no edge
+        console = Console(width=200)  # a file has no width
     if not mutants:
         parts = ", ".join(dict.fromkeys(each.part for each in MUTANTS))
-        raise click.UsageError(f"No mutant holds {only!r}. The parts are: {parts}.")
+        raise click.UsageError(f"No mutant contains {only!r}. The parts are: {parts}.")
     if listed:
         for each in mutants:
             console.print(f"{each.part}: {each.breaks} ({' '.join(each.tests)})", markup=False, highlight=False)
@@ -206,7 +208,7 @@ def main(only: str | None, against: str | None, *, listed: bool) -> None:
             progress.advance(task)
     console.print(table_of(verdicts))
     missed = sum(verdict.outcome != "caught" for _, verdict in verdicts)
-    console.print(f"{len(verdicts) - missed} of {len(verdicts)} were noticed.")
+    console.print(f"{len(verdicts) - missed} of {len(verdicts)} were caught.")
     sys.exit(1 if missed else 0)
 
 

@@ -1,7 +1,7 @@
-"""Run the notebooks of examples/ and store what they print, clean of everything that belongs to one machine.
+"""Run the notebooks of examples/ and store their outputs, without anything that belongs to one machine.
 
-A notebook X.ipynb and its twin X.zh.ipynb hold the same code, so the code runs once, in a fresh kernel, and both keep
-the same outputs. What is stored is text and drawings as SVG: no binary blob, no path, no time of day.
+A notebook X.ipynb and its translation X.zh.ipynb have the same code, so the code runs once, in a new kernel, and both
+store the same outputs: text, and drawings as SVG; no binary data, no path, no time of day.
 
     python -m tools.notebooks [examples/split.ipynb ...]
 """
@@ -20,6 +20,8 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
+from tools.translations import translation
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SECONDS = 120  # the longest a cell may take
@@ -30,10 +32,10 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 
 
 def main(paths: list[str]) -> int:
-    """Run the English notebooks named, or all, and store the outputs in each and in its twin."""
+    """Run the given English notebooks, or all, and store the outputs in each and in its translation."""
     for path in map(Path, paths) if paths else notebooks():
         executed = run(read(path))
-        for each in (path, twin(path)):
+        for each in filter(Path.exists, (path, translation(path))):
             notebook = read(each)
             take_outputs(notebook, executed)
             write(clean(notebook), each)
@@ -42,21 +44,12 @@ def main(paths: list[str]) -> int:
 
 
 def notebooks(folder: Path = EXAMPLES) -> list[Path]:
-    """The English notebooks, in the order of their names."""
+    """Return the English notebooks, sorted by name."""
     return [path for path in sorted(folder.glob("*.ipynb")) if not path.name.endswith(".zh.ipynb")]
 
 
-def twin(path: Path) -> Path:
-    """The Chinese notebook of an English one.
-
-    >>> twin(Path("split.ipynb")).name
-    'split.zh.ipynb'
-    """
-    return path.with_suffix(".zh.ipynb")
-
-
 def read(path: Path) -> Any:
-    """Read a notebook; nbformat gives it as nested dicts."""
+    """Read a notebook as nested dicts."""
     return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
@@ -70,20 +63,20 @@ def _nodes(value: Any) -> Any:
 
 
 def code_cells(notebook: Any) -> list[Any]:
-    """The cells that are run."""
+    """Return the code cells."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def run(notebook: Any) -> Any:
-    """Run a copy from top to bottom in a fresh kernel; an error in a cell is raised."""
+    """Run a copy from top to bottom in a new kernel; an error in a cell is raised."""
     copy = _nodes(notebook)
     before = os.environ.copy()
     with tempfile.TemporaryDirectory() as folder:
-        # The kernel would read the settings of whoever runs this, and write its history beside them.
+        # The kernel would read the user's settings, and write its history into their folder.
         os.environ |= {"IPYTHONDIR": folder, "MPLCONFIGDIR": folder, "HF_HUB_OFFLINE": "1"}
         os.environ.pop("MPLBACKEND", None)
         try:
-            # A kernel would warn that its port, which is open to this machine only, is not encrypted.
+            # A kernel warns that its port is not encrypted; only this machine can reach it.
             quiet = ["--log-level=ERROR"]
             NotebookClient(
                 copy, timeout=SECONDS, kernel_name="python3", record_timing=False, extra_arguments=quiet
@@ -95,13 +88,13 @@ def run(notebook: Any) -> Any:
 
 
 def take_outputs(notebook: Any, executed: Any) -> None:
-    """Put the outputs of a run into a notebook with as many code cells."""
+    """Copy the outputs of a run into a notebook with the same code cells."""
     for cell, ran in zip(code_cells(notebook), code_cells(executed), strict=True):
         cell.outputs, cell.execution_count = deepcopy(ran.outputs), ran.execution_count
 
 
 def clean(notebook: Any) -> Any:
-    """Keep of a notebook what is the same wherever it runs."""
+    """Remove from a notebook what depends on the machine or the run."""
     notebook.metadata = _nodes(_KERNEL | _LANGUAGE)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for number, cell in enumerate(notebook.cells):
@@ -114,7 +107,7 @@ def clean(notebook: Any) -> Any:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """Join what was printed in a row: a kernel sends it in as many pieces as its clock has it."""
+    """Merge consecutive pieces of printed text: where a kernel splits them depends on timing."""
     joined: list[Any] = []
     for output in outputs:
         before = joined[-1] if joined else None
@@ -128,12 +121,12 @@ def _joined(outputs: list[Any]) -> list[Any]:
 def _clean_output(output: Any) -> None:
     if output.output_type in ("display_data", "execute_result"):
         output.metadata = _nodes({})
-        if "image/svg+xml" in output.data:  # "<Figure size 640x480 with 2 Axes>" says less than nothing beside it
+        if "image/svg+xml" in output.data:  # its text, <Figure size 640x480 with 2 Axes>, adds nothing
             output.data = _nodes({"image/svg+xml": slim(output.data["image/svg+xml"])})
 
 
 def slim(drawing: str) -> str:
-    r"""Take from an SVG who drew it and what no eye sees: decimals after the second, and a line for every corner.
+    r"""Remove from an SVG its metadata, decimals after the second, and the line breaks inside paths.
 
     >>> slim('<path d="M 1.23456 2\nL 3 4.5\nz\n" />')
     '<path d="M 1.23 2 L 3 4.5 z" />'
@@ -145,7 +138,7 @@ def slim(drawing: str) -> str:
 
 
 def printed(cell: Any) -> str:
-    """What a cell printed and showed as text; drawings are left out."""
+    """Return the text that a cell printed and displayed, without drawings."""
     parts = []
     for output in cell.outputs:
         if output.output_type == "stream":
@@ -156,10 +149,9 @@ def printed(cell: Any) -> str:
 
 
 def same_text(first: str, second: str) -> bool:
-    """Whether two texts are the same, up to one unit in the last decimal shown.
+    """Compare two texts; numbers may differ by one unit in their last decimal.
 
-    Another processor adds in another order, and the last digit may be rounded the other way. Whole numbers, shapes
-    among them, are compared as they are.
+    Another CPU adds in another order, so the last digit may be rounded differently. Integers must be equal.
 
     >>> same_text("entropy 1.250 of 3", "entropy 1.251 of 3"), same_text("entropy 1.250 of 3", "entropy 1.250 of 4")
     (True, False)

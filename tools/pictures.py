@@ -1,4 +1,4 @@
-"""Take the README's pictures of the report and the viewer in a real browser: python -m tools.pictures [RECORD]."""
+"""Take the README's screenshots of the report and the viewer in a browser: python -m tools.pictures [RECORD]."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "pictures"
-MOST = 300_000  # bytes of a picture
+MOST = 300_000  # bytes per picture
 WIDE, HIGH = 1440, 900
 MULTIHEAD = Path(sys.executable).with_name("multihead")
-LONG = ROOT / "smollm2.safetensors"  # what `make demo-long` leaves
-SMOLLM2 = (30, 9)  # its layers and the heads of one
+LONG = ROOT / "smollm2.safetensors"  # written by `make demo-long`
+SMOLLM2 = (30, 9)  # layers, heads per layer
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 READY = """() => document.documentElement.dataset.saved === 'true' && (document.getElementById('one').hidden
   ? [...document.querySelectorAll('.gr .ink')].every(canvas => canvas.style.width)
@@ -37,7 +37,7 @@ READY = """() => document.documentElement.dataset.saved === 'true' && (document.
 
 
 def main(arguments: list[str]) -> None:
-    """Take all pictures: of a given record or that of `make demo-long`, else of MiniLM reading Python's help."""
+    """Take all pictures of a record: the given one, that of `make demo-long`, or MiniLM reading Python's help."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
         report = reported(Path(folder))
         browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
         page = browser.new_page(viewport=window(), device_scale_factor=2, color_scheme="light")
-        page.set_default_timeout(600_000)  # the coarse levels of a long text are built first
+        page.set_default_timeout(600_000)  # building the coarse levels of a long text takes minutes
         page.goto(report.as_uri())
         page.wait_for_selector("#grid canvas")
         taken(page, "report", height=1240)
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 
 def views(page: Page, address: str, record: Record) -> None:
-    """Take the viewer's pictures: all heads, one head's whole map, single weights, and two heads side by side."""
+    """Take the viewer's pictures: all heads, the whole map of a head, single weights, and two heads side by side."""
     (layer, head), (other_layer, other) = heads(record)
     query, key = far_pair(record, layer, head)
     keys = record.layers[layer].sample().num_keys
@@ -86,7 +86,7 @@ def views(page: Page, address: str, record: Record) -> None:
 
 
 def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Choose the head that is looked at, and the one beside it."""
+    """Choose the head to show, and the one to compare with it."""
     if (len(record.layers), record.layers[0].num_heads) == SMOLLM2:
         return (17, 4), (16, 0)  # its best-known heads: induction, and the previous token
     rows = record.table().rows
@@ -95,7 +95,7 @@ def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def far_pair(record: Record, layer: int, head: int) -> tuple[int, int]:
-    """Find a query of the text's second half that looks at many places far back, and the strongest of them."""
+    """Find a query in the second half of the text with large weights on distant keys, and the largest of these."""
     sample = record.layers[layer].sample()
     start, most = sample.num_queries // 2, min(1024, sample.num_queries // 2)
     weights = sample.weights(head, queries=slice(start, start + most)).clone()  # (queries, keys)
@@ -127,7 +127,7 @@ def reported(folder: Path) -> Path:
 
 @contextmanager
 def viewed(record: Path) -> Iterator[str]:
-    """Serve a record as the verb `view` does; the page's address comes back."""
+    """Serve a record with `multihead view`, and yield the address of its page."""
     command: list[str | Path] = [MULTIHEAD, "view", record, "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -138,7 +138,7 @@ def viewed(record: Path) -> Iterator[str]:
 
 
 def taken(page: Page, name: str, *, height: int = HIGH) -> None:
-    """Take a picture of the window and keep it."""
+    """Save a screenshot of the window."""
     page.set_viewport_size(window(height))
     page.wait_for_timeout(1500)
     target = TARGET / f"{name}.webp"
@@ -148,15 +148,15 @@ def taken(page: Page, name: str, *, height: int = HIGH) -> None:
 
 
 def window(height: int = HIGH) -> ViewportSize:
-    """Say how large the browser's window is."""
+    """Return the size of the browser's window."""
     return {"width": WIDE, "height": height}
 
 
 def packed(png: bytes, *, most: int = MOST) -> bytes:
-    """Write a picture as WebP within so many bytes: smaller before it becomes poor.
+    """Encode a picture as WebP in at most `most` bytes, with lower quality first and then at a smaller size.
 
     Raises:
-        ValueError: even the smallest and poorest is larger.
+        ValueError: it does not fit even at the smallest size and quality.
     """
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     for scale in (1, 0.75, 0.5):
@@ -167,7 +167,9 @@ def packed(png: bytes, *, most: int = MOST) -> bytes:
             scaled.save(kept, "WEBP", quality=quality, method=6)
             if kept.tell() <= most:
                 return kept.getvalue()
-    raise ValueError(f"A picture of {picture.width} x {picture.height} does not fit into {most} bytes. Take a smaller.")
+    raise ValueError(
+        f"A picture of {picture.width} x {picture.height} does not fit into {most} bytes. Use a smaller one."
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ MultiheadError
 ├── ProbeError       a statistic that is unknown, or that cannot be had
 ├── ModelError       a model that cannot be loaded or watched
 ├── InputError       a file, a text or a path of the user that cannot be used
+├── MissingPackageError  an optional package that is not installed
 └── SlowPathError    a path that is slow, where `strict` forbids it
 
 SlowPathWarning      a path that is slow and was not chosen by the caller
@@ -66,6 +67,10 @@ class ModelError(MultiheadError, ValueError):
 
 class InputError(MultiheadError, ValueError):
     """A file, a text or a path of the user that cannot be used."""
+
+
+class MissingPackageError(MultiheadError, ImportError):
+    """An optional package is not installed."""
 
 
 class SlowPathError(MultiheadError, RuntimeError):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from multihead.claims import gguf_layers, refuse_unless_moderate
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import is_folder
+from multihead.optional import require
 
 CONTINUED = "⤷"
 """What stands for a token that goes on with the character of the token before it."""
@@ -217,12 +218,9 @@ def _without_bar_of_gguf() -> Iterator[None]:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            "Loading a model needs transformers, and it is not installed.", 'Run pip install "multihead[hf]".'
-        ) from error
+    require("transformers", purpose="Loading a model", extra="hf")
+    import transformers
+
     return transformers
 
 
@@ -281,19 +279,14 @@ def _file_in(folder: Path, model: str) -> Path:
 def _source(model: str, found: Path | None) -> dict[str, str]:
     """Say where a model is, as `from_pretrained` takes it.
 
-    Raises: ModelError where it is a GGUF file, and what reads those is not installed.
+    Raises:
+        MissingPackageError: it is a GGUF file, and the packages that read those are not installed.
     """
     if found is None:
         return {"pretrained_model_name_or_path": model}
     if found.name == "config.json":
         return {"pretrained_model_name_or_path": str(found.parent)}
-    missing = [name for name in _GGUF_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"{model} is a GGUF file, and reading it needs {' and '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed.",
-            f"Run pip install {' '.join(missing)}.",
-        )
+    require(*_GGUF_NEEDS, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
     return {"pretrained_model_name_or_path": str(found.parent), "gguf_file": found.name}
 
 

@@ -103,7 +103,7 @@ def test_a_head_reads_as_one_line() -> None:
         (0, 4, {}, "There is no head 4. Give one from 0 to 3."),
         (0, 0, {"top": 0}, "top is 0. Give an integer of at least 1."),
         (0, 0, {"queries": 0}, "queries is 0. Give an integer of at least 1."),
-        (0, 0, {"sample": 1}, "There is no sample 1; layers.0 saw 1. Give one from 0 to 0."),
+        (0, 0, {"sample": 1}, "There is no sample 1; layers.0 has 1. Give 0."),
     ],
 )
 def test_what_is_not_there_is_refused(layer: int, head: int, options: dict[str, Any], said: str) -> None:

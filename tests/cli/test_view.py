@@ -149,12 +149,12 @@ def test_help_shows_examples_and_loads_no_server() -> None:
 
 
 def test_a_missing_package_is_named_and_how_to_install_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "find_spec", lambda name: None if name in ("starlette", "uvicorn") else True)
+    for name in ("starlette", "uvicorn"):
+        monkeypatch.setitem(sys.modules, name, None)
     result = run(str(file))
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: The viewer needs starlette and uvicorn, and this Python has no such package. "
-        'Run pip install "multihead[view]".\n'
+        'error: The viewer needs starlette and uvicorn, which are not installed. Run pip install "multihead[view]".\n'
     )
 
 

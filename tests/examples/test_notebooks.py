@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, print what they hold, and say the same in both languages."""
+"""The notebooks run from top to bottom, print what is stored in them, and have the same code in both languages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from tools.notebooks import EXAMPLES, clean, code_cells, notebooks, printed, read, run, same_text, take_outputs, twin
+from tools.notebooks import clean, code_cells, notebooks, printed, read, run, same_text, take_outputs
+from tools.translations import translation
 
 ENGLISH = notebooks()
-ALL = [each for path in ENGLISH for each in (path, twin(path))]
+# A missing translation is reported by tools/translations.py, as a warning.
+TRANSLATED = [path for path in ENGLISH if translation(path).exists()]
+ALL = [*ENGLISH, *map(translation, TRANSLATED)]
 CHINESE_LETTER = re.compile(r"[\u4e00-\u9fff]")
 OF_ONE_MACHINE = re.compile(r"image/png|image/jpeg|base64|/(?:home|work|tmp|root|Users)/|site-packages|[A-Z]:\\\\")
 
@@ -30,14 +33,9 @@ def headings(notebook: Any) -> list[list[int]]:
     ]
 
 
-def test_every_notebook_has_its_twin() -> None:
-    assert ENGLISH
-    assert sorted(EXAMPLES.glob("*.ipynb")) == sorted(ALL)
-
-
 @pytest.mark.parametrize("path", ENGLISH, ids=name)
 def test_a_notebook_runs_and_prints_what_it_holds(path: Path) -> None:
-    """A twin holds the same code, so it ran too; that its outputs are the same is the next test."""
+    """A translation has the same code and, as the next test checks, the same outputs."""
     stored = read(path)
     executed = clean(run(stored))
     for number, (ours, ran) in enumerate(zip(code_cells(stored), code_cells(executed), strict=True)):
@@ -47,20 +45,20 @@ def test_a_notebook_runs_and_prints_what_it_holds(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", ENGLISH, ids=name)
-class TestTwins:
+@pytest.mark.parametrize("path", TRANSLATED, ids=name)
+class TestTranslations:
     def test_the_code_and_what_it_gave_are_the_same_byte_for_byte(self, path: Path) -> None:
-        assert code_cells(read(path)) == code_cells(read(twin(path)))
+        assert code_cells(read(path)) == code_cells(read(translation(path)))
 
     def test_the_words_stand_in_the_same_places_under_the_same_headings(self, path: Path) -> None:
-        english, chinese = read(path), read(twin(path))
+        english, chinese = read(path), read(translation(path))
         assert [cell.cell_type for cell in english.cells] == [cell.cell_type for cell in chinese.cells]
         assert headings(english) == headings(chinese)
 
     def test_each_speaks_its_own_language(self, path: Path) -> None:
         for cell in read(path).cells:
             assert not CHINESE_LETTER.search(cell.source)
-        for cell in read(twin(path)).cells:
+        for cell in read(translation(path)).cells:
             assert cell.cell_type == "code" or CHINESE_LETTER.search(cell.source)
 
 
@@ -92,12 +90,12 @@ def test_an_output_that_is_out_of_date_is_found_and_replaced() -> None:
 
 
 def test_what_is_printed_in_pieces_is_stored_as_one_in_each_notebook_that_takes_it() -> None:
-    ran = read(ENGLISH[0])
+    ran = read(TRANSLATED[0])
     cell = next(cell for cell in code_cells(ran) if cell.outputs and cell.outputs[0].output_type == "stream")
     whole, half = cell.outputs[0].text, len(cell.outputs[0].text) // 2
     cell.outputs.insert(1, deepcopy(cell.outputs[0]))
     cell.outputs[0].text, cell.outputs[1].text = whole[:half], whole[half:]
-    for path in (ENGLISH[0], twin(ENGLISH[0])):
+    for path in (TRANSLATED[0], translation(TRANSLATED[0])):
         taking = read(path)
         take_outputs(taking, ran)
         assert clean(taking) == read(path)

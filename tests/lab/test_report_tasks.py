@@ -64,7 +64,7 @@ def plain(text: str) -> str:
             "one",
             {1: (0.9, 0.9), 8: (0.9, 1.0)},
             (
-                "Not beyond the spread. No difference from the best is larger than the spread: 8 heads came first with "
+                "Not beyond the spread. No number of heads is ahead by more than the spread: 8 heads came first with "
                 "95.0 ± 7.1 % correct, 1 head last with 90.0 ± 0.0 %."
             ),
         ),

@@ -144,7 +144,7 @@ class TestKeeping:
         with pytest.raises(ProbeError) as caught:
             sample.weights(0)
         assert str(caught.value) == (
-            'layers.1 was observed with keep="statistics", so its weights are not at hand. '
+            'layers.1 was observed with keep="statistics", so its weights cannot be computed. '
             'Observe with keep="cpu" or keep="device".'
         )
 
@@ -187,7 +187,7 @@ class TestChoosing:
         with pytest.raises(ModelError) as caught, mh.observe(tower, layers=["layers.0", name]):
             pytest.fail("the model could run")
         assert str(caught.value) == (
-            f"layers holds {name!r}, and no module of the model has such a name. Give the name of an attention layer, "
+            f"layers holds {name!r}, which matches no module of the model. Give the name of an attention layer, "
             'a part of it or a glob such as "encoder.*", or None for all.'
         )
 
@@ -333,7 +333,7 @@ class TestRefusals:
         return str(caught.value)
 
     def test_what_is_no_module(self) -> None:
-        assert self.refusal(ModelError, model="bert") == "The model is a str, and no module. Give a torch.nn.Module."
+        assert self.refusal(ModelError, model="bert") == "The model is a str, not a module. Give a torch.nn.Module."
 
     def test_a_place_to_keep_that_does_not_exist(self) -> None:
         assert self.refusal(ArgumentError, keep="disk") == (
@@ -350,8 +350,7 @@ class TestRefusals:
 
     def test_a_set_of_tokens_of_which_nothing_says_which_they_are(self) -> None:
         assert self.refusal(ProbeError, probes=[probes.tokens_mass("punctuation")]) == (
-            "punctuation_mass was asked for, and nothing says which tokens it counts. "
-            "Give their ids: probes.tokens_mass('punctuation', ids)."
+            "punctuation_mass needs a set of tokens. Give their ids: probes.tokens_mass('punctuation', ids)."
         )
 
     def test_a_pooling_that_does_not_exist(self) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.analysis.highlights import findings
-from multihead.errors import ArgumentError, ModelError
+from multihead.errors import ArgumentError, MissingPackageError, ModelError
 from multihead.functional import attend, request_of
 from multihead.observation.record import Record
 from multihead.probes import PROBES
@@ -191,14 +192,16 @@ def test_a_sample_knows_the_width_and_dtype_of_its_heads() -> None:
 class TestPandas:
     def test_without_it_a_sentence_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pandas", None)
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(MissingPackageError) as caught:
             seen_in(lambda model: model(slice(0, LENGTH))).to_pandas()
-        assert str(caught.value) == "A DataFrame needs pandas, and it is not installed. Run pip install pandas."
+        assert str(caught.value) == "A DataFrame needs pandas, which is not installed. Run pip install pandas."
 
     def test_with_it_a_frame_is_made_of_the_rows_of_the_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[Any] = []
         monkeypatch.setitem(
-            sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: given.append(rows) or "frame")
+            sys.modules,
+            "pandas",
+            SimpleNamespace(DataFrame=lambda rows: given.append(rows) or "frame", __spec__=ModuleSpec("pandas", None)),
         )
         record = seen_in(lambda model: model(slice(0, LENGTH)))
         assert record.to_pandas(of="median") == "frame"

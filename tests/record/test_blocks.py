@@ -90,7 +90,7 @@ def test_steps_empty_blocks_and_missing_weights_are_refused() -> None:
     sample = SAMPLES["in one call"]()
     with pytest.raises(ArgumentError) as caught:
         sample.blocks(0, queries=slice(None, None, 2), block=4)
-    assert str(caught.value) == "A part of the map is asked for with steps of 2. Give slices without steps."
+    assert str(caught.value) == "queries has steps of 2. Give slices without steps."
     with pytest.raises(ArgumentError) as caught:
         sample.map(0, bins=0)
     assert str(caught.value) == "bins is 0. Give an integer of at least 1."

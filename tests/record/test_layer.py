@@ -19,7 +19,7 @@ def test_a_layers_weights_and_map_are_those_of_its_sample() -> None:
 @pytest.mark.parametrize(
     ("index", "sentence"),
     [
-        (1, "There is no sample 1; Asking saw 1. Give one from 0 to 0."),
+        (1, "There is no sample 1; Asking has 1. Give 0."),
         (True, "sample is True. Give the index of one sample, an integer."),
     ],
 )

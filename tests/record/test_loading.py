@@ -65,20 +65,20 @@ class TestRefusals:
     @pytest.mark.parametrize("content", [b"entropy of heads\n" * 9, pickle.dumps({"q": [1] * 99}), b"PK\x03\x04" * 9])
     def test_a_file_of_another_kind(self, content: bytes, tmp_path: Path) -> None:
         (file := tmp_path / "notes").write_bytes(content)
-        assert refusal(file) == "FILE is no safetensors file. Give a file that Record.save wrote."
+        assert refusal(file) == "FILE is not a safetensors file. Give a file that Record.save wrote."
 
     @pytest.mark.parametrize("share", [0, 0.00001, 0.1, 0.5, 0.9999])
     def test_a_file_that_is_cut(self, share: float, good: Path, tmp_path: Path) -> None:
         (file := tmp_path / "cut").write_bytes(good.read_bytes()[: int(share * good.stat().st_size)])
         assert refusal(file) == (
-            "FILE is cut or damaged: it begins as a safetensors file, and does not go on as one. "
-            "Copy it again, or save the record anew."
+            "FILE is truncated or damaged: it starts as a safetensors file but does not continue as one. "
+            "Copy it again, or save the record again."
         )
 
     def test_the_weights_of_a_model(self, tmp_path: Path) -> None:
         save_file({"q": torch.zeros(2)}, file := tmp_path / "model.safetensors", {"format": "pt"})
         assert refusal(file) == (
-            "FILE is a safetensors file, and no record of multihead. Give a file that Record.save wrote."
+            "FILE is a safetensors file, but not a record of multihead. Give a file that Record.save wrote."
         )
 
     def test_a_newer_version(self, good: Path, tmp_path: Path) -> None:
@@ -93,12 +93,12 @@ class TestRefusals:
     def test_a_version_that_is_none(self, version: str, good: Path, tmp_path: Path) -> None:
         metadata, tensors = opened(good)
         save_file(tensors, file := tmp_path / "old.safetensors", metadata | {"version": version})
-        assert refusal(file) == f"FILE is damaged: its version is {version!r}. Save the record anew."
+        assert refusal(file) == f"FILE is damaged: its version is {version!r}. Save the record again."
 
     def test_an_id_that_could_be_a_path(self, good: Path, tmp_path: Path) -> None:
         metadata, tensors = opened(good)
         save_file(tensors, file := tmp_path / "id.safetensors", metadata | {"id": "../../etc"})
-        assert refusal(file) == "FILE is damaged: its id is none. Save the record anew."
+        assert refusal(file) == "FILE is damaged: its id is not one. Save the record again."
 
     @pytest.mark.parametrize(
         ("change", "finding"),
@@ -119,11 +119,11 @@ class TestRefusals:
             (lambda said, tensors: sample(said).update(pieces=[]), "a sample has no calls"),
             (lambda said, tensors: segment(said).update(queries=7), "logsumexp is a torch.float32 tensor of shape"),
             (lambda said, tensors: segment(said).update(keys=7), "k has 6 keys of 7"),
-            (lambda said, tensors: segment(said).update(scale="1"), "a scale is no number"),
+            (lambda said, tensors: segment(said).update(scale="1"), "a scale is not a number"),
             (lambda said, tensors: segment(said).update(query_start=1 << 50), f"a query's place is {1 << 50}"),
-            (lambda said, tensors: segment(said).update(mask={"kind": 3}), "3 is no name of a mask"),
+            (lambda said, tensors: segment(said).update(mask={"kind": 3}), "3 is not the name of a mask"),
             (lambda said, tensors: segment(said).update(mask=nested(99)), "it is nested too deep"),
-            (lambda said, tensors: segment(said).update(mask=joining(1000)), "it joins more than 1,000 masks"),
+            (lambda said, tensors: segment(said).update(mask=joining(1000)), "it combines more than 1,000 masks"),
             (lambda said, tensors: segment(said).update(keys=1 << 29), f"a number of keys is {1 << 29}"),
             (lambda said, tensors: segment(said).update(key_start=1 << 29), f"a key's place is {1 << 29}"),
             (lambda said, tensors: sample(said).update(head_dim=1 << 21), f"a width is {1 << 21}"),
@@ -134,14 +134,14 @@ class TestRefusals:
                 "A bias of the",
             ),
             (lambda said, tensors: segment(said).update(sinks="0.0.calls"), "sinks is a torch.int64 tensor of shape"),
-            (lambda said, tensors: segment(said).update(sinks=3), "what it says does not fit together"),
+            (lambda said, tensors: segment(said).update(sinks=3), "its parts do not fit together"),
             (lambda said, tensors: tensors.update({"0.0.q": tensors["0.0.q"].double()}), "q is a torch.float64 tensor"),
-            (lambda said, tensors: tensors.pop("0.0.k"), "what it says does not fit together"),
+            (lambda said, tensors: tensors.pop("0.0.k"), "its parts do not fit together"),
             (
                 lambda said, tensors: tensors.update({"0.0.calls": torch.tensor([[0, 5, 0, 6]])}),
                 "the calls of a sample",
             ),
-            (lambda said, tensors: tensors.update(calls=torch.tensor([[0, 9, 0]])), "a call is of no sample that is"),
+            (lambda said, tensors: tensors.update(calls=torch.tensor([[0, 9, 0]])), "a call refers to a sample that"),
             (lambda said, tensors: said["texts"][0].update(tokens=["a"]), "the tokens of a text are not as many"),
             (
                 lambda said, tensors: said["texts"][0].update(tokens=[1] * 6),
@@ -158,13 +158,13 @@ class TestRefusals:
         assert len(said) < 400
         assert said.startswith("FILE is damaged: ")
         assert finding in said
-        assert said.endswith("Save the record anew.")
+        assert said.endswith("Save the record again.")
 
     def test_numbers_that_json_does_not_know(self, good: Path, tmp_path: Path) -> None:
         metadata, tensors = opened(good)
         wrong = re.sub(r'"scale":[0-9.]+', '"scale":NaN', metadata["record"])
         save_file(tensors, file := tmp_path / "nan.safetensors", metadata | {"record": wrong})
-        assert refusal(file) == "FILE is damaged: NaN is no number. Save the record anew."
+        assert refusal(file) == "FILE is damaged: NaN is not a number. Save the record again."
 
 
 def sample(said: Any) -> Any:
@@ -207,7 +207,7 @@ def without_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> 
 def test_heads_that_take_no_byte_are_limited(heads: int, finding: str, good: Path, tmp_path: Path) -> None:
     file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, heads))
     assert file.stat().st_size < 3_000
-    assert refusal(file) == f"FILE is damaged: {finding}. Save the record anew."
+    assert refusal(file) == f"FILE is damaged: {finding}. Save the record again."
 
 
 def test_a_record_without_a_query_opens(good: Path, tmp_path: Path) -> None:
@@ -354,9 +354,9 @@ def test_layers_of_a_record_without_numbers_are_numbered_by_their_place(good: Pa
 @pytest.mark.parametrize(
     ("number", "sentence"),
     [
-        (1, "FILE is damaged: two layers have one number. Save the record anew."),
-        (-1, "FILE is damaged: a layer's number is -1. Save the record anew."),
-        ("0", "FILE is damaged: a layer's number should be an integer, and is a text. Save the record anew."),
+        (1, "FILE is damaged: two layers have one number. Save the record again."),
+        (-1, "FILE is damaged: a layer's number is -1. Save the record again."),
+        ("0", "FILE is damaged: a layer's number should be an integer, and is a text. Save the record again."),
     ],
 )
 def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: object, sentence: str) -> None:

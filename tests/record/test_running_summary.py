@@ -98,8 +98,8 @@ def test_a_text_alone_is_refused() -> None:
     with pytest.raises(ProbeError) as caught:
         record.layers[0].sample()
     assert str(caught.value) == (
-        'layers.0 was observed with keep="summary", so no text of it is at hand. '
-        'Observe with keep="statistics" to see texts one by one.'
+        'layers.0 was observed with keep="summary", so it has no single texts. '
+        'Observe with keep="statistics" to keep each text.'
     )
     with pytest.raises(ProbeError):
         record.find(local=(0.5, None))

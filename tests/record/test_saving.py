@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import multihead as mh
 from multihead import masks
-from multihead.errors import ArgumentError, DtypeError, InputError, MaskError, ProbeError
+from multihead.errors import ArgumentError, DtypeError, InputError, MaskError, MissingPackageError, ProbeError
 from multihead.masks.base import And, Or
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.observation.record import Record
@@ -133,7 +133,7 @@ class TestStatisticsAlone:
         with pytest.raises(ProbeError) as caught:
             found.layers[0].weights(0)
         assert str(caught.value) == (
-            'layers.0 was observed with keep="statistics", so its weights are not at hand. '
+            'layers.0 was observed with keep="statistics", so its weights cannot be computed. '
             'Observe with keep="cpu" or keep="device".'
         )
 
@@ -184,11 +184,12 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, mo
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_without_safetensors_a_sentence_says_so(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = asked()
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(InputError) as caught:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingPackageError) as caught:
         getattr(record, verb)(tmp_path / "run.safetensors")
     assert str(caught.value) == (
-        'A record is saved as safetensors, and that package is not installed. Run pip install "multihead[view]".'
+        f"{'Saving' if verb == 'save' else 'Opening'} a record needs safetensors, which is not installed. "
+        'Run pip install "multihead[view]".'
     )
 
 
@@ -236,14 +237,14 @@ class TestMasksThatNoFileHolds:
         for _ in range(depth - 1):
             mask = And((mask, masks.Causal())) if isinstance(mask, Or) else Or((mask, masks.Causal()))
         assert self.refusal(with_mask(mask), tmp_path) == (
-            "A record whose mask joins more than 1,000 masks, or more than 32 within each other, cannot be saved. "
-            "Give what may be seen as one masks.Keep(t)."
+            "A record whose mask combines more than 1,000 masks, or nests more than 32, cannot be saved. "
+            "Pass the visible cells as one masks.Keep(t)."
         )
 
     def test_numbers_that_would_not_be_read_again(self, tmp_path: Path) -> None:
         assert self.refusal(with_mask(masks.Window(1 << 64)), tmp_path) == (
-            f"A record whose mask is Window({1 << 64}) cannot be saved: {1 << 64} is no number of tokens. "
-            "Give what may be seen as one masks.Keep(t)."
+            f"A record whose mask is Window({1 << 64}) cannot be saved: {1 << 64} is not a number of tokens. "
+            "Pass the visible cells as one masks.Keep(t)."
         )
 
     def test_a_window_without_end_and_many_masks_come_back(self, tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(
     with pytest.raises(DtypeError) as caught:
         asked(mask=MASKS["keep"]).save(tmp_path / "run.safetensors")
     assert str(caught.value) == (
-        "0.0.0.mask.1 is a torch.bool tensor, and a record holds none. Convert it to float32 or int64."
+        "0.0.0.mask.1 is a torch.bool tensor, which a record cannot hold. Convert it to float32 or int64."
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -325,7 +326,7 @@ def test_more_samples_than_a_header_can_list_are_refused(tmp_path: Path, monkeyp
     with pytest.raises(InputError) as caught:
         read(ids(3, 6)).save(tmp_path / "run.safetensors")
     assert str(caught.value) == (
-        "The record holds 3 samples in each of 2 layers, more than one file can list. Save fewer samples a file."
+        "The record holds 3 samples in each of 2 layers, more than one file can list. Save fewer samples per file."
     )
 
 

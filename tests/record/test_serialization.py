@@ -51,9 +51,9 @@ def test_a_bias_is_read_as_it_was_written(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "finding"),
     [
-        ({"kind": 3}, "3 is no name of a mask."),
-        ({"kind": "And", "parts": []}, "it joins no masks."),
-        ({"kind": "Window", "size": 1 << 64, "after": 0}, f"{1 << 64} is no number of tokens."),
+        ({"kind": 3}, "3 is not the name of a mask."),
+        ({"kind": "And", "parts": []}, "it combines no masks."),
+        ({"kind": "Window", "size": 1 << 64, "after": 0}, f"{1 << 64} is not a number of tokens."),
         ({"kind": "Prefix", "length": True}, "Prefix length is True. Give an integer of at least 0."),
         (
             {"kind": "Window", "size": 0, "after": 0},
@@ -64,7 +64,7 @@ def test_a_bias_is_read_as_it_was_written(kind: Any) -> None:
 def test_what_is_no_mask_is_refused(said: Any, finding: str) -> None:
     with pytest.raises(InputError) as caught:
         read_mask(said, {})
-    assert str(caught.value) == f"A mask of the file cannot be read: {finding} Save the record anew."
+    assert str(caught.value) == f"A mask of the file cannot be read: {finding} Save the record again."
 
 
 def test_a_mask_whose_class_is_not_defined_here_keeps_its_name() -> None:
@@ -76,4 +76,4 @@ def test_a_mask_whose_class_is_not_defined_here_keeps_its_name() -> None:
 def test_what_is_no_bias_is_refused(said: Any) -> None:
     with pytest.raises(InputError) as caught:
         read_bias(said, {"a": torch.zeros(1, dtype=torch.int64)})
-    assert str(caught.value) == "A bias of the file cannot be read. Save the record anew."
+    assert str(caught.value) == "A bias of the file cannot be read. Save the record again."

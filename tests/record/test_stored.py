@@ -124,6 +124,6 @@ def test_a_file_whose_header_lies_about_q_is_refused(file: Path, tmp_path: Path)
         with pytest.raises(InputError) as caught:
             Record.load(other, mapped=False)
         assert str(caught.value) == (
-            f"{str(other)!r} is cut or damaged: it begins as a safetensors file, and does not go on as one. "
-            "Copy it again, or save the record anew."
+            f"{str(other)!r} is truncated or damaged: it starts as a safetensors file but does not continue as one. "
+            "Copy it again, or save the record again."
         )

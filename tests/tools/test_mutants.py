@@ -1,4 +1,4 @@
-"""The list of broken lines does not rot, and the tool tells a mutant that is noticed from one that is not."""
+"""The list of broken lines stays valid, and the tool distinguishes caught mutants from others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tools import mutants
-from tools.broken import MUTANTS, Mutant
+from tools.mutant_lines import MUTANTS, Mutant
 from tools.mutants import MutantError, Verdict
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
-def test_what_a_mutant_breaks_stands_in_its_file_exactly_once(mutant: Mutant) -> None:
+def test_the_text_of_a_mutant_occurs_in_its_file_exactly_once(mutant: Mutant) -> None:
     source = (mutants.SOURCES / mutant.file).read_text(encoding="utf-8")
     assert source.count(mutant.text) == 1
     assert mutant.text != mutant.replacement
@@ -29,21 +29,21 @@ def test_the_tests_of_a_mutant_exist(mutant: Mutant) -> None:
     assert [path for path in paths if not (mutants.ROOT / path.split("::")[0]).is_file()] == []
 
 
-def test_every_mutant_breaks_something_of_its_own() -> None:
+def test_every_mutant_is_unique() -> None:
     assert len({(each.part, each.breaks) for each in MUTANTS}) == len(MUTANTS)
     assert len({(each.file, each.text) for each in MUTANTS}) == len(MUTANTS)
 
 
-def test_a_text_that_is_not_there_once_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_text_that_does_not_occur_once_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "softcap.py").write_text("a = 1\nb = 1\n", encoding="utf-8")
     broken = Mutant("softcap", "", "softcap.py", " = 1", " = 2", ())
-    sentence = r"^softcap.py holds ' = 1' 2 times. Mend tools/broken.py: once is right.$"
+    sentence = r"^softcap\.py contains ' = 1' 2 times\. Change tools/mutant_lines\.py, so that it is once\.$"
     with pytest.raises(MutantError, match=sentence):
         mutants.mutated(broken, tmp_path)
 
 
-def test_a_broken_copy_is_what_its_test_imports_and_the_test_notices() -> None:
-    """One mutant from end to end; the unbroken copy passes, so it is the broken line that is noticed."""
+def test_the_tests_import_the_broken_copy_and_fail() -> None:
+    """One mutant from end to end; the unchanged copy passes, so it is the broken line that fails."""
     softcap = next(each for each in MUTANTS if each.part == "softcap")
     verdict = mutants.judged(softcap)
     assert verdict.outcome == "caught"
@@ -52,7 +52,7 @@ def test_a_broken_copy_is_what_its_test_imports_and_the_test_notices() -> None:
     assert mutants.judged(same).outcome == "survived"
 
 
-def test_a_test_that_could_not_begin_has_noticed_nothing() -> None:
+def test_tests_that_could_not_start_catch_nothing() -> None:
     softcap = next(each for each in MUTANTS if each.part == "softcap")
     verdict = mutants.judged(softcap._replace(tests=("tests/no_such_file.py",)))
     assert verdict.outcome == "no verdict"
@@ -65,7 +65,7 @@ def test_mutants_are_chosen_by_part_file_or_breakage() -> None:
     assert mutants.chosen(None) == MUTANTS
 
 
-def test_the_table_names_what_was_noticed_and_by_whom() -> None:
+def test_the_table_names_each_mutant_and_the_test_that_caught_it() -> None:
     console = Console(width=200, record=True, file=StringIO())
     caught, missed = MUTANTS[0], MUTANTS[1]
     rows = [
@@ -79,10 +79,10 @@ def test_the_table_names_what_was_noticed_and_by_whom() -> None:
     assert "survived" in text
 
 
-def test_a_word_that_no_mutant_holds_is_refused_in_words() -> None:
+def test_a_word_that_no_mutant_contains_is_rejected() -> None:
     result = CliRunner().invoke(mutants.main, ["--only", "nothing of the kind"])
     assert result.exit_code == 2
-    assert "No mutant holds 'nothing of the kind'. The parts are: native kernel, sdpa kernel," in result.output
+    assert "No mutant contains 'nothing of the kind'. The parts are: native kernel, sdpa kernel," in result.output
 
 
 def test_help_shows_examples() -> None:
@@ -91,14 +91,14 @@ def test_help_shows_examples() -> None:
     assert "python -m tools.mutants --only rotary" in result.output
 
 
-def test_a_mutant_that_goes_unnoticed_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_that_survives_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"caught": 0, "survived": 1, "no verdict": 1}
     for outcome, status in verdicts.items():
         monkeypatch.setattr(mutants, "judged", lambda _, outcome=outcome: Verdict(outcome, "", 0.0))
         assert CliRunner().invoke(mutants.main, ["--only", "softcap"]).exit_code == status
 
 
-def test_other_tests_can_be_asked_in_the_place_of_those_that_must_notice() -> None:
+def test_other_tests_can_replace_those_of_the_mutants() -> None:
     listed = CliRunner().invoke(mutants.main, ["--list", "--only", "softcap", "--against", "tests/test_heads.py -x"])
     assert listed.exit_code == 0
-    assert listed.output == "softcap: scores are not stretched back (tests/test_heads.py -x)\n"
+    assert listed.output == "softcap: scores are not scaled back (tests/test_heads.py -x)\n"

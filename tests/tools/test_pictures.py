@@ -1,4 +1,4 @@
-"""The README's pictures are small enough, and show a head at a place where there is something to see."""
+"""The README's pictures are small enough, and show a head where it has large weights."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_picture_that_would_be_too_large_becomes_smaller() -> None:
     assert Image.open(io.BytesIO(packed)).width < 256
 
 
-def test_a_picture_that_never_fits_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"A picture of 256 x 256 does not fit into 900 bytes\. Take a smaller\."):
+def test_a_picture_that_never_fits_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"A picture of 256 x 256 does not fit into 900 bytes\. Use a smaller one\."):
         pictures.packed(noise(256), most=900)
 
 

@@ -10,6 +10,7 @@ import click
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
 from multihead.files import refuse_unless_writable
+from multihead.optional import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,6 +70,7 @@ def lab(
     """
     refuse_unless_writable([out])
     counts = _parsed(heads)
+    require("jinja2", purpose="The lab", extra="lab")
     if workers is not None and workers < 1:
         raise ArgumentError(f"The number of workers is {workers}.", "Give at least 1.")
 

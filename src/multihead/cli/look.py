@@ -18,6 +18,7 @@ from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
 from multihead.files import readable_text, refuse_unless_writable, write_whole
 from multihead.locale.texts import text as locale
+from multihead.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,9 @@ def look(
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     refuse_unless_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else _parsed(layers)
+    require("jinja2", purpose="Writing a page", extra="view")
+    if record_file is not None:
+        require("safetensors", purpose="Saving a record", extra="view")
 
     # Imported here, so that --help need not load torch.
     from rich.console import Console

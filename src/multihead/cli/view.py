@@ -10,7 +10,6 @@ import tempfile
 import webbrowser
 from contextlib import contextmanager
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import click
 from multihead.errors import InputError
 from multihead.escaping import visible
 from multihead.locale.texts import text
+from multihead.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ RECORD is a file that `seen.save("run.safetensors")` wrote, after `with multihea
 Coarse levels of long texts are built once and kept beside it, in RECORD.levels.
 """
 
-NEEDED = ("starlette", "uvicorn", "safetensors")
+NEEDED = ("jinja2", "starlette", "uvicorn", "safetensors")
 
 
 @click.command(epilog=EXAMPLES)
@@ -60,12 +60,7 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
     The page has the grid and the table of all heads and each head's map, from the whole text to single weights;
     two heads or two runs side by side, and their difference. It is served to this machine alone.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"The viewer needs {' and '.join(missing)}, and this Python has no such package.",
-            'Run pip install "multihead[view]".',
-        )
+    require(*NEEDED, purpose="The viewer", extra="view")
     # Imported here, so that --help need not load the server.
     from rich.console import Console
 

@@ -12,6 +12,8 @@ from multihead.errors import ArgumentError
 from multihead.locale.texts import text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from multihead.cli.tensor_view import Notes
@@ -219,7 +221,7 @@ class _Printer:
         shape, axes = shape_lines(tuple(step.tensor.shape), tuple(self._text(f"axis.{axis}") for axis in step.axes))
         self.console.print(" " * INDENT + shape, markup=False)
         self.console.print(" " * INDENT + axes, markup=False)
-        entries = {axis: partial(self._entry, axis) for axis in AXES}
+        entries: dict[str, Callable[[int], str]] = {axis: partial(self._entry, axis) for axis in AXES}
         if step.name in ("z", "concat"):
             entries["heads"] = lambda head: self._text("entry.result", n=head, number=head + 1)
         drawing = draw(

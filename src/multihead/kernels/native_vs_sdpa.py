@@ -1,4 +1,4 @@
-"""Say where PyTorch's fused kernel was measured to be faster than the native one: `python -m benchmarks.rules`."""
+"""Where PyTorch's fused kernel was measured to be faster: `python -m benchmarks.native.kernel_choice`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     ratios: Mapping[str, float]
 
 
-# written by python -m benchmarks.rules
+# written by python -m benchmarks.native.kernel_choice
 MEASURED: tuple[Measured, ...] = (
     Measured(
         "scalar",

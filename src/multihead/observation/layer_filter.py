@@ -12,16 +12,16 @@ from multihead.errors import ArgumentError, ModelError
 
 @dataclass(frozen=True)
 class LayerFilter:
-    """Which layers are kept: indices and names; None for all."""
+    """The layers to record: indices and names, None for all."""
 
     items: tuple[int | str, ...] | None
 
     @staticmethod
     def of(layers: Sequence[int | str] | int | str | None) -> LayerFilter:
-        """Read what a caller asked for.
+        """Check the `layers` argument of `observe`.
 
         Raises:
-            ArgumentError: something that is neither an index from 0 nor a name.
+            ArgumentError: an item is neither an index from 0 nor a name.
         """
         if layers is None:
             return LayerFilter(None)
@@ -34,28 +34,28 @@ class LayerFilter:
         return LayerFilter(items)
 
     def refuse_unless_modules(self, names: Sequence[str]) -> None:
-        """Refuse a name that no module of the model has; which of them are layers is seen when the model runs.
+        """Check that each name matches a module; which modules are attention layers is known when the model runs.
 
         Args:
-            names: of all modules, as records name layers.
+            names: names of all modules, as records name layers.
 
         Raises:
-            ModelError: there is no such module.
+            ModelError: no module matches a name.
         """
         for item in self.items or ():
             # A layer that runs again in one forward pass is named "#2" and so on after its module.
             if isinstance(item, str) and "#" not in item and not any(_fits(item, name, -1) for name in names):
                 raise ModelError(
-                    f"layers holds {item!r}, and no module of the model has such a name.",
+                    f"layers holds {item!r}, which matches no module of the model.",
                     'Give the name of an attention layer, a part of it or a glob such as "encoder.*", or None for all.',
                 )
 
     def takes(self, name: str, index: int) -> bool:
-        """Whether a layer is one of those asked for."""
+        """Whether a layer is to be recorded."""
         return self.items is None or any(_fits(item, name, index) for item in self.items)
 
     def missed(self, names: Sequence[str]) -> list[int | str]:
-        """Say what was asked for and is none of these layers."""
+        """Return the items that match none of these layers."""
         items = self.items or ()
         return [item for item in items if not any(_fits(item, name, index) for index, name in enumerate(names))]
 
@@ -65,7 +65,7 @@ def _negative(item: int | str) -> bool:
 
 
 def _fits(item: int | str, name: str, index: int) -> bool:
-    """Tell whether an index or a name means a layer; "layer.1" does not mean layer.10."""
+    """Whether an index or a name matches a layer; "layer.1" does not match layer.10."""
     if isinstance(item, int):
         return item == index
     if any(sign in item for sign in "*?["):

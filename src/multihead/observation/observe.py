@@ -1,4 +1,4 @@
-"""Watch the attention of a model while it runs, and put the model back as it was."""
+"""Record the attention calls of a model while it runs, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def observe(
     map_size: int = MAP_SIZE,
     map_pool: Pool = "mean",
 ) -> Iterator[Record]:
-    """Watch every head of a model while it runs.
+    """Record every attention head of a model while it runs.
 
-    Layers of this library are heard as they are; a Hugging Face model calls this library's attention while the
-    context lasts, and its outputs stay within the rounding of its dtype. Afterwards, and after an exception too,
-    the model is as it was. Padding is left out: of a padded batch each text is one sample of its own length.
-    The calls of a decoding, one token each, are joined to one sample; several batches add up.
+    Layers of this library are recorded as they are; a Hugging Face model uses this library's attention inside the
+    context, and its outputs stay within the rounding of its dtype. Afterwards, also after an exception, the model is
+    restored. Padding is left out: each text of a padded batch is one sample of its own length. The calls of a decoding,
+    one token each, are merged into one sample; several batches add up.
 
     Args:
-        model: a module that holds attention layers of this library, or a Hugging Face model, or both.
-        layers: which layers to keep, by index in the order they first run, or by name: a glob such as
-            "encoder.*", or a part such as "layer.3"; None keeps all.
-        keep: where q and k are kept for later tiles of the map: in the memory of the "cpu", on the "device" of
-            the model, or nowhere: "statistics" keeps what was measured of each query, "summary" only sums over all
-            queries of all texts, so that a loop over any number of batches takes the same memory.
-        probes: which statistics, by name, or as `multihead.probes` makes them, such as `probes.offset_mass(-5)`;
-            None takes those that cost next to nothing, `multihead.probes.DEFAULT`. One that needs what a call does not
-            have is left out there: token ids, special tokens, an output projection, learned sinks.
-        special_ids: the token ids that `special_mass` counts, such as those of [CLS] and [SEP]; with a tokenizer its
-            own, if they are left out.
-        tokenizer: a Hugging Face tokenizer that names the tokens of the texts; see `Record.name_tokens`.
-        map_size: most rows and columns of the pooled map.
-        map_pool: what a block of the pooled map holds, the "mean" or the "max" of its weights.
+        model: a module with attention layers of this library, a Hugging Face model, or both.
+        layers: the layers to record, by index in the order they first run, or by name: a glob such as "encoder.*",
+            or a part such as "layer.3"; None records all.
+        keep: where q and k are kept for later tiles of the map: "cpu" (main memory), "device" (the device of the
+            model), or nowhere: "statistics" keeps statistics per query, "summary" only their summary over all texts,
+            so that a loop over any number of batches takes constant memory.
+        probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes those that cost next
+            to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls without what it needs: token ids,
+            special tokens, an output projection, learned sinks.
+        special_ids: the token ids that `special_mass` counts, such as those of [CLS] and [SEP]; by default the
+            special ids of the tokenizer, if there is one.
+        tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
+        map_size: largest number of rows and columns of the pooled map.
+        map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
 
     Returns: a record that fills while the model runs.
 
     Raises:
-        ModelError: no module, a family that cannot be watched, a name in `layers` that no module has; and at the
-            end: nothing was heard, or one of `layers` is none of those that ran.
+        ModelError: `model` is not a module, its family is not supported, or a name in `layers` matches no module; at
+            the end: no attention call was captured, or one of `layers` matches no layer that ran.
         ArgumentError, ProbeError: an option that does not exist.
 
     >>> import multihead as mh
@@ -77,7 +77,7 @@ def observe(
     chosen = resolved(DEFAULT if probes is None else probes)
     _refuse_unless_sensible(model, keep, map_size, map_pool)
     _refuse_unless_told(chosen)
-    root = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
     layer_filter = LayerFilter.of(layers)
     layer_filter.refuse_unless_modules(list(names.values()))
@@ -87,7 +87,7 @@ def observe(
     )
     with ExitStack() as stack:
         stack.enter_context(huggingface.installed(root))
-        if "torch._dynamo" in sys.modules:  # a compiled graph tells nobody what it computes
+        if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         inputs = stack.enter_context(noticed(root))
         recorder = Recorder(
@@ -113,7 +113,7 @@ def observe(
 
 def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_pool: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ModelError(f"The model is a {type(model).__name__}, and no module.", "Give a torch.nn.Module.")
+        raise ModelError(f"The model is a {type(model).__name__}, not a module.", "Give a torch.nn.Module.")
     if keep not in ("cpu", "device", "statistics", "summary"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device", "statistics" or "summary".')
     if map_pool not in ("mean", "max"):
@@ -122,10 +122,10 @@ def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_p
 
 
 def _refuse_unless_told(probes: Sequence[Probe]) -> None:
-    """Refuse statistics that no call could have, since nothing says which tokens they count."""
+    """Raise ProbeError for statistics that need a set of tokens which is not given."""
     for probe in probes:
         if "sets" in probe.needs:
             raise ProbeError(
-                f"{probe.name} was asked for, and nothing says which tokens it counts.",
+                f"{probe.name} needs a set of tokens.",
                 f"Give their ids: probes.tokens_mass({probe.name.removesuffix('_mass')!r}, ids).",
             )

@@ -1,4 +1,4 @@
-"""Find what a layer multiplies the outputs of its heads by."""
+"""Find the output projection of an attention layer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 
 NAMES = ("out_proj", "o_proj", "c_proj", "out_lin", "Wo", "W_o", "o", "dense")
-"""What families call it: we, OPT, CLIP and Whisper; Llama; GPT-2; DistilBERT; ModernBERT; d2l; T5; ALBERT, GPT-NeoX."""
+"""Its names: multihead, OPT, CLIP, Whisper; Llama; GPT-2; DistilBERT; ModernBERT; d2l; T5; ALBERT, GPT-NeoX."""
 
 
 def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -> Tensor | None:
-    """Find the output projection of an attention layer, by name: in it, or in what stands beside it as `output`.
+    """Find the output projection by name: in the attention layer, or in its sibling module `output`.
 
     Args:
-        owner: the module that asks for attention.
-        root: the model it is in.
-        name: where it is in that.
-        width: heads * value_dim, which its input must have.
+        owner: the attention layer.
+        root: the model.
+        name: qualified name of the layer in the model.
+        width: heads * value_dim, the number of input features of the projection.
 
-    Returns: (embed_dim, heads * value_dim), as `nn.Linear` has it, or None where there is none that fits. What a head
-        is multiplied by before (`head_gates`) is counted in.
+    Returns: (embed_dim, heads * value_dim), as in `nn.Linear`, or None if nothing fits. Per-head factors before the
+        projection (`head_gates`) are included.
 
     >>> import multihead as mh
     >>> output_weight(layer := mh.MultiHeadAttention(8, 2), layer, "", width=8) is layer.out_proj.weight

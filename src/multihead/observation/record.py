@@ -12,6 +12,7 @@ from multihead.analysis.find import FoundHead, Range, find
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError
 from multihead.escaping import visible
+from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, notebook, saving
@@ -222,12 +223,11 @@ class Record:
         """Return the table as a pandas DataFrame, a row a head.
 
         Raises:
-            ModelError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ModelError("A DataFrame needs pandas, and it is not installed.", "Run pip install pandas.") from error
+        require("pandas", purpose="A DataFrame", extra=None)
+        import pandas as pd
+
         return pd.DataFrame(self.table(of=of).rows)
 
     def __repr__(self) -> str:

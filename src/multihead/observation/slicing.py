@@ -1,4 +1,4 @@
-"""Cut one sample out of an attention call, without its padding and without the samples packed beside it."""
+"""Slice one sample out of an attention call, without its padding and without other packed samples."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from multihead.scores.relative import Relative
 
 @dataclass(eq=False)
 class SampleSpans:
-    """Where the samples of a call stand: the layers of a model that share a mask share this too.
+    """The place of each sample in a call; layers of a model that share a mask share this too.
 
-    Fields:
+    Attributes:
         request: the call, without its tensors.
-        real: (batch, queries) bool, True = no padding, or None.
-        padding: (batch, keys) bool, True = no padding, or None.
-        found: of each sample its rows and columns.
-        parts: of each sample its own request, as a record keeps it; empty until they are needed.
+        real: (batch, queries) bool, False for padding, or None.
+        padding: (batch, keys) bool, False for padding, or None.
+        found: per sample, its rows and columns.
+        parts: per sample, its own request as a record keeps it; empty until needed.
     """
 
     request: AttentionRequest
@@ -66,7 +66,7 @@ class SampleSpans:
         return (rows, columns) == (batch * request.shape.query_length, batch * request.shape.key_length)
 
     def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
-        """Whether another call has its samples at the same places, and asks the same of them."""
+        """Whether another call has its samples at the same places, with the same mask and options."""
         mine = self.request
         for each in (request, mine):
             if isinstance(each.query_start, Tensor) or each.bias is not None or each.packed_lengths is not None:
@@ -81,14 +81,14 @@ class SampleSpans:
 
 
 def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Span]:
-    """Find where each sample of a call stands.
+    """Find the place of each sample in a call.
 
     Args:
         request: the call.
-        queries: (batch, queries) bool, True = no padding; None where nothing says: then queries at the end that
-            see no key are taken for padding.
-        keys: (batch, keys) bool, True = no padding; None where nothing says. Keys at the end that no query may
-            see are left out in any case.
+        queries: (batch, queries) bool, False for padding; None if unknown: then queries at the end that see no key
+            count as padding.
+        keys: (batch, keys) bool, False for padding; None if unknown. Keys at the end that no query may see are left
+            out in any case.
     """
     shape, bounds = request.shape, bounds_of(request)
     batch, columns = shape.batch, shape.key_length
@@ -116,9 +116,9 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
     if keys is not None:
         first_key, behind_key = _hulls(keys)
         behind_key = first_key.maximum(behind_key.minimum(last))
-    # A statistic of a row is that of its sample where the sample's keys are all that the row sees.
+    # A statistic of a row is valid for its sample if the row sees keys of that sample only.
     real = counted if queries is None else counted & queries
-    earliest = columns - _largest(columns - start, real)  # where no query counts it is behind the last key
+    earliest = columns - _largest(columns - start, real)  # after the last key if no query counts
     holds_all = (earliest >= first_key) & (_largest(stop, real) <= behind_key)
     holds_first = (earliest == columns - _largest(columns - start, seeing)) | ~real.any(1)
     found = torch.stack((first, behind, first_key, behind_key, holds_all, holds_first)).tolist()
@@ -133,7 +133,11 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _hulls(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first True of each row and the place behind the last: (rows, n) bool; (0, 0) where there is none."""
+    """Return the index of the first True of each row and that after the last; (0, 0) without one.
+
+    Args:
+        flags: (rows, n) bool.
+    """
     behind = _largest(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
     count = flags.shape[1]
     first = count - _largest(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
@@ -141,13 +145,13 @@ def _hulls(flags: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, counted: Tensor) -> Tensor:
-    """Return the largest of the values of each row that count, 0 where none does; they are 0 or more."""
+    """Return the largest counted value of each row, 0 if none is counted; values are 0 or more."""
     padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))  # so that no row is empty
     return padded.amax(1)
 
 
 def hull(flags: Tensor) -> tuple[int, int]:
-    """Find the first True and the place behind the last: (n,) bool; (0, 0) where there is none.
+    """Return the index of the first True and that after the last, (0, 0) without one: (n,) bool.
 
     >>> hull(torch.tensor([False, True, False, True, False]))
     (1, 4)
@@ -157,10 +161,9 @@ def hull(flags: Tensor) -> tuple[int, int]:
 
 
 def cut(call: AttentionCall, span: Span) -> AttentionCall:
-    """Cut one sample out of a call: a call with a batch of one, that means the same on what is left.
+    """Slice one sample out of a call: an equivalent call with a batch of one.
 
-    The statistics that the kernel measured are sliced with it; those that mean something else in the sample are left
-    out.
+    The kernel's statistics are sliced too; those that have another meaning within the sample are left out.
     """
     request, attended = call.request, call.attended
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
@@ -178,7 +181,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
 
 
 def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
-    """Cut one sample out of a request as `cut` does, but for q, k and v, which stay those of the whole."""
+    """Slice one sample out of a request as `cut` does, except q, k and v, which stay whole."""
     rows, columns = slice(*span.queries), slice(*span.keys)
     shape = replace(
         request.shape,
@@ -190,7 +193,7 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
     packed = request.packed_lengths is not None
     mask = (request.mask.without_documents() if packed else request.mask).part(span)
     if not mask.uses_positions:
-        position = max(position, 0)  # a place before the first key means nothing to a mask of cross-attention
+        position = max(position, 0)  # a position before the first key has no meaning in cross-attention
     return replace(
         request,
         shape=shape,
@@ -202,11 +205,11 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
 
 
 def sliceable(request: AttentionRequest, span: Span, parts: Iterable[Part]) -> frozenset[Part]:
-    """Return the parts that a kernel measured of a whole call and that are, row by row, those of a sample.
+    """Return which parts that a kernel measured of a whole call are valid for one of its samples.
 
-    Sums over a row of weights are, where the sample's keys are all that its queries see. Distances are too, since a
-    sample's queries and keys move together, unless a query stands before the first key. That of
-    the first key depends on which key counted as the first.
+    Sums over a row of weights are valid if the sample's queries see its own keys only. Distances are valid too, since
+    queries and keys of a sample shift together, unless a query is before the first key. The weight on the first key
+    depends on which key counted as the first.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all or (whole and request.packed_lengths is None)):
@@ -218,12 +221,12 @@ def sliceable(request: AttentionRequest, span: Span, parts: Iterable[Part]) -> f
 
 
 def moved(part: Part, value: Tensor, span: Span) -> Tensor:
-    """Count the indices of keys in a sliced part from the first key of the sample."""
+    """Shift a part that holds key indices so that the first key of the sample is 0."""
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
 
 def moved_together(parts: Mapping[Part, Tensor], found: Sequence[Span]) -> Mapping[Part, Tensor]:
-    """Count the indices of keys in the parts of a whole call, each from the first key of its sample."""
+    """Shift the key indices among the parts of a whole call so that the first key of each sample is 0."""
     keys = parts.get("largest_key")
     if keys is None or not any(span.keys[0] for span in found):
         return parts
@@ -235,18 +238,18 @@ def moved_together(parts: Mapping[Part, Tensor], found: Sequence[Span]) -> Mappi
 
 
 def position_of(request: AttentionRequest, span: Span) -> int:
-    """Return where the first query of a sample stands among its keys."""
+    """Return the position of the first query of a sample among its keys."""
     start = request.query_start
     origin = int(start[span.sample]) if isinstance(start, Tensor) else start
     return origin + span.queries[0] - span.keys[0]
 
 
 def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
-    """Let the queries that are padding between real ones see nothing, so that they count nowhere.
+    """Make queries that are padding between real ones see no key, so that no summary counts them.
 
     Args:
         call: a call with a batch of one.
-        real: (queries,) bool, True = no padding.
+        real: (queries,) bool, False for padding.
     """
     if bool(real.all()):
         return call
@@ -260,7 +263,7 @@ def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
 
 
 def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
-    """Cut a bias to the rows and columns of one sample."""
+    """Slice a bias to the rows and columns of one sample."""
     if isinstance(bias, Relative):
         part = bias.part(queries, span.queries, span.keys)
         return part if len(part.values) == 1 else Relative(part.values[span.sample][None])
@@ -268,7 +271,7 @@ def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
 
 
 def _tile(tensor: Tensor, span: Span) -> Tensor:
-    """Cut a tensor that broadcasts to (batch, heads, queries, keys): (1, heads or 1, rows or 1, columns or 1)."""
+    """Slice a tensor that broadcasts to (batch, heads, queries, keys): (1, heads or 1, rows or 1, columns or 1)."""
     if tensor.shape[0] > 1:
         tensor = tensor[span.sample : span.sample + 1]
     if tensor.shape[2] > 1:

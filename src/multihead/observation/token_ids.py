@@ -1,4 +1,4 @@
-"""Find the token ids of a call's queries and keys among what the model was given."""
+"""Find the token ids of a call's queries and keys among the inputs of the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from multihead.record.sample import SampleRecord
 class Ids:
     """The token ids of one call.
 
-    Fields:
-        queries: (batch, queries) int64, those of its queries; of a packed call (samples, tokens); or None.
-        keys: (batch, keys), those of its keys where they are another text; or None.
+    Attributes:
+        queries: (batch, queries) int64, the ids of its queries, (samples, tokens) for a packed call, or None.
+        keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
         request: the call.
-        crosses: whether its keys are another text.
+        crosses: whether its keys come from another text (cross-attention).
     """
 
     queries: Tensor | None
@@ -30,13 +30,13 @@ class Ids:
     crosses: bool
 
     def add_to(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
-        """Add the ids of one sample to what is known of it.
+        """Append the ids of one sample to its record.
 
         Args:
-            sample: where they go.
-            span: its rows and columns in the call.
-            index: which sample it is.
-            offset: where the call's first key stands among the keys of the sample; negative where padding is before.
+            sample: the record.
+            span: the sample's rows and columns in the call.
+            index: index of the sample.
+            offset: position of the call's first key among the keys of the sample; negative after padding.
         """
         if self.crosses:
             sample.queries_read.grow(_row(self.queries, span.sample, span.queries), start=sample.logsumexp.length)
@@ -53,17 +53,17 @@ class Ids:
 
 
 def read_ids(inputs: Inputs, request: AttentionRequest, name: str, *, crosses: bool) -> Ids:
-    """Find the ids of a call: those that fit its shape, and belong to the part of the model that its layer is in.
+    """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer.
 
     Args:
-        inputs: what the model was given.
+        inputs: the inputs of the model.
         request: the call.
         name: the layer's name.
-        crosses: whether its keys are another text than its queries.
+        crosses: whether its keys come from another text than its queries.
     """
     shape, continued = request.shape, request.continued
     if continued is not None and continued.lengths is not None and bool((continued.lengths < shape.query_length).any()):
-        return Ids(None, None, request, crosses)  # which of the ids are the real ones is not told
+        return Ids(None, None, request, crosses)  # which of the ids are padding is unknown
     packed = request.packed_lengths
     sizes = (shape.batch, shape.query_length) if packed is None else (len(packed), None)
     queries = inputs.queries_of(name).ids

@@ -1,4 +1,4 @@
-"""Put blocks of a map together from the calls that a text was seen in."""
+"""Sum the blocks of a map over the segments of a sample; check slices and heads of a map."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def joined_blocks(
     without_first_key: bool = False,
     cancelled: Callable[[], bool] | None = None,
 ) -> Blocks:
-    """Sum the weights of each block of a rectangle of a map, and count the cells that may be seen.
+    """Sum the weights of each block of a rectangle of a map, and count its visible cells.
 
-    A call may begin within a block: what is before the next line of the grid is then summed apart.
+    A segment may start within a block: its rows before the next grid line are summed separately.
 
     Args:
-        parts: the calls, each with what can be computed of it and its logsumexp (1, heads, queries).
+        parts: the segments, each with its request (with q and k) and its logsumexp (1, heads, queries).
         heads: which heads.
-        rows: the first query, and the one behind the last.
-        columns: the first key, and the one behind the last.
-        block: queries and keys a block.
-        without_first_key: whether the key 0 counts as hidden.
-        cancelled: asked between strips; once it says True the work ends with `CancelledError`.
+        rows: the first query, and the one after the last.
+        columns: the first key, and the one after the last.
+        block: queries and keys per block.
+        without_first_key: whether key 0 counts as hidden.
+        cancelled: called between strips; if it returns True, `CancelledError` is raised.
     """
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
     sums = torch.zeros(len(heads), *size, dtype=torch.float64)
@@ -60,32 +60,32 @@ def joined_blocks(
 
 
 def indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
-    """Return the first place of a slice, the one behind its last, and its step.
+    """Return the start, stop and step of a slice for a given length.
 
     Raises:
-        ArgumentError: it is no slice, or goes backward.
+        ArgumentError: it is not a slice, or its step is negative.
     """
     refuse_unless_slice(name, chosen)
     return chosen.indices(length)
 
 
 def ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[int, int]:
-    """Return the first place of a slice and the one behind its last.
+    """Return the start and stop of a slice for a given length.
 
     Raises:
-        ArgumentError: it is no slice, or has steps.
+        ArgumentError: it is not a slice, or has steps.
     """
     first, behind, step = indices(chosen, length, name)
     if step != 1:
-        raise ArgumentError(f"A part of the map is asked for with steps of {step}.", "Give slices without steps.")
+        raise ArgumentError(f"{name} has steps of {step}.", "Give slices without steps.")
     return first, max(first, behind)
 
 
 def one_or_all(head: int | None, num_heads: int) -> int | slice:
-    """Return one head, or a slice of all where it is None.
+    """Return one head, or a slice of all heads for None.
 
     Raises:
-        ArgumentError: several heads, or none that is a number.
+        ArgumentError: `head` is not an integer.
     """
     if head is None:
         return slice(None)
@@ -96,10 +96,10 @@ def one_or_all(head: int | None, num_heads: int) -> int | slice:
 
 
 def both(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
-    """Return a number of queries and one of keys; one number is both.
+    """Return a number for the queries and one for the keys; one number counts for both.
 
     Raises:
-        ArgumentError: there are not one or two.
+        ArgumentError: a sequence of another length than two.
     """
     if not isinstance(given, (tuple, list)):
         return given, given
@@ -109,7 +109,7 @@ def both(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Cut what is there of what is asked at the first line of the grid: block and ends of each part.
+    """Split the overlap of a segment and a rectangle at the first grid line: block and range of each part.
 
     >>> list(_on_grid((3, 20), (0, 18), 8))
     [(0, (3, 8)), (1, (8, 18))]

@@ -21,14 +21,14 @@ from multihead.record.texts import Text
 
 @dataclass(eq=False, repr=False)
 class LayerRecord:
-    """One layer: its samples, in the order they ran.
+    """One attention layer of a record.
 
-    Fields:
-        name: the layer's qualified name in the model; "#2" and so on where it runs again in one forward pass.
-        samples: one a text, over all batches; none where texts are only summed up.
-        running_summary: the sums over all texts, where only these were kept.
-        number: its place, from 0, among all attention layers of the model in the order they first ran, those that
-            were not recorded included: L17 is the layer that `observe(layers=17)` chooses.
+    Attributes:
+        name: the layer's qualified name in the model; "#2" and so on if it runs again in one forward pass.
+        samples: one per text, over all batches, in the order they ran; empty if only a summary is kept.
+        running_summary: the summary of all texts with keep="summary", else None.
+        number: index from 0 among all attention layers of the model in the order they first ran, layers that were
+            not recorded included: L17 is the layer that `observe(layers=17)` chooses.
     """
 
     name: str
@@ -53,26 +53,26 @@ class LayerRecord:
 
     @property
     def num_heads(self) -> int:
-        """How many query heads the layer has."""
+        """Number of query heads."""
         return self.samples[0].num_heads if self.running_summary is None else self.running_summary.num_heads
 
     @property
     def num_samples(self) -> int:
-        """How many samples were seen."""
+        """Number of samples."""
         return len(self.samples) if self.running_summary is None else self.running_summary.num_samples
 
     def means(self) -> dict[str, Tensor]:
-        """Means over all queries that see a key and are no padding, over all samples: (heads,) float64 each."""
+        """Mean of each statistic over the queries that count, over all samples: (heads,) float64 each."""
         return self.summary()
 
     def summary(self, of: Of = "mean") -> dict[str, Tensor]:
-        """Sum up each statistic over all queries that see a key, over all samples: (heads,) float64 each.
+        """Summarise each statistic over the queries that count, over all samples: (heads,) float64 each.
 
         Args:
             of: "mean", "median" or "p95", the 95th percentile.
 
         Raises:
-            ArgumentError: `of` is none of these.
+            ArgumentError: `of` is something else.
         """
         return (
             summaries.summary([one.measured() for one in self.samples], of)
@@ -84,20 +84,20 @@ class LayerRecord:
         """Return one sample.
 
         Raises:
-            ArgumentError: there is no such sample.
-            ProbeError: texts were only summed up.
+            ArgumentError: the sample does not exist.
+            ProbeError: only a summary was kept.
         """
         if self.running_summary is not None:
             raise ProbeError(
-                f'{self.name} was observed with keep="summary", so no text of it is at hand.',
-                'Observe with keep="statistics" to see texts one by one.',
+                f'{self.name} was observed with keep="summary", so it has no single texts.',
+                'Observe with keep="statistics" to keep each text.',
             )
         if isinstance(index, bool) or not isinstance(index, int):
             raise ArgumentError(f"sample is {index!r}.", "Give the index of one sample, an integer.")
         if not -self.num_samples <= index < self.num_samples:
             raise ArgumentError(
-                f"There is no sample {index}; {self.name} saw {self.num_samples}.",
-                f"Give one from 0 to {self.num_samples - 1}.",
+                f"There is no sample {index}; {self.name} has {self.num_samples}.",
+                "Give 0." if self.num_samples == 1 else f"Give one from 0 to {self.num_samples - 1}.",
             )
         return self.samples[index]
 
@@ -121,7 +121,7 @@ class LayerRecord:
         keys: slice = slice(None),
         bins: int | tuple[int, int] = 256,
     ) -> Tensor:
-        """Draw a part of one sample's attention map together into few cells, see `SampleRecord.map`."""
+        """Downsample a part of one sample's attention map, see `SampleRecord.map`."""
         return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
 
 

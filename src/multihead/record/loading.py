@@ -1,4 +1,4 @@
-"""Open a saved record: everything in the file is checked before it is believed, and nothing of it is executed."""
+"""Open a saved record: everything in the file is checked, and nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from torch import Tensor
 from multihead.errors import InputError, MultiheadError
 from multihead.files import Parts, is_folder, refuse_unless_name
 from multihead.functional import request_of
+from multihead.optional import require
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordParts
 from multihead.record.running_summary import BINS, RunningSummary, Sketch, bin_of
 from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
-from multihead.record.saving import FORMAT, HEADER, STORED, VERSION, refuse_unless_installed
+from multihead.record.saving import FORMAT, HEADER, STORED, VERSION
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.stored import Held, StoredRows, bytes_of
 from multihead.record.texts import Reading, Text
 
-MOST = 1 << 40  # anything that is counted and has no limit of its own
+MOST = 1 << 40  # limit of counts that have no limit of their own
 
 MOST_TOKENS = 1 << 28
-"""Queries or keys of a sample; the longest contexts of models hold 2^24. More would be computed for minutes, or not
-fit the memory, where a file of statistics alone says so and holds nothing of that size."""
+"""Limit of the queries or keys of a sample; the longest contexts of models have 2^24 tokens. A file with statistics
+alone can claim more in a few bytes, and reading it would then take minutes or run out of memory."""
 
 MOST_HEADS = 1 << 18
-"""Heads of all layers together; the largest models have 2^14. Without queries they take no byte of a file, and each
-takes time where it is listed."""
+"""Limit of the heads of all layers together; the largest models have 2^14. Without queries they take no bytes in a
+file, but time wherever they are listed."""
 
 MOST_WIDTH = 1 << 20
-"""Numbers of a query, key or value of one head; models have 2^9 at most."""
+"""Limit of head_dim and value_dim; models have 2^9 at most."""
 
 MOST_LABEL = 100
 """Characters of the label or the unit of a statistic, which pages show in the head of a column."""
 
 _BINS_1 = 2095  # of a summary in a file of version 1
 _NAMED = {name: dtype for dtype, name in STORED.items()}
-_LENGTH = 300  # characters of what is wrong in a file, in an error
+_LENGTH = 300  # characters of a finding in an error
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 CALLED: dict[type, str] = {
     dict: "an object",
@@ -62,16 +63,15 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
 
     Args:
         file: the record's file.
-        mapped: map the file into memory, which ends the process if somebody cuts the file meanwhile. Else q and k are
-            read where they are needed, everything else at once, and a file that was cut or written into since it was
-            opened raises InputError.
+        mapped: map the file into memory; truncating it then kills the process. If False, q and k are read when they
+            are needed and everything else at once, and reading raises InputError if the file was changed.
     """
     target = os.fspath(file)
-    # PyTorch reads numbers in the machine's own order of bytes, and the file has the lowest first.
+    # PyTorch reads numbers in the byte order of the machine; the file is little-endian.
     metadata, tensors, stored = _opened(target, mapped=mapped or sys.byteorder == "big")
     if metadata.get("format") != FORMAT:
         raise InputError(
-            f"{target!r} is a safetensors file, and no record of multihead.", "Give a file that Record.save wrote."
+            f"{target!r} is a safetensors file, but not a record of multihead.", "Give a file that Record.save wrote."
         )
     version = metadata.get("version", "")
     if not re.fullmatch(r"[0-9]{1,9}", version, re.ASCII) or int(version) < 1:
@@ -89,25 +89,27 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
     except MultiheadError as error:
         raise _damaged(target, error.finding.rstrip(".")) from error
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
-        raise _damaged(target, "what it says does not fit together") from error
+        raise _damaged(target, "its parts do not fit together") from error
 
 
 class _WrongError(Exception):
-    """Something in a file is not what it should be."""
+    """A value in a file is not what it should be."""
 
 
 def _damaged(target: str, what: str) -> InputError:
     what = what if len(what) <= _LENGTH else f"{what[: _LENGTH - 1]}…"
-    return InputError(f"{target!r} is damaged: {what}.", "Save the record anew.")
+    return InputError(f"{target!r} is damaged: {what}.", "Save the record again.")
 
 
 def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
-    """Open a file: its metadata, its tensors, and those that are read where they are needed.
+    """Open a file.
+
+    Returns: its metadata, its tensors, and the tensors that are read when they are needed.
 
     Raises:
-        InputError: there is no such file, it is no safetensors file, or it is cut.
+        InputError: the file does not exist, is not a safetensors file, or is truncated.
     """
-    refuse_unless_installed()
+    require("safetensors", purpose="Opening a record", extra="view")
     from safetensors import SafetensorError, safe_open
 
     refuse_unless_name(target)
@@ -125,17 +127,17 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
             raise InputError(f"{target!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
         if _begins_as_safetensors(target):
             raise InputError(
-                f"{target!r} is cut or damaged: it begins as a safetensors file, and does not go on as one.",
-                "Copy it again, or save the record anew.",
+                f"{target!r} is truncated or damaged: it starts as a safetensors file but does not continue as one.",
+                "Copy it again, or save the record again.",
             ) from error
-        raise InputError(f"{target!r} is no safetensors file.", "Give a file that Record.save wrote.") from error
+        raise InputError(f"{target!r} is not a safetensors file.", "Give a file that Record.save wrote.") from error
 
 
 def _read(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
-    """Read a file that safetensors has found to be one; q and k stay in it.
+    """Read a file that safetensors has validated; q and k stay in it.
 
     Raises:
-        ValueError: it is another one by now.
+        ValueError: the file has changed since.
     """
     parts = Parts(Path(target), hold=True)
     parts.read_into(0, memoryview(size := bytearray(8)))
@@ -151,7 +153,7 @@ def _read(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, Sto
     for name, said in header.items():
         dtype, shape, (first, behind) = _NAMED.get(said["dtype"]), tuple(said["shape"]), said["data_offsets"]
         if dtype is None:
-            continue  # no tensor of ours
+            continue  # not a tensor of a record
         if behind - first != math.prod(shape) * dtype.itemsize or begin + behind > parts.size:
             raise ValueError(f"{name} is not where the header has it.")
         if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
@@ -173,7 +175,7 @@ def _record(
 ) -> RecordParts:
     said = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "what it says")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
-        raise _WrongError("its id is none")
+        raise _WrongError("its id is not one")
     texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
     layers = []
     heads = 0
@@ -187,7 +189,7 @@ def _record(
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
-        # Records of earlier versions have no numbers; there a layer was called by its place in the file.
+        # Records of earlier versions have no numbers; a layer's number was its index in the file.
         layers.append(
             LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
         )
@@ -220,7 +222,7 @@ def _statistics(said: dict[str, Any]) -> dict[str, Statistic]:
 
 
 def _refused_constant(name: str) -> float:
-    raise _WrongError(f"{name} is no number")
+    raise _WrongError(f"{name} is not a number")
 
 
 def _of(value: Any, kind: type, what: str) -> Any:
@@ -237,12 +239,12 @@ def _count(value: Any, what: str, *, least: int = 0, most: int = MOST) -> int:
 
 def _within(index: int, length: int) -> int:
     if not 0 <= index < length:
-        raise _WrongError("a call is of no sample that is there")
+        raise _WrongError("a call refers to a sample that does not exist")
     return index
 
 
 def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: torch.dtype) -> Tensor:
-    """Refuse a tensor of another shape or dtype; None fits any size."""
+    """Return the tensor if its shape and dtype are as expected; None fits any size."""
     fits = tensor.dim() == len(shape) and all(
         size in (None, given) for size, given in zip(shape, tensor.shape, strict=True)
     )
@@ -318,16 +320,16 @@ class _Sample:
         return one
 
     def segment(self, said: dict[str, Any], row_start: int) -> Segment:
-        """Read where a call stands; the request is checked as if it were asked anew."""
+        """Read a segment; its request is checked like that of a new call."""
         queries = _count(said["queries"], "a number of queries", most=MOST_TOKENS)
         keys = _count(said["keys"], "a number of keys", most=MOST_TOKENS)
         numbers = [said["scale"], *([] if said["softcap"] is None else [said["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
-            raise _WrongError("a scale is no number")
+            raise _WrongError("a scale is not a number")
         start = _of(said["query_start"], int, "a query's place")
         if abs(start) > MOST_TOKENS:
             raise _WrongError(f"a query's place is {start}")
-        blank = torch.empty((), dtype=self.dtype)  # as large as q, k and v, and without their memory
+        blank = torch.empty((), dtype=self.dtype)  # expands to the shapes of q, k and v without their memory
         request = request_of(
             blank.expand(1, self.heads, queries, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.head_dim),
@@ -345,7 +347,7 @@ class _Sample:
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
 
     def sinks(self, said: dict[str, Any]) -> Tensor | None:
-        """Read the sinks of a call; older files have their share in the logsumexp alone."""
+        """Read the sinks of a call; in older files they are part of the logsumexp only."""
         name = said.get("sinks")
         if name is None:
             return None
@@ -373,7 +375,7 @@ class _Sample:
         return str(_of(self.said["name"], str, "a name"))
 
     def calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Read where the calls begin and end: one behind the other, each within a piece."""
+        """Read the ranges of the calls: consecutive, each within a segment."""
         said = _shaped(self.tensors[self.said["calls"]], (None, 4), "calls", torch.int64).tolist()
         found: list[tuple[tuple[int, int], tuple[int, int]]] = []
         segments = iter(one.segments)

@@ -33,20 +33,20 @@ OF_MAPS = frozenset({"pooled_map"})
 
 @dataclass(eq=False, repr=False)
 class SampleRecord:
-    """One sample (one text) in one layer, without its padding; calls of a decoding are joined into one.
+    """One sample (one text) in one layer, without padding; the calls of a decoding are merged.
 
-    Fields:
+    Attributes:
         name: the layer's name.
-        map_size: most rows and columns of the pooled map.
-        map_pool: what a block of it holds, the "mean" or the "max" of its weights.
+        map_size: largest number of rows and columns of the pooled map.
+        map_pool: whether a block of it holds the "mean" or the "max" of its weights.
         logsumexp: (1, heads, queries), nats.
-        q: (1, heads, queries, head_dim), or None where only statistics were kept.
-        k: (1, kv_heads, keys, head_dim), or None where only statistics were kept.
-        segments: where its calls stand, joined where they are as good as one.
-        calls: of each call its queries and its keys, first and behind the last.
-        crosses: whether its keys are another text than its queries (cross-attention).
-        keys_read: the text that its keys were made of.
-        queries_read: the text that its queries were made of, where it is another one.
+        q: (1, heads, queries, head_dim), or None if only statistics were kept.
+        k: (1, kv_heads, keys, head_dim), or None if only statistics were kept.
+        segments: its calls, merged where one mask describes several.
+        calls: per call, the range of its queries and of its keys, (first, after the last) each.
+        crosses: whether keys come from another text than queries (cross-attention).
+        keys_read: the text of the keys.
+        queries_read: the text of the queries, if it is another one.
     """
 
     name: str
@@ -61,12 +61,12 @@ class SampleRecord:
     keys_read: Reading = field(default_factory=Reading)
     queries_read: Reading = field(default_factory=Reading)
     _per_query: dict[str, Rows] = field(default_factory=dict)  # (heads, queries)
-    _others: dict[str, Tensor] = field(default_factory=dict)  # what is no number a query
+    _others: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
     _pooled: tuple[int, Tensor] | None = None
 
     @property
     def num_heads(self) -> int:
-        """How many query heads the layer has."""
+        """Number of query heads."""
         return self.segments[0].request.shape.num_heads
 
     @property
@@ -76,47 +76,47 @@ class SampleRecord:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that attention was asked for in."""
+        """The dtype of q and k in the model."""
         return self.segments[0].request.shape.dtype
 
     @property
     def num_queries(self) -> int:
-        """How many queries the sample has."""
+        """Number of queries."""
         return self.segments[-1].row_stop
 
     @property
     def num_keys(self) -> int:
-        """How many keys the sample has."""
+        """Number of keys."""
         return max(segment.key_stop for segment in self.segments)
 
     @property
     def query_start(self) -> int:
-        """Where the first query stands among the keys."""
+        """Position of the first query among the keys."""
         return self.segments[0].query_start
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether q and k were kept, so that any part of the map can be had."""
+        """Whether q and k were kept, so that any part of the map can be computed."""
         return self.q is not None
 
     @property
     def text(self) -> Text:
-        """The text that its keys were made of, one token a key."""
+        """The text of the keys, one token per key."""
         return self.keys_read.text(self.num_keys)
 
     @property
     def query_text(self) -> Text:
-        """The text that its queries were made of, one token a query."""
+        """The text of the queries, one token per query."""
         if self.crosses:
             return self.queries_read.text(self.num_queries)
         return self.text.part(self.query_start, self.query_start + self.num_queries)
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """What was measured of each query: (heads, queries) each, on the CPU.
+        """Statistics per query, (heads, queries) each, on the CPU.
 
-        `received` and `coverage` are (heads, keys), `pooled_map` (heads, rows, columns); of a decoding the latter
-        is had only where q and k were kept.
+        `received` and `coverage` are (heads, keys), `pooled_map` is (heads, rows, columns); a decoding has the latter
+        only if q and k were kept.
         """
         found = self.per_query | self._others
         if len(self.calls) > 1 and "pooled_map" in found:
@@ -133,7 +133,7 @@ class SampleRecord:
 
     @property
     def per_query(self) -> dict[str, Tensor]:
-        """Those of the statistics that are one number a query: (heads, queries) each."""
+        """Statistics that are one number per query: (heads, queries) each."""
         return {name: rows.whole() for name, rows in self._per_query.items()}
 
     @property
@@ -159,20 +159,20 @@ class SampleRecord:
         }
 
     def put(self, statistics: dict[str, Tensor]) -> None:
-        """Take in what was measured of all its calls."""
+        """Set the statistics of all calls."""
         self._others = {name: value for name, value in statistics.items() if name in PER_KEY | OF_MAPS}
         self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
         if "pooled_map" in statistics:
             self._pooled = (len(self.calls), statistics["pooled_map"])
 
     def add(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
-        """Take in a call that goes on from those before it; its keys are added to `k` by whoever heard them.
+        """Append a call that continues the previous ones; the caller appends its keys to `k`.
 
         Args:
-            segment: the call; its rows are counted anew.
+            segment: the call; its `row_start` is set here.
             logsumexp: (1, heads, queries).
-            statistics: what was measured.
-            q: (1, heads, queries, head_dim), or None where only statistics are kept.
+            statistics: its statistics.
+            q: (1, heads, queries, head_dim), or None if only statistics are kept.
         """
         first = not self.calls
         segment = replace(segment, row_start=self.logsumexp.length)
@@ -189,7 +189,7 @@ class SampleRecord:
         if first:
             self.put(statistics)
             return
-        # What one of the calls has not, the whole has not.
+        # A statistic that one call lacks is dropped for the whole sample.
         self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
         for name, rows in self._per_query.items():
             shifted = per_query[name]
@@ -202,7 +202,7 @@ class SampleRecord:
             if "received" in self._others:
                 self._others["coverage"] = self._others["received"].clamp(max=1)
             else:
-                del self._others["coverage"]  # shares that were cut off at 1 do not add up
+                del self._others["coverage"]  # shares clamped to 1 cannot be summed
 
     def __repr__(self) -> str:
         """Return one line: the layer's name, the heads, and the size of their maps."""
@@ -222,7 +222,7 @@ class SampleRecord:
         return size if self.keeps_weights else f"{size}; statistics only"
 
     def call(self, index: int) -> SampleRecord:
-        """Return one of its calls alone."""
+        """Return one call as a sample of its own."""
         rows, keys = self.calls[index]
         segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
         alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses)
@@ -248,7 +248,7 @@ class SampleRecord:
 
         Raises:
             ProbeError: only statistics were kept.
-            ArgumentError: there is no such head, or queries or keys are no slices.
+            ArgumentError: the head does not exist, or queries or keys are not slices.
         """
         heads = one_or_all(head, self.num_heads)
         found = []
@@ -263,9 +263,9 @@ class SampleRecord:
         return cells if head is None else cells[0]
 
     def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Tell which keys each query may see.
+        """Return which keys each query may see.
 
-        Returns: (queries, keys) bool; (heads, queries, keys) where heads may see different keys.
+        Returns: (queries, keys) bool; (heads, queries, keys) if heads may see different keys.
         """
         found = [
             seen(segment.request, rows, self._columns(segment, keys))[0].cpu() for segment, rows in self._rows(queries)
@@ -277,7 +277,7 @@ class SampleRecord:
     def at_offset(self, offset: int) -> Tensor:
         """Compute the weight on the key at an offset from each query's own position: -1 is the key before it.
 
-        Returns: (heads, queries), a share 0..1; 0 where that key is hidden or does not exist.
+        Returns: (heads, queries), a share from 0 to 1; 0 if that key is hidden or does not exist.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -287,10 +287,10 @@ class SampleRecord:
             return torch.cat([at_offset(part, offset)[0].cpu() for part in parts], 1).to(working_dtype(self.dtype))
 
     def intervals(self) -> tuple[Tensor, Tensor] | None:
-        """Tell the first key that each query may see and the one behind the last: (queries,) int64 each.
+        """Return the interval of keys that each query may see.
 
-        Returns: the two, equal where a query sees no key; or None where what it sees is no interval, or not the same
-            in all heads.
+        Returns: index of the first key and index after the last, (queries,) int64 each, equal if a query sees no key;
+            None if some query sees something other than an interval, or if heads differ.
         """
         starts, stops = [], []
         for segment in self.segments:
@@ -317,16 +317,16 @@ class SampleRecord:
     ) -> Blocks:
         """Sum the weights of each block of a rectangle of the map, and count the cells that may be seen.
 
-        Blocks are counted from the first query and key of the rectangle; the last ones may be smaller. What is held
-        is the blocks and a strip of the map, never queries x keys.
+        Blocks start at the first query and key of the rectangle; the last ones may be smaller. Memory holds the
+        blocks and a strip of the map, never queries x keys.
 
         Args:
             head: which head, or None for all.
-            queries: which queries, one after the other.
-            keys: which keys, one after the other.
-            block: queries and keys a block, or one number for both.
-            without_first_key: whether the key 0 counts as hidden.
-            cancelled: asked between strips; once it says True the work ends with `CancelledError`.
+            queries: a slice of the queries, without steps.
+            keys: a slice of the keys, without steps.
+            block: queries and keys per block, or one number for both.
+            without_first_key: whether key 0 counts as hidden.
+            cancelled: called between strips; if it returns True, `CancelledError` is raised.
 
         Returns: sums and counts, (heads or 1, row blocks, column blocks) each.
 
@@ -356,16 +356,16 @@ class SampleRecord:
         keys: slice = slice(None),
         bins: int | tuple[int, int] = 256,
     ) -> Tensor:
-        """Draw a rectangle of the map together into few cells.
+        """Downsample a rectangle of the map to few cells.
 
         Args:
             head: which head, or None for all.
-            queries: which queries, one after the other.
-            keys: which keys, one after the other.
-            bins: most rows and columns of what is drawn; bins have equal sizes, but for the last.
+            queries: a slice of the queries, without steps.
+            keys: a slice of the keys, without steps.
+            bins: largest number of rows and columns of the result; bins have equal sizes, except the last.
 
         Returns: (row bins, column bins), or (heads, row bins, column bins) without a head; float32, the mean weight
-            over the cells of a bin that may be seen, NaN where none may.
+            over the visible cells of a bin, NaN if it has none.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -382,7 +382,7 @@ class SampleRecord:
         return means if head is None else means[0]
 
     def request_of(self, segment: Segment, head: int | None = None) -> tuple[AttentionRequest, Tensor]:
-        """Return a piece as a call to compute again, for one head or all, and its logsumexp (1, heads, queries).
+        """Return a segment as a request with q and k, for one head or all, and its logsumexp (1, heads, queries).
 
         Raises:
             ProbeError: only statistics were kept.
@@ -398,12 +398,12 @@ class SampleRecord:
     def _refuse_unless_kept(self) -> None:
         if not self.keeps_weights:
             raise ProbeError(
-                f'{self.name} was observed with keep="statistics", so its weights are not at hand.',
+                f'{self.name} was observed with keep="statistics", so its weights cannot be computed.',
                 'Observe with keep="cpu" or keep="device".',
             )
 
     def _rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
-        """Say which rows of which pieces a slice of the queries touches."""
+        """Yield the segments that a slice of the queries touches, and the slice within each."""
         first, behind, step = indices(queries, self.num_queries, "queries")
         for segment in self.segments:
             low = first + max(-(-(segment.row_start - first) // step), 0) * step
@@ -412,13 +412,13 @@ class SampleRecord:
                 yield segment, slice(low - segment.row_start, high - segment.row_start, step)
 
     def _columns(self, segment: Segment, keys: slice) -> slice:
-        """Say which of a piece's keys a slice of the sample's keys touches, steps not yet taken."""
+        """Return the slice of a segment's keys that a slice of the sample's keys touches, without its steps."""
         first, behind, _ = indices(keys, self.num_keys, "keys")
         low = min(max(first, segment.key_start), segment.key_stop)
         return slice(low - segment.key_start, max(low, min(behind, segment.key_stop)) - segment.key_start)
 
     def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
-        """Put tiles (heads, rows, their piece's columns) below each other, and take the steps of the keys."""
+        """Stack tiles (heads, rows, columns of their segment) vertically, and apply the steps of the keys."""
         left, right, key_step = indices(keys, self.num_keys, "keys")
         whole = [torch.zeros(heads, 0, max(right - left, 0), dtype=tiles[0].dtype if tiles else torch.float32)]
         for (segment, _), each in zip(self._rows(queries), tiles, strict=True):

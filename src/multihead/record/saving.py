@@ -1,4 +1,4 @@
-"""Write a record into one safetensors file: what it says as JSON in the header, its numbers as tensors."""
+"""Write a record to one safetensors file: its structure as JSON in the header, its numbers as tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.files import refuse_unless_writable, writing
+from multihead.optional import require
 from multihead.record.layer import RecordParts
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -22,7 +23,7 @@ from multihead.scores.bias import values_of
 
 FORMAT = "multihead record"
 VERSION = 2  # 2: other bins of a running summary
-HEADER = 100_000_000  # bytes: the most that safetensors reads
+HEADER = 100_000_000  # bytes; safetensors reads no longer header
 STORED = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -35,7 +36,7 @@ STORED = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-"""The dtypes that a record may hold, as safetensors names them."""
+"""The dtypes that a record may hold, with their names in safetensors."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size
 
@@ -46,22 +47,22 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
     target = os.fspath(file)
     refuse_unless_writable([target])
-    refuse_unless_installed()
+    require("safetensors", purpose="Saving a record", extra="view")
     said, tensors = written(record, keep=keep)
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED:
             raise DtypeError(
-                f"{name} is a {tensor.dtype} tensor, and a record holds none.", "Convert it to float32 or int64."
+                f"{name} is a {tensor.dtype} tensor, which a record cannot hold.", "Convert it to float32 or int64."
             )
     metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": said}
-    # The widest numbers come first, so that each tensor starts at a multiple of its numbers' size.
+    # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
     header = _header(named, metadata)
     if len(header) > HEADER:
         raise InputError(
             f"The record holds {max((each.num_samples for each in record.layers), default=0):,} samples in each of "
             f"{len(record.layers)} layers, more than one file can list.",
-            "Save fewer samples a file.",
+            "Save fewer samples per file.",
         )
     with writing(target) as opened:
         opened.write(header)
@@ -70,7 +71,7 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
 
 
 def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
-    """Write the head of a safetensors file: its length in eight bytes, then which tensor is where."""
+    """Return the header of a safetensors file: its length in eight bytes, then the place of each tensor."""
     said: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name, tensor in named:
@@ -82,25 +83,14 @@ def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
 
 
 def _numbers(tensor: Tensor) -> memoryview:
-    """Lay a tensor's numbers out as a file holds them: one after the other, the lowest byte first."""
+    """Return the numbers of a tensor as a file holds them: contiguous, little-endian."""
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     size = whole.itemsize
     return whole.view(_INTEGERS[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
-def refuse_unless_installed() -> None:
-    """Refuse to save or open a record where safetensors is not installed."""
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "A record is saved as safetensors, and that package is not installed.",
-            'Run pip install "multihead[view]".',
-        ) from error
-
-
 def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
-    """Write a record as JSON and tensors."""
+    """Convert a record to JSON and tensors."""
     tensors, texts = Tensors(), _Texts()
     layers = []
     places = {}
@@ -121,7 +111,7 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         "layers": layers,
     }
     text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # UTF-8 has no place for half of a surrogate pair, which a token may be; JSON writes it as \\ud83d.
+    # UTF-8 cannot encode half of a surrogate pair, which a token may be; JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
 
 
@@ -136,7 +126,7 @@ def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, laye
 
 
 class _Texts:
-    """The texts of a record, each written once."""
+    """The texts of a record, each stored once."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[object, ...], int] = {}
@@ -203,7 +193,7 @@ def _written_piece(segment: Segment, tensors: Tensors, name: str, *, kept: bool)
     request = segment.request
     bias = request.bias
     if bias is not None and not kept and not bool((values_of(bias) == -torch.inf).any()):
-        bias = None  # it hides no key, and nothing else of it will be asked for
+        bias = None  # it hides no key, and nothing else of it is needed
     return {
         "queries": request.shape.query_length,
         "keys": request.shape.key_length,

@@ -1,4 +1,4 @@
-"""Where the calls of one sample stand, and the rows that grow as they come."""
+"""Segments of a sample (calls, merged where possible), and tensors that grow call by call."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from multihead.probes.tile import RowTotals
 
 
 class Rows:
-    """A tensor that grows along one axis: what comes stands behind what is there.
+    """A tensor that grows along one axis.
 
-    Chunks are put together when they are read and not when they come, so that a decoding of many steps copies
-    each row once.
+    Chunks are concatenated when they are read, not when they are added, so that a decoding of many steps copies each
+    row once.
 
     Args:
         axis: the axis that grows.
-        chunks: what is there.
+        chunks: the first rows.
     """
 
     __slots__ = ("_chunks", "_length", "axis")
 
     def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
-        """Begin with some chunks; a sample has a dozen of these, so this is as short as can be."""
+        """Start with some chunks. A sample creates a dozen of these, so this is kept short."""
         self.axis = axis
         self._chunks = list(chunks)
         self._length = 0
@@ -36,16 +36,16 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self._length
 
     @property
     def has_chunks(self) -> bool:
-        """Whether anything was added, be it a tensor without rows."""
+        """Whether anything was added, possibly a tensor without rows."""
         return bool(self._chunks)
 
     def add(self, chunk: Tensor) -> None:
-        """Put rows behind those that are there."""
+        """Append rows."""
         self._chunks.append(chunk)
         self._length += chunk.shape[self.axis]
 
@@ -56,33 +56,33 @@ class Rows:
         return self._chunks[0]
 
     def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows from one place to another; of other heads than those named they may have no meaning."""
+        """Return the rows from `start` to `stop`; only `heads` are guaranteed to hold values, None for all."""
         return self.whole().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
 
 
 def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> None:
-    """Take the keys that are new out of a call's keys (1, kv_heads, keys, head_dim), whose first stands at `start`."""
+    """Append the new ones of a call's keys (1, kv_heads, keys, head_dim), the first of which is at `start`."""
     missing = start - rows.length
-    if missing > 0:  # keys that no query at hand may see: a cache had dropped them
+    if missing > 0:  # keys that a cache had dropped: no query of this call may see them
         rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length or not rows.has_chunks:  # the keys of an empty sample have a shape too
+    if start + k.shape[2] > rows.length or not rows.has_chunks:  # an empty sample stores the shape of its keys too
         rows.add(kept(k[:, :, rows.length - start :], device))
 
 
 def kept(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy what a model may write over, its numbers one after the other."""
+    """Return a contiguous copy, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One call, or several that are as good as one, cut to one sample and free of padding.
+    """One contiguous segment of a sample: a call, or consecutive calls merged, without padding.
 
-    Fields:
-        request: what was asked, with a batch of one; its q, k and v are empty.
-        key_start: where its first key stands among the keys of the sample.
-        row_start: where its first query stands among the queries of the sample.
-        totals: the logsumexp of its rows in float64, as far as a tile has needed it; a changed piece begins anew.
+    Attributes:
+        request: the call, with a batch of one and empty q, k and v.
+        key_start: index of its first key among the keys of the sample.
+        row_start: index of its first query among the queries of the sample.
+        totals: the logsumexp of its rows in float64, computed when a tile needs them; a changed segment starts empty.
     """
 
     request: AttentionRequest
@@ -92,33 +92,33 @@ class Segment:
 
     @property
     def num_queries(self) -> int:
-        """How many queries it has."""
+        """Number of queries."""
         return self.request.shape.query_length
 
     @property
     def row_stop(self) -> int:
-        """The place behind its last query, among the queries of the sample."""
+        """Index after its last query, among the queries of the sample."""
         return self.row_start + self.num_queries
 
     @property
     def key_stop(self) -> int:
-        """The place behind its last key, among the keys of the sample."""
+        """Index after its last key, among the keys of the sample."""
         return self.key_start + self.request.shape.key_length
 
     @property
     def query_start(self) -> int:
-        """Where its first query stands among the keys of the sample."""
+        """Position of its first query among the keys of the sample."""
         return self.key_start + int(self.request.query_start)
 
     def only(self, head: int | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return what a head is among the query heads, and among the key heads; None, of all or of no head, is all."""
+        """Return the indices of a head among query heads and among key/value heads; None means all of them."""
         shape = self.request.shape
         if head is None or not -shape.num_heads <= head < shape.num_heads:
             return None, None
         return (head % shape.num_heads,), (head % shape.num_heads // shape.group,)
 
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> Segment:
-        """Keep some of its queries and keys, counted in the sample; it is one call, or was joined from calls."""
+        """Return the part with some of its queries and keys, (first, after the last) each, as indices in the sample."""
         if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):
             return self
         shape = replace(self.request.shape, query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
@@ -127,9 +127,9 @@ class Segment:
 
 
 def joined(segment: Segment, later: Segment) -> Segment | None:
-    """Join a piece and the one that goes on from it, where one mask says what both may see; else None.
+    """Merge a segment and the one that continues it if one mask describes what both may see; else return None.
 
-    So it is in most decodings: each query sees its own key and those before it, whatever is asked in one call.
+    That holds for most decodings: each query sees its own key and those before it, however the calls are divided.
     """
     first, second = segment.request, later.request
     mask = _of_both(segment, later)
@@ -154,7 +154,7 @@ def _same_sinks(sinks: Tensor | None, others: Tensor | None) -> bool:
 
 
 def _sees_from(mask: Mask, segment: Segment, later: Segment) -> bool:
-    """Whether the later queries see no key before their call's first one, if they are given those of both calls."""
+    """Whether the later queries, given the keys of both calls, see no key before the first one of their own call."""
     if later.key_start == segment.key_start:
         return True
     lookback = mask.lookback
@@ -162,7 +162,7 @@ def _sees_from(mask: Mask, segment: Segment, later: Segment) -> bool:
 
 
 def _of_both(segment: Segment, later: Segment) -> Mask | None:
-    """Return the mask of two pieces, if it hides from the first what came with the second."""
+    """Return the mask that two segments share, if it hides the keys of the second from the first; else None."""
     masks = [_plain(each.request) for each in (segment, later)]
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (segment, later)
@@ -171,11 +171,11 @@ def _of_both(segment: Segment, later: Segment) -> Mask | None:
 
 
 def _plain(request: AttentionRequest) -> Mask:
-    """Call it causal where one query at the end of its keys sees them all."""
+    """Return the mask; causal where one query at the end of its keys sees all of them."""
     at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
     return Causal() if at_end and request.mask.hides_nothing else request.mask
 
 
 def _spans_calls(mask: Mask) -> bool:
-    """Whether the mask of one call says what a later call sees too: by distance alone, and no later key."""
+    """Whether a mask describes later calls too: it depends on distances alone and hides later keys."""
     return mask.translation_invariant and mask.sees_no_later_key

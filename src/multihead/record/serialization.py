@@ -1,4 +1,4 @@
-"""Write masks and biases down as JSON with tensors beside, and read them back."""
+"""Serialise masks and biases: JSON that refers to tensors by name."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MOST_SIZE = (1 << 63) - 1  # an integer in a mask: a window of sys.maxsize keys 
 _RENAMED = {"Behind": "LeadingKeys"}  # in records of earlier versions
 
 MOST_MASKS = 1000
-"""Masks that one mask may join, over all its parts; masks written by people join two to five."""
+"""Limit of the masks that one mask combines, over all its parts; masks written by people combine two to five."""
 
 _LENGTH = 200  # characters of a mask, or of a value, in an error
 
 
 @dataclass(eq=False)
 class Tensors:
-    """The tensors of a file, each written once, whoever shares it.
+    """The tensors of a file; a tensor that is shared is stored once.
 
-    Fields:
+    Attributes:
         named: name -> tensor.
     """
 
     named: dict[str, Tensor] = field(default_factory=dict)
     _known: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _alive: list[Tensor] = field(default_factory=list)  # an address means something while its tensor lives
+    _alive: list[Tensor] = field(default_factory=list)  # an address identifies a tensor only while the tensor is alive
 
     def put(self, name: str, tensor: Tensor) -> str:
-        """Take in a tensor, and return the name that it is known by."""
+        """Add a tensor, and return the name under which it is stored."""
         where = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         key = (*where, tensor.dtype, tensor.device)
         if tensor.numel() and key in self._known:
@@ -51,8 +51,8 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
     """Convert a mask to JSON: the name of its class and its fields; its tensors are stored under `name`.
 
     Raises:
-        MaskError: the record could not be read back: a field holds something that a file does not hold, the class is
-            not registered under its name, or the mask combines too many others.
+        MaskError: the mask could not be read back: a field has a type that cannot be stored, the class is not
+            registered under its name, or the mask combines too many others.
 
     >>> from multihead.masks import Causal, Window
     >>> written_mask(Causal() & Window(3), Tensors(), "mask")
@@ -65,7 +65,7 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
     except InputError as error:
         raise MaskError(
             f"A record whose mask is {_short(mask)} cannot be saved: {error.__cause__}",
-            "Give what may be seen as one masks.Keep(t).",
+            "Pass the visible cells as one masks.Keep(t).",
         ) from error
     return written
 
@@ -101,14 +101,14 @@ def _written_field(mask: Mask, value: object, tensors: Tensors, name: str) -> An
 
 
 def _refuse_unless_few(mask: Mask) -> None:
-    """Reject more masks in one than a file holds; without recursion, which 1,000 nested masks would overflow."""
+    """Raise MaskError if a mask combines too many; without recursion, which 1,000 nested masks would overflow."""
     left: list[tuple[Mask, int]] = [(mask, 0)]
-    for count, (each, depth) in enumerate(left):  # the list grows meanwhile
+    for count, (each, depth) in enumerate(left):  # the list grows in the loop
         if count >= MOST_MASKS or depth > DEPTH:
             raise MaskError(
-                f"A record whose mask joins more than {MOST_MASKS:,} masks, or more than {DEPTH} within each other, "
+                f"A record whose mask combines more than {MOST_MASKS:,} masks, or nests more than {DEPTH}, "
                 "cannot be saved.",
-                "Give what may be seen as one masks.Keep(t).",
+                "Pass the visible cells as one masks.Keep(t).",
             )
         for value in each.values().values():
             parts = value if isinstance(value, tuple) else (value,)
@@ -121,7 +121,7 @@ def _short(value: object) -> str:
 
 
 def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, Any] | None:
-    """Write a bias down; its tensor is called `name`."""
+    """Convert a bias to JSON; its tensor is stored under `name`."""
     if bias is None:
         return None
     if isinstance(bias, Relative):
@@ -133,16 +133,16 @@ def read_mask(said: object, tensors: dict[str, Tensor]) -> Mask:
     """Read a mask as `written_mask` wrote it; a mask whose class is not defined here becomes an `UnknownMask`.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a mask.
     """
     try:
         return _MaskReader(tensors).read(said, 0)
     except (KeyError, TypeError, ValueError, MultiheadError) as error:
-        raise InputError(f"A mask of the file cannot be read: {error}", "Save the record anew.") from error
+        raise InputError(f"A mask of the file cannot be read: {error}", "Save the record again.") from error
 
 
 class _MaskReader:
-    """Reads one mask, and counts the masks in it."""
+    """Reads one mask and counts the masks in it."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -151,12 +151,12 @@ class _MaskReader:
     def read(self, said: Any, depth: int) -> Mask:
         kind = _RENAMED.get(said["kind"], said["kind"])
         if not isinstance(kind, str):
-            raise TypeError(f"{_short(kind)} is no name of a mask.")
+            raise TypeError(f"{_short(kind)} is not the name of a mask.")
         self.count += 1
         if depth > DEPTH:
             raise TypeError("it is nested too deep.")
         if self.count > MOST_MASKS:
-            raise TypeError(f"it joins more than {MOST_MASKS:,} masks.")
+            raise TypeError(f"it combines more than {MOST_MASKS:,} masks.")
         found = registered(kind)
         if found is None:
             return UnknownMask(kind[:_LENGTH])
@@ -166,7 +166,7 @@ class _MaskReader:
         if kind in ("And", "Or"):
             parts = fields["parts"]
             if len(parts) < 2 or not all(isinstance(part, Mask) for part in parts):
-                raise TypeError("it joins no masks.")
+                raise TypeError("it combines no masks.")
         return found(**fields)
 
     def field(self, said: Any, depth: int) -> Any:
@@ -175,7 +175,7 @@ class _MaskReader:
         if isinstance(said, (list, tuple)):
             return tuple(self.field(each, depth) for each in said)
         if isinstance(said, int) and abs(said) > MOST_SIZE:
-            raise TypeError(f"{_short(said)} is no number of tokens.")
+            raise TypeError(f"{_short(said)} is not a number of tokens.")
         return said
 
 
@@ -183,7 +183,7 @@ def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:
     """Read a bias as `written_bias` wrote it.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a bias.
     """
     if said is None:
         return None
@@ -194,5 +194,5 @@ def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:
         if said["kind"] == "Tensor" and values.is_floating_point():
             return values
     except (KeyError, TypeError, MultiheadError) as error:
-        raise InputError(f"A bias of the file cannot be read: {error}", "Save the record anew.") from error
-    raise InputError("A bias of the file cannot be read.", "Save the record anew.")
+        raise InputError(f"A bias of the file cannot be read: {error}", "Save the record again.") from error
+    raise InputError("A bias of the file cannot be read.", "Save the record again.")

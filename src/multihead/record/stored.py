@@ -1,4 +1,4 @@
-"""q and k of a record that stay in its file, and are read head by head where they are needed."""
+"""q and k that stay in the file of a record and are read head by head when they are needed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from multihead.files import Parts
 from multihead.record.segments import Rows
 
 HELD = 1 << 30
-"""Bytes of q and k of one record that are held at once, those read longest ago go first; unless one layer of a text
-takes more."""
+"""Limit of the bytes of q and k of one record in memory, least recently used first out; one sample of one layer may
+take more."""
 
 
 class Held:
-    """The tensors of one file of which some heads are in memory.
+    """The tensors of one file that have heads in memory (an LRU cache).
 
     Args:
         parts: the file.
-        most: bytes that they take together.
+        most: limit of their bytes.
     """
 
     def __init__(self, parts: Parts, most: int = HELD) -> None:
@@ -33,19 +33,19 @@ class Held:
         self.newest_last: OrderedDict[StoredRows, None] = OrderedDict()
 
     def make_room(self, more: int) -> None:
-        """Let go of what was read longest ago, until some bytes more fit."""
+        """Drop the least recently used tensors until `more` bytes fit."""
         while self.newest_last and sum(each.num_bytes for each in self.newest_last) + more > self.most:
             self.newest_last.popitem(last=False)[0].forget()
 
 
 class StoredRows(Rows):
-    """A tensor (1, heads, rows, width) of a file that others may cut or write into: then reading it is an error.
+    """A tensor (1, heads, rows, width) in a file; reading raises InputError if the file was changed.
 
     Args:
-        held: what of its file is in memory.
-        place: where it begins in the file, bytes.
-        shape: its sizes.
-        dtype: of its numbers.
+        held: the cache of its file.
+        place: offset in the file, bytes.
+        shape: its shape.
+        dtype: its dtype.
     """
 
     def __init__(self, held: Held, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -53,38 +53,38 @@ class StoredRows(Rows):
         self.held, self.place, self.shape, self.dtype = held, place, shape, dtype
         self._length = shape[2]
         self._size = math.prod(shape[2:]) * dtype.itemsize  # bytes of a head
-        self._heads: set[int] = set()  # those that are in memory
+        self._heads: set[int] = set()  # heads in memory
         self._numbers: Tensor | None = None
 
     def add(self, chunk: Tensor) -> None:
-        """Refuse rows: what is in a file does not grow."""
+        """Raise TypeError: a tensor in a file does not grow."""
         raise TypeError("The rows of a file do not grow.")
 
     def whole(self) -> Tensor:
         """Read all heads.
 
         Raises:
-            InputError: the file was cut, or something was written into it.
+            InputError: the file was truncated or written to.
         """
         return self.of(range(self.shape[1]))
 
     def between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows from one place to another, see `of`; None is all heads."""
+        """Return the rows from `start` to `stop`, see `of`; None for all heads."""
         numbers = self.whole() if heads is None else self.of(heads)
         return numbers.narrow(2, start, max(min(stop, self.length) - start, 0))
 
     def of(self, heads: Collection[int]) -> Tensor:
-        """Read some heads; in the tensor of all, the numbers of others are of no meaning.
+        """Read some heads; the values of other heads in the returned tensor are undefined.
 
         Raises:
-            InputError: the file was cut, or something was written into it.
+            InputError: the file was truncated or written to.
         """
         with self.held.lock:
             self.held.newest_last[self] = None
             self.held.newest_last.move_to_end(self)
             self.held.make_room(self._size * len(set(heads) - self._heads))
             if self._numbers is None:
-                # Memory that nobody has written to takes no room.
+                # Memory that was never written to takes no physical pages.
                 self._numbers = torch.empty(self.shape, dtype=self.dtype)
                 self.held.newest_last[self] = None
             for head in sorted(set(heads) - self._heads):
@@ -94,15 +94,15 @@ class StoredRows(Rows):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it that are in memory."""
+        """Bytes in memory."""
         return self._size * len(self._heads)
 
     def forget(self) -> None:
-        """Let go of what was read; a computation that is under way keeps it until its end."""
+        """Drop the values from memory; a running computation keeps its reference until it ends."""
         self._numbers = None
         self._heads.clear()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor whose numbers lie one after the other."""
+    """Return the memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""What a sample was read from: its token ids, and its tokens as a person reads them."""
+"""The text of a sample: token ids, tokens as text, and which of them are special."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from multihead.record.segments import Rows
 class Text:
     """One text.
 
-    Fields:
-        ids: (tokens,), int64, the token ids, or None where they are not known.
-        tokens: what each token shows of the text, or None where no tokenizer said.
-        special: whether each token is a mark of the model's own, such as [CLS]; or None.
+    Attributes:
+        ids: (tokens,), int64, the token ids, or None if unknown.
+        tokens: each token as text, or None without a tokenizer.
+        special: whether each token is a special one such as [CLS], or None if unknown.
     """
 
     ids: Tensor | None = None
@@ -25,12 +25,12 @@ class Text:
 
     @property
     def length(self) -> int:
-        """How many tokens it has; 0 where nothing is known of it."""
+        """Number of tokens; 0 if nothing is known of the text."""
         known = (self.ids, self.tokens, self.special)
         return next((len(each) for each in known if each is not None), 0)
 
     def part(self, start: int, stop: int) -> Text:
-        """Keep some consecutive tokens."""
+        """Return the tokens from `start` to `stop`."""
         cut = slice(start, stop)
         return Text(
             None if self.ids is None else self.ids[cut],
@@ -41,11 +41,11 @@ class Text:
 
 @dataclass(eq=False)
 class Reading:
-    """A text as it comes, token by token.
+    """A text that grows token by token.
 
-    Fields:
-        ids: (tokens so far,), int64, or None where some of them are not known.
-        named: what was said of the tokens, or None.
+    Attributes:
+        ids: (tokens so far,), int64, or None if some of them are unknown.
+        named: the tokens as text and their flags, or None.
     """
 
     ids: Rows | None = None
@@ -53,17 +53,17 @@ class Reading:
 
     @staticmethod
     def of(text: Text) -> Reading:
-        """Read a whole text."""
+        """Start with a whole text."""
         return Reading(None if text.ids is None else Rows(0, [text.ids]), text)
 
     def text(self, length: int) -> Text:
-        """Return what is known of a text of so many tokens."""
+        """Return the text; parts of another length than `length` are unknown."""
         ids = self.ids.whole() if self.ids is not None and self.ids.length == length else None
         named = self.named if self.named is not None and self.named.length == length else Text()
         return Text(ids, named.tokens, named.special)
 
     def grow(self, ids: Tensor | None, *, start: int) -> None:
-        """Take in the ids that are new among some of which the first stands at `start`: (tokens,), int64."""
+        """Append the new ones of some ids (tokens,), int64, the first of which is at `start`."""
         if ids is None or (self.ids is None and start > 0):
             self.ids = None
             return

@@ -10,9 +10,12 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata, resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
+from multihead.optional import require
+
+if TYPE_CHECKING:
+    import jinja2
 
 # The forms of import and export that bundled modules may use.
 _IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
@@ -43,6 +46,9 @@ def static(path: str) -> str:
 @cache
 def template(path: str) -> jinja2.Template:
     """Read a template; values are escaped when they are filled in, and none may be missing."""
+    require("jinja2", purpose="Writing a page", extra="view")
+    import jinja2
+
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(static(path))
 
 

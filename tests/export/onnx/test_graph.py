@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +11,16 @@ pytest.importorskip("onnx", reason="the package onnx is not installed")
 
 from onnx import numpy_helper
 
-from multihead.errors import ArgumentError
+from multihead.errors import MissingPackageError
 from multihead.export.onnx.graph import Graph, imported
 
 
 def test_without_the_package_onnx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *given: Any, **said: Any) -> Any:
-        if name == "onnx":
-            raise ImportError(name)
-        return real(name, *given, **said)
-
-    monkeypatch.delitem(sys.modules, "onnx")
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ArgumentError) as refusal:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(MissingPackageError) as refusal:
         imported()
     assert str(refusal.value) == (
-        'Writing a layer as ONNX needs the package onnx, and it is not installed. Run pip install "multihead[onnx]".'
+        'Writing a layer as ONNX needs onnx, which is not installed. Run pip install "multihead[onnx]".'
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError
+from multihead.optional import require
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto, ValueInfoProto
@@ -30,15 +30,11 @@ def imported() -> ModuleType:
     """Return the package onnx.
 
     Raises:
-        ArgumentError: it is not installed.
+        MissingPackageError: it is not installed.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise ArgumentError(
-            "Writing a layer as ONNX needs the package onnx, and it is not installed.",
-            'Run pip install "multihead[onnx]".',
-        ) from error
+    require("onnx", purpose="Writing a layer as ONNX", extra="onnx")
+    import onnx
+
     return onnx
 
 

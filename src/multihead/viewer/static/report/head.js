@@ -108,7 +108,7 @@ function readOut({ q, row, r, c }) {
     for (const v of row) if (v > 0) entropy -= v * Math.log(v);
     sides = [[queries.label(q), ` ${say('query')} ${q}`], [keys.label(c), ` ${say('key')} ${c}`]];
     number = blind ? say('no keys visible') : w !== w ? say('masked') : exact(w);
-    foot = blind ? '' : say('of effective keys', { n: Math.exp(entropy).toFixed(1) });
+    foot = blind ? '' : say('effective keys', { n: Math.exp(entropy).toFixed(1) });
   } else {
     const w = head.map.values[r * head.map.cols + c], only = head.rowBlock * head.colBlock === 1;
     sides = [[say('queries'), ' ' + span(r * head.rowBlock, head.rowBlock, head.layer.queries)], [say('keys'), ' ' + span(c * head.colBlock, head.colBlock, head.layer.keys)]];

@@ -11,7 +11,9 @@ export function ramp(lut, width, height = 10) {
 // A ramp with ticks at their true places; `top` is the end of the linear scale.
 export function tickedRamp(width, scale, top) {
   const ticks = SCALES[scale].ticks(top), at = w => tone(scale, w, top);
-  const apart = ticks.filter((w, n) => !n || n === ticks.length - 1 || ((at(w) - at(ticks[n - 1])) * width > 30 && (at(ticks.at(-1)) - at(w)) * width > 30));
+  // A label needs 30 pixels; the first one of the log scale is longer.
+  const room = n => n === 1 && scale === 'log' ? 90 : 30;
+  const apart = ticks.filter((w, n) => !n || n === ticks.length - 1 || ((at(w) - at(ticks[n - 1])) * width > room(n) && (at(ticks.at(-1)) - at(w)) * width > 30));
   const marks = el('div', { className: 'ticks' }, ...apart.map(w => {
     const mark = el('span', { textContent: w === 0 ? '0' : (scale === 'log' && w === ticks[0] ? '≤ ' : '') + +(w * 100).toPrecision(3) + NBSP + '%' });
     mark.style.left = at(w) * 100 + '%';

@@ -43,7 +43,7 @@ function later() {
 
 export function patternOf(of) {
   const found = [...new Set(of.layers.map(layer => layer.crosses ? 'cross' : layer.pattern))];
-  return found.map(name => say('pattern ' + name)).join(say('join.parts'));
+  return found.map(name => say('pattern.' + name)).join(say('join.parts'));
 }
 
 function chips() {

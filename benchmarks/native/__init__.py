@@ -1,0 +1,1 @@
+"""The native kernel against its rivals: `python -m benchmarks.native`."""

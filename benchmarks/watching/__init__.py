@@ -1,0 +1,1 @@
+"""What it costs to observe every head: `python -m benchmarks.watching`."""

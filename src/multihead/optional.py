@@ -1,0 +1,37 @@
+"""Check that optional packages are installed, with an error that says which extra installs them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from multihead.errors import MissingPackageError
+
+
+def require(*packages: str, purpose: str, extra: str | None) -> None:
+    """Check that packages are installed, before they are imported where they are used.
+
+    Args:
+        packages: names that are imported, such as "onnx".
+        purpose: what needs them: the subject of the error's sentence.
+        extra: the extra of multihead that installs them; None if there is none and pip installs them by name.
+
+    Raises:
+        MissingPackageError: a package is not installed.
+
+    >>> require("torch", purpose="Attention", extra=None)
+    """
+    missing = [package for package in packages if not _is_installed(package)]
+    if missing:
+        target = " ".join(missing) if extra is None else f'"multihead[{extra}]"'
+        named = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+        raise MissingPackageError(
+            f"{purpose} needs {named}, which {'is' if len(missing) == 1 else 'are'} not installed.",
+            f"Run pip install {target}.",
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # an import hook that blocks it
+        return False

@@ -1,0 +1,24 @@
+"""The benchmark of statistics runs, on texts that are too short for meaningful numbers."""
+
+from __future__ import annotations
+
+import re
+
+from click.testing import CliRunner
+
+from benchmarks.watching.probes import SETS, main, shares
+from multihead.probes import PROBES
+
+
+def test_every_statistic_is_timed() -> None:
+    assert set(PROBES) <= set(SETS)
+    found = shares(40, SETS, absent=True, pairs=1)
+    assert list(found) == list(SETS)
+
+
+def test_both_tables_are_printed() -> None:
+    result = CliRunner().invoke(main, ["--only", "map", "--length", "64", "--pairs", "1"], catch_exceptions=False)
+    assert result.exit_code == 0
+    number = r"-?\d+\.\d\d"
+    assert re.search(rf"\n\| pooled_map \| {number} \| {number} \|\n", result.output)
+    assert "| statistics | native, 64 | without, 64 |\n" in result.output
