@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from multihead.cli.look_output import tell_textbook, tell_where
+from multihead.cli.look_output import COLUMNS, tell_textbook, tell_where
 from multihead.observation.textbook import TextbookHead
+from multihead.probes import DEFAULT
 from multihead.record.memory_use import Memory
 from multihead.viewer.report import ReportSummary
 
@@ -81,3 +82,7 @@ def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_me
 ) -> None:
     tell_where(summary("whole"), None, memory, "en")
     assert "memory" not in capsys.readouterr().out
+
+
+def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
+    assert set(COLUMNS) == set(DEFAULT) - {"largest_key", "sink_mass"}  # an index has no mean; few heads have sinks

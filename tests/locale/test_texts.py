@@ -16,6 +16,7 @@ from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import walk
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
+from multihead.probes.catalogue import PROBES, SEPARATOR
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
 
 ENGLISH, CHINESE = (texts._texts(lang) for lang in LANGUAGES)
@@ -31,18 +32,30 @@ def placeholders(sentence: str) -> set[str]:
     return set(re.findall(r"\{(\w+)[^}]*\}", sentence))
 
 
+LABELS = ("common.statistic.", "common.short statistic.", "common.unit.")  # in English those of the definitions
+TRANSLATED = {key: sentence for key, sentence in CHINESE.items() if not key.startswith(LABELS)}
+
+
 def test_both_languages_have_the_same_texts() -> None:
-    assert list(ENGLISH) == list(CHINESE)
+    assert list(ENGLISH) == list(TRANSLATED)
+
+
+def test_every_built_in_statistic_has_a_chinese_label_and_unit() -> None:
+    names = [*PROBES, SEPARATOR.name, "punctuation_mass"]  # which examples observe
+    assert {key for key in CHINESE if key.startswith(LABELS[0])} == {LABELS[0] + name for name in names}
+    assert all(key.removeprefix(LABELS[1]) in PROBES for key in CHINESE if key.startswith(LABELS[1]))
+    units = {probe.unit for probe in PROBES.values()} - {"", "%"}
+    assert {key for key in CHINESE if key.startswith(LABELS[2])} == {LABELS[2] + unit for unit in units}
 
 
 def test_a_text_has_the_same_placeholders_in_both_languages() -> None:
     assert {key: placeholders(sentence) for key, sentence in ENGLISH.items()} == {
-        key: placeholders(sentence) for key, sentence in CHINESE.items()
+        key: placeholders(sentence) for key, sentence in TRANSLATED.items()
     }
 
 
 def test_every_text_is_used() -> None:
-    unused = [key for key in ENGLISH if not is_used(*key.split(".", 1)) and not key.startswith("common.statistic.")]
+    unused = [key for key in ENGLISH if not is_used(*key.split(".", 1))]
     assert unused == []
 
 

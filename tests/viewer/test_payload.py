@@ -56,12 +56,19 @@ def test_a_sample_is_described_head_by_head() -> None:
     }
     assert len(told["kinds"]) == 4
     ids = [each["id"] for each in told["columns"]]
-    assert {"entropy", "keys", "distance", "self", "previous", "first", "largest"} <= set(ids)
+    assert {
+        "entropy",
+        "effective_keys",
+        "mean_distance",
+        "self_mass",
+        "previous_mass",
+        "largest_weight",
+    } <= set(ids)
     assert sorted(ids) == sorted(told["metrics"])
     assert all(len(values) == 4 for values in told["metrics"].values())
     means = record.layers[1].sample().means
     assert told["metrics"]["entropy"][3] == pytest.approx(float(means["entropy"][1]))
-    assert {each["id"]: each["unit"] for each in told["columns"]}["distance"] == "tokens"
+    assert {each["id"]: each["unit"] for each in told["columns"]}["mean_distance"] == "tokens"
     assert set(told["thresholds"]) >= {"mass", "local", "broad", "reach"}
 
 

@@ -55,14 +55,14 @@ def test_the_numbers_on_the_page_are_those_of_the_record(tmp_path: Path) -> None
     record = a_record(special=SPECIAL)
     data = Page(write(record, tmp_path / "report.html").path).data
     means = [layer.sample().means for layer in record.layers]
-    for column, name in {"entropy": "entropy", "largest": "largest_weight", "previous": "previous_mass"}.items():
+    for name in ("entropy", "largest_weight", "previous_mass"):
         expected = torch.cat([one[name] for one in means])
         torch.testing.assert_close(
-            torch.tensor(data["metrics"][column], dtype=torch.float64), expected, rtol=1e-5, atol=0
+            torch.tensor(data["metrics"][name], dtype=torch.float64), expected, rtol=1e-5, atol=0
         )
     separator = torch.cat([one["special_mass"] - one["first_mass"] for one in means])
     torch.testing.assert_close(
-        torch.tensor(data["metrics"]["separator"], dtype=torch.float64), separator, rtol=1e-5, atol=1e-9
+        torch.tensor(data["metrics"]["separator_mass"], dtype=torch.float64), separator, rtol=1e-5, atol=1e-9
     )
     assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in record.layers]
 
@@ -345,5 +345,6 @@ def test_names_on_the_page_cannot_turn_it(tmp_path: Path) -> None:
     page = Page(tmp_path / "page.html")
     assert page.data["title"] == "\\u202emodel\\x1b"
     assert page.data["layers"][0]["name"] == "\\u202elayer"
-    assert page.data["columns"][8]["label"] == "\\u2067[SEP]"
+    labels = {each["id"]: each["label"] for each in page.data["columns"]}
+    assert labels["separator_mass"] == "\\u2067[SEP]"
     assert not re.search("[\u202a-\u202e\u2066-\u2069]", page.html + str(page.data))

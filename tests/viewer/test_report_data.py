@@ -94,8 +94,8 @@ def test_a_statistic_that_a_layer_lacks_is_no_number() -> None:
     data = report_data.page_data(
         record, read, {"main": reading(TOKENS)}, sample=0, special=None, tokens=TOKENS, lang="en"
     )
-    assert data["metrics"]["self"][1] is None
-    assert "separator" not in data["metrics"]
+    assert data["metrics"]["self_mass"][1] is None
+    assert "separator_mass" not in data["metrics"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_separator_is_called_by_its_name_where_it_has_one(
         tokens=tokens,
         lang="en",
     )
-    assert [one["label"] for one in data["columns"] if one["id"] == "separator"] == expected
+    assert [one["label"] for one in data["columns"] if one["id"] == "separator_mass"] == expected
 
 
 def test_what_each_token_receives_is_the_mean_over_heads_and_queries() -> None:

@@ -189,7 +189,7 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
         task = progress.add_task(locale("look.doing.watching", lang), total=total)
 
         class Counter:
-            wanted: frozenset[str] = frozenset()
+            wanted: frozenset[Any] = frozenset()
 
             def hear(self, call: Any) -> None:
                 progress.advance(task)

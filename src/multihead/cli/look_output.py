@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from multihead.escaping import visible
-from multihead.locale.texts import section, text
+from multihead.locale.texts import section, short_statistic_label, text, unit_label
 
 if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.record import Record
     from multihead.observation.textbook import TextbookHead
+    from multihead.probes.probe import Statistic
     from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
 
-SHORT = "one decimal below ten, none above"
-# Statistic -> how its mean is written; a terminal of 80 columns has room for all but the spread.
-COLUMNS = {
-    "entropy": "{:.2f}",
-    "effective_keys": SHORT,
-    "mean_distance": SHORT,
-    "distance_spread": SHORT,
-    "self_mass": SHORT,
-    "previous_mass": SHORT,
-    "next_mass": SHORT,
-    "first_mass": SHORT,
-    "special_mass": SHORT,
-    "largest_weight": SHORT,
-}
+# The statistics that the terminal shows; 80 columns have room for all but the spread.
+COLUMNS = (
+    "entropy",
+    "effective_keys",
+    "mean_distance",
+    "distance_spread",
+    "self_mass",
+    "previous_mass",
+    "next_mass",
+    "first_mass",
+    "special_mass",
+    "largest_weight",
+)
 NARROW = 90
 HALF = 0.5  # of its attention makes a textbook head
 NAMED = 4  # of the textbook heads of a kind
@@ -117,27 +117,26 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    shown = [name for name in COLUMNS if any(name in row for row in rows)]
+    from multihead.probes.catalogue import PROBES
+
+    shown = [PROBES[name] for name in COLUMNS if any(name in row for row in rows)]
     if width < NARROW:
-        shown = [name for name in shown if name != "distance_spread"]
+        shown = [each for each in shown if each.name != "distance_spread"]
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("head", "kind"):
         drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=True)
-    for name in shown:
-        drawn.add_column(text(f"look.column.{name}", lang), justify="right", no_wrap=True)
+    for each in shown:
+        drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
-        numbers = [_written(name, row[name]) if name in row else "" for name in shown]
+        numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
         drawn.add_row(f"L{row['layer']} H{row['head']}", text(f"common.kind.{row['kind']}", lang), *numbers)
     return drawn
 
 
-def _written(name: str, mean: float) -> str:
-    """Write one mean: shares in per cent, with one decimal below ten."""
-    form = COLUMNS[name]
-    value = 100 * mean if name.endswith(("_mass", "_weight")) else mean
-    if form == SHORT:
-        form = "{:.1f}" if value < 9.95 else "{:.0f}"
-    return form.format(value)
+def _heading(shown: Statistic, lang: str) -> str:
+    """Return the two lines above a column: the short label and the unit, or a label of two words."""
+    label = short_statistic_label(shown.name, lang, shown.short_label)
+    return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 
 
 def _counted(record: Record, lang: str) -> str:

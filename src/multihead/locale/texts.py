@@ -2,7 +2,8 @@
 
 `en.json` and `zh.json` next to this file hold the same keys with the same placeholders. Their first level is the page
 or the command that uses a text; `common` is for all of them, and `page` for the report and the viewer. A key joins the
-names of the levels with dots: `look.doing.watching`.
+names of the levels with dots: `look.doing.watching`. Labels and units of statistics are in `zh.json` alone: in English
+they are those of their definition (`probes.catalogue`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from multihead.errors import ArgumentError
 
-__all__ = ["LANGUAGES", "check_language", "section", "statistic_label", "text"]
+__all__ = ["LANGUAGES", "check_language", "section", "short_statistic_label", "statistic_label", "text", "unit_label"]
 
 LANGUAGES = ("en", "zh")
 
@@ -65,14 +66,27 @@ def section(lang: str, *names: str) -> Mapping[str, str]:
 
 
 def statistic_label(name: str, lang: str, default: str) -> str:
-    """Return what a statistic is called in a language; a statistic defined outside this package keeps its own label.
+    """Return the label of a statistic in a language; in English, and for one of a script, that of its definition.
 
     Args:
         name: the name of the statistic, such as "previous_mass".
         lang: one of `LANGUAGES`.
-        default: the label where there is none in this language.
+        default: the label of its definition.
+
+    >>> statistic_label("entropy", "zh", "entropy"), statistic_label("late_mass", "zh", "late")
+    ('熵', 'late')
     """
     return _texts(lang).get(f"common.statistic.{name}", default)
+
+
+def short_statistic_label(name: str, lang: str, default: str) -> str:
+    """Return the label of a statistic for a narrow column, as `statistic_label` does."""
+    return _texts(lang).get(f"common.short statistic.{name}", default)
+
+
+def unit_label(unit: str, lang: str) -> str:
+    """Return a unit in a language; as it is if there is no translation."""
+    return _texts(lang).get(f"common.unit.{unit}", unit)
 
 
 @cache

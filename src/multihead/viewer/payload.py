@@ -12,7 +12,7 @@ from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
 from multihead.escaping import visible
 from multihead.record.texts import Text
-from multihead.viewer.columns import column
+from multihead.viewer.columns import column, names_of
 from multihead.viewer.levels import SIDE, count
 from multihead.viewer.tokens import reading
 
@@ -62,12 +62,12 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
     texts: list[Text] = [main]
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
-    columns = [column(name, lang) for name in dict.fromkeys(name for one in profiles for name in one.means)]
+    columns = [column(run.record.statistic(name), lang) for name in names_of(profiles)]
     return {
         "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
         "layers": layers,
         "kinds": [kind for one in profiles for kind in one.kinds],
-        "metrics": {one["id"]: _numbers(profiles, one["statistic"]) for one in columns},
+        "metrics": {one["id"]: _numbers(profiles, one["id"]) for one in columns},
         "columns": columns,
         "thresholds": {
             "mass": MASS_SHARE,

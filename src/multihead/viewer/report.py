@@ -114,7 +114,7 @@ def write_report(
         "words": section(lang, "common", "page", "report"),
         "lead": report_data.lead(read, len(tokens), lang),
         "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
-        "ends": "previous" in data["metrics"] and "next" in data["metrics"],
+        "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
     }
     # The maps take what the rest of the page leaves; some is reserved for the sentences about them.
     bare = len(_render(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)

@@ -14,26 +14,13 @@ from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile
 from multihead.escaping import visible
 from multihead.locale.texts import section, text
-from multihead.viewer.columns import column
+from multihead.probes.catalogue import SEPARATOR
+from multihead.viewer.columns import column, names_of
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
-
-_STATISTICS = (
-    "entropy",
-    "effective_keys",
-    "mean_distance",
-    "distance_spread",
-    "self_mass",
-    "previous_mass",
-    "next_mass",
-    "first_mass",
-    "separator_mass",
-    "largest_weight",
-)
-"""The statistics of the page, in the order of its columns."""
 
 
 def page_data(
@@ -47,17 +34,20 @@ def page_data(
     lang: str,
 ) -> dict[str, Any]:
     """Return the data that the page's script reads, except for the maps and the findings."""
-    columns = [column(name, lang) for name in _STATISTICS if any(name in one.means for one in profiles)]
+    names = names_of(profiles)
+    if SEPARATOR.name in names:  # the first token has a column of its own
+        names.remove("special_mass")
+    columns = [column(record.statistic(name), lang) for name in names]
     separator = _separator(tokens, special)
     for one in columns:
-        if one["statistic"] == "separator_mass" and separator:
+        if one["id"] == SEPARATOR.name and separator:
             one["label"] = separator
     return {
         "texts": texts,
         "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
         "columns": columns,
-        "labels": {name: column(name, lang)["label"] for name in ("entropy", "received")},
-        "metrics": {one["id"]: _column(profiles, one["statistic"]) for one in columns},
+        "labels": {name: column(record.statistic(name), lang)["label"] for name in ("entropy", "received")},
+        "metrics": {one["id"]: _column(profiles, one["id"]) for one in columns},
         "kinds": [kind for one in profiles for kind in one.kinds],
         "top": _numbers(torch.cat([one.visibility.largest_entropy for one in profiles])),
         "sight": {

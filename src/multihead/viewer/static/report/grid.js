@@ -64,7 +64,7 @@ export function grid() {
   D.layers.forEach((layer, l) => {
     const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (short ? '' : 'L') + layer.number, title: layer.name }));
     for (let h = 0; h < layer.heads; h++) {
-      const i = indexOf(l, h), label = `${longName(i)}, ${kindName(kindOf(i))}` + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${say('unit.nats')}` : '');
+      const i = indexOf(l, h), label = `${longName(i)}, ${kindName(kindOf(i))}` + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
       const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': label, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, frame(i));
       link.dataset.i = i;
       row.append(el('span', { role: 'gridcell' }, link));
@@ -106,7 +106,7 @@ export function headsTable() {
 }
 
 export function defined() {
-  const listed = STATISTICS.map(one => [one.name, one.label]);
+  const listed = STATISTICS.map(one => [one.id, one.label]);
   if (D.received) listed.push(['received', D.labels.received]);
-  definitions($('defs'), listed, KINDS.filter(kind => !['separator', 'duplicate', 'induction'].includes(kind) || D.metrics[kind]), D.thresholds, D.bound);
+  definitions($('defs'), listed, KINDS.filter(kind => !['separator', 'duplicate', 'induction'].includes(kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
 }

@@ -24,6 +24,6 @@ export function tokensOf(source) {
 }
 
 // The largest values that the masks allow; other statistics end at the largest value of their column.
-const FULL = { entropy: i => D.top[i], keys: i => layerOf(i).keys };
-export const STATISTICS = D.columns.map(column => statistic(column, D.metrics[column.id], FULL[column.id]));
+const FULL = { entropy: i => D.top[i], effective_keys: i => layerOf(i).keys };
+export const STATISTICS = D.columns.map(column => statistic(column, D.metrics[column.id], Object.hasOwn(FULL, column.id) ? FULL[column.id] : undefined));
 export const ENTROPY = STATISTICS.find(one => one.id === 'entropy');

@@ -5,9 +5,10 @@ import { known } from './numbers.js';
 const lower = text => text.toLocaleLowerCase();
 const TESTS = { '<': (a, b) => a < b, '>': (a, b) => a > b, '<=': (a, b) => a <= b, '>=': (a, b) => a >= b, '=': (a, b) => a === b };
 
+// The statistic that a word names: its label or name, the beginning of one, or the beginning of a part of its name.
 function called(statistics, word) {
-  const names = one => [lower(one.label), one.id, one.name];
-  return statistics.find(one => names(one).includes(word)) ?? statistics.find(one => names(one).some(each => each.startsWith(word)));
+  const names = one => [lower(one.label), one.id], begins = each => each.startsWith(word);
+  return statistics.find(one => names(one).includes(word)) ?? statistics.find(one => names(one).some(begins)) ?? statistics.find(one => one.id.split('_').some(begins));
 }
 
 // Whether head i passes: its layer l and head h, its kind, and the module path of its layer.

@@ -4,8 +4,8 @@ import { NBSP } from './dom.js';
 export const known = value => value !== null && value !== undefined && Number.isFinite(value);
 export const count = n => Math.round(n).toLocaleString(document.documentElement.lang);
 
-// A share in per cent for tables: one decimal below ten, none above. Of all other numbers the unit decides.
-export const share = w => (w * 100).toFixed(w < .0995 ? 1 : 0);
+// A share in per cent for tables: one decimal below ten, none above.
+export const share = w => (w * 100).toFixed(Math.abs(w) < .0995 ? 1 : 0);
 export const percent = w => share(w) + NBSP + '%';
 
 // A weight in per cent with about two digits; below 0.001 % as a power of ten.

@@ -3,26 +3,24 @@ import { el, knows, NBSP, say } from './dom.js';
 import { glyph, KINDS, kindName } from './kinds.js';
 import { known, share } from './numbers.js';
 
-const UNITS = {
-  share: { unit: '%', show: share, times: 100 },
-  nats: { unit: 'nats', show: v => v.toFixed(2), times: 1 },
-  tokens: { unit: 'tokens', show: v => v.toFixed(1), times: 1 },
-  keys: { unit: '', show: v => v.toFixed(1), times: 1 },
-  number: { unit: '', show: v => String(+v.toPrecision(3)), times: 1 },
-};
+// A function that writes numbers: "share", ".2f" (decimals) or ".3g" (significant digits, no exponent).
+function writer(format) {
+  const [, digits, form] = /^\.(\d)([fg])$/.exec(format) ?? [];
+  if (form === 'f') return v => v.toFixed(+digits);
+  return form === 'g' ? v => v.toLocaleString('en', { maximumSignificantDigits: +digits, useGrouping: false }) : share;
+}
 
 // One statistic: values per head; full(i), if given, is the largest value possible for head i.
-export function statistic(column, values, full) {
-  const { unit, show, times } = Object.hasOwn(UNITS, column.unit) ? UNITS[column.unit] : UNITS.number;
-  const percentage = column.unit === 'share', most = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => most);
+export function statistic({ id, label, unit, format }, values, full) {
+  const show = writer(format), percentage = format === 'share', most = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => most);
   return {
-    id: column.id, name: column.statistic, label: column.label, values, unit, times, percentage,
+    id, label, values, unit, times: percentage ? 100 : 1, percentage,
     filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
     number: i => known(values[i]) ? show(values[i]) : '–',
     text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',
   };
 }
-export const withUnit = one => one.unit ? say('label and unit', { label: one.label, unit: one.unit === '%' ? '%' : say('unit.' + one.unit) }) : one.label;
+export const withUnit = one => one.unit ? say('label and unit', { label: one.label, unit: one.unit }) : one.label;
 
 // The rows of a head's small table: label, bar, number.
 export const numberRows = (statistics, i) => statistics.map(one => el('tr', {}, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),

@@ -86,12 +86,12 @@ export function grid(record, passes, goTo) {
 
 // The first to be looked at: the head with the lowest entropy.
 function sharpest(record) {
-  const values = record.metrics.find(one => one.name === 'entropy')?.values ?? [];
+  const values = record.metrics.find(one => one.id === 'entropy')?.values ?? [];
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
 }
 
 function gridRow(record, layer, l) {
-  const entropy = record.metrics.find(one => one.name === 'entropy');
+  const entropy = record.metrics.find(one => one.id === 'entropy');
   const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (shape.cell < 30 ? '' : 'L') + l, title: layer.name, 'aria-label': `L${l} ${layer.name}` }), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
   made.dataset.l = l;
   for (let h = 0; h < layer.heads; h++) {

@@ -30,7 +30,7 @@ export function overview(shown, openHead) {
   scale();
   statisticsTable();
   links();
-  definitions($('defs'), record.metrics.map(one => [one.name, one.label]), KINDS.filter(kind => kind !== 'separator' || record.kinds.includes(kind)), record.thresholds);
+  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => kind !== 'separator' || record.kinds.includes(kind)), record.thresholds);
   $('foot').textContent = say('foot', { version: view.version });
 }
 
