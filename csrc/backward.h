@@ -3,12 +3,12 @@
 //   P = exp(S - L)    dP = dO V^T    dS = P (Z dP - delta), delta_i = dO_i . O_i - dL_i, Z the dropout's factors
 //   dV = (Z P)^T dO   dK = scale dS^T Q    dQ = scale dS K    dbias = dS; with a softcap, dS (1 - tanh^2) in dK and dQ
 //
-// A task is one chunk of the keys of one kv head, with all query heads of its group: no other task adds to its dK and dV.
-// Each chunk has a partial dQ; these are added in the order of the chunks. Chunks depend on shapes alone, so the bits do
-// not depend on the number of threads. Tasks that would add to the same cells of dbias are one task.
+// A task is one chunk of the keys of one kv head, with all query heads of its group: no other task adds to its dK and
+// dV. Each chunk has a partial dQ; these are added in the order of the chunks. Chunks depend on shapes alone, so the
+// bits do not depend on the number of threads. Tasks that would add to the same cells of dbias are one task.
 //
-// Non-finite elements are replaced by 0 in the copies that multiply dS and P, because 0 times them would be NaN for rows
-// that do not see them. Rows that see them are NaN through their logsumexp.
+// Non-finite elements are replaced by 0 in the copies that multiply dS and P, because 0 times them would be NaN for
+// rows that do not see them. Rows that see them are NaN through their logsumexp.
 #pragma once
 #include "backward_block.h"
 #include "backward_memory.h"
@@ -231,7 +231,8 @@ class Backward {
     Element *dv = row_of<Element>(call_.dv, call_.dv_strides, batch, kv_head, keys.first);
     for (int64_t key = 0; key < keys.count; key++) {
       const float *from_dk = keys.dk + key * plan_.q_width, *from_dv = keys.dv + key * plan_.v_width;
-      write_row(packed ? from_dk : nullptr, call_.head_dim, static_cast<float>(call_.scale), dk + key * call_.dk_strides.row);
+      const float scale = static_cast<float>(call_.scale);
+      write_row(packed ? from_dk : nullptr, call_.head_dim, scale, dk + key * call_.dk_strides.row);
       write_row(packed ? from_dv : nullptr, call_.value_dim, 1.f, dv + key * call_.dv_strides.row);
     }
   }

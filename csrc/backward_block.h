@@ -184,8 +184,8 @@ class BlockPair {
     store(scores, grad_score);
   }
 
-  // Set the scores outside of the intervals of the rows to 0. Tiles at an edge are computed like all others, so that the
-  // bits of a row do not depend on the intervals of other rows.
+  // Set the scores outside of the intervals of the rows to 0. Tiles at an edge are computed like all others, so that
+  // the bits of a row do not depend on the intervals of other rows.
   void zero_hidden(int64_t tile, int64_t column) const {
     const int64_t row = first_row_ + tile * ROWS, key = keys_.first + column;
     if (head_.tiles[row / ROWS].covers(key, COLUMNS)) return;
@@ -197,10 +197,10 @@ class BlockPair {
   }
 
   void add_to_bias(int64_t row, int64_t key, Floats grad_score) const {
-    float *dbias = row_of(call_.dbias, call_.dbias_strides, head_.batch, head_.head, row) + key * call_.dbias_strides.key;
-    if (call_.dbias_strides.key == 1 && key + LANES <= call_.keys) return store(dbias, load(dbias) + grad_score);
-    const int64_t lanes = min(LANES, call_.keys - key);
-    for (int64_t lane = 0; lane < lanes; lane++) dbias[lane * call_.dbias_strides.key] += grad_score[lane];
+    const int64_t stride = call_.dbias_strides.key, lanes = min(LANES, call_.keys - key);
+    float *dbias = row_of(call_.dbias, call_.dbias_strides, head_.batch, head_.head, row) + key * stride;
+    if (stride == 1 && lanes == LANES) return store(dbias, load(dbias) + grad_score);
+    for (int64_t lane = 0; lane < lanes; lane++) dbias[lane * stride] += grad_score[lane];
   }
 
   const Call &call_;

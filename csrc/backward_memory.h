@@ -13,7 +13,7 @@ constexpr int64_t BACKWARD_MAX_KEYS = 192;  // of a block: the scores of both, 8
 constexpr int64_t KEY_UNIT = 3 * COLUMNS;   // a multiple of ROWS and COLUMNS: whole tiles in both orientations
 constexpr int64_t BACKWARD_TILES = BACKWARD_QUERIES / ROWS, BACKWARD_MAX_KEY_TILES = BACKWARD_MAX_KEYS / ROWS;
 constexpr int64_t LINE = 16;                                 // floats of a cache line
-constexpr int64_t SCORES_STRIDE = BACKWARD_MAX_KEYS + LINE;  // odd in lines: rows of a column are in different cache sets
+constexpr int64_t SCORES_STRIDE = BACKWARD_MAX_KEYS + LINE;  // odd in lines, so that a column uses many cache sets
 constexpr int64_t KEY_BLOCK_BYTES = int64_t(1) << 19;        // half of the L2 cache
 constexpr int64_t WAVE_BYTES = int64_t(16) << 20;            // of packed heads per thread, but at least one kv head
 constexpr int64_t MIN_CHUNK_KEYS = 512;                      // fewer do not pay for a partial dQ
@@ -91,8 +91,8 @@ struct KeyBlock {
 
 INLINE int64_t odd_lines(int64_t floats) { return ceil_div(floats, LINE) / 2 * 2 * LINE + LINE; }
 
-// Chunks depend on shapes alone, so the bits do not depend on the number of threads. Waves may depend on it: the only sum
-// over several waves is dbias, which is added in the order of the heads.
+// Chunks depend on shapes alone, so the bits do not depend on the number of threads. Waves may depend on it: the only
+// sum over several waves is dbias, which is added in the order of the heads.
 inline BackwardPlan backward_plan(const Call &call) {
   BackwardPlan plan = {};
   plan.group = call.kv_heads ? call.heads / call.kv_heads : 0;

@@ -1,8 +1,8 @@
 // The interface between Python and the kernels: one call of attention as addresses, sizes, strides and options.
 //
 // Every field has 8 bytes, and no type comes from torch or Python. In shapes, `rows` are queries or keys and `dim` is
-// head_dim or value_dim. Strides count elements, not bytes; the last axis of a tensor with RowStrides is contiguous, and
-// tensors without strides are contiguous.
+// head_dim or value_dim. Strides count elements, not bytes; the last axis of a tensor with RowStrides is contiguous,
+// and tensors without strides are contiguous.
 #pragma once
 #include <stdint.h>
 
@@ -115,7 +115,8 @@ struct Call {
 #define MULTIHEAD_NUMBER(type, name) type name;
 #define MULTIHEAD_ROW_STRIDES(name) RowStrides name##_strides;
 #define MULTIHEAD_CELL_STRIDES(name) CellStrides name##_strides;
-  MULTIHEAD_CALL_FIELDS(MULTIHEAD_INPUT, MULTIHEAD_OUTPUT, MULTIHEAD_NUMBER, MULTIHEAD_ROW_STRIDES, MULTIHEAD_CELL_STRIDES)
+  MULTIHEAD_CALL_FIELDS(MULTIHEAD_INPUT, MULTIHEAD_OUTPUT, MULTIHEAD_NUMBER, MULTIHEAD_ROW_STRIDES,
+                        MULTIHEAD_CELL_STRIDES)
 #undef MULTIHEAD_INPUT
 #undef MULTIHEAD_OUTPUT
 #undef MULTIHEAD_NUMBER

@@ -155,8 +155,8 @@ class DecodePass {
     inline __attribute__((always_inline)) void run(int64_t row) const {
       const Call &call = pass.call_;
       const int64_t depth = pass.plan_.depth;
-      multiply_keys<COUNT>(pass.scratch_.q + row * depth, depth, k, call.k_strides.row, call.head_dim, count, prefetcher,
-                           pass.scratch_.scores + row * DECODE_STRIDE + offset);
+      multiply_keys<COUNT>(pass.scratch_.q + row * depth, depth, k, call.k_strides.row, call.head_dim, count,
+                           prefetcher, pass.scratch_.scores + row * DECODE_STRIDE + offset);
     }
   };
 
@@ -230,7 +230,8 @@ class DecodePass {
 
 // Merge the parts of one row of a kv head, and write its results.
 template <class Element>
-void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts, int64_t kv_head, int64_t row) {
+void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts, int64_t kv_head,
+                        int64_t row) {
   const int64_t first = kv_head * plan.parts * plan.rows + row;
   SoftmaxRow &merged = parts.rows[first];
   float *total = parts.sums + first * plan.width;

@@ -11,11 +11,11 @@
 
 namespace {
 
-constexpr int64_t FORWARD_QUERIES = 96 / ROWS * ROWS;       // per task: the scores of 96 x 256 cells stay in the L2 cache
-constexpr int64_t FORWARD_KEYS = 256;                       // per block
-constexpr int64_t FORWARD_TILES = FORWARD_QUERIES / ROWS;   // register tiles per task
-constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;     // multiplications; fewer take less time than waking a thread
-constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;     // of K and V that are packed at once, but at least one head
+constexpr int64_t FORWARD_QUERIES = 96 / ROWS * ROWS;      // per task: the scores of 96 x 256 cells stay in the L2 cache
+constexpr int64_t FORWARD_KEYS = 256;                      // per block
+constexpr int64_t FORWARD_TILES = FORWARD_QUERIES / ROWS;  // register tiles per task
+constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;    // multiplications; fewer take less time than waking a thread
+constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;    // of K and V that are packed at once, but at least one head
 
 // The type in which an element is packed: bfloat16 where the instruction set multiplies it, else float.
 #if BF16_DOT
@@ -71,7 +71,8 @@ struct ForwardBlocks {
     scores = workspace.take<float>(FORWARD_QUERIES * FORWARD_KEYS);
     sums = workspace.take<float>(FORWARD_QUERIES * plan.width);
     q = workspace.take<Packed>(FORWARD_QUERIES * plan.depth);
-    weights = Plan::NARROW ? workspace.take<Packed>(FORWARD_QUERIES * FORWARD_KEYS) : reinterpret_cast<Packed *>(scores);
+    weights = reinterpret_cast<Packed *>(scores);
+    if (Plan::NARROW) weights = workspace.take<Packed>(FORWARD_QUERIES * FORWARD_KEYS);
     factors = workspace.take<float>(FORWARD_QUERIES);
     special = workspace.take<float>(FORWARD_KEYS);
     rows = workspace.take<SoftmaxRow>(FORWARD_QUERIES);

@@ -1,9 +1,10 @@
-// The sums of the weights that each key receives from all queries, and the sums over the cells of a map; without values.
+// The sums of the weights that each key receives from all queries, and the sums over the cells of a map; without
+// values.
 //
-// A weight is exp(score - logsumexp) of its query, so the pass needs the logsumexp of the forward pass. A task covers some
-// whole cells of the keys of a kv head, so that no two tasks add to the same cell. Its keys are packed once for all query
-// heads of the group. The queries of each head follow in blocks, and the columns of a tile of weights are summed in
-// registers.
+// A weight is exp(score - logsumexp) of its query, so the pass needs the logsumexp of the forward pass. A task covers
+// some whole cells of the keys of a kv head, so that no two tasks add to the same cell. Its keys are packed once for
+// all query heads of the group. The queries of each head follow in blocks, and the columns of a tile of weights are
+// summed in registers.
 #pragma once
 #include "call.h"
 #include "forward.h"
@@ -114,7 +115,8 @@ class KeySumsPass {
       num_keys_ = min(plan_.packed_keys, end - first_key_);
       const Element *keys = row_of<Element>(call_.k, call_.k_strides, batch, kv_head, first_key_);
       // Non-finite keys may stay: they only affect their own column, which no row with a finite logsumexp sees.
-      pack_transposed(keys, call_.k_strides.row, num_keys_, round_up(num_keys_, COLUMNS), call_.head_dim, scratch_.keys);
+      const int64_t padded = round_up(num_keys_, COLUMNS);
+      pack_transposed(keys, call_.k_strides.row, num_keys_, padded, call_.head_dim, scratch_.keys);
       for (int64_t g = 0; g < plan_.group; g++) head(batch, kv_head * plan_.group + g);
     }
   }
@@ -187,7 +189,8 @@ class KeySumsPass {
     if (plan_.depth > call_.head_dim) to[call_.head_dim] = Bfloat16{0};
   }
 
-  // Scores of LANES keys in units of log2, from dot products. Rows of floats are packed with the factor, bfloat16 without.
+  // Scores of LANES keys in units of log2, from dot products. Rows of floats are packed with the factor, bfloat16
+  // without.
   inline __attribute__((always_inline)) Floats scaled(Floats dots) const {
     return sizeof(Packed) == 2 ? dots * broadcast(factor_) : dots;
   }

@@ -74,7 +74,8 @@ struct Prefetcher {
   }
 };
 
-// Scores of COUNT rows with `count` keys, LANES dot products at a time. Up to LANES - 1 more are written after the last.
+// Scores of COUNT rows with `count` keys, LANES dot products at a time. Up to LANES - 1 more are written after the
+// last.
 template <int COUNT, class Element>
 INLINE void multiply_keys(const float *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim,
                           int64_t count, Prefetcher &prefetcher, float *scores) {
@@ -148,7 +149,8 @@ INLINE void add_values(const float *weights, const float *factors, const Element
   for (; x < dim; x++)
     for (int64_t row = 0; row < COUNT; row++) {
       float total = sums[row * width + x] * factors[row];
-      for (int64_t key = 0; key < count; key++) total += weights[row * DECODE_STRIDE + key] * to_float(v + key * stride + x);
+      for (int64_t key = 0; key < count; key++)
+        total += weights[row * DECODE_STRIDE + key] * to_float(v + key * stride + x);
       sums[row * width + x] = total;
     }
 }

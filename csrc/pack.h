@@ -47,8 +47,10 @@ INLINE void transpose(Floats (&rows)[LANES]) {
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {  // b[i + 4 q] holds columns i, i + 4, i + 8, i + 12 of rows 4 q .. 4 q + 3
-    const __m512 low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
-    const __m512 odd_low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd), odd_high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+    const __m512 low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
+    const __m512 high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+    const __m512 odd_low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+    const __m512 odd_high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
     rows[i] = (Floats)_mm512_shuffle_f32x4(low, high, 0x88);
     rows[i + 8] = (Floats)_mm512_shuffle_f32x4(low, high, 0xdd);
     rows[i + 4] = (Floats)_mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
@@ -160,7 +162,8 @@ INLINE void zero_nonfinite(float *values, int64_t count) {
 INLINE uint32_t pair(Bfloat16 low, Bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
 
 // As above, but a panel is (dim / 2, COLUMNS, 2); an odd dim is padded with 0.
-INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, Bfloat16 *to) {
+INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim,
+                            Bfloat16 *to) {
   const int64_t even = round_up(dim, 2);
   for (int64_t first = 0; first < padded; first += COLUMNS) {
     Bfloat16 *panel = to + first * even;
@@ -177,8 +180,10 @@ INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, 
             __builtin_memcpy(panel + (done + 2 * i) * COLUMNS + 2 * half, &block[i], sizeof block[i]);
         }
     for (int64_t i = 0; i < COLUMNS; i++)
-      for (int64_t x = done; x < even; x++)
-        panel[x / 2 * 2 * COLUMNS + 2 * i + x % 2] = first + i < rows && x < dim ? from[(first + i) * stride + x] : Bfloat16{0};
+      for (int64_t x = done; x < even; x++) {
+        const bool inside = first + i < rows && x < dim;
+        panel[x / 2 * 2 * COLUMNS + 2 * i + x % 2] = inside ? from[(first + i) * stride + x] : Bfloat16{0};
+      }
   }
 }
 

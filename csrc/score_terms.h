@@ -7,7 +7,8 @@ namespace {
 
 // Row `row` of a head of a tensor (batch, heads, rows, dim).
 template <class Element>
-INLINE const Element *row_of(const void *tensor, const RowStrides &strides, int64_t batch, int64_t head, int64_t row = 0) {
+INLINE const Element *row_of(const void *tensor, const RowStrides &strides, int64_t batch, int64_t head,
+                             int64_t row = 0) {
   return static_cast<const Element *>(tensor) + batch * strides.batch + head * strides.head + row * strides.row;
 }
 template <class Element>
@@ -37,7 +38,8 @@ INLINE Query read_query(const Call &call, int64_t batch, int64_t head, int64_t r
   query.bias = row_of(call.bias, call.bias_strides, batch, head, row);
   query.visible = row_of(call.visible, call.visible_strides, batch, head, row);
   if (call.dropout > 0) {
-    const uint64_t seed = static_cast<uint64_t>(call.seed), head_index = static_cast<uint64_t>(batch * call.heads + head);
+    const uint64_t seed = static_cast<uint64_t>(call.seed);
+    const uint64_t head_index = static_cast<uint64_t>(batch * call.heads + head);
     const uint64_t position = static_cast<uint64_t>(call.first_row + row);
     uint32_t mixed = mix_bits(static_cast<uint32_t>(seed));
     mixed = mix_bits(mixed ^ static_cast<uint32_t>(seed >> 32));
@@ -48,7 +50,8 @@ INLINE Query read_query(const Call &call, int64_t batch, int64_t head, int64_t r
   return query;
 }
 
-// The keys that some query of several sees, [any_start, any_stop), and those that all of them see, [all_start, all_stop).
+// The keys that some query of several sees, [any_start, any_stop), and those that all of them see, [all_start,
+// all_stop).
 struct Span {
   int64_t any_start, any_stop, all_start, all_stop;
 

@@ -67,8 +67,8 @@ INLINE float sum_of_products(const float *a, const float *b, int64_t count) {
   return sum(total);
 }
 
-// Multiply the weights of a row by `factor`, and merge the moments of more weights into its own (Chan, Golub and LeVeque
-// 1983).
+// Multiply the weights of a row by `factor`, and merge the moments of more weights into its own (Chan, Golub and
+// LeVeque 1983).
 INLINE void merge_moments(SoftmaxRow &row, float factor, float total, float mean, float spread) {
   const float before = row.total * factor, apart = mean - row.mean;
   if (!(total > 0)) {
@@ -82,13 +82,13 @@ INLINE void merge_moments(SoftmaxRow &row, float factor, float total, float mean
   }
 }
 
-// Add a block of keys [first, end), a multiple of 2 * LANES, to a row. Scores become weights in place; narrow(i, weights)
-// receives them too. `plain` means that all these keys are visible and that their scores need neither softcap nor bias.
-// `special` is 1 for each special key of the block, or null.
-// Returns the factor by which sums over earlier keys must be multiplied.
+// Add a block of keys [first, end), a multiple of 2 * LANES, to a row. Scores become weights in place; narrow(i,
+// weights) receives them too. `plain` means that all these keys are visible and that their scores need neither softcap
+// nor bias. `special` is 1 for each special key of the block, or null. Returns the factor by which sums over earlier
+// keys must be multiplied.
 template <Statistics STATISTICS, class Narrow>
-INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, float *scores, int64_t first, int64_t end,
-                        bool plain, const float *special, Narrow narrow) {
+INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, float *scores, int64_t first,
+                        int64_t end, bool plain, const float *special, Narrow narrow) {
   const int64_t count = end - first;
   if (!plain) apply_terms(call, query, scores, first, end);
   Floats left = broadcast(-INF), right = left;
@@ -129,7 +129,8 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
     if (row.target_key >= first && row.target_key < end) row.target_score = scores[row.target_key - first];
   }
   const float factor = exp2f(before - now);
-  // Distances are taken relative to that of the key with the largest weight: otherwise rounding would hide a small spread.
+  // Distances are taken relative to that of the key with the largest weight: otherwise rounding would hide a small
+  // spread.
   const int64_t anchor = min(max(row.position, first), end);  // |position - key| = |position - anchor| + |anchor - key|
   const int64_t pivot = min(max(row.largest_key, first), end - 1);
   const int64_t pivot_distance = anchor > pivot ? anchor - pivot : pivot - anchor;

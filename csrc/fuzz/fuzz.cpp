@@ -2,9 +2,9 @@
 //
 //     fuzz [cases] [seed] [workers]
 //
-// Built with sanitizers by `make sanitize`. The workers run calls concurrently. Besides the numbers it checks that nothing
-// is written into gaps between rows, that the bits do not depend on the number of threads or on concurrent calls, and that
-// invalid calls are rejected. The first failing case is printed with the arguments that repeat it.
+// Built with sanitizers by `make sanitize`. The workers run calls concurrently. Besides the numbers it checks that
+// nothing is written into gaps between rows, that the bits do not depend on the number of threads or on concurrent
+// calls, and that invalid calls are rejected. The first failing case is printed with the arguments that repeat it.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -144,8 +144,8 @@ std::string wrong_key(const Tensor &got, const Naive &naive) {
       right = right && naive.p(b, h, i, key) >= 0.999 * naive.largest_weight(b, h, i);
       for (int64_t j = 0; right && j < key; j++) right = naive.p(b, h, i, j) != naive.p(b, h, i, key);
     }
-    if (!right)
-      error = "largest_key is " + std::to_string(key) + " for query " + std::to_string(i) + " of head " + std::to_string(h);
+    const std::string where = " for query " + std::to_string(i) + " of head " + std::to_string(h);
+    if (!right) error = "largest_key is " + std::to_string(key) + where;
   });
   return error;
 }
@@ -226,7 +226,8 @@ std::string read_dropout(const RandomCall &input, const Naive &naive, Dense &kep
           left += stays;
         }
   const double share = static_cast<double>(left) / static_cast<double>(cells ? cells : 1);
-  if (cells > 4000 && fabs(share - (1 - call.dropout)) > 0.05) return "dropout keeps " + std::to_string(share) + " of the weights";
+  if (cells > 4000 && fabs(share - (1 - call.dropout)) > 0.05)
+    return "dropout keeps " + std::to_string(share) + " of the weights";
   return "";
 }
 
@@ -252,7 +253,8 @@ std::string not_rejected(const RandomCall &input) {
   Results results;
   if (run_forward(input, call, results) != Status::BAD_BOUNDS) return "a stop after the last key is accepted";
   bool written = false;
-  results.output.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { written |= !isnan(results.output.at(a, b, c, d)); });
+  const Tensor &output = results.output;
+  output.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { written |= !isnan(output.at(a, b, c, d)); });
   if (written) return "a rejected call writes";
   call = input.call;
   call.instruction_set = 99;
@@ -307,11 +309,13 @@ std::string check(uint64_t seed, int64_t only_set) {
 void describe(uint64_t seed) {
   const RandomCall input = draw(seed);
   const Call &call = input.call;
-  fprintf(stderr, "  batch %ld, heads %ld of %ld, queries %ld, keys %ld, dims %ld and %ld, %s, threads %ld, softcap %g, dropout %g%s%s%s\n",
-          static_cast<long>(call.batch), static_cast<long>(call.heads), static_cast<long>(call.kv_heads),
-          static_cast<long>(call.queries), static_cast<long>(call.keys), static_cast<long>(call.head_dim),
-          static_cast<long>(call.value_dim), call.dtype == Dtype::BFLOAT16 ? "bfloat16" : "float32", static_cast<long>(call.threads), call.softcap,
-          call.dropout, call.visible ? ", visible" : "", call.bias ? ", bias" : "", call.sinks ? ", sinks" : "");
+  const auto number = [](int64_t value) { return static_cast<long>(value); };
+  fprintf(stderr, "  batch %ld, heads %ld, kv_heads %ld, queries %ld, keys %ld, head_dim %ld, value_dim %ld, %s, threads %ld",
+          number(call.batch), number(call.heads), number(call.kv_heads), number(call.queries), number(call.keys),
+          number(call.head_dim), number(call.value_dim), call.dtype == Dtype::BFLOAT16 ? "bfloat16" : "float32",
+          number(call.threads));
+  fprintf(stderr, ", softcap %g, dropout %g%s%s%s\n", call.softcap, call.dropout, call.visible ? ", visible" : "",
+          call.bias ? ", bias" : "", call.sinks ? ", sinks" : "");
 }
 
 }  // namespace
@@ -335,6 +339,7 @@ int main(int count, char **arguments) {
     });
   for (std::thread &thread : threads) thread.join();
   if (failed) return 1;
-  printf("fuzz: %llu cases from seed %llu agree.\n", static_cast<unsigned long long>(cases), static_cast<unsigned long long>(seed));
+  printf("fuzz: %llu cases from seed %llu agree.\n", static_cast<unsigned long long>(cases),
+         static_cast<unsigned long long>(seed));
   return 0;
 }

@@ -51,7 +51,8 @@ inline void compute_weights(const RandomCall &input, Naive &naive) {
   for (int64_t b = 0; b < B; b++)
     for (int64_t h = 0; h < H; h++) {
       std::vector<char> bad_key(static_cast<size_t>(M));
-      for (int64_t j = 0; j < M; j++) bad_key[static_cast<size_t>(j)] = !finite_row(k, b, h / group, j) || !finite_row(v, b, h / group, j);
+      for (int64_t j = 0; j < M; j++)
+        bad_key[static_cast<size_t>(j)] = !finite_row(k, b, h / group, j) || !finite_row(v, b, h / group, j);
       for (int64_t i = 0; i < N; i++) {
         const int64_t b_bounds = call.bounds_batch_stride ? b : 0;
         const auto start = static_cast<int64_t>(input.start.at(b_bounds, 0, 0, i));
@@ -123,7 +124,8 @@ inline void attend(const RandomCall &input, const Dense &kept, Naive &naive) {
         for (int64_t j = 0; j < M; j++) {
           const double p = naive.p(b, h, i, j), away = fabs(static_cast<double>(position - j));
           if (p == 0) continue;
-          for (int64_t x = 0; x < call.value_dim; x++) naive.output(b, h, i, x) += p * kept(b, h, i, j) * v(b, h / group, j, x);
+          for (int64_t x = 0; x < call.value_dim; x++)
+            naive.output(b, h, i, x) += p * kept(b, h, i, j) * v(b, h / group, j, x);
           total += p;
           naive.entropy(b, h, i) -= p * log(p);
           naive.largest_weight(b, h, i) = fmax(naive.largest_weight(b, h, i), p);
@@ -155,14 +157,16 @@ inline void backward(const RandomCall &input, const Dense &kept, Naive &naive) {
   naive.dk = Dense(B, G, M, call.head_dim);
   naive.dv = Dense(B, G, M, call.value_dim);
   const auto axis = [&](int64_t size, int64_t stride) { return input.bias && stride ? size : int64_t{1}; };
-  const int64_t b_bias = axis(B, call.bias_strides.batch), h_bias = axis(H, call.bias_strides.head), i_bias = axis(N, call.bias_strides.row), j_bias = axis(M, call.bias_strides.key);
+  const int64_t b_bias = axis(B, call.bias_strides.batch), h_bias = axis(H, call.bias_strides.head);
+  const int64_t i_bias = axis(N, call.bias_strides.row), j_bias = axis(M, call.bias_strides.key);
   naive.dbias = Dense(b_bias, h_bias, i_bias, j_bias);
   for (int64_t b = 0; b < B; b++)
     for (int64_t h = 0; h < H; h++)
       for (int64_t i = 0; i < N; i++) {
         if (!isfinite(naive.logsumexp(b, h, i))) continue;
         double delta = input.grad_logsumexp ? -input.grad_logsumexp.at(b, h, i) : 0;
-        for (int64_t x = 0; x < call.value_dim; x++) delta += input.grad_output.at(b, h, i, x) * naive.output(b, h, i, x);
+        for (int64_t x = 0; x < call.value_dim; x++)
+          delta += input.grad_output.at(b, h, i, x) * naive.output(b, h, i, x);
         naive.delta(b, h, i) = delta;
         for (int64_t j = 0; j < M; j++) {
           const double p = naive.p(b, h, i, j), z = kept(b, h, i, j);
@@ -173,7 +177,8 @@ inline void backward(const RandomCall &input, const Dense &kept, Naive &naive) {
             grad_p += grad_output * v(b, h / group, j, x);
             naive.dv(b, h / group, j, x) += p * z * grad_output;
           }
-          const double grad_score = p * (grad_p * z - delta), grad_product = grad_score * naive.slope(b, h, i, j) * call.scale;
+          const double grad_score = p * (grad_p * z - delta);
+          const double grad_product = grad_score * naive.slope(b, h, i, j) * call.scale;
           naive.dbias(b % b_bias, h % h_bias, i % i_bias, j % j_bias) += grad_score;
           for (int64_t x = 0; x < call.head_dim; x++) {
             naive.dq(b, h, i, x) += grad_product * k(b, h / group, j, x);

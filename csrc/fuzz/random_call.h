@@ -12,7 +12,8 @@ struct RandomCall {
   Tensor q, k, v, start, stop, visible, bias, sinks;
   Tensor query_start, offsets, target_key, special_keys, grad_output, grad_logsumexp;
   bool entropy = false, largest_weight = false, largest_key = false, mean_distance = false, distance_spread = false;
-  bool offset_weights = false, target_key_weight = false, special_keys_weight = false, pooled_map = false, dbias = false;
+  bool offset_weights = false, target_key_weight = false, special_keys_weight = false;
+  bool dbias = false, pooled_map = false;
   uint64_t strides_seed = 0;  // of the strides of the results
 };
 
@@ -56,6 +57,13 @@ inline Tensor numbers(Random &random, Tensor result, double size) {
   return result;
 }
 
+inline Tensor integers(Random &random, Tensor result, int64_t min, int64_t max) {
+  result.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
+    result.set(static_cast<double>(uniform(random, min, max)), a, b, c, d);
+  });
+  return result;
+}
+
 inline void draw_bounds(Random &random, RandomCall &input) {
   Call &call = input.call;
   const bool by_batch = chance(random, 0.4);
@@ -68,10 +76,12 @@ inline void draw_bounds(Random &random, RandomCall &input) {
       int64_t start = 0, stop = call.keys;
       if (kind == 1 || kind == 2) stop = i + 1 + shift;
       if (kind == 2) start = stop - window;
-      if (kind == 3) start = uniform(random, 0, call.keys), stop = uniform(random, 0, call.keys);  // stop may precede start
+      if (kind == 3) start = uniform(random, 0, call.keys), stop = uniform(random, 0, call.keys);  // in any order
       if (kind == 4) start = i / 16 * 32, stop = start + uniform(random, 0, 70);
       if (chance(random, 0.03)) stop = start;
-      const auto clamped = [&](int64_t key) { return static_cast<double>(key < 0 ? 0 : key > call.keys ? call.keys : key); };
+      const auto clamped = [&](int64_t key) {
+        return static_cast<double>(key < 0 ? 0 : key > call.keys ? call.keys : key);
+      };
       input.start.set(clamped(start), b, 0, 0, i);
       input.stop.set(clamped(stop), b, 0, 0, i);
     }
@@ -92,8 +102,9 @@ inline void draw_terms(Random &random, RandomCall &input) {
       bias.set(chance(random, hidden) ? -INF : normal(random), a, b, c, d);
     });
     if (chance(random, 0.2) && !bias.empty())
-      bias.set(chance(random, 0.5) ? NOT_A_NUMBER : INF, uniform(random, 0, call.batch - 1), uniform(random, 0, call.heads - 1),
-               uniform(random, 0, call.queries - 1), uniform(random, 0, call.keys - 1));
+      bias.set(chance(random, 0.5) ? NOT_A_NUMBER : INF, uniform(random, 0, call.batch - 1),
+               uniform(random, 0, call.heads - 1), uniform(random, 0, call.queries - 1),
+               uniform(random, 0, call.keys - 1));
     input.bias = std::move(bias);
     input.dbias = chance(random, 0.8);
   }
@@ -110,8 +121,8 @@ inline void draw_nonfinite(Random &random, RandomCall &input) {
     if (tensor.empty()) continue;
     const int64_t last = tensor.sizes[2] - 1;
     const double bad[] = {NOT_A_NUMBER, INF, -INF};
-    tensor.set(bad[uniform(random, 0, 2)], uniform(random, 0, tensor.sizes[0] - 1), uniform(random, 0, tensor.sizes[1] - 1),
-               chance(random, 0.5) ? last : uniform(random, 0, last), uniform(random, 0, tensor.sizes[3] - 1));
+    tensor.set(bad[uniform(random, 0, 2)], uniform(random, 0, tensor.sizes[0] - 1),
+               uniform(random, 0, tensor.sizes[1] - 1), chance(random, 0.5) ? last : uniform(random, 0, last), uniform(random, 0, tensor.sizes[3] - 1));
   }
 }
 
@@ -124,19 +135,13 @@ inline void draw_statistics(Random &random, RandomCall &input) {
                        &input.target_key_weight, &input.special_keys_weight})
     *wanted = chance(random, share);
   call.first_row = chance(random, 0.3) ? uniform(random, 0, 50) : 0;
-  if (chance(random, 0.7)) {
-    input.query_start = Tensor(Type::INT64, call.batch, 1, 1, 1);
-    for (int64_t b = 0; b < call.batch; b++) input.query_start.set(static_cast<double>(uniform(random, -3, call.keys)), b, 0, 0);
-  }
+  const auto per_sample = [&] { return Tensor(Type::INT64, call.batch, 1, 1, 1); };
+  if (chance(random, 0.7)) input.query_start = integers(random, per_sample(), -3, call.keys);
   if (input.offset_weights) {
     call.num_offsets = uniform(random, 1, 3);
-    input.offsets = Tensor(Type::INT64, call.num_offsets, 1, 1, 1);
-    for (int64_t i = 0; i < call.num_offsets; i++) input.offsets.set(static_cast<double>(uniform(random, -3, 3)), i, 0, 0);
+    input.offsets = integers(random, Tensor(Type::INT64, call.num_offsets, 1, 1, 1), -3, 3);
   }
-  if (input.target_key_weight) {
-    input.target_key = Tensor(Type::INT64, call.batch, 1, 1, 1);
-    for (int64_t b = 0; b < call.batch; b++) input.target_key.set(static_cast<double>(uniform(random, -1, call.keys - 1)), b, 0, 0);
-  }
+  if (input.target_key_weight) input.target_key = integers(random, per_sample(), -1, call.keys - 1);
   if (input.special_keys_weight) {
     input.special_keys = Tensor(Type::BYTE, call.batch, 1, 1, call.keys);
     Tensor &special = input.special_keys;
@@ -152,19 +157,23 @@ inline RandomCall draw(uint64_t seed) {
   call.dtype = chance(random, 0.4) ? Dtype::BFLOAT16 : Dtype::FLOAT32;
   call.seed = uniform(random, INT64_MIN, INT64_MAX);
   call.threads = uniform(random, 1, 3);
-  call.scale = (chance(random, 0.1) ? -1 : 1) * (chance(random, 0.5) ? 1.0 : 0.3) / __builtin_sqrt(static_cast<double>(call.head_dim));
+  const double sign = chance(random, 0.1) ? -1 : 1, factor = chance(random, 0.5) ? 1 : 0.3;
+  call.scale = sign * factor / __builtin_sqrt(static_cast<double>(call.head_dim));
   const Type type = type_of(call);
   result.q = numbers(random, Tensor(random, type, call.batch, call.heads, call.queries, call.head_dim, true), 1);
   result.k = numbers(random, Tensor(random, type, call.batch, call.kv_heads, call.keys, call.head_dim, true), 1);
   if (chance(random, 0.1))  // equal keys, for equal weights
-    result.k.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { result.k.set(result.k.at(a, b, c % 3, d), a, b, c, d); });
+    result.k.each(
+        [&](int64_t a, int64_t b, int64_t c, int64_t d) { result.k.set(result.k.at(a, b, c % 3, d), a, b, c, d); });
   result.v = numbers(random, Tensor(random, type, call.batch, call.kv_heads, call.keys, call.value_dim, true), 1);
   draw_bounds(random, result);
   draw_terms(random, result);
   if (chance(random, 0.25)) draw_nonfinite(random, result);
   draw_statistics(random, result);
-  result.grad_output = numbers(random, Tensor(random, type, call.batch, call.heads, call.queries, call.value_dim, true), 1);
-  if (chance(random, 0.4)) result.grad_logsumexp = numbers(random, Tensor(Type::FLOAT, call.batch, call.heads, call.queries, 1), 1);
+  Tensor grad_output(random, type, call.batch, call.heads, call.queries, call.value_dim, true);
+  result.grad_output = numbers(random, std::move(grad_output), 1);
+  if (chance(random, 0.4))
+    result.grad_logsumexp = numbers(random, Tensor(Type::FLOAT, call.batch, call.heads, call.queries, 1), 1);
   result.pooled_map = chance(random, 0.5);
   call.pool_rows = uniform(random, 1, 40);
   call.pool_keys = uniform(random, 1, 60);
