@@ -7,6 +7,16 @@ namespace {
 constexpr int64_t DECODE_KEYS = 64;                     // per block
 constexpr int64_t DECODE_STRIDE = DECODE_KEYS + LANES;  // of rows of scores: multiply_keys writes past the last key
 
+// a b + c, rounded once where the instruction set has the instruction: left to the compiler, the rounding could differ
+// from one unrolled iteration to the next.
+INLINE float multiply_add(float a, float b, float c) {
+#ifdef __FMA__
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // The sums of LANES vectors, as one vector.
 INLINE Floats sum_each(Floats (&c)[LANES]) {
 #if LANES == 8 && defined(__AVX__)
@@ -103,7 +113,8 @@ INLINE void multiply_keys(const float *q, int64_t q_stride, const Element *k, in
     float sums[LANES];
     store(sums, sum_each(c));
     for (; x < dim; x++)
-      for (int64_t i = 0; i < LANES; i++) sums[i] += q[i / KEYS * q_stride + x] * to_float(rows[i % KEYS] + x);
+      for (int64_t i = 0; i < LANES; i++)
+        sums[i] = multiply_add(q[i / KEYS * q_stride + x], to_float(rows[i % KEYS] + x), sums[i]);
 #pragma GCC unroll 4
     for (int64_t row = 0; row < COUNT; row++)
       memcpy(scores + row * DECODE_STRIDE + key, sums + row * KEYS, sizeof(float) * KEYS);
