@@ -14,9 +14,7 @@ from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.call import WHOLE, Rows, call_fields
-from multihead.kernels.native.library import AT
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, Measuring, first_keys, one_pass, second_pass
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, Measurement, first_keys, one_pass, second_pass
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.parts import Part
@@ -130,21 +128,6 @@ def test_long_calls_are_measured_right_in_both_passes(
         assert oracle.difference(pooled, sums) < 1e-4
 
 
-@pytest.mark.parametrize("queries", [5, 100])
-def test_the_sum_of_squares_is_measured(queries: int) -> None:
-    request = long(queries, masks.Causal())
-    bounds = bounds_of(request)
-    exact = dense(request, seen_by(request)).weights.square().sum(-1)
-    for name in SETS:
-        with library.using(name):
-            fields = call_fields(request, Rows(WHOLE, bounds, None), request.q, request.k)
-            squares, logsumexp = torch.empty(2, 2, 4, queries).unbind()
-            fields[AT["value_dim"]] = 0
-            fields[AT["squares"]], fields[AT["logsumexp"]] = squares.data_ptr(), logsumexp.data_ptr()
-            library.run(library.FORWARD, fields)
-        assert oracle.difference(squares, exact) < 2e-5
-
-
 def test_a_spread_stays_exact_far_away_from_the_query() -> None:
     """Weight on two neighbouring keys 8,000 tokens away: the square of the distance would have no bit left for it."""
     k = torch.full((1, 1, 8200, 1), -200.0)
@@ -194,7 +177,7 @@ def test_the_first_key_of_each_sample_is_the_first_that_some_query_sees() -> Non
 
 def test_only_what_is_wanted_is_measured() -> None:
     request = long(6, masks.Causal())
-    made = Measuring.of(request, bounds_of(request), ("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS))
+    made = Measurement.of(request, bounds_of(request), ("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS))
     assert made.parts == ("entropy", ("offset_mass", 0))
-    assert set(made.raw) == {"entropy", "at_offsets"}
-    assert made.found().keys() == {"entropy", ("offset_mass", 0)}
+    assert set(made.raw) == {"entropy", "offset_weights"}
+    assert made.results().keys() == {"entropy", ("offset_mass", 0)}

@@ -1,4 +1,4 @@
-// Vectors of LANES floats, on the vector extensions of GCC and Clang; intrinsics where those would not find the instruction.
+// Vectors of LANES floats: arithmetic by the vector extensions of GCC and Clang, intrinsics for other instructions.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -21,48 +21,48 @@ struct Bfloat16 {
 };
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float INFINITE = __builtin_inff(), NOT_A_NUMBER = __builtin_nanf("");
+constexpr float INF = __builtin_inff(), NOT_A_NUMBER = __builtin_nanf("");
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t whole(int64_t count, int64_t part) { return (count + part - 1) / part; }  // parts needed
-INLINE int64_t up(int64_t count, int64_t part) { return whole(count, part) * part; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t ceil_div(int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; }
+INLINE int64_t round_up(int64_t count, int64_t multiple) { return ceil_div(count, multiple) * multiple; }
 
 // ---------------------------------------------------------------- memory
 
 template <class Vector, class Element>
-INLINE Vector read(const Element *from) {
+INLINE Vector load_as(const Element *from) {
   Vector value;
   __builtin_memcpy(&value, from, sizeof value);
   return value;
 }
 
 INLINE Floats broadcast(float x) { return x - (Floats){}; }
-INLINE Floats load(const float *from) { return read<Floats>(from); }
-INLINE Floats load(const Bfloat16 *from) { return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16); }
-INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(read<Bytes>(from), Ints); }
+INLINE Floats load(const float *from) { return load_as<Floats>(from); }
+INLINE Floats load(const Bfloat16 *from) { return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16); }
+INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(load_as<Bytes>(from), Ints); }
 INLINE void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
-INLINE float one(const float *from) { return *from; }
-INLINE float one(const Bfloat16 *from) {
+INLINE float to_float(const float *from) { return *from; }
+INLINE float to_float(const Bfloat16 *from) {
   const uint32_t bits = (uint32_t)from->bits << 16;
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
 
-// To bfloat16, to the nearest, of two equally near ones to the even; NaN stays NaN.
-INLINE Halves narrowed(Floats value) {
+// Rounded to the nearest bfloat16, ties to even; NaN stays NaN.
+INLINE Halves to_bfloat16(Floats value) {
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return __builtin_convertvector(value == value ? rounded : (Words){} + 0x7fc0, Halves);
 }
 INLINE void store(Bfloat16 *to, Floats value) {
-  const Halves halves = narrowed(value);
+  const Halves halves = to_bfloat16(value);
   __builtin_memcpy(to, &halves, sizeof halves);
 }
-INLINE void set(float *to, float value) { *to = value; }
-INLINE void set(Bfloat16 *to, float value) { to->bits = narrowed(broadcast(value))[0]; }
+INLINE void store_element(float *to, float value) { *to = value; }
+INLINE void store_element(Bfloat16 *to, float value) { to->bits = to_bfloat16(broadcast(value))[0]; }
 
 // ---------------------------------------------------------------- comparison
 
@@ -75,7 +75,7 @@ INLINE Ints index_from(int64_t first) {  // first, first + 1, ...
 INLINE Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 INLINE bool finite(float x) { return x - x == 0; }
 
-// The larger of both; b where one of them is NaN.
+// The larger of a and b; b where one of them is NaN.
 INLINE Floats maximum(Floats a, Floats b) {
 #if LANES == 16 && defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -94,13 +94,13 @@ INLINE bool any(Ints where) {
 #elif LANES == 8 && defined(__AVX__)
   return !_mm256_testz_si256((__m256i)where, (__m256i)where);
 #else
-  int32_t found = 0;
-  for (int lane = 0; lane < LANES; lane++) found |= where[lane];
-  return found != 0;
+  int32_t result = 0;
+  for (int lane = 0; lane < LANES; lane++) result |= where[lane];
+  return result != 0;
 #endif
 }
 
-// ---------------------------------------------------------------- across the lanes
+// ---------------------------------------------------------------- reductions over the lanes
 
 #if defined(__SSE3__) || LANES == 4
 typedef float Quad __attribute__((vector_size(16)));
@@ -121,7 +121,7 @@ INLINE float sum(Floats x) {
 #endif
 }
 
-INLINE float largest(Floats x) {
+INLINE float reduce_max(Floats x) {
 #if LANES == 16 && defined(__AVX512F__)
   const __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
   const __m128 quad = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
@@ -132,18 +132,18 @@ INLINE float largest(Floats x) {
   const __m128 pair = _mm_max_ps(quad, _mm_movehl_ps(quad, quad));
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 #else
-  float found = x[0];
-  for (int lane = 1; lane < LANES; lane++) found = x[lane] > found ? x[lane] : found;
-  return found;
+  float result = x[0];
+  for (int lane = 1; lane < LANES; lane++) result = x[lane] > result ? x[lane] : result;
+  return result;
 #endif
 }
 
 // ---------------------------------------------------------------- functions
 
-// 2^x for x below 128; exactly 0 at or below -127; NaN stays. The remainder's polynomial is a minimax fit, 1.1e-7 off.
+// 2^x for x below 128; exactly 0 for x <= -127; NaN stays NaN. The polynomial is a minimax fit with an error of 1.1e-7.
 INLINE Floats exp2(Floats x) {
   x = maximum(broadcast(-127.f), x);
-  const Floats shifted = x + broadcast(12582912.f);  // 1.5 * 2^23: the sum's last bits are x to the nearest integer
+  const Floats shifted = x + broadcast(12582912.f);  // 1.5 * 2^23: the last bits of the sum are x, rounded to an integer
   const Floats rest = x - (shifted - broadcast(12582912.f));
   Floats power = broadcast(0.001326472731307149f);
   power = power * rest + broadcast(0.009671512991189957f);
@@ -154,7 +154,7 @@ INLINE Floats exp2(Floats x) {
   return (Floats)((Ints)power + ((Ints)shifted << 23));
 }
 
-// tanh(x): near 0 its series, fitted; elsewhere 1 - 2 / (e^2x + 1). NaN stays.
+// tanh(x): near 0 a polynomial fit; elsewhere 1 - 2 / (e^2x + 1). NaN stays NaN.
 INLINE Floats tanh(Floats x) {
   const Floats square = x * x;
   Floats series = broadcast(-0.005679258611053228f);
@@ -170,13 +170,13 @@ INLINE Floats tanh(Floats x) {
   return size < broadcast(0.625f) ? near : signed_far;
 }
 
-// Scatter the bits of a number (a bijection of 32 bits; two rounds of xor-shift and multiply, as in MurmurHash3's end).
-INLINE uint32_t scattered(uint32_t x) {
+// A bijection of 32 bits whose output looks random: xor-shift and multiply, as in the finaliser of MurmurHash3.
+INLINE uint32_t mix_bits(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
   return x ^ (x >> 16);
 }
-INLINE Words scattered(Words x) {
+INLINE Words mix_bits(Words x) {
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
   return x ^ (x >> 16);

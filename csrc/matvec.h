@@ -1,14 +1,24 @@
-// Products of few rows with keys and values that are read where they lie, in float or bfloat16, as fast as they come.
+// Products of few rows with unpacked keys and values, in float or bfloat16: these are bound by memory bandwidth.
 #pragma once
-#include "lanes.h"
+#include "simd.h"
 
 namespace {
 
-constexpr int64_t FEW_KEYS = 64;                  // of a block
-constexpr int64_t FEW_STRIDE = FEW_KEYS + LANES;  // between rows of scores, for some are written behind the keys
+constexpr int64_t DECODE_KEYS = 64;                     // per block
+constexpr int64_t DECODE_STRIDE = DECODE_KEYS + LANES;  // of rows of scores: multiply_keys writes past the last key
 
-// The sums of LANES vectors, in one.
-INLINE Floats sums_of(Floats (&c)[LANES]) {
+// a b + c, rounded once where the instruction set has the instruction: left to the compiler, the rounding could differ
+// from one unrolled iteration to the next.
+INLINE float multiply_add(float a, float b, float c) {
+#ifdef __FMA__
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The sums of LANES vectors, as one vector.
+INLINE Floats sum_each(Floats (&c)[LANES]) {
 #if LANES == 8 && defined(__AVX__)
   __m256 pairs[4], quads[2];
 #pragma GCC unroll 4
@@ -49,15 +59,15 @@ INLINE Floats sums_of(Floats (&c)[LANES]) {
 #endif
 }
 
-// Rows that will be read next: some lines of them are fetched at each step of a loop over something else, in the order
-// in which they lie, so that the CPU's own prefetching follows. Without, memory rests while scores become weights.
-struct Ahead {
+// Prefetches rows that will be read next, some cache lines at each step of a loop over other data. The lines are in
+// order, so that the hardware prefetcher follows. Without this, memory would be idle while scores become weights.
+struct Prefetcher {
   const char *row;
-  int64_t stride, bytes, count;  // of a row, and rows left
+  int64_t stride, bytes, count;  // bytes between rows, bytes of a row, remaining rows
   int64_t place = 0;
 
   template <class Element>
-  Ahead(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left)
+  Prefetcher(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left)
       : row(reinterpret_cast<const char *>(rows)), stride(row_stride * static_cast<int64_t>(sizeof(Element))),
         bytes(dim * static_cast<int64_t>(sizeof(Element))), count(rows_left) {}
 
@@ -74,58 +84,60 @@ struct Ahead {
   }
 };
 
-// Scores of `count` keys for COUNT rows: LANES dot products at a time. Up to LANES - 1 more are written behind them.
+// Scores of COUNT rows with `count` keys, LANES dot products at a time. Up to LANES - 1 more are written after the
+// last.
 template <int COUNT, class Element>
-INLINE void few_scores(const float *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim, int64_t count,
-                       Ahead &next, float *scores) {
-  constexpr int64_t AT_ONCE = LANES / COUNT;  // keys
-  for (int64_t key = 0; key < count; key += AT_ONCE) {
-    const Element *rows[AT_ONCE];
+INLINE void multiply_keys(const float *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim,
+                          int64_t count, Prefetcher &prefetcher, float *scores) {
+  constexpr int64_t KEYS = LANES / COUNT;  // per step
+  for (int64_t key = 0; key < count; key += KEYS) {
+    const Element *rows[KEYS];
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < AT_ONCE; i++) rows[i] = k + least(key + i, count - 1) * k_stride;
+    for (int64_t i = 0; i < KEYS; i++) rows[i] = k + min(key + i, count - 1) * k_stride;
     Floats c[LANES];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < LANES; i++) c[i] = (Floats){};
     int64_t x = 0;
     for (; x + LANES <= dim; x += LANES) {
-      next.fetch(whole(AT_ONCE * LANES, 16));
-      Floats keys[AT_ONCE];
+      prefetcher.fetch(ceil_div(KEYS * LANES, 16));
+      Floats keys[KEYS];
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < AT_ONCE; i++) keys[i] = load(rows[i] + x);
+      for (int64_t i = 0; i < KEYS; i++) keys[i] = load(rows[i] + x);
 #pragma GCC unroll 4
       for (int64_t row = 0; row < COUNT; row++) {
         const Floats query = load(q + row * q_stride + x);
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < AT_ONCE; i++) c[row * AT_ONCE + i] += query * keys[i];
+        for (int64_t i = 0; i < KEYS; i++) c[row * KEYS + i] += query * keys[i];
       }
     }
     float sums[LANES];
-    store(sums, sums_of(c));
+    store(sums, sum_each(c));
     for (; x < dim; x++)
-      for (int64_t i = 0; i < LANES; i++) sums[i] += q[i / AT_ONCE * q_stride + x] * one(rows[i % AT_ONCE] + x);
+      for (int64_t i = 0; i < LANES; i++)
+        sums[i] = multiply_add(q[i / KEYS * q_stride + x], to_float(rows[i % KEYS] + x), sums[i]);
 #pragma GCC unroll 4
     for (int64_t row = 0; row < COUNT; row++)
-      memcpy(scores + row * FEW_STRIDE + key, sums + row * AT_ONCE, sizeof(float) * AT_ONCE);
+      memcpy(scores + row * DECODE_STRIDE + key, sums + row * KEYS, sizeof(float) * KEYS);
   }
 }
 
-// Multiply COUNT rows of sums by their factors, and add VECTORS vectors of `count` values by weight.
+// sums = factors * sums + weights * values for COUNT rows, over `count` keys and VECTORS vectors of columns.
 template <int COUNT, int VECTORS, class Element>
 INLINE void add_columns(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
-                        Ahead &next, float *sums, int64_t width) {
+                        Prefetcher &prefetcher, float *sums, int64_t width) {
   Floats c[COUNT][VECTORS];
 #pragma GCC unroll 4
   for (int64_t row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
     for (int64_t i = 0; i < VECTORS; i++) c[row][i] = load(sums + row * width + i * LANES) * broadcast(factors[row]);
   for (int64_t key = 0; key < count; key++) {
-    next.fetch(whole(VECTORS * LANES, 16));
+    prefetcher.fetch(ceil_div(VECTORS * LANES, 16));
     Floats values[VECTORS];
 #pragma GCC unroll 4
     for (int64_t i = 0; i < VECTORS; i++) values[i] = load(v + key * stride + i * LANES);
 #pragma GCC unroll 4
     for (int64_t row = 0; row < COUNT; row++) {
-      const Floats weight = broadcast(weights[row * FEW_STRIDE + key]);
+      const Floats weight = broadcast(weights[row * DECODE_STRIDE + key]);
 #pragma GCC unroll 4
       for (int64_t i = 0; i < VECTORS; i++) c[row][i] += weight * values[i];
     }
@@ -138,39 +150,40 @@ INLINE void add_columns(const float *weights, const float *factors, const Elemen
 
 template <int COUNT, class Element>
 INLINE void add_values(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
-                       int64_t dim, Ahead &next, float *sums, int64_t width) {
-  constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as there are registers for
+                       int64_t dim, Prefetcher &prefetcher, float *sums, int64_t width) {
+  constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as fit into the registers
   int64_t x = 0;
   for (; x + VECTORS * LANES <= dim; x += VECTORS * LANES)
-    add_columns<COUNT, VECTORS>(weights, factors, v + x, stride, count, next, sums + x, width);
+    add_columns<COUNT, VECTORS>(weights, factors, v + x, stride, count, prefetcher, sums + x, width);
   for (; x + LANES <= dim; x += LANES)
-    add_columns<COUNT, 1>(weights, factors, v + x, stride, count, next, sums + x, width);
+    add_columns<COUNT, 1>(weights, factors, v + x, stride, count, prefetcher, sums + x, width);
   for (; x < dim; x++)
     for (int64_t row = 0; row < COUNT; row++) {
       float total = sums[row * width + x] * factors[row];
-      for (int64_t key = 0; key < count; key++) total += weights[row * FEW_STRIDE + key] * one(v + key * stride + x);
+      for (int64_t key = 0; key < count; key++)
+        total += weights[row * DECODE_STRIDE + key] * to_float(v + key * stride + x);
       sums[row * width + x] = total;
     }
 }
 
-// Call part.template take<COUNT>(row) for 4, 2 or 1 rows at a time.
-template <class Part>
-INLINE void by_rows(int64_t count, Part part) {
+// Call body.template run<COUNT>(row) for 4, 2 or 1 rows at a time.
+template <class Body>
+INLINE void for_rows(int64_t count, Body body) {
   int64_t row = 0;
-  for (; row + 4 <= count; row += 4) part.template take<4>(row);
+  for (; row + 4 <= count; row += 4) body.template run<4>(row);
   if (row + 2 <= count) {
-    part.template take<2>(row);
+    body.template run<2>(row);
     row += 2;
   }
-  if (row < count) part.template take<1>(row);
+  if (row < count) body.template run<1>(row);
 }
 
-// Whether `count` rows of `dim` elements are all finite.
-INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim, Ahead &next) {
-  Floats zeros[8] = {};  // as many chains of additions as it takes to hide how long one takes
+// Whether `count` rows of `dim` elements are finite throughout.
+INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher) {
+  Floats zeros[8] = {};  // enough independent chains of additions to hide their latency
   bool good = true;
   for (int64_t row = 0; row < count; row += 2) {
-    next.fetch(whole(dim, 32));
+    prefetcher.fetch(ceil_div(dim, 32));
     const float *even = from + row * stride, *odd = row + 1 < count ? even + stride : even;
     int64_t x = 0;
     for (; x + 4 * LANES <= dim; x += 4 * LANES)
@@ -186,20 +199,20 @@ INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_
   for (int64_t i = 0; i < 8; i++) all += zeros[i];
   return good && sum(all) == 0;
 }
-INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim, Ahead &next) {
+INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher) {
   typedef uint16_t Sizes __attribute__((vector_size(LANES * 4)));
-  Sizes found = (Sizes){};  // the largest without its sign; from 0x7f80 on they are inf and NaN
+  Sizes largest = (Sizes){};  // absolute value; 0x7f80 is inf, and NaN is above
   bool good = true;
   for (int64_t row = 0; row < count; row++, from += stride) {
-    next.fetch(whole(dim, 128));
+    prefetcher.fetch(ceil_div(dim, 128));
     int64_t x = 0;
     for (; x + 2 * LANES <= dim; x += 2 * LANES) {
-      const Sizes size = read<Sizes>(from + x) & 0x7fff;
-      found = size > found ? size : found;
+      const Sizes size = load_as<Sizes>(from + x) & 0x7fff;
+      largest = size > largest ? size : largest;
     }
     for (; x < dim; x++) good &= (from[x].bits & 0x7fff) < 0x7f80;
   }
-  for (int lane = 0; lane < 2 * LANES; lane++) good &= found[lane] < 0x7f80;
+  for (int lane = 0; lane < 2 * LANES; lane++) good &= largest[lane] < 0x7f80;
   return good;
 }
 
