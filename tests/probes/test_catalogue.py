@@ -11,6 +11,7 @@ import pytest
 
 from multihead.errors import ProbeError
 from multihead.kernels.native.statistics import ONE_PASS
+from multihead.locale.texts import statistic_label, unit_label
 from multihead.parts import PART_FAMILIES, PARTS
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
@@ -117,9 +118,12 @@ def test_the_page_lists_every_statistic_as_the_catalogue_defines_it() -> None:
     ]
 
 
-def test_the_chinese_page_lists_the_same_statistics_with_the_same_papers() -> None:
+def test_the_chinese_page_lists_the_same_statistics_with_their_chinese_labels_and_the_same_papers() -> None:
     rows = listed("probes.zh.md")
-    assert [row[0] for row in rows] == [f"`{name}`" for name in PROBES]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        (f"`{each.name}`", statistic_label(each.name, "zh", each.label), unit_label(each.unit, "zh"))
+        for each in PROBES.values()
+    ]
     papers = re.compile(r"[0-9]{4}\.[0-9]{5}")
     assert [papers.findall(row[4]) for row in rows] == [papers.findall(each.source) for each in PROBES.values()]
 

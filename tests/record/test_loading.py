@@ -385,7 +385,7 @@ def test_a_label_of_a_statistic_that_is_none_is_refused(
     good: Path, tmp_path: Path, statistics: object, what: str
 ) -> None:
     file = changed(good, tmp_path, lambda said, _: said.update(statistics=statistics))
-    assert refusal(file) == f"FILE is damaged: {what}. Save the record anew."
+    assert refusal(file) == f"FILE is damaged: {what}. Save the record again."
 
 
 def test_a_file_cannot_relabel_a_built_in_statistic(good: Path, tmp_path: Path) -> None:

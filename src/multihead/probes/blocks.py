@@ -23,29 +23,29 @@ from multihead.scores.relative import RelativeBias
 from multihead.shapes import AttentionShape
 from multihead.tracing import traced
 
-STRIP = 1 << 24  # scores of one head that are computed before somebody may say that they are no longer wanted
-DENSE_STRIP = 1 << 22  # the same, where each cell is looked at in PyTorch
-SMALL = 1 << 18  # scores below which laying a call out for the native kernel costs more than it gains
+STRIP = 1 << 24  # scores of one head that are computed between two checks for cancellation
+DENSE_STRIP = 1 << 22  # the same, where visibility is evaluated cell by cell in PyTorch
+SMALL = 1 << 18  # scores below which preparing a call for the native kernel costs more than it saves
 
 
 class CancelledError(Exception):
-    """Whoever asked for a region no longer wants it."""
+    """The caller cancelled the computation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """The blocks of a rectangle of a map.
 
-    Fields:
+    Attributes:
         sums: (heads, row blocks, column blocks), float64, sum of the weights.
-        counts: (heads, row blocks, column blocks), int64, how many of the cells may be seen.
+        counts: (heads, row blocks, column blocks), int64, how many of the cells are visible.
     """
 
     sums: Tensor
     counts: Tensor
 
     def means(self) -> Tensor:
-        """Return (heads, row blocks, column blocks), float64: the mean weight, NaN where no cell may be seen."""
+        """Return (heads, row blocks, column blocks), float64: the mean weight, NaN where no cell is visible."""
         return self.sums / self.counts
 
 
@@ -61,7 +61,7 @@ def blocks(
     cancelled: Callable[[], bool] | None = None,
     totals: RowTotals | None = None,
 ) -> Blocks:
-    """Sum the weights of each block of a rectangle of a map, and count the cells that may be seen.
+    """Sum the weights of each block of a rectangle of a map, and count the cells that are visible.
 
     Blocks are counted from the first query and the first key of the rectangle; the last ones may be smaller. What
     is held is the blocks and a strip of the map, never queries x keys. A query whose logsumexp is NaN adds nothing.
@@ -77,12 +77,12 @@ def blocks(
         keys: which keys, one after the other.
         block: queries and keys a block.
         without_first_key: whether the key 0 counts as hidden.
-        cancelled: asked between strips; once it says True the work ends.
+        cancelled: called between strips; the computation ends once it returns True.
         totals: keeps the logsumexp of the call in float64 for its next blocks.
 
     Raises:
         ArgumentError: a head that does not exist, a slice with steps, or an empty block.
-        CancelledError: `cancelled` said so.
+        CancelledError: `cancelled` returned True.
     """
     rows, columns = _ends("queries", queries, request.shape.query_length), _ends("keys", keys, request.shape.key_length)
     if min(block) < 1:
@@ -105,7 +105,7 @@ def blocks(
             shown = _shown(bounds, strip, columns, without_first_key=without_first_key)
             reached = _reached(shown, columns, block[1])
             if reached != columns:
-                # Half of a causal map is hidden, and nearly all of a window's: those keys need not be touched.
+                # Half of a causal map is hidden, and nearly all of a window's: these keys are skipped.
                 shown = _shown(bounds, strip, reached, without_first_key=without_first_key)
             part = _part(request, chosen, strip, reached)
             cells = None
@@ -124,14 +124,14 @@ def blocks(
 
 
 def _ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
-    first, behind, step = chosen.indices(length)
+    first, stop, step = chosen.indices(length)
     if step != 1:
         raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of neighbours, such as slice(0, 512).")
-    return first, max(first, behind)
+    return first, max(first, stop)
 
 
 def _is_dense(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether what may be seen must be looked at cell by cell."""
+    """Whether visibility must be evaluated cell by cell."""
     if bounds.remainder is not None:
         return True
     return request.bias is not None and bool((values_of(request.bias) == -torch.inf).any())
@@ -140,7 +140,7 @@ def _is_dense(request: AttentionRequest, bounds: KeyBounds) -> bool:
 def _strips(
     rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield whole rows of blocks, as many at a time as make a strip."""
+    """Yield strips: as many whole rows of blocks at a time as have about STRIP scores."""
     width = max(columns[1] - columns[0], 1)
     height = max((DENSE_STRIP if dense else STRIP) // width // block[0], 1) * block[0]
     for first in range(*rows, height):
@@ -148,7 +148,7 @@ def _strips(
 
 
 def _shown(bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *, without_first_key: bool) -> KeyBounds:
-    """Cut the bounds to some rows, and count their keys from the first column."""
+    """Slice the bounds to some rows, and count their keys from the first column."""
     start = bounds.start[:1, slice(*rows)] - columns[0]
     stop = bounds.stop[:1, slice(*rows)] - columns[0]
     width = columns[1] - columns[0]
@@ -158,7 +158,7 @@ def _shown(bounds: KeyBounds, rows: tuple[int, int], columns: tuple[int, int], *
 
 
 def _reached(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[int, int]:
-    """Say which of some columns any row of a strip may see, in whole blocks; at least one of them."""
+    """Return the columns that some row of a strip sees, in whole blocks; at least one block."""
     seeing = shown.start < shown.stop
     if not bool(seeing.any()):
         return columns[0], min(columns[0] + block, columns[1])
@@ -169,7 +169,7 @@ def _reached(shown: KeyBounds, columns: tuple[int, int], block: int) -> tuple[in
 def _part(
     request: AttentionRequest, heads: Tensor, rows: tuple[int, int], columns: tuple[int, int]
 ) -> AttentionRequest:
-    """Cut some heads, rows and columns out of a call; what may be seen of them is said by bounds alone."""
+    """Slice heads, rows and columns of a call; its visible cells are given by the bounds alone."""
     shape = request.shape
     every = len(heads) == shape.num_heads and bool((heads.diff() == 1).all())
     q, k = request.q[:, :, slice(*rows)], request.k[:, :, slice(*columns)]
@@ -209,7 +209,7 @@ def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, 
 def _cells(
     request: AttentionRequest, heads: Tensor, shown: KeyBounds, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Tensor:
-    """Write out which cells may be seen: (1, heads or 1, rows, columns) bool."""
+    """Return which cells are visible: (1, heads or 1, rows, columns) bool."""
     cells = seen(request, slice(*rows), slice(*columns))
     cells = cells[:, heads] if cells.shape[1] > 1 else cells
     key = torch.arange(columns[1] - columns[0], device=cells.device)

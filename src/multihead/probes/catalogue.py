@@ -1,4 +1,4 @@
-"""The built-in statistics: the one place where the definition, label, unit, number format and source of each stand."""
+"""The built-in statistics, each with its definition, label, unit, number format and source."""
 
 from __future__ import annotations
 

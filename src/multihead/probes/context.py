@@ -1,4 +1,4 @@
-"""What statistics need to know beside q, k and the logsumexp: which tokens the keys are, and what the output does."""
+"""Further inputs of probes: token ids, sets of keys, the output projection."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Pool = Literal["mean", "max"]
 
 @dataclass(frozen=True, eq=False)
 class ProbeContext:
-    """What some statistics need beside q and k; all of it may be left out.
+    """What some probes need besides q and k; all of it may be left out.
 
-    Fields:
+    Attributes:
         special_keys: (batch, keys) bool, the keys that `special_mass` counts.
-        ids: (batch, keys) int64, the token id of each key; a query's own is that of the key at its position.
-        sets: for each name that `probes.tokens_mass` was given without ids, (batch, keys) bool.
-        output_weight: (embed_dim, heads * value_dim), what the heads' outputs are multiplied by, as `nn.Linear` has it.
-        first_key: which key is the sample's first, an int or (batch,); it may lie before those of the call. None = the
-            first that some query may see.
+        ids: (batch, keys) int64, the token id of each key; the token of a query is that of the key at its position.
+        sets: name of a set -> (batch, keys) bool, for `probes.tokens_mass` without ids.
+        output_weight: (embed_dim, heads * value_dim), the output projection, as `nn.Linear` stores it.
+        first_key: which key is the sample's first, an int or (batch,); it may lie before those of the call. None is
+            the first that some query sees.
         map_size: the most rows and columns of `pooled_map`.
         map_pool: what a block of `pooled_map` holds, the "mean" or the "max" of its weights.
 
@@ -44,10 +44,10 @@ class ProbeContext:
 
 
 def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
-    """Refuse what does not fit the call.
+    """Reject a context that does not fit the call.
 
     Raises:
-        ProbeError: in words.
+        ProbeError: a shape, dtype or option is wrong.
     """
     sizes = (shape.batch, shape.key_length)
     for name, flags in (("special_keys", context.special_keys), *context.sets.items()):
@@ -69,7 +69,7 @@ def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
 
 
 def refuse_unless_output_weight_fits(weight: Tensor, shape: AttentionShape) -> None:
-    """Refuse an output projection that does not take the heads' outputs.
+    """Reject an output projection that does not fit the outputs of the heads.
 
     Raises:
         ProbeError: it is not (embed_dim, heads * value_dim) of floating point numbers.

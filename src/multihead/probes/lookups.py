@@ -11,7 +11,7 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.softcap import softcapped
 
 KEYS = 32  # keys whose weights are held at once
-FEW = 16  # one key in so many makes a set small
+FEW = 16  # a set is small if it holds at most one key in this many
 
 
 def at_offset(call: MeasuredCall, offset: int) -> Tensor:
@@ -39,7 +39,7 @@ def on_first(call: MeasuredCall, count: int) -> Tensor:
 
 
 def is_small(flags: Tensor) -> bool:
-    """Tell whether a set, (batch, keys) bool, holds so few keys that looking them up is the least work."""
+    """Whether a set, (batch, keys) bool, holds so few keys that looking them up takes the least work."""
     return int(flags.sum(-1).max()) * FEW <= flags.shape[1] if flags.numel() else True
 
 
@@ -53,7 +53,7 @@ def on_set(call: MeasuredCall, flags: Tensor) -> Tensor:
 def on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     """Sum the weights on some keys of each sample: (batch, heads, queries) of (batch, n); keys outside count for none.
 
-    What is held at once is a few numbers a query.
+    It holds a few numbers per query at once.
     """
     request, shape = call.cleaned, call.request.shape
     total = torch.zeros_like(call.divisor)

@@ -1,4 +1,4 @@
-"""What is measured: one attention call with its plan and its logsumexp, and what is known beside."""
+"""The attention call that probes measure, with its plan, its logsumexp and the context."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from multihead.probes.tile import RowTotals, in_float64, is_large, row_totals
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import RelativeBias
 
-ROWS = 256  # queries looked at in one step where each cell must be asked whether it may be seen
+ROWS = 256  # queries per step where visibility is evaluated cell by cell
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCall:
     """One call to be measured.
 
-    Fields:
+    Attributes:
         request: the call.
         bounds: its plan.
         logsumexp: (batch, heads, queries), nats; -inf and NaN as they came.
-        context: what is known beside q and k.
+        context: further inputs of the probes.
         output: (batch, heads, queries, value_dim) of the call without dropout, or None.
     """
 
@@ -68,7 +68,7 @@ class MeasuredCall:
 
     @cached_property
     def positions(self) -> Tensor:
-        """(batch, queries), int64: where the queries stand among the keys."""
+        """(batch, queries), int64: the positions of the queries among the keys."""
         shape, start = self.request.shape, self.request.query_start
         row = torch.arange(shape.query_length, device=shape.device)
         if isinstance(start, Tensor):
@@ -77,17 +77,17 @@ class MeasuredCall:
 
     @cached_property
     def first_keys(self) -> Tensor:
-        """(batch,), int64: the first key of each sample; behind all keys where no query sees any."""
-        shape, given = self.request.shape, self.context.first_key
-        if given is not None:
-            return torch.as_tensor(given, device=shape.device).expand(shape.batch)
+        """(batch,), int64: the first key of each sample; the number of keys where no query sees any."""
+        shape, first_key = self.request.shape, self.context.first_key
+        if first_key is not None:
+            return torch.as_tensor(first_key, device=shape.device).expand(shape.batch)
         if not shape.query_length:
             return torch.full((shape.batch,), shape.key_length, device=shape.device)
         first = self.bounds.start.masked_fill(self.bounds.sees_nothing, shape.key_length).amin(1)
         return first.expand(shape.batch)
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
-        """(batch, keys), bool: the keys of a set, told by their token ids or by flags."""
+        """(batch, keys), bool: the keys of a set, found by token ids or read from the context."""
         device = self.request.shape.device
         if name == "special" and self.context.special_keys is not None:
             return self.context.special_keys.to(device)
@@ -97,10 +97,10 @@ class MeasuredCall:
         return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
 
     def shown_at(self, keys: Tensor) -> Tensor:
-        """Tell which of some keys each query may see.
+        """Return which of some keys each query sees.
 
         Args:
-            keys: (batch, queries, n), int64; those outside the call's keys may not be seen.
+            keys: (batch, queries, n), int64; those outside the call's keys are hidden.
 
         Returns: (batch, heads or 1, queries, n) bool.
         """
@@ -134,7 +134,7 @@ class MeasuredCall:
         return bias.detach().expand(sizes).gather(-1, keys)
 
     def sample(self, index: int) -> AttentionRequest:
-        """Cut one sample out of the cleaned request; its mask stays whole."""
+        """Slice one sample of the cleaned request; its mask stays that of the whole batch."""
         request = self.cleaned
         bias = request.bias
         if bias is not None and len(values_of(bias)) > 1:

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of the distance between a query and its keys, joined tile by tile."""
+"""Mean and standard deviation of the distance between a query and its keys, accumulated tile by tile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PART = 32  # keys whose squares are summed about a middle of their own
+PART = 32  # keys whose squares are summed about the middle of these keys
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ class Moments:
     A spread taken as the difference of sum p d^2 and (sum p d)^2 / sum p would lose its digits; squares about
     a mean are joined without a difference (Chan, Golub and LeVeque 1979, equation 1.5).
 
-    Fields, (heads, rows) float64:
+    Attributes, (heads, rows) float64:
         mass: sum_j p_ij.
         distance: sum_j p_ij d_ij.
         squares: sum_j p_ij (d_ij - distance / mass)^2.
@@ -29,7 +29,7 @@ class Moments:
 
     @staticmethod
     def zero(like: Tensor) -> Moments:
-        """Make the sums of nothing."""
+        """Return the sums over no keys."""
         return Moments(torch.zeros_like(like), torch.zeros_like(like), torch.zeros_like(like))
 
     def add(self, weights: Tensor, positions: Tensor, columns: tuple[int, int], side: int) -> None:
@@ -37,19 +37,19 @@ class Moments:
 
         Args:
             weights: (heads, rows, columns), 0 where hidden.
-            positions: (rows,), where the queries stand among the keys.
-            columns: first key and the one behind the last.
-            side: 1 if all keys stand at or before all positions, -1 if at or behind, 0 if neither.
+            positions: (rows,), of the queries among the keys.
+            columns: first key and the end of the keys.
+            side: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
         """
-        first, behind = columns
-        middle = first + (behind - first) // PART * PART if side else first
+        first, stop = columns
+        middle = first + (stop - first) // PART * PART if side else first
         if middle > first:
             self._add_parts(weights[..., : middle - first], positions, first, side)
-        if behind > middle:
-            self._add_cells(weights[..., middle - first :], positions, (middle, behind))
+        if stop > middle:
+            self._add_cells(weights[..., middle - first :], positions, (middle, stop))
 
     def _add_parts(self, weights: Tensor, positions: Tensor, first: int, side: int) -> None:
-        """Add keys that stand on one side of all queries, where the distance is linear, in parts of PART keys.
+        """Add keys on one side of all queries, where the distance is linear, in parts of PART keys.
 
         About the middle of such a part squares are at most 240, so what float32 rounds is far below a token.
         """

@@ -1,4 +1,4 @@
-"""Pool an attention map into blocks: the mean, or the largest, of the weights of a block that may be seen."""
+"""Pool an attention map into blocks: the mean, or the largest, of the visible weights of a block."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from multihead.call import AttentionRequest
 from multihead.kernels.dense_tile import seen
 from multihead.masks.base import KeyBounds
 
-ROWS = 256  # queries whose cells are counted in one step, where each must be looked at
+ROWS = 256  # queries whose cells are counted in one step, where visibility is evaluated cell by cell
 
 
 @dataclass(frozen=True, eq=False)
 class PooledMap:
     """The sums and counts of a map's blocks, or their largest weights.
 
-    Fields:
+    Attributes:
         sums: (heads, row blocks, column blocks), float64, sum of the weights.
-        counts: (heads, row blocks, column blocks), float64, number of cells that may be seen.
-        largest: (heads, row blocks, column blocks), float64, the largest weight, -inf where no cell may be seen.
-        row_block: queries a block.
-        column_block: keys a block.
+        counts: (heads, row blocks, column blocks), float64, number of visible cells.
+        largest: (heads, row blocks, column blocks), float64, the largest weight, -inf where no cell is visible.
+        row_block: queries per block.
+        column_block: keys per block.
     """
 
     sums: Tensor
@@ -34,7 +34,7 @@ class PooledMap:
 
     @staticmethod
     def zero(heads: int, queries: int, keys: int, *, size: int, device: torch.device) -> PooledMap:
-        """Lay out at most size x size blocks of equal size; the last ones may be smaller."""
+        """Allocate at most size x size blocks of equal size; the last ones may be smaller."""
         row_block, column_block = max(1, -(-queries // size)), max(1, -(-keys // size))
         rows, columns = -(-queries // row_block), -(-keys // column_block)
         sums = torch.zeros(heads, rows, columns, dtype=torch.float64, device=device)
@@ -60,7 +60,7 @@ class PooledMap:
             weights: (heads, rows, columns).
             shown: (heads or 1, rows, columns) bool, or None where every cell may be seen.
             rows: its queries.
-            columns: its first key and the one behind the last.
+            columns: its first key and the end of its keys.
         """
         if shown is not None:
             weights = weights.masked_fill(~shown, -torch.inf)
@@ -70,7 +70,7 @@ class PooledMap:
         self.largest[place] = self.largest[place].maximum(cells.double())
 
     def count(self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)) -> None:
-        """Count the cells of one sample of a call that may be seen, in the heads whose map this is."""
+        """Count the visible cells of one sample of a call, in the heads whose map this is."""
         if bounds.remainder is None and request.bias is None:
             row = 0 if bounds.shared else sample
             self.count_intervals(bounds.start[row], bounds.stop[row])
@@ -84,7 +84,7 @@ class PooledMap:
             self.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows)
 
     def count_cells(self, shown: Tensor, rows: slice) -> None:
-        """Count the cells that may be seen among some rows: (heads or 1, rows, keys) bool."""
+        """Count the visible cells of some rows: (heads or 1, rows, keys) bool."""
         first = rows.start // self.row_block
         block = torch.arange(shown.shape[2], device=shown.device) // self.column_block
         counted = self.row_blocks(shown.float(), rows).double()
@@ -100,21 +100,21 @@ class PooledMap:
         self.counts.add_(summed)
 
     def means(self) -> Tensor:
-        """Return (heads, row blocks, column blocks): the mean weight, NaN where no cell may be seen."""
+        """Return (heads, row blocks, column blocks): the mean weight, NaN where no cell is visible."""
         return self.sums / self.counts
 
     def maxima(self) -> Tensor:
-        """Return (heads, row blocks, column blocks): the largest weight, NaN where no cell may be seen."""
+        """Return (heads, row blocks, column blocks): the largest weight, NaN where no cell is visible."""
         return self.largest.masked_fill(self.largest == -torch.inf, torch.nan)
 
     def _blocks_of(self, rows: slice, device: torch.device) -> Tensor:
-        """Tell in which row block each query lies: (rows,)."""
+        """Return the row block of each query: (rows,)."""
         return torch.arange(rows.start, rows.stop, device=device) // self.row_block
 
 
 def _block_maxima(cells: Tensor, axis: int, first: int, block: int) -> Tensor:
-    """Take the largest of each block along an axis of (heads, rows, columns) that begins at `first`."""
+    """Return the largest of each block along an axis of (heads, rows, columns) that begins at `first`."""
     before = first % block
-    behind = -(before + cells.shape[axis]) % block
-    filled = torch.nn.functional.pad(cells.movedim(axis, -1), (before, behind), value=-torch.inf).contiguous()
+    after = -(before + cells.shape[axis]) % block
+    filled = torch.nn.functional.pad(cells.movedim(axis, -1), (before, after), value=-torch.inf).contiguous()
     return filled.view(*filled.shape[:-1], -1, block).amax(-1).movedim(-1, axis)

@@ -37,7 +37,7 @@ _AXES: dict[Part, Axes] = {"received": "keys", "pooled_map": "map"}
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of a head and how its numbers are shown. A saved record stores it for statistics that are made.
+    """One statistic of a head and how its numbers are shown. A record stores it for those that are not built in.
 
     Attributes:
         name: its key in results, records and files.

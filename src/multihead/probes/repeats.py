@@ -1,4 +1,4 @@
-"""Weights on what a token points back to: its earlier occurrences, and the keys right after them."""
+"""Weights on earlier occurrences of a query's token, and on the keys right after them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
 
 @dataclass(frozen=True, eq=False)
 class _Alike:
-    """Some tokens that occur about equally often: where they are queries, and where keys.
+    """Some tokens that occur about equally often, with the queries and the keys that have them.
 
-    Fields:
-        queries: (tokens, n), int64, indices of queries with that token that have occurred before; -1 fills up.
-        keys: (tokens, m), int64, indices of keys with that token; -1 fills up.
+    Attributes:
+        queries: (tokens, n), int64, indices of queries with that token, which has occurred before them; padded with -1.
+        keys: (tokens, m), int64, indices of keys with that token; padded with -1.
     """
 
     queries: Tensor
@@ -33,15 +33,15 @@ class _Alike:
 
 
 def supports(call: MeasuredCall) -> bool:
-    """Tell whether the pairs can be looked up one by one: each query sees one interval of keys."""
+    """Whether the pairs can be looked up one by one: each query sees one interval of keys."""
     return call.bounds.remainder is None
 
 
 def repeated(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
-    """Sum the weights on the keys that a query's token points back to, token by token.
+    """Sum the weights on earlier occurrences of a query's token, or on the keys after them, token by token.
 
     Args:
-        call: a call that `takes` says yes to; it knows ids.
+        call: a call that this module `supports`, with token ids in its context.
         parts: "duplicate_mass", "induction_mass" or both.
 
     Returns: (batch, heads, queries) each. Of queries x keys only the pairs of equal tokens are computed: about one in a
@@ -72,27 +72,27 @@ def _alike(ids: Tensor, positions: Tensor) -> Iterator[_Alike]:
     rank[order] = torch.arange(len(ids), device=ids.device) - begin.repeat_interleave(count)
     inside = (positions >= 0) & (positions < len(ids))
     place = positions.clamp(0, len(ids) - 1)
-    asking = (inside & (rank[place] > 0)).nonzero()[:, 0]  # queries whose token has occurred before
-    of_query = token[place[asking]]
-    asked = of_query.bincount(minlength=len(count))
+    repeating = (inside & (rank[place] > 0)).nonzero()[:, 0]  # queries whose token has occurred before
+    of_query = token[place[repeating]]
+    number = of_query.bincount(minlength=len(count))
     size = 2 ** torch.ceil(count.double().log2()).long()
-    by_token = asking[of_query.argsort(stable=True)]
-    asked_begin = asked.cumsum(0) - asked
-    for most in size[asked > 0].unique().tolist():
-        tokens = ((size == most) & (asked > 0)).nonzero()[:, 0]
+    by_token = repeating[of_query.argsort(stable=True)]
+    number_begin = number.cumsum(0) - number
+    for most in size[number > 0].unique().tolist():
+        tokens = ((size == most) & (number > 0)).nonzero()[:, 0]
         keys = _table(order, begin[tokens], count[tokens], most)
-        yield _Alike(_table(by_token, asked_begin[tokens], asked[tokens], int(asked[tokens].max())), keys)
+        yield _Alike(_table(by_token, number_begin[tokens], number[tokens], int(number[tokens].max())), keys)
 
 
 def _table(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:
-    """Lay runs of values out as rows, filled up with -1: (runs, width)."""
+    """Return runs of values as rows, padded with -1: (runs, width)."""
     column = torch.arange(width, device=values.device)
     index = (begin[:, None] + column).clamp(max=max(len(values) - 1, 0))
     return values[index].masked_fill(column >= count[:, None], -1)
 
 
 def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
-    """Cut a group into parts of at most so many weights: few tokens at once, and of a frequent one few queries."""
+    """Split a group into parts of at most CELLS weights: few tokens at once, and few queries of a frequent one."""
     most = max(1, CELLS // (heads * alike.keys.shape[1]))  # queries at once
     rows = min(alike.queries.shape[1], most)
     tokens = max(1, most // rows)
@@ -103,7 +103,7 @@ def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
 
 
 def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
-    """Sum each query's weights on the keys that stand `shift` behind an earlier one: (heads, tokens, n)."""
+    """Sum each query's weights on the keys `shift` places after an earlier occurrence: (heads, tokens, n)."""
     shape, bounds = call.request.shape, call.bounds
     queries, earlier = alike.queries.clamp(min=0), alike.keys
     keys = (earlier + shift).clamp(0, shape.key_length - 1)
@@ -119,8 +119,8 @@ def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alik
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]
-    told = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
-    shown = told & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
+    earlier_ones = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
+    shown = earlier_ones & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
     logs = cells - call.divisor[index][:, queries][..., None]
     return logs.exp_().masked_fill_(~shown, 0).sum(-1)
 

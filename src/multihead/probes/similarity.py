@@ -1,4 +1,4 @@
-"""How alike heads look at the same text: the Jensen-Shannon divergence of their weights, a tile at a time."""
+"""How similarly heads attend to the same text: the Jensen-Shannon divergence of their weights, a tile at a time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def divergence(
 
 
 def _weights(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the weights of some rows, a sink's behind those of the keys, and which rows see a key.
+    """Return the weights of some rows, that of the sink after those of the keys, and which rows see a key.
 
     Returns: (heads, rows, keys + 1), and (heads, rows) bool.
     """
@@ -111,7 +111,7 @@ def entropy_of(weights: Tensor) -> Tensor:
     >>> entropy_of(torch.tensor([0.5, 0.0, 0.5])).exp()
     tensor(2.0000, dtype=torch.float64)
     """
-    # 0 ln 0 = 0; torch.special.entr says so too, at several times the time.
+    # 0 ln 0 = 0; torch.special.entr does the same and takes several times as long.
     logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
     return -(logs * weights).sum(-1).double()
 

@@ -1,4 +1,4 @@
-"""Stream over the tiles of an attention map and keep the sums that statistics are made of."""
+"""Stream over the tiles of an attention map and accumulate the parts of statistics."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from multihead.probes.moments import PART, Moments
 from multihead.probes.pooling import PooledMap
 from multihead.scores.bias import values_of, with_values
 
-ROWS = 64  # queries a tile
-WIDTH = 512  # keys a tile
-CELLS = 1 << 19  # weights a tile, over the heads that are taken together: small enough to stay in a cache
-_A_QUERY: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
+ROWS = 64  # queries per tile
+WIDTH = 512  # keys per tile
+CELLS = 1 << 19  # weights per tile over the heads of a group: small enough for a cache
+_PER_QUERY: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
 _MASSES: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
-STREAMED: frozenset[Part] = frozenset((*_A_QUERY, *_MASSES, "received", "pooled_map"))
+STREAMED: frozenset[Part] = frozenset((*_PER_QUERY, *_MASSES, "received", "pooled_map"))
 
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
     """Some weights of some heads of one sample.
 
-    Fields:
+    Attributes:
         rows: the queries.
-        columns: first key and the one behind the last.
+        columns: first key and the end of the keys.
         logs: (heads, rows, columns), ln p_ij; where hidden any finite number.
         weights: (heads, rows, columns), p_ij; 0 where hidden.
         shown: (heads or 1, rows, columns) bool, or None where every cell may be seen.
-        side: 1 if all keys stand at or before all positions, -1 if at or behind, 0 if neither.
+        side: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
     """
 
     rows: slice
@@ -50,7 +50,7 @@ class _Tile:
 class _Group:
     """Some heads of one sample, with their key/value heads.
 
-    Fields:
+    Attributes:
         sample: which sample.
         heads: which query heads.
         request: the call with the q, k and bias of these alone, of one sample; its mask is that of the whole call.
@@ -69,11 +69,11 @@ class _Group:
 class _Stream:
     """One walk over the map of a call.
 
-    Fields:
+    Attributes:
         call: the call.
         parts: what is kept, some of STREAMED.
         columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
-        found: (batch, heads, queries) of each part that has a number a query.
+        found: (batch, heads, queries) of each part with a number per query.
         weighed: (batch, heads, queries, n), or None.
         received: (batch, heads, keys).
         maps: the maps of the groups of heads, sample after sample.
@@ -110,7 +110,7 @@ def streamed(
         call,
         frozenset(parts),
         columns,
-        {part: zeros() for part in (*_A_QUERY, *_MASSES) if part in parts},
+        {part: zeros() for part in (*_PER_QUERY, *_MASSES) if part in parts},
         None if columns is None else zeros(columns.shape[-1]),
         torch.zeros(*size[:2], shape.key_length, dtype=torch.float64, device=shape.device),
     )
@@ -193,7 +193,7 @@ def _walk(stream: _Stream, group: _Group) -> None:
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
                 pooled.raise_to(tile.weights, tile.shown, rows, tile.columns)
-        block.put(stream, group)
+        block.write(stream, group)
     if pooled is not None:
         if call.context.map_pool == "mean":
             pooled.count(call.request, call.bounds, group.sample, heads=group.heads)
@@ -210,18 +210,18 @@ def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[
         return
     start, stop = start[seeing], stop[seeing]
     least, free, most = int(start.min()), int(start.max()), int(stop.max())
-    behind = max(int(stop.min()), free)  # [free, behind) is seen by all that see anything
+    seen_stop = max(int(stop.min()), free)  # all rows that see anything see [free, seen_stop)
     if bounds.remainder is not None or group.request.bias is not None:
-        free = behind = most
+        free = seen_stop = most
     before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
-    # Cuts a whole number of parts apart: what stands between them is seen by all, or on one side of all.
-    wanted = (least - (least - free) // PART * PART, least + (behind - least) // PART * PART)
+    # Cuts that are a whole number of parts apart; the keys between two are seen by all rows, or on one side of all.
+    wanted = (least - (least - free) // PART * PART, least + (seen_stop - least) // PART * PART)
     sides = (least + (before + 1 - least) // PART * PART, least - (least - after) // PART * PART)
     cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
     for begin, end in pairwise(cuts):
         side = 1 if end <= before + 1 else -1 if begin >= after else 0
         for first in range(begin, end, WIDTH):
-            yield (first, min(first + WIDTH, end)), free <= begin and end <= behind, side
+            yield (first, min(first + WIDTH, end)), free <= begin and end <= seen_stop, side
 
 
 def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
@@ -257,9 +257,9 @@ def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
 class _Block:
     """What is summed over the keys of some queries of a group of heads: (heads, rows) float64 each.
 
-    Fields:
+    Attributes:
         rows: the queries.
-        positions: (rows,), where they stand among the keys.
+        positions: (rows,), of the queries among the keys.
         sums: of surprisal, duplicate and induction.
         moments: of the distance, or None.
         largest: the logarithm of the largest weight, which may be too small for a weight; -inf where none is seen.
@@ -277,7 +277,7 @@ class _Block:
 
     @staticmethod
     def zero(stream: _Stream, group: _Group, rows: slice) -> _Block:
-        """Make the sums of nothing."""
+        """Return the sums over no keys."""
         size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
         nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
         summed: tuple[Part, ...] = ("entropy", *_MASSES)
@@ -310,7 +310,7 @@ class _Block:
             self.weighed += (by_kv @ columns).view(self.weighed.shape)
 
     def _alike(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
-        """Tell which keys are earlier ones of the query's token, or stand right after one: (rows, columns) bool."""
+        """Return which keys are earlier ones with the query's token, or right after one: (rows, columns) bool."""
         assert stream.call.context.ids is not None
         ids = stream.call.context.ids[group.sample].to(self.positions.device)
         known = (self.positions >= 0) & (self.positions < len(ids))
@@ -327,7 +327,7 @@ class _Block:
         self.largest = torch.where(larger, value.double(), self.largest)
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
 
-    def put(self, stream: _Stream, group: _Group) -> None:
+    def write(self, stream: _Stream, group: _Group) -> None:
         """Write the results of this block into the full-size tensors."""
         place = (group.sample, group.heads, self.rows)
         found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
@@ -342,7 +342,7 @@ class _Block:
 
 
 def _largest(cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest number of each row and where it first stands, as `max(-1)` does at twice the time."""
+    """Return the largest number of each row and its first index, as `max(-1)`, in half the time."""
     if cells.shape[-1] % PART:
         return cells.max(-1)
     parts = cells.unflatten(-1, (-1, PART))

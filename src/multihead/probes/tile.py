@@ -64,7 +64,7 @@ def tile(
     """Compute p_ij = exp(s_ij - L_i) for some heads, queries and keys, with s and L in float64.
 
     L is computed anew: over the tile if it has all keys that its queries see, else over those keys block by block.
-    Only where the given logsumexp differs by more than rounding is it taken as it is: it is over more keys than the
+    A logsumexp that differs by more than rounding is used as it is: it is over more keys than the
     call has, or over sinks that an older record did not keep.
 
     Args:
@@ -164,7 +164,7 @@ def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slic
 
 
 def _all_seen(request: AttentionRequest, queries: slice, keys: slice) -> bool:
-    """Whether each of the queries sees each of the keys, as far as the bounds say so."""
+    """Whether the bounds show that each of the queries sees each of the keys."""
     if traced() or request.bias is not None:
         return False
     bounds, columns = bounds_of(request), range(request.shape.key_length)[keys]
@@ -223,16 +223,16 @@ def _reached(request: AttentionRequest, rows: slice) -> tuple[int, int]:
     return (int(start[seeing].min()), int(stop[seeing].max())) if bool(seeing.any()) else (0, 0)
 
 
-def _unless_other(own: Tensor, given: Tensor, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
-    """Keep the logsumexp of the call's own keys where a given one differs from it by rounding alone, else take that."""
-    apart, rounding = (own - given).abs(), 16 * torch.finfo(given.dtype).eps
-    near = apart <= rounding * (1 + given.abs())
+def _unless_other(own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
+    """Return the logsumexp of the call's own keys; the recorded one where it differs by more than rounding."""
+    apart, rounding = (own - recorded).abs(), 16 * torch.finfo(recorded.dtype).eps
+    near = apart <= rounding * (1 + recorded.abs())
     if traced() or not bool(near.all()):
         # Terms of a score may be larger than the score: it is rounded at most at the product of the norms.
         q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
         size = q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True) * abs(request.scale)
-        near = apart <= rounding * (1 + given.abs() + size)
-    return torch.where(near, own, given.to(own.dtype))
+        near = apart <= rounding * (1 + recorded.abs() + size)
+    return torch.where(near, own, recorded.to(own.dtype))
 
 
 def _precise(device: torch.device) -> torch.dtype:
@@ -245,7 +245,7 @@ def _slice(places: range) -> slice:
 
 
 def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
-    """Turn a choice of heads into their indices: (chosen,), int64.
+    """Return the indices of the chosen heads: (chosen,), int64.
 
     >>> head_indices(slice(0, 8, 2), 8)
     tensor([0, 2, 4, 6])
@@ -254,8 +254,8 @@ def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
         refuse_unless_slice("heads", heads)
         wanted = list(range(num_heads)[heads])
     else:
-        given = heads.tolist() if isinstance(heads, Tensor) else heads
-        wanted = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        chosen = heads.tolist() if isinstance(heads, Tensor) else heads
+        wanted = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else [chosen]
     if not wanted:
         raise ArgumentError("No head was chosen.", f"Give heads from 0 to {num_heads - 1}.")
     for head in wanted:

@@ -1,4 +1,4 @@
-"""Sums of a number that each key has, weighed: one attention call whose values are those numbers."""
+"""Attention-weighted sums of a number per key: one attention call whose values are these numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from multihead.probes.streaming import streamed
 
 
 def of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
-    """Write a set of keys as a column: (batch, kv_heads, keys, 1) of (batch, keys) bool."""
+    """Return a set of keys as a column: (batch, kv_heads, keys, 1) of (batch, keys) bool."""
     return flags.to(working_dtype(call.request.shape.dtype))[:, None, :, None].expand(
         -1, call.request.shape.num_kv_heads, -1, -1
     )
 
 
 def norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
-    """Write ||f_h(x_j)|| as columns, one a head of each group: (batch, kv_heads, keys, group)."""
+    """Return ||f_h(x_j)|| as columns, one per head of a group: (batch, kv_heads, keys, group)."""
     shape = call.request.shape
     factors = _factors(call, output_weight).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, rank, dim)
     v = call.cleaned.v.detach().to(factors.dtype)
