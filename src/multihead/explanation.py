@@ -39,7 +39,7 @@ class Explanation:
             f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
             + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
         )
-        lines.append(f"memory   about {_bytes(self.work.memory)} beside q, k and v")
+        lines.append(f"memory   about {_bytes(self.work.memory)} besides q, k and v")
         lines += [f"waits    {self.waits}"] if self.waits else []
         return "\n".join(lines)
 

@@ -424,7 +424,7 @@ class MultiHeadAttention(nn.Module):
         >>> print(layer.explain(torch.zeros(2, 100, 32), lengths=(100, 20)))
         kernel   native
         skipped  ...% of the score matrix; its intervals hide 27.8%
-        memory   about ... beside q, k and v
+        memory   about ... besides q, k and v
         """
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters
