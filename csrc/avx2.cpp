@@ -1,4 +1,4 @@
-// The kernel for AVX2 with fused multiply-add: 6 rows of 2 vectors are summed in 12 of its 16 registers.
+// The kernel for AVX2 with FMA: a tile of 6 rows by 2 vectors is accumulated in 12 of the 16 registers.
 #define MULTIHEAD_SET multihead_avx2
 #define LANES 8
 #define TILE_ROWS 6

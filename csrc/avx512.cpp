@@ -1,4 +1,4 @@
-// The kernel for AVX-512: 12 rows of 2 vectors are summed in 24 of its 32 registers.
+// The kernel for AVX-512: a tile of 12 rows by 2 vectors is accumulated in 24 of the 32 registers.
 #define MULTIHEAD_SET multihead_avx512
 #define LANES 16
 #define TILE_ROWS 12

@@ -1,81 +1,146 @@
-// What crosses from Python into the kernels: addresses, counts and real numbers of 8 bytes each, and no type of torch.
+// The interface between Python and the kernels: one call of attention as addresses, sizes, strides and options.
 //
-// Layouts, the last axis of each contiguous unless a stride says otherwise; strides count elements, not bytes:
-//   q, output, of_output, dq (batch, heads, queries, dim)     k, v, dk, dv (batch, kv_heads, keys, dim)
-//   start, stop (batch, heads, queries) int64, the keys [start, stop) a query may see; batch and head strides may be 0
-//   seen (batch, heads, queries, keys) bytes, 0 hides; bias likewise in float, -inf hides; any stride may be 0
-//   logsumexp, of_logsumexp, delta and the statistics (batch, heads, queries), contiguous, in float
+// Every field has 8 bytes, and no type comes from torch or Python. In shapes, `rows` are queries or keys and `dim` is
+// head_dim or value_dim. Strides count elements, not bytes; the last axis of a tensor with RowStrides is contiguous,
+// and tensors without strides are contiguous.
 #pragma once
 #include <stdint.h>
 
-// A field's name is its name in `multihead.kernels.library` too; the order is the same, which is checked when it loads.
-#define MULTIHEAD_CALL_FIELDS(ADDRESS, COUNT, REAL)                                                          \
-  /* inputs: seen, bias and sinks may be null */                                                             \
-  ADDRESS(q) ADDRESS(k) ADDRESS(v) ADDRESS(start) ADDRESS(stop) ADDRESS(seen) ADDRESS(bias) ADDRESS(sinks)   \
-  /* what the forward pass gives, and the backward pass takes */                                             \
-  ADDRESS(output) ADDRESS(logsumexp)                                                                         \
-  /* statistics a query, each null where nobody wants it; largest_key is int64, at_offsets (offsets, batch, heads, queries) */ \
-  ADDRESS(entropy) ADDRESS(squares) ADDRESS(largest_weight) ADDRESS(largest_key) ADDRESS(mean_distance)      \
-  ADDRESS(distance_spread) ADDRESS(at_offsets) ADDRESS(on_given_key) ADDRESS(on_special_keys)                \
-  /* what they need: positions of the first queries (batch) int64, offsets int64, given_key (batch) int64,   \
-     special_keys (batch, keys) bytes */                                                                     \
-  ADDRESS(query_start) ADDRESS(offsets) ADDRESS(given_key) ADDRESS(special_keys)                             \
-  /* the backward pass: of_logsumexp may be null; delta is written by it; dbias is float with strides of its own, or null */ \
-  ADDRESS(of_output) ADDRESS(of_logsumexp) ADDRESS(delta) ADDRESS(dq) ADDRESS(dk) ADDRESS(dv) ADDRESS(dbias) \
-  /* the second pass: received (batch, heads, keys) float; pooled (batch, heads, row cells, key cells) float, or null */ \
-  ADDRESS(received) ADDRESS(pooled)                                                                          \
-  COUNT(batch) COUNT(heads) COUNT(kv_heads) COUNT(queries) COUNT(keys) COUNT(head_dim) COUNT(value_dim)      \
-  COUNT(q_batch) COUNT(q_head) COUNT(q_row) COUNT(k_batch) COUNT(k_head) COUNT(k_row)                        \
-  COUNT(v_batch) COUNT(v_head) COUNT(v_row) COUNT(output_batch) COUNT(output_head) COUNT(output_row)         \
-  COUNT(bounds_batch) COUNT(bounds_head) COUNT(seen_batch) COUNT(seen_head) COUNT(seen_row) COUNT(seen_key)  \
-  COUNT(bias_batch) COUNT(bias_head) COUNT(bias_row) COUNT(bias_key)                                         \
-  COUNT(of_output_batch) COUNT(of_output_head) COUNT(of_output_row)                                          \
-  COUNT(dq_batch) COUNT(dq_head) COUNT(dq_row) COUNT(dk_batch) COUNT(dk_head) COUNT(dk_row)                  \
-  COUNT(dv_batch) COUNT(dv_head) COUNT(dv_row)                                                               \
-  COUNT(dbias_batch) COUNT(dbias_head) COUNT(dbias_row) COUNT(dbias_key)                                     \
-  /* dtype: 0 float32, 1 bfloat16. instruction_set: an index, see dispatch.cpp. seed: of the dropout. */     \
-  COUNT(dtype) COUNT(instruction_set) COUNT(threads) COUNT(num_offsets) COUNT(seed)                          \
-  /* first_row: which query of a longer call row 0 is, for its position and its dropout. pool_*: cells of the map. */ \
-  COUNT(first_row) COUNT(pool_rows) COUNT(pool_keys)                                                         \
-  /* scale times q . k; softcap 0 and dropout 0 mean none */                                                 \
-  REAL(scale) REAL(softcap) REAL(dropout)
+enum class Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+enum class Pass : int64_t {
+  FORWARD = 0,   // output, logsumexp and the statistics of each query
+  BACKWARD = 1,  // the gradients
+  KEY_SUMS = 2,  // the sum of the weights that each key, or each cell of a map, receives
+};
+
+enum class Status : int64_t {
+  DONE = 0,
+  NO_MEMORY = 1,         // for the workspace
+  BAD_BOUNDS = 2,        // a start or stop outside [0, keys]
+  NO_SUCH_PASS = 3,      // an unknown pass, or an instruction set that does not run here
+  TOO_MANY_OFFSETS = 4,  // more than MAX_OFFSETS
+};
+
+struct RowStrides {  // of a tensor (batch, heads, rows, dim)
+  int64_t batch, head, row;
+};
+struct CellStrides {  // of a tensor (batch, heads, queries, keys); any of them may be 0, which repeats the axis
+  int64_t batch, head, row, key;
+};
+
+constexpr int64_t MAX_OFFSETS = 8;
+
+// The fields in the order of FIELDS in src/multihead/kernels/native/library.py, which compares the names when it loads
+// the library. INPUT(type, name) is a const address, OUTPUT(type, name) a mutable one; `void` elements have the dtype
+// of the call. A null address leaves an input or an output out where "or null" says so.
+#define MULTIHEAD_CALL_FIELDS(INPUT, OUTPUT, NUMBER, ROW_STRIDES, CELL_STRIDES)                                       \
+  /* Inputs of every pass */                                                                                          \
+  INPUT(void, q)         /* (batch, heads, queries, head_dim) */                                                      \
+  INPUT(void, k)         /* (batch, kv_heads, keys, head_dim) */                                                      \
+  INPUT(void, v)         /* (batch, kv_heads, keys, value_dim) */                                                     \
+  INPUT(int64_t, start)  /* (batch or 1, queries): a query sees the keys [start, stop) */                             \
+  INPUT(int64_t, stop)   /* (batch or 1, queries) */                                                                  \
+  INPUT(uint8_t, visible) /* (batch, heads, queries, keys), or null; 0 hides a key of the interval */                 \
+  INPUT(float, bias)     /* (batch, heads, queries, keys), or null; -inf hides a key */                               \
+  INPUT(float, sinks)    /* (heads) logits that take weight and have no value, or null */                             \
+                                                                                                                      \
+  /* Forward pass; the other passes read these two */                                                                 \
+  OUTPUT(void, output)      /* (batch, heads, queries, value_dim) */                                                  \
+  OUTPUT(float, logsumexp)  /* (batch, heads, queries), natural logarithm; -inf where no key is visible */            \
+                                                                                                                      \
+  /* Statistics of the forward pass, each (batch, heads, queries), or null where it is not wanted */                  \
+  OUTPUT(float, entropy)              /* in nats */                                                                   \
+  OUTPUT(float, largest_weight)                                                                                       \
+  OUTPUT(int64_t, largest_key)        /* the key with the largest weight, the first of equal ones; -1 for none */     \
+  OUTPUT(float, mean_distance)        /* mean of |position - key| under the weights */                                \
+  OUTPUT(float, distance_spread)      /* its standard deviation */                                                    \
+  OUTPUT(float, offset_weights)       /* (offsets, batch, heads, queries): the weight on position + offset */         \
+  OUTPUT(float, target_key_weight)    /* the weight on target_key */                                                  \
+  OUTPUT(float, special_keys_weight)  /* the sum of the weights on special_keys */                                    \
+  INPUT(int64_t, query_start)   /* (batch) position of the first query, or null for 0 */                              \
+  INPUT(int64_t, offsets)       /* (num_offsets) */                                                                   \
+  INPUT(int64_t, target_key)    /* (batch), -1 for none; or null */                                                   \
+  INPUT(uint8_t, special_keys)  /* (batch, keys), or null */                                                          \
+                                                                                                                      \
+  /* Backward pass */                                                                                                 \
+  INPUT(void, grad_output)      /* (batch, heads, queries, value_dim) */                                              \
+  INPUT(float, grad_logsumexp)  /* (batch, heads, queries), or null */                                                \
+  OUTPUT(float, delta)          /* (batch, heads, queries): grad_output . output - grad_logsumexp */                  \
+  OUTPUT(void, dq)              /* as q */                                                                            \
+  OUTPUT(void, dk)              /* as k */                                                                            \
+  OUTPUT(void, dv)              /* as v */                                                                            \
+  OUTPUT(float, dbias)          /* as bias, or null; the gradient is added to its contents */                         \
+                                                                                                                      \
+  /* Pass KEY_SUMS */                                                                                                 \
+  OUTPUT(float, key_sums)    /* (batch, heads, keys), or null */                                                      \
+  OUTPUT(float, pooled_map)  /* (batch, heads, ceil(queries / pool_rows), ceil(keys / pool_keys)), or null */         \
+                                                                                                                      \
+  NUMBER(int64_t, batch)                                                                                              \
+  NUMBER(int64_t, heads)     /* a multiple of kv_heads */                                                             \
+  NUMBER(int64_t, kv_heads)                                                                                           \
+  NUMBER(int64_t, queries)                                                                                            \
+  NUMBER(int64_t, keys)                                                                                               \
+  NUMBER(int64_t, head_dim)                                                                                           \
+  NUMBER(int64_t, value_dim)                                                                                          \
+  ROW_STRIDES(q)                                                                                                      \
+  ROW_STRIDES(k)                                                                                                      \
+  ROW_STRIDES(v)                                                                                                      \
+  ROW_STRIDES(output)                                                                                                 \
+  ROW_STRIDES(grad_output)                                                                                            \
+  ROW_STRIDES(dq)                                                                                                     \
+  ROW_STRIDES(dk)                                                                                                     \
+  ROW_STRIDES(dv)                                                                                                     \
+  CELL_STRIDES(visible)                                                                                               \
+  CELL_STRIDES(bias)                                                                                                  \
+  CELL_STRIDES(dbias)                                                                                                 \
+  NUMBER(int64_t, bounds_batch_stride)  /* of start and stop; 0 where all samples share them */                       \
+                                                                                                                      \
+  NUMBER(Dtype, dtype)              /* of q, k, v, output and their gradients */                                      \
+  NUMBER(int64_t, instruction_set)  /* an index, see multihead_instruction_set */                                     \
+  NUMBER(int64_t, threads)                                                                                            \
+  NUMBER(int64_t, num_offsets)      /* at most MAX_OFFSETS */                                                         \
+  NUMBER(int64_t, first_row)        /* index of row 0 in a longer call: for its position and its dropout */           \
+  NUMBER(int64_t, pool_rows)        /* queries per cell of pooled_map */                                              \
+  NUMBER(int64_t, pool_keys)        /* keys per cell of pooled_map */                                                 \
+  NUMBER(int64_t, seed)             /* of the dropout */                                                              \
+                                                                                                                      \
+  NUMBER(double, scale)    /* of q . k */                                                                             \
+  NUMBER(double, softcap)  /* c of c tanh(score / c); 0 for none */                                                   \
+  NUMBER(double, dropout)  /* share of the weights that is dropped */
 
 struct Call {
-#define MULTIHEAD_ADDRESS(name) const void *name;
-#define MULTIHEAD_COUNT(name) int64_t name;
-#define MULTIHEAD_REAL(name) double name;
-  MULTIHEAD_CALL_FIELDS(MULTIHEAD_ADDRESS, MULTIHEAD_COUNT, MULTIHEAD_REAL)
-#undef MULTIHEAD_ADDRESS
-#undef MULTIHEAD_COUNT
-#undef MULTIHEAD_REAL
+#define MULTIHEAD_INPUT(type, name) const type *name;
+#define MULTIHEAD_OUTPUT(type, name) type *name;
+#define MULTIHEAD_NUMBER(type, name) type name;
+#define MULTIHEAD_ROW_STRIDES(name) RowStrides name##_strides;
+#define MULTIHEAD_CELL_STRIDES(name) CellStrides name##_strides;
+  MULTIHEAD_CALL_FIELDS(MULTIHEAD_INPUT, MULTIHEAD_OUTPUT, MULTIHEAD_NUMBER, MULTIHEAD_ROW_STRIDES,
+                        MULTIHEAD_CELL_STRIDES)
+#undef MULTIHEAD_INPUT
+#undef MULTIHEAD_OUTPUT
+#undef MULTIHEAD_NUMBER
+#undef MULTIHEAD_ROW_STRIDES
+#undef MULTIHEAD_CELL_STRIDES
 };
 
-constexpr int64_t MOST_OFFSETS = 8;  // that at_offsets can ask for at once
-
-// The passes over an attention. Each says how many bytes of workspace it needs, and runs in the workspace it is given.
-struct Pass {
-  int64_t (*workspace)(const Call &call);
-  void (*run)(const Call &call, char *workspace);  // aligned to 64 bytes
+// How to run one pass with one instruction set.
+struct PassFunctions {
+  int64_t (*workspace)(const Call &call);           // bytes of memory that `run` needs
+  void (*run)(const Call &call, char *workspace);  // the workspace is aligned to 64 bytes
 };
 
-// What one instruction set offers.
+// The passes of one instruction set.
 struct Kernels {
-  Pass forward, backward, received;
+  PassFunctions forward, backward, key_sums;
 };
 
 // The C functions of the library; all of them may be called from any thread at any time.
-//   multihead_layout          the fields' names, one space between them
-//   multihead_instruction_set  a set's name for index 0, 1, ..., null behind the last; widest last
-//   multihead_compiled        1 if this build has the set, else 0
-//   multihead_runs            1 if it has and this CPU can run it, else 0
-//   multihead_workspace       bytes that a pass (0 forward, 1 backward, 2 received) will hold
-//   multihead_run             0 done, 1 no memory for the workspace, 2 a bound lies outside [0, keys], 3 no such set or
-//                             pass, 4 more than MOST_OFFSETS offsets
 extern "C" {
-const char *multihead_layout();
-const char *multihead_instruction_set(int64_t index);
-int64_t multihead_compiled(int64_t index);
-int64_t multihead_runs(int64_t index);
-int64_t multihead_workspace(const Call *call, int64_t pass);
-int64_t multihead_run(const Call *call, int64_t pass);
+const char *multihead_layout();                          // the names of the fields, separated by spaces
+const char *multihead_instruction_set(int64_t index);    // name of set 0, 1, ..., null after the last; widest last
+int64_t multihead_compiled(int64_t index);               // 1 if this build contains the set, else 0
+int64_t multihead_runs(int64_t index);                   // 1 if this build contains the set and this CPU can run it
+int64_t multihead_workspace(const Call *call, Pass pass);  // bytes of memory that the pass needs, -1 for no such pass
+Status multihead_run(const Call *call, Pass pass);
 }

@@ -1,4 +1,4 @@
-// The form of avx512_bf16 in plain instructions: slow, and built for tests only, where a CPU lacks the real ones.
+// The algorithm of avx512_bf16 in plain instructions: slow, built only to test it on CPUs without that set.
 #define MULTIHEAD_SET multihead_emulated
 #define LANES 16
 #define TILE_ROWS 12

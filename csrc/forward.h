@@ -1,101 +1,92 @@
-// The forward pass: blocks of queries against blocks of keys, K and V packed once, the softmax taken block by block.
+// The forward pass for many queries: blocks of queries times blocks of packed keys, with an online softmax
+// (arXiv:2205.14135).
 #pragma once
 #include "call.h"
-#include "lanes.h"
+#include "gemm_tile.h"
 #include "pack.h"
-#include "product.h"
-#include "rows.h"
-#include "team.h"
+#include "simd.h"
+#include "softmax.h"
+#include "threads.h"
+#include "workspace.h"
 
 namespace {
 
-constexpr int64_t QUERIES = 96 / ROWS * ROWS;                // of a task: scores of 96 x 256 stay in the second cache
-constexpr int64_t KEYS = 256;                                // of a block
-constexpr int64_t GROUPS = QUERIES / ROWS;                   // of queries that share a register tile
-constexpr int64_t WORTH_A_TEAM = int64_t(1) << 21;           // multiplications; fewer take less time than waking a thread
-constexpr int64_t PACKED_AT_ONCE = int64_t(16) << 20;        // bytes of packed K and V held together, at least one head's
+constexpr int64_t FORWARD_QUERIES = 96 / ROWS * ROWS;      // per task: the scores of 96 x 256 cells stay in the L2 cache
+constexpr int64_t FORWARD_KEYS = 256;                      // per block
+constexpr int64_t FORWARD_TILES = FORWARD_QUERIES / ROWS;  // register tiles per task
+constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;    // multiplications; fewer take less time than waking a thread
+constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;    // of K and V that are packed at once, but at least one head
 
+// The type in which an element is packed: bfloat16 where the instruction set multiplies it, else float.
 #if BF16_DOT
 template <class Element>
-struct Form {
-  using Packed = Element;  // bfloat16 is multiplied as it is, float as float
-};
+using PackedOf = Element;
 #else
 template <class Element>
-struct Form {
-  using Packed = float;
-};
+using PackedOf = float;
 #endif
 
-// How the workspace is laid out: packed heads for all threads, then each thread's blocks.
+// The workspace holds the packed K and V of one wave of heads, then the blocks of each thread.
 template <class Element>
 struct ForwardPlan {
-  using Packed = typename Form<Element>::Packed;
+  using Packed = PackedOf<Element>;
   static constexpr bool NARROW = sizeof(Packed) == 2;
 
-  int64_t keys, depth, width;      // padded numbers of keys, of q's and k's features, of v's
-  int64_t heads, at_once, blocks;  // key/value heads of the batch, how many are packed together, query blocks a head
-  int64_t k_size, v_size;          // elements of a packed head
-  int64_t shared, own;             // bytes
+  int64_t keys, depth, width;  // padded keys, head_dim and value_dim
+  int64_t heads, wave_heads;   // kv_heads of the whole batch; those packed at once
+  int64_t blocks;              // of queries, per head
+  int64_t k_size, v_size;      // elements of a packed head
+  int64_t packed_bytes;        // of a wave
 
   explicit ForwardPlan(const Call &call) {
-    keys = up(call.keys, COLUMNS);
-    depth = NARROW ? up(call.head_dim, 2) : call.head_dim;
-    width = up(call.value_dim, COLUMNS);
+    keys = round_up(call.keys, COLUMNS);
+    depth = NARROW ? round_up(call.head_dim, 2) : call.head_dim;
+    width = round_up(call.value_dim, COLUMNS);
     heads = call.batch * call.kv_heads;
-    blocks = whole(call.queries, QUERIES);
+    blocks = ceil_div(call.queries, FORWARD_QUERIES);
     k_size = keys * depth;
     v_size = keys * width;
     const int64_t bytes = (k_size + v_size) * static_cast<int64_t>(sizeof(Packed));
-    at_once = most(1, least(heads, PACKED_AT_ONCE / most(bytes, 1)));
-    shared = up(at_once * bytes, 64);
-    own = up(4 * QUERIES * KEYS, 64) + up(4 * QUERIES * width, 64) + up(4 * QUERIES * depth, 64) +
-          (NARROW ? up(2 * QUERIES * KEYS, 64) : 0) + up(4 * QUERIES, 64) + up(4 * KEYS, 64) +
-          up(static_cast<int64_t>(sizeof(Row) + sizeof(Query)) * QUERIES, 64) + 64;
+    wave_heads = max(1, min(heads, MAX_PACKED_BYTES / max(bytes, 1)));
+    packed_bytes = round_up(wave_heads * bytes, 64);
   }
 };
 
-// One thread's blocks.
+// The memory of one thread.
 template <class Packed>
 struct ForwardBlocks {
-  float *scores;    // (QUERIES, KEYS), then weights
-  float *sums;      // (QUERIES, width) values summed by weight
-  Packed *q;        // (QUERIES, depth)
-  Packed *weights;  // (QUERIES, KEYS): the scores themselves, or a narrow copy
-  float *factors;   // (QUERIES) what earlier sums are multiplied by
-  float *special;   // (KEYS)
-  Row *rows;
-  Query *queries;
+  float *scores;     // (FORWARD_QUERIES, FORWARD_KEYS): scores, replaced by weights
+  float *sums;       // (FORWARD_QUERIES, width): weighted sums of the values
+  Packed *q;         // (FORWARD_QUERIES, depth)
+  Packed *weights;   // (FORWARD_QUERIES, FORWARD_KEYS): the same memory as scores, or a copy in bfloat16
+  float *factors;    // (FORWARD_QUERIES): factors of the sums over earlier keys
+  float *special;    // (FORWARD_KEYS): 1 for special keys, else 0
+  SoftmaxRow *rows;  // (FORWARD_QUERIES)
+  Query *queries;    // (FORWARD_QUERIES)
+  int64_t bytes;
 
   template <class Plan>
   ForwardBlocks(const Plan &plan, char *memory) {
-    const auto take = [&memory](int64_t bytes) {
-      char *taken = memory;
-      memory += up(bytes, 64);
-      return taken;
-    };
-    scores = reinterpret_cast<float *>(take(4 * QUERIES * KEYS));
-    sums = reinterpret_cast<float *>(take(4 * QUERIES * plan.width));
-    q = reinterpret_cast<Packed *>(take(4 * QUERIES * plan.depth));
-    weights = Plan::NARROW ? reinterpret_cast<Packed *>(take(2 * QUERIES * KEYS)) : reinterpret_cast<Packed *>(scores);
-    factors = reinterpret_cast<float *>(take(4 * QUERIES));
-    special = reinterpret_cast<float *>(take(4 * KEYS));
-    rows = reinterpret_cast<Row *>(take(static_cast<int64_t>(sizeof(Row)) * QUERIES));
-    queries = reinterpret_cast<Query *>(take(static_cast<int64_t>(sizeof(Query)) * QUERIES));
+    Workspace workspace{memory};
+    scores = workspace.take<float>(FORWARD_QUERIES * FORWARD_KEYS);
+    sums = workspace.take<float>(FORWARD_QUERIES * plan.width);
+    q = workspace.take<Packed>(FORWARD_QUERIES * plan.depth);
+    weights = reinterpret_cast<Packed *>(scores);
+    if (Plan::NARROW) weights = workspace.take<Packed>(FORWARD_QUERIES * FORWARD_KEYS);
+    factors = workspace.take<float>(FORWARD_QUERIES);
+    special = workspace.take<float>(FORWARD_KEYS);
+    rows = workspace.take<SoftmaxRow>(FORWARD_QUERIES);
+    queries = workspace.take<Query>(FORWARD_QUERIES);
+    bytes = workspace.bytes;
   }
 };
 
-template <class Element>
-const Element *head_of(const void *tensor, int64_t batch, int64_t batch_stride, int64_t head, int64_t head_stride) {
-  return static_cast<const Element *>(tensor) + batch * batch_stride + head * head_stride;
-}
-
-INLINE void put_nan(float *to) { *to = NOT_A_NUMBER; }
-INLINE void put_zero(float *to) { *to = 0; }
+INLINE void set_nan(float *to) { *to = NOT_A_NUMBER; }
+INLINE void set_zero(float *to) { *to = 0; }
 #if BF16_DOT
-INLINE void put_nan(Bfloat16 *to) { to->bits = 0x7fc0; }
-INLINE void put_zero(Bfloat16 *to) { to->bits = 0; }
-INLINE void store_narrow(Bfloat16 *to, Floats value) {  // faster than `store`, and numbers below 2^-126 become 0
+INLINE void set_nan(Bfloat16 *to) { to->bits = 0x7fc0; }
+INLINE void set_zero(Bfloat16 *to) { to->bits = 0; }
+INLINE void store_narrow(Bfloat16 *to, Floats value) {  // faster than `store`; numbers below 2^-126 become 0
 #ifdef __AVX512BF16__
   const __m256bh halves = _mm512_cvtneps_pbh((__m512)value);
   __builtin_memcpy(to, &halves, sizeof halves);
@@ -105,60 +96,62 @@ INLINE void store_narrow(Bfloat16 *to, Floats value) {  // faster than `store`, 
 }
 #endif
 
-// Pack keys [first, behind) of a key/value head. A key that is not finite, in k or v, gets NaN for a score and 0 for a
-// value: queries that see it become NaN by the score, others never meet it.
+// Pack keys [first, end) of a key/value head. The scores of a key that is not finite, in k or v, become NaN, and its
+// value becomes 0. So a query that sees the key becomes NaN by its score, and no other query is affected.
 template <class Element>
 void pack_keys(const Call &call, const ForwardPlan<Element> &plan, int64_t batch, int64_t head, int64_t first,
-               int64_t behind, typename Form<Element>::Packed *packed_k, typename Form<Element>::Packed *packed_v) {
-  constexpr int64_t PAIR = ForwardPlan<Element>::NARROW ? 2 : 1;  // keys beside each other in packed values
-  const Element *k = head_of<Element>(call.k, batch, call.k_batch, head, call.k_head) + first * call.k_row;
-  const Element *v = head_of<Element>(call.v, batch, call.v_batch, head, call.v_head) + first * call.v_row;
-  const int64_t there = least(behind, call.keys) - first, panel = plan.keys * COLUMNS;
+               int64_t end, PackedOf<Element> *packed_k, PackedOf<Element> *packed_v) {
+  constexpr int64_t PAIR = ForwardPlan<Element>::NARROW ? 2 : 1;  // adjacent keys in packed values
+  const Element *k = row_of<Element>(call.k, call.k_strides, batch, head, first);
+  const Element *v = row_of<Element>(call.v, call.v_strides, batch, head, first);
+  const int64_t count = min(end, call.keys) - first;  // without the padding
+  const int64_t panel = plan.keys * COLUMNS;          // stride between panels of values
   packed_k += first * plan.depth;
   packed_v += first * COLUMNS;
-  pack_transposed(k, call.k_row, there, behind - first, call.head_dim, packed_k);
-  pack_panels(v, call.v_row, there, behind - first, call.value_dim, packed_v, panel);
-  bool good = all_finite(packed_k, (behind - first) * plan.depth);
+  pack_transposed(k, call.k_strides.row, count, end - first, call.head_dim, packed_k);
+  pack_panels(v, call.v_strides.row, count, end - first, call.value_dim, packed_v, panel);
+  bool good = all_finite(packed_k, (end - first) * plan.depth);
   for (int64_t column = 0; column < plan.width; column += COLUMNS)
-    good &= all_finite(packed_v + column / COLUMNS * panel, (behind - first) * COLUMNS);
+    good &= all_finite(packed_v + column / COLUMNS * panel, (end - first) * COLUMNS);
   if (good) return;
-  for (int64_t key = 0; key < there; key++) {
-    if (row_finite(k + key * call.k_row, call.head_dim) && row_finite(v + key * call.v_row, call.value_dim)) continue;
+  for (int64_t key = 0; key < count; key++) {
+    const Element *k_row = k + key * call.k_strides.row, *v_row = v + key * call.v_strides.row;
+    if (row_finite(k_row, call.head_dim) && row_finite(v_row, call.value_dim)) continue;
     const int64_t in_panel = key % COLUMNS;
     for (int64_t x = 0; x < plan.depth; x++)
-      put_nan(packed_k + (key - in_panel) * plan.depth + x / PAIR * PAIR * COLUMNS + in_panel * PAIR + x % PAIR);
+      set_nan(packed_k + (key - in_panel) * plan.depth + x / PAIR * PAIR * COLUMNS + in_panel * PAIR + x % PAIR);
     for (int64_t column = 0; column < plan.width; column++)
-      put_zero(packed_v + column / COLUMNS * panel + key / PAIR * PAIR * COLUMNS + column % COLUMNS * PAIR + key % PAIR);
+      set_zero(packed_v + column / COLUMNS * panel + key / PAIR * PAIR * COLUMNS + column % COLUMNS * PAIR + key % PAIR);
   }
 }
 
-// Attend from the queries [first, first + count) of one head.
-template <class Element, Watch WATCH>
-void attend_block(const Call &call, const ForwardPlan<Element> &plan, const ForwardBlocks<typename Form<Element>::Packed> &block,
+// Compute the queries [first, first + count) of one head.
+template <class Element, Statistics STATISTICS>
+void attend_block(const Call &call, const ForwardPlan<Element> &plan, const ForwardBlocks<PackedOf<Element>> &block,
                   int64_t batch, int64_t head, int64_t first, int64_t count,
-                  const typename Form<Element>::Packed *packed_k, const typename Form<Element>::Packed *packed_v) {
-  using Packed = typename Form<Element>::Packed;
+                  const PackedOf<Element> *packed_k, const PackedOf<Element> *packed_v) {
+  using Packed = PackedOf<Element>;
   constexpr bool NARROW = ForwardPlan<Element>::NARROW;
-  const int64_t padded = up(count, ROWS), groups = padded / ROWS, width = plan.width, depth = plan.depth;
+  const int64_t padded = round_up(count, ROWS), tiles = padded / ROWS, width = plan.width, depth = plan.depth;
   const float scale = static_cast<float>(call.scale) * LOG2_E;
-  const Element *q = head_of<Element>(call.q, batch, call.q_batch, head, call.q_head) + first * call.q_row;
-  int64_t lowest = call.keys, highest = 0;
-  int64_t group_start[GROUPS], group_stop[GROUPS];  // what some query of a group sees
-  for (int64_t group = 0; group < groups; group++) {
+  const Element *q = row_of<Element>(call.q, call.q_strides, batch, head, first);
+  int64_t lowest = call.keys, highest = 0;                      // keys that some query sees
+  int64_t tile_start[FORWARD_TILES], tile_stop[FORWARD_TILES];  // keys that some query of a tile sees, in whole panels
+  for (int64_t tile = 0; tile < tiles; tile++) {
     int64_t start = call.keys, stop = 0;
-    for (int64_t i = group * ROWS; i < group * ROWS + ROWS; i++) {
+    for (int64_t i = tile * ROWS; i < tile * ROWS + ROWS; i++) {
       Query &query = block.queries[i];
-      if (i < count) query = query_of(call, batch, head, first + i);
+      if (i < count) query = read_query(call, batch, head, first + i);
       else query = Query{0, 0, nullptr, nullptr, {0, 0}};
-      block.rows[i] = row_before(call, batch, first + i);
+      block.rows[i] = empty_row(call, batch, first + i);
       if (query.start == query.stop) continue;
-      start = least(start, query.start);
-      stop = most(stop, query.stop);
+      start = min(start, query.start);
+      stop = max(stop, query.stop);
     }
-    group_start[group] = start / COLUMNS * COLUMNS;
-    group_stop[group] = up(stop, COLUMNS);
-    lowest = least(lowest, start);
-    highest = most(highest, stop);
+    tile_start[tile] = start / COLUMNS * COLUMNS;
+    tile_stop[tile] = round_up(stop, COLUMNS);
+    lowest = min(lowest, start);
+    highest = max(highest, stop);
   }
   for (int64_t i = 0; i < padded; i++) {
     Packed *row = block.q + i * depth;
@@ -166,131 +159,138 @@ void attend_block(const Call &call, const ForwardPlan<Element> &plan, const Forw
       memset(static_cast<void *>(row), 0, sizeof(Packed) * static_cast<size_t>(depth));
       continue;
     }
-    if constexpr (NARROW) pack_row(q + i * call.q_row, call.head_dim, depth, row);
-    else pack_row(q + i * call.q_row, call.head_dim, depth, scale, row);
+    if constexpr (NARROW) pack_row(q + i * call.q_strides.row, call.head_dim, depth, row);
+    else pack_row(q + i * call.q_strides.row, call.head_dim, depth, scale, row);
   }
   memset(block.sums, 0, sizeof(float) * static_cast<size_t>(padded * width));
-  const bool terms = call.softcap > 0 || call.bias || call.seen;
+  const bool terms = call.softcap > 0 || call.bias || call.visible;
 
-  for (int64_t block_first = lowest / COLUMNS * COLUMNS; block_first < highest; block_first += KEYS) {
-    const int64_t block_behind = least(block_first + KEYS, up(highest, COLUMNS));
+  for (int64_t block_first = lowest / COLUMNS * COLUMNS; block_first < highest; block_first += FORWARD_KEYS) {
+    const int64_t block_end = min(block_first + FORWARD_KEYS, round_up(highest, COLUMNS));
     const float *special = nullptr;
-    if (WATCH != NOTHING && call.on_special_keys) {
+    if (STATISTICS != Statistics::NONE && call.special_keys_weight) {
       special = block.special;
-      const uint8_t *flags = static_cast<const uint8_t *>(call.special_keys) + batch * call.keys;
-      for (int64_t key = block_first; key < block_behind; key++)
+      const uint8_t *flags = call.special_keys + batch * call.keys;
+      for (int64_t key = block_first; key < block_end; key++)
         block.special[key - block_first] = key < call.keys && flags[key] ? 1.f : 0.f;
     }
-    // Each group takes only the panels of keys that some query of it sees.
-    int64_t starts[GROUPS], stops[GROUPS];
-    for (int64_t group = 0; group < groups; group++) {
-      starts[group] = most(group_start[group], block_first);
-      stops[group] = least(group_stop[group], block_behind);
+    // A tile computes only the panels of keys that some query of it sees.
+    int64_t starts[FORWARD_TILES], stops[FORWARD_TILES];
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      starts[tile] = max(tile_start[tile], block_first);
+      stops[tile] = min(tile_stop[tile], block_end);
     }
-    for (int64_t key = block_first; key < block_behind; key += COLUMNS)
-      for (int64_t group = 0; group < groups; group++) {
-        if (key < starts[group] || key >= stops[group]) continue;
-        float *scores = block.scores + group * ROWS * KEYS + (key - block_first);
+    for (int64_t key = block_first; key < block_end; key += COLUMNS)
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        if (key < starts[tile] || key >= stops[tile]) continue;
+        float *scores = block.scores + tile * ROWS * FORWARD_KEYS + (key - block_first);
         if constexpr (NARROW)
-          product(block.q + group * ROWS * depth, depth, packed_k + key * depth, depth,
-                  [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                    store(scores + row * KEYS, left * broadcast(scale));
-                    store(scores + row * KEYS + LANES, right * broadcast(scale));
-                  });
+          gemm_tile(block.q + tile * ROWS * depth, depth, packed_k + key * depth, depth,
+                    [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
+                      store(scores + row * FORWARD_KEYS, left * broadcast(scale));
+                      store(scores + row * FORWARD_KEYS + LANES, right * broadcast(scale));
+                    });
         else
-          product<false>(block.q + group * ROWS * depth, depth, packed_k + key * depth, depth,
-                         [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                           store(scores + row * KEYS, left);
-                           store(scores + row * KEYS + LANES, right);
-                         });
+          gemm_tile<false>(block.q + tile * ROWS * depth, depth, packed_k + key * depth, depth,
+                           [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
+                             store(scores + row * FORWARD_KEYS, left);
+                             store(scores + row * FORWARD_KEYS + LANES, right);
+                           });
       }
-    for (int64_t group = 0; group < groups; group++) {
-      if (starts[group] >= stops[group]) continue;
-      for (int64_t i = group * ROWS; i < group * ROWS + ROWS; i++) {
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      if (starts[tile] >= stops[tile]) continue;
+      for (int64_t i = tile * ROWS; i < tile * ROWS + ROWS; i++) {
         const Query &query = block.queries[i];
-        const bool plain = !terms && query.start <= starts[group] && query.stop >= stops[group];
-        float *scores = block.scores + i * KEYS + (starts[group] - block_first);
-        const float *marks = special ? special + (starts[group] - block_first) : nullptr;
+        const int64_t start = starts[tile], stop = stops[tile], offset = start - block_first;
+        const bool plain = !terms && query.start <= start && query.stop >= stop;
+        float *scores = block.scores + i * FORWARD_KEYS + offset;
+        const float *flags = special ? special + offset : nullptr;
+        const auto update = [&](auto narrow) __attribute__((always_inline)) {
+          return update_row<STATISTICS>(call, query, block.rows[i], scores, start, stop, plain, flags, narrow);
+        };
         if constexpr (NARROW) {
-          Packed *weights = block.weights + i * KEYS + (starts[group] - block_first);
-          const auto narrow = [weights](int64_t at, Floats value) __attribute__((always_inline)) { store_narrow(weights + at, value); };
-          block.factors[i] = absorb<WATCH>(call, query, block.rows[i], scores, starts[group], stops[group], plain, marks, narrow);
+          Packed *weights = block.weights + i * FORWARD_KEYS + offset;
+          block.factors[i] = update([weights](int64_t at, Floats value) __attribute__((always_inline)) {
+            store_narrow(weights + at, value);
+          });
         } else {
-          block.factors[i] = absorb<WATCH>(call, query, block.rows[i], scores, starts[group], stops[group], plain, marks, leave_wide);
+          block.factors[i] = update(no_narrow_copy);
         }
       }
     }
     for (int64_t column = 0; column < width; column += COLUMNS)
-      for (int64_t group = 0; group < groups; group++) {
-        if (starts[group] >= stops[group]) continue;
-        float *sums = block.sums + group * ROWS * width + column;
-        const float *factors = block.factors + group * ROWS;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        if (starts[tile] >= stops[tile]) continue;
+        float *sums = block.sums + tile * ROWS * width + column;
+        const float *factors = block.factors + tile * ROWS;
         const auto add = [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
           float *to = sums + row * width;
           const Floats factor = broadcast(factors[row]);
           store(to, load(to) * factor + left);
           store(to + LANES, load(to + LANES) * factor + right);
         };
-        const Packed *weights = block.weights + group * ROWS * KEYS + (starts[group] - block_first);
-        const Packed *values = packed_v + column * plan.keys + starts[group] * COLUMNS;
-        if constexpr (NARROW) product(weights, KEYS, values, stops[group] - starts[group], add);
-        else product<false>(weights, KEYS, values, stops[group] - starts[group], add);
+        const Packed *weights = block.weights + tile * ROWS * FORWARD_KEYS + (starts[tile] - block_first);
+        const Packed *values = packed_v + column * plan.keys + starts[tile] * COLUMNS;
+        if constexpr (NARROW) gemm_tile(weights, FORWARD_KEYS, values, stops[tile] - starts[tile], add);
+        else gemm_tile<false>(weights, FORWARD_KEYS, values, stops[tile] - starts[tile], add);
       }
   }
   for (int64_t i = 0; i < count; i++)
-    finish<Element>(call, block.rows[i], batch, head, first + i, block.sums + i * width);
+    write_row_results<Element>(call, block.rows[i], batch, head, first + i, block.sums + i * width);
 }
 
-template <class Element, Watch WATCH>
-void attend_all(const Call &call, char *workspace) {
-  using Packed = typename Form<Element>::Packed;
+template <class Element, Statistics STATISTICS>
+void blocked_all(const Call &call, char *workspace) {
+  using Packed = PackedOf<Element>;
   const ForwardPlan<Element> plan(call);
+  const int64_t thread_bytes = ForwardBlocks<Packed>(plan, nullptr).bytes;
   Packed *packed = reinterpret_cast<Packed *>(workspace);
-  const int64_t group = call.heads / call.kv_heads, chunks = whole(plan.keys, KEYS);
+  const int64_t group = call.heads / call.kv_heads, chunks = ceil_div(plan.keys, FORWARD_KEYS);
   const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
-  parallel(work < WORTH_A_TEAM ? 1 : call.threads, [&, packed](Team &team) {
-    const ForwardBlocks<Packed> block(plan, workspace + plan.shared + team.member * plan.own);
-    for (int64_t wave = 0; wave < plan.heads; wave += plan.at_once) {
-      const int64_t members = least(plan.at_once, plan.heads - wave);
-      team.each(members * chunks, [&](int64_t part) {
-        const int64_t member = part / chunks, first = part % chunks * KEYS, head = wave + member;
+  run_parallel(work < MIN_PARALLEL_WORK ? 1 : call.threads, [&, packed](Team &team) {
+    const ForwardBlocks<Packed> block(plan, workspace + plan.packed_bytes + team.thread * thread_bytes);
+    for (int64_t wave = 0; wave < plan.heads; wave += plan.wave_heads) {
+      const int64_t members = min(plan.wave_heads, plan.heads - wave);
+      team.for_each(members * chunks, [&](int64_t part) {
+        const int64_t member = part / chunks, first = part % chunks * FORWARD_KEYS, head = wave + member;
         Packed *k = packed + member * (plan.k_size + plan.v_size);
-        pack_keys<Element>(call, plan, head / call.kv_heads, head % call.kv_heads, first, least(first + KEYS, plan.keys),
-                           k, k + plan.k_size);
+        const int64_t end = min(first + FORWARD_KEYS, plan.keys);
+        pack_keys<Element>(call, plan, head / call.kv_heads, head % call.kv_heads, first, end, k, k + plan.k_size);
       });
-      // The last queries first: under a causal mask they have the most to do.
-      team.each(members * group * plan.blocks, [&](int64_t part) {
-        const int64_t member = part % (members * group) / group, of_group = part % group, kv_head = wave + member;
-        const int64_t first = (plan.blocks - 1 - part / (members * group)) * QUERIES;
+      // The last queries first: under a causal mask they take longest.
+      team.for_each(members * group * plan.blocks, [&](int64_t part) {
+        const int64_t member = part % (members * group) / group, kv_head = wave + member;
+        const int64_t head = kv_head % call.kv_heads * group + part % group;
+        const int64_t first = (plan.blocks - 1 - part / (members * group)) * FORWARD_QUERIES;
         const Packed *k = packed + member * (plan.k_size + plan.v_size);
-        attend_block<Element, WATCH>(call, plan, block, kv_head / call.kv_heads,
-                                     kv_head % call.kv_heads * group + of_group, first,
-                                     least(QUERIES, call.queries - first), k, k + plan.k_size);
+        attend_block<Element, STATISTICS>(call, plan, block, kv_head / call.kv_heads, head, first,
+                                          min(FORWARD_QUERIES, call.queries - first), k, k + plan.k_size);
       });
     }
   });
 }
 
 template <class Element>
-void attend_watched(const Call &call, char *workspace) {
-  switch (watched(call)) {
-    case NOTHING: return attend_all<Element, NOTHING>(call, workspace);
-    case SOME: return attend_all<Element, SOME>(call, workspace);
-    case ALL: return attend_all<Element, ALL>(call, workspace);
+void blocked_with_statistics(const Call &call, char *workspace) {
+  switch (required_statistics(call)) {
+    case Statistics::NONE: return blocked_all<Element, Statistics::NONE>(call, workspace);
+    case Statistics::WEIGHTS: return blocked_all<Element, Statistics::WEIGHTS>(call, workspace);
+    case Statistics::DISTANCES: return blocked_all<Element, Statistics::DISTANCES>(call, workspace);
   }
 }
 
 template <class Element>
-int64_t packed_workspace(const Call &call) {
+int64_t blocked_bytes(const Call &call) {
   const ForwardPlan<Element> plan(call);
-  return plan.shared + call.threads * plan.own;
+  return plan.packed_bytes + call.threads * ForwardBlocks<PackedOf<Element>>(plan, nullptr).bytes;
 }
 
-int64_t attend_workspace(const Call &call) {
-  return call.dtype ? packed_workspace<Bfloat16>(call) : packed_workspace<float>(call);
+int64_t blocked_workspace(const Call &call) {
+  return call.dtype == Dtype::BFLOAT16 ? blocked_bytes<Bfloat16>(call) : blocked_bytes<float>(call);
 }
-void attend_run(const Call &call, char *workspace) {
-  call.dtype ? attend_watched<Bfloat16>(call, workspace) : attend_watched<float>(call, workspace);
+void blocked_run(const Call &call, char *workspace) {
+  call.dtype == Dtype::BFLOAT16 ? blocked_with_statistics<Bfloat16>(call, workspace)
+                                : blocked_with_statistics<float>(call, workspace);
 }
 
 }  // namespace

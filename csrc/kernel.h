@@ -1,25 +1,27 @@
-// The one kernel source: included by a file for each instruction set, which says how wide its vectors are.
+// The kernel of one instruction set: all passes, included by a source file per set that defines the width of a vector.
 //
 // LANES          floats of a vector
-// TILE_ROWS      rows of a register tile: with two vectors a row they must leave registers for B's two and one of A's
-// BF16_DOT       1 where pairs of bfloat16 are multiplied as they are
-// MULTIHEAD_SET  the name of the table that this file offers
+// TILE_ROWS      rows of a register tile; with two vectors per row, three registers must remain free for A and B
+// BF16_DOT       1 where pairs of bfloat16 are multiplied without conversion
+// MULTIHEAD_SET  name of the table of passes that the source file defines
 //
-// Nothing here has external linkage but that table, and nothing comes from templates of the C++ library: the linker
-// keeps one copy of a shared inline function, and a copy with wide instructions would crash a CPU without them.
+// Only that table has external linkage, and no templates of the C++ library are used: the linker keeps one copy of a
+// shared inline function, and a copy with wide instructions would crash a CPU without them.
 #pragma once
 #include "call.h"
 
 #include "backward.h"
-#include "few.h"
+#include "decode.h"
 #include "forward.h"
-#include "received.h"
+#include "key_sums.h"
 
 namespace {
 
-int64_t forward_workspace(const Call &call) { return few_takes(call) ? few_workspace(call) : attend_workspace(call); }
+int64_t forward_workspace(const Call &call) {
+  return decode_is_faster(call) ? decode_workspace(call) : blocked_workspace(call);
+}
 void forward_run(const Call &call, char *workspace) {
-  few_takes(call) ? few_run(call, workspace) : attend_run(call, workspace);
+  decode_is_faster(call) ? decode_run(call, workspace) : blocked_run(call, workspace);
 }
 
 }  // namespace
@@ -28,5 +30,5 @@ extern const Kernels MULTIHEAD_SET;
 const Kernels MULTIHEAD_SET = {
     {forward_workspace, forward_run},
     {backward_workspace, backward_run},
-    {received_workspace, received_run},
+    {key_sums_workspace, key_sums_run},
 };

@@ -1,7 +1,7 @@
-// Matrices laid out anew for the register tiles: what a tile reads next lies next.
+// Copy matrices into the memory order in which register tiles read them, and detect non-finite elements.
 #pragma once
-#include "lanes.h"
-#include "product.h"
+#include "simd.h"
+#include "gemm_tile.h"
 
 namespace {
 
@@ -34,7 +34,7 @@ constexpr bool TRANSPOSES = true;
 INLINE void transpose(Floats (&rows)[LANES]) {
   __m512 a[16], b[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) {  // pairs of rows, then quads: each 128-bit part holds one column of four rows
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows, then quads: then each 128-bit part holds one column of four rows
     a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
     a[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
   }
@@ -46,9 +46,11 @@ INLINE void transpose(Floats (&rows)[LANES]) {
     b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {  // b[i + 4 q] has columns i, i + 4, i + 8, i + 12 of rows 4 q .. 4 q + 3
-    const __m512 low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
-    const __m512 odd_low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd), odd_high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+  for (int i = 0; i < 4; i++) {  // b[i + 4 q] holds columns i, i + 4, i + 8, i + 12 of rows 4 q .. 4 q + 3
+    const __m512 low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
+    const __m512 high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+    const __m512 odd_low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+    const __m512 odd_high = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
     rows[i] = (Floats)_mm512_shuffle_f32x4(low, high, 0x88);
     rows[i + 8] = (Floats)_mm512_shuffle_f32x4(low, high, 0xdd);
     rows[i + 4] = (Floats)_mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
@@ -60,10 +62,10 @@ constexpr bool TRANSPOSES = false;
 INLINE void transpose(Floats (&)[LANES]) {}
 #endif
 
-// ---------------------------------------------------------------- to float
+// ---------------------------------------------------------------- panels of floats
 
-// Rows 0 .. padded - 1 (a multiple of COLUMNS) of a matrix (rows, dim), transposed into panels (dim, COLUMNS) of COLUMNS
-// rows each; rows that are not there are 0.
+// Transpose a matrix (rows, dim) into panels (dim, COLUMNS) of COLUMNS rows each, with rows of 0 up to `padded`, a
+// multiple of COLUMNS.
 template <class Element>
 void pack_transposed(const Element *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, float *to) {
   for (int64_t first = 0; first < padded; first += COLUMNS) {
@@ -81,30 +83,32 @@ void pack_transposed(const Element *from, int64_t stride, int64_t rows, int64_t 
         }
     for (int64_t i = 0; i < COLUMNS; i++)
       for (int64_t x = done; x < dim; x++)
-        panel[x * COLUMNS + i] = first + i < rows ? one(from + (first + i) * stride + x) : 0.f;
+        panel[x * COLUMNS + i] = first + i < rows ? to_float(from + (first + i) * stride + x) : 0.f;
   }
 }
 
-// Rows 0 .. padded - 1 of a matrix (rows, dim) as panels of COLUMNS columns, `panel_stride` floats apart, each
-// (padded, COLUMNS); rows and columns that are not there are 0.
+// Copy a matrix (rows, dim) into panels (padded, COLUMNS) of COLUMNS columns each, which begin `panel_stride` floats
+// apart; missing rows and columns are 0.
 template <class Element>
-void pack_panels(const Element *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, float *to, int64_t panel_stride) {
+void pack_panels(const Element *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, float *to,
+                 int64_t panel_stride) {
   for (int64_t column = 0; column < dim; column += COLUMNS) {
     float *panel = to + column / COLUMNS * panel_stride;
-    const int64_t width = least(COLUMNS, dim - column);
+    const int64_t width = min(COLUMNS, dim - column);
     for (int64_t row = 0; row < padded; row++, panel += COLUMNS) {
       const Element *source = from + row * stride + column;
       if (row < rows && width == COLUMNS) {
         store(panel, load(source));
         store(panel + LANES, load(source + LANES));
       } else {
-        for (int64_t x = 0; x < COLUMNS; x++) panel[x] = row < rows && x < width ? one(source + x) : 0.f;
+        for (int64_t x = 0; x < COLUMNS; x++) panel[x] = row < rows && x < width ? to_float(source + x) : 0.f;
       }
     }
   }
 }
 
-// A row of `dim` elements as floats times a factor, behind it zeros up to `padded`; NaN throughout if it is not finite.
+// Copy a row of `dim` elements as floats times a factor, with zeros up to `padded`. A row with an element that is not
+// finite becomes NaN as a whole.
 template <class Element>
 INLINE void pack_row(const Element *from, int64_t dim, int64_t padded, float factor, float *to) {
   Floats zeros = (Floats){};
@@ -116,7 +120,7 @@ INLINE void pack_row(const Element *from, int64_t dim, int64_t padded, float fac
     store(to + x, value * broadcast(factor));
   }
   for (; x < dim; x++) {
-    const float value = one(from + x);
+    const float value = to_float(from + x);
     zero += value * 0.f;
     to[x] = value * factor;
   }
@@ -125,7 +129,7 @@ INLINE void pack_row(const Element *from, int64_t dim, int64_t padded, float fac
     for (x = 0; x < dim; x++) to[x] = NOT_A_NUMBER;
 }
 
-// ---------------------------------------------------------------- what is not finite
+// ---------------------------------------------------------------- non-finite elements
 
 // Whether `count` floats (a multiple of LANES) are all finite.
 INLINE bool all_finite(const float *from, int64_t count) {
@@ -133,7 +137,7 @@ INLINE bool all_finite(const float *from, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) zeros += load(from + i) * broadcast(0.f);
   return sum(zeros) == 0;
 }
-// Whether a row of `count` elements is all finite.
+// Whether a row of `count` elements is finite throughout.
 INLINE bool row_finite(const float *from, int64_t count) {
   for (int64_t x = 0; x < count; x++)
     if (!finite(from[x])) return false;
@@ -144,8 +148,8 @@ INLINE bool row_finite(const Bfloat16 *from, int64_t count) {
     if ((from[x].bits & 0x7f80) == 0x7f80) return false;
   return true;
 }
-// Put 0 for what is not finite among `count` floats (a multiple of LANES).
-INLINE void zero_what_is_not_finite(float *values, int64_t count) {
+// Replace non-finite elements among `count` floats (a multiple of LANES) by 0.
+INLINE void zero_nonfinite(float *values, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) {
     const Floats value = load(values + i);
     store(values + i, select(value - value == (Floats){}, value, (Floats){}));
@@ -153,13 +157,14 @@ INLINE void zero_what_is_not_finite(float *values, int64_t count) {
 }
 
 #if BF16_DOT
-// ---------------------------------------------------------------- pairs of bfloat16, for add_pairs
+// ---------------------------------------------------------------- panels of pairs of bfloat16, for add_pairs
 
 INLINE uint32_t pair(Bfloat16 low, Bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
 
-// As above; a panel is (dim / 2, COLUMNS, 2), an odd dim is filled up with 0.
-INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, Bfloat16 *to) {
-  const int64_t even = up(dim, 2);
+// As above, but a panel is (dim / 2, COLUMNS, 2); an odd dim is padded with 0.
+INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim,
+                            Bfloat16 *to) {
+  const int64_t even = round_up(dim, 2);
   for (int64_t first = 0; first < padded; first += COLUMNS) {
     Bfloat16 *panel = to + first * even;
     int64_t done = 0;
@@ -168,29 +173,32 @@ INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, 
         for (int64_t half = 0; half < COLUMNS; half += LANES) {
           Floats block[LANES];  // of pairs
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < LANES; i++) block[i] = read<Floats>(from + (first + half + i) * stride + done);
+          for (int64_t i = 0; i < LANES; i++) block[i] = load_as<Floats>(from + (first + half + i) * stride + done);
           transpose(block);
 #pragma GCC unroll 16
           for (int64_t i = 0; i < LANES; i++)
             __builtin_memcpy(panel + (done + 2 * i) * COLUMNS + 2 * half, &block[i], sizeof block[i]);
         }
     for (int64_t i = 0; i < COLUMNS; i++)
-      for (int64_t x = done; x < even; x++)
-        panel[x / 2 * 2 * COLUMNS + 2 * i + x % 2] = first + i < rows && x < dim ? from[(first + i) * stride + x] : Bfloat16{0};
+      for (int64_t x = done; x < even; x++) {
+        const bool inside = first + i < rows && x < dim;
+        panel[x / 2 * 2 * COLUMNS + 2 * i + x % 2] = inside ? from[(first + i) * stride + x] : Bfloat16{0};
+      }
   }
 }
 
-// As above; a panel is (padded / 2, COLUMNS, 2), two rows beside each other.
-INLINE void pack_panels(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, Bfloat16 *to, int64_t panel_stride) {
+// As above, but a panel is (padded / 2, COLUMNS, 2), which pairs adjacent rows.
+INLINE void pack_panels(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, Bfloat16 *to,
+                        int64_t panel_stride) {
   for (int64_t column = 0; column < dim; column += COLUMNS) {
     Bfloat16 *panel = to + column / COLUMNS * panel_stride;
-    const int64_t width = least(COLUMNS, dim - column);
+    const int64_t width = min(COLUMNS, dim - column);
     for (int64_t row = 0; row < padded; row += 2, panel += 2 * COLUMNS) {
       const Bfloat16 *source = from + row * stride + column;
       if (row + 1 < rows && width == COLUMNS) {
         for (int64_t half = 0; half < COLUMNS; half += LANES) {
-          const Words low = __builtin_convertvector(read<Halves>(source + half), Words);
-          const Words high = __builtin_convertvector(read<Halves>(source + stride + half), Words);
+          const Words low = __builtin_convertvector(load_as<Halves>(source + half), Words);
+          const Words high = __builtin_convertvector(load_as<Halves>(source + stride + half), Words);
           const Words both = low | high << 16;
           __builtin_memcpy(panel + 2 * half, &both, sizeof both);
         }
@@ -204,7 +212,7 @@ INLINE void pack_panels(const Bfloat16 *from, int64_t stride, int64_t rows, int6
   }
 }
 
-// A row of `dim` elements, behind it zeros up to `padded`; NaN throughout if it is not finite.
+// Copy a row of `dim` elements, with zeros up to `padded`; NaN as a whole if an element is not finite.
 INLINE void pack_row(const Bfloat16 *from, int64_t dim, int64_t padded, Bfloat16 *to) {
   memcpy(static_cast<void *>(to), from, sizeof(Bfloat16) * static_cast<size_t>(dim));
   for (int64_t x = dim; x < padded; x++) to[x] = Bfloat16{0};
@@ -218,7 +226,7 @@ INLINE void pack_row(const Bfloat16 *from, int64_t dim, int64_t padded, Bfloat16
 INLINE bool all_finite(const Bfloat16 *from, int64_t count) {  // a multiple of 2 * LANES
   Floats zeros = (Floats){};
   for (int64_t i = 0; i < count; i += 2 * LANES) {
-    const Words pairs = read<Words>(from + i);
+    const Words pairs = load_as<Words>(from + i);
     zeros += (Floats)(pairs << 16) * broadcast(0.f);
     zeros += (Floats)(pairs & 0xffff0000u) * broadcast(0.f);
   }

@@ -1,4 +1,4 @@
-// The kernel in plain instructions: vectors of 4 floats, for whichever the compiler may take what every CPU has.
+// The kernel without instruction set flags: vectors of 4 floats, which the compiler maps to what every CPU has.
 #define MULTIHEAD_SET multihead_scalar
 #define LANES 4
 #define TILE_ROWS 4

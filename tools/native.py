@@ -75,8 +75,8 @@ def merged_symbols(path: Path) -> list[str]:
     lines = subprocess.run(
         ["nm", "--demangle", "--defined-only", str(path)], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    found = [line.split(maxsplit=2) for line in lines]
-    return [name for _, kind, name in found if kind in _MERGED]
+    symbols = [line.split(maxsplit=2) for line in lines]
+    return [name for _, kind, name in symbols if kind in _MERGED]
 
 
 if __name__ == "__main__":

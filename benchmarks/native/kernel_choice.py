@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import statistics
 from collections.abc import Callable, Iterable
 from itertools import product
@@ -27,8 +28,7 @@ from multihead.kernels.native import library
 from multihead.kernels.native_vs_sdpa import CLASSES, MEASURED, TRAINING, Measured, class_of
 from multihead.plan.bounds import bounds_of
 
-TARGET = Path(__file__).resolve().parents[1] / "src" / "multihead" / "kernels" / "native_vs_sdpa.py"
-BEGIN, END = "# written by python -m benchmarks.native.kernel_choice\n", "# end of what is written\n"
+TARGET = Path(__file__).resolve().parents[2] / "src" / "multihead" / "kernels" / "measured.json"
 LEAST_PAIRS, MOST_PAIRS = 3, 51
 
 EXAMPLES = """
@@ -40,9 +40,9 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--set", "sets", multiple=True, help="An instruction set; repeatable.  [default: all that run here]")
-@click.option("--seconds", "budget", default=1.0, show_default=True, help="About how long each request is timed.")
-@click.option("--write/--no-write", default=True, help="Write the table into src/multihead/kernels/native_vs_sdpa.py.")
+@click.option("--set", "sets", multiple=True, help="An instruction set; may be repeated. [all that run here]")
+@click.option("--seconds", "budget", default=1.0, show_default=True, help="About how long a request is timed.")
+@click.option("--write/--no-write", default=True, help="Write the table into src/multihead/kernels/measured.json.")
 def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
     """Measure how many times faster the native kernel is than PyTorch's fused kernel, per class of requests.
 
@@ -63,7 +63,7 @@ def main(sets: tuple[str, ...], budget: float, write: bool) -> None:  # noqa: FB
             report(set_name, dtype, ratios)
             table = updated(table, Measured(set_name, str(DTYPES[dtype]).removeprefix("torch."), where(), ratios))
             if write:
-                TARGET.write_text(written(TARGET.read_text(encoding="utf-8"), table), encoding="utf-8")
+                TARGET.write_text(written(table), encoding="utf-8")
             progress.advance(task)
 
 
@@ -166,16 +166,9 @@ def updated(before: Iterable[Measured], now: Measured) -> list[Measured]:
     return sorted([*others, now], key=lambda each: (order.index(each.instruction_set), each.dtype))
 
 
-def written(source: str, table: Iterable[Measured]) -> str:
-    """Return the source of the table with new values."""
-    lines = ["MEASURED: tuple[Measured, ...] = (\n"]
-    for each in table:
-        lines += ["    Measured(\n", f'        "{each.instruction_set}",\n', f'        "{each.dtype}",\n']
-        lines += [f'        "{each.where}",\n', "        {\n"]
-        lines += [f'            "{name}": {ratio},\n' for name, ratio in each.ratios.items()]
-        lines += ["        },\n", "    ),\n"]
-    begin, end = source.index(BEGIN) + len(BEGIN), source.index(END)
-    return source[:begin] + "".join(lines) + ")\n" + source[end:]
+def written(table: Iterable[Measured]) -> str:
+    """Return the table as JSON."""
+    return json.dumps([each._asdict() for each in table], indent=2) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-// Fuzz the native kernel: calls drawn at random, every pass on every instruction set, compared with plain loops in double.
+// Fuzz the native kernel: random calls, every pass and instruction set, compared with plain loops in double precision.
 //
 //     fuzz [cases] [seed] [workers]
 //
-// Built with sanitizers by `make sanitize`. The workers call at the same time. Beside the numbers it checks that nobody
-// writes between the rows, that any number of threads and any two callers at once get the same bits, and that a call
-// that must not run is refused. The first case that fails is printed with the arguments that repeat it.
+// Built with sanitizers by `make sanitize`. The workers run calls concurrently. Besides the numbers it checks that
+// nothing is written into gaps between rows, that the bits do not depend on the number of threads or on concurrent
+// calls, and that invalid calls are rejected. The first failing case is printed with the arguments that repeat it.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -16,105 +16,102 @@
 
 namespace {
 
-constexpr int64_t FORWARD = 0, BACKWARD = 1, RECEIVED = 2;
-
-// One run's answers.
-struct Answers {
+// The results of one run.
+struct Results {
   Tensor output, logsumexp;
-  Tensor entropy, squares, largest_weight, largest_key, mean_distance, distance_spread, at_offsets, on_given_key, on_special_keys;
-  Tensor delta, dq, dk, dv, dbias, received, pooled;
+  Tensor entropy, largest_weight, largest_key, mean_distance, distance_spread;
+  Tensor offset_weights, target_key_weight, special_keys_weight;
+  Tensor delta, dq, dk, dv, dbias, key_sums, pooled_map;
 
   template <class Visit>
   void each(Visit visit) const {
     const std::pair<const char *, const Tensor *> named[] = {
-        {"output", &output}, {"logsumexp", &logsumexp}, {"entropy", &entropy}, {"squares", &squares},
+        {"output", &output}, {"logsumexp", &logsumexp}, {"entropy", &entropy},
         {"largest_weight", &largest_weight}, {"largest_key", &largest_key}, {"mean_distance", &mean_distance},
-        {"distance_spread", &distance_spread}, {"at_offsets", &at_offsets}, {"on_given_key", &on_given_key},
-        {"on_special_keys", &on_special_keys}, {"delta", &delta}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv},
-        {"dbias", &dbias}, {"received", &received}, {"pooled", &pooled}};
+        {"distance_spread", &distance_spread}, {"offset_weights", &offset_weights},
+        {"target_key_weight", &target_key_weight}, {"special_keys_weight", &special_keys_weight},
+        {"delta", &delta}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv},
+        {"dbias", &dbias}, {"key_sums", &key_sums}, {"pooled_map", &pooled_map}};
     for (const auto &[name, tensor] : named)
       if (*tensor) visit(name, *tensor);
   }
 };
 
-void set_strides(const Tensor &tensor, int64_t &batch, int64_t &head, int64_t &row) {
-  batch = tensor.strides[0], head = tensor.strides[1], row = tensor.strides[2];
-}
-
-// The forward pass; the other passes take its logsumexp and output from `answers`.
-int64_t run_forward(const Drawn &drawn_call, Call call, Answers &answers) {
-  Random random(drawn_call.strides_seed);
-  const Type type = call.dtype ? Type::BFLOAT16 : Type::FLOAT;
-  answers.output = Tensor(random, type, call.batch, call.heads, call.queries, call.value_dim, false);
-  set_strides(answers.output, call.output_batch, call.output_head, call.output_row);
-  call.output = answers.output.data();
-  const auto asked = [&](bool wanted, Type its_type, Tensor &tensor, const void *&address, int64_t copies = 1) {
+// Run the forward pass. The other passes read its logsumexp and output from `results`.
+Status run_forward(const RandomCall &input, Call call, Results &results) {
+  Random random(input.strides_seed);
+  results.output = Tensor(random, type_of(call), call.batch, call.heads, call.queries, call.value_dim, false);
+  call.output_strides = row_strides(results.output);
+  call.output = results.output.data();
+  const auto allocate = [&](bool wanted, Tensor &tensor, float *&address, int64_t copies = 1) {
     if (!wanted) return;
-    tensor = Tensor(its_type, copies * call.batch, call.heads, call.queries, 1);
-    address = tensor.data();
+    tensor = Tensor(Type::FLOAT, copies * call.batch, call.heads, call.queries, 1);
+    address = tensor.data<float>();
   };
-  asked(true, Type::FLOAT, answers.logsumexp, call.logsumexp);
-  asked(drawn_call.entropy, Type::FLOAT, answers.entropy, call.entropy);
-  asked(drawn_call.squares, Type::FLOAT, answers.squares, call.squares);
-  asked(drawn_call.largest_weight, Type::FLOAT, answers.largest_weight, call.largest_weight);
-  asked(drawn_call.largest_key, Type::INT64, answers.largest_key, call.largest_key);
-  asked(drawn_call.mean_distance, Type::FLOAT, answers.mean_distance, call.mean_distance);
-  asked(drawn_call.distance_spread, Type::FLOAT, answers.distance_spread, call.distance_spread);
-  asked(drawn_call.at_offsets, Type::FLOAT, answers.at_offsets, call.at_offsets, call.num_offsets);
-  asked(drawn_call.on_given_key, Type::FLOAT, answers.on_given_key, call.on_given_key);
-  asked(drawn_call.on_special_keys, Type::FLOAT, answers.on_special_keys, call.on_special_keys);
-  return multihead_run(&call, FORWARD);
-}
-
-int64_t run_backward(const Drawn &drawn_call, Call call, Answers &answers) {
-  Random random(drawn_call.strides_seed + 1);
-  const Type type = call.dtype ? Type::BFLOAT16 : Type::FLOAT;
-  answers.dq = Tensor(random, type, call.batch, call.heads, call.queries, call.head_dim, false);
-  answers.dk = Tensor(random, type, call.batch, call.kv_heads, call.keys, call.head_dim, false);
-  answers.dv = Tensor(random, type, call.batch, call.kv_heads, call.keys, call.value_dim, false);
-  answers.delta = Tensor(Type::FLOAT, call.batch, call.heads, call.queries, 1);
-  set_strides(answers.output, call.output_batch, call.output_head, call.output_row);
-  set_strides(answers.dq, call.dq_batch, call.dq_head, call.dq_row);
-  set_strides(answers.dk, call.dk_batch, call.dk_head, call.dk_row);
-  set_strides(answers.dv, call.dv_batch, call.dv_head, call.dv_row);
-  call.output = answers.output.data(), call.logsumexp = answers.logsumexp.data(), call.delta = answers.delta.data();
-  call.dq = answers.dq.data(), call.dk = answers.dk.data(), call.dv = answers.dv.data();
-  if (drawn_call.dbias) {  // an axis along which the bias repeats is summed over; what is there is added to
-    const auto axis = [](int64_t size, int64_t stride) { return stride ? size : int64_t{1}; };
-    answers.dbias = Tensor(Type::FLOAT, axis(call.batch, call.bias_batch), axis(call.heads, call.bias_head),
-                           axis(call.queries, call.bias_row), axis(call.keys, call.bias_key));
-    Tensor &dbias = answers.dbias;
-    dbias.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { dbias.put(0, a, b, c, d); });
-    set_strides(dbias, call.dbias_batch, call.dbias_head, call.dbias_row);
-    call.dbias_key = dbias.strides[3];
-    if (!call.bias_batch) call.dbias_batch = 0;
-    if (!call.bias_head) call.dbias_head = 0;
-    if (!call.bias_row) call.dbias_row = 0;
-    if (!call.bias_key) call.dbias_key = 0;
-    call.dbias = dbias.data();
+  allocate(true, results.logsumexp, call.logsumexp);
+  allocate(input.entropy, results.entropy, call.entropy);
+  allocate(input.largest_weight, results.largest_weight, call.largest_weight);
+  allocate(input.mean_distance, results.mean_distance, call.mean_distance);
+  allocate(input.distance_spread, results.distance_spread, call.distance_spread);
+  allocate(input.offset_weights, results.offset_weights, call.offset_weights, call.num_offsets);
+  allocate(input.target_key_weight, results.target_key_weight, call.target_key_weight);
+  allocate(input.special_keys_weight, results.special_keys_weight, call.special_keys_weight);
+  if (input.largest_key) {
+    results.largest_key = Tensor(Type::INT64, call.batch, call.heads, call.queries, 1);
+    call.largest_key = results.largest_key.data<int64_t>();
   }
-  return multihead_run(&call, BACKWARD);
+  return multihead_run(&call, Pass::FORWARD);
 }
 
-int64_t run_received(const Drawn &drawn_call, Call call, Answers &answers) {
-  answers.received = Tensor(Type::FLOAT, call.batch, call.heads, call.keys, 1);
-  call.logsumexp = answers.logsumexp.data();
-  call.received = answers.received.data();
-  if (drawn_call.pooled) {
-    answers.pooled = Tensor(Type::FLOAT, call.batch, call.heads, (call.queries + call.pool_rows - 1) / call.pool_rows,
-                            (call.keys + call.pool_keys - 1) / call.pool_keys);
-    call.pooled = answers.pooled.data();
+Status run_backward(const RandomCall &input, Call call, Results &results) {
+  Random random(input.strides_seed + 1);
+  const Type type = type_of(call);
+  results.dq = Tensor(random, type, call.batch, call.heads, call.queries, call.head_dim, false);
+  results.dk = Tensor(random, type, call.batch, call.kv_heads, call.keys, call.head_dim, false);
+  results.dv = Tensor(random, type, call.batch, call.kv_heads, call.keys, call.value_dim, false);
+  results.delta = Tensor(Type::FLOAT, call.batch, call.heads, call.queries, 1);
+  call.output_strides = row_strides(results.output);
+  call.dq_strides = row_strides(results.dq);
+  call.dk_strides = row_strides(results.dk);
+  call.dv_strides = row_strides(results.dv);
+  call.output = results.output.data(), call.logsumexp = results.logsumexp.data<float>();
+  call.delta = results.delta.data<float>();
+  call.dq = results.dq.data(), call.dk = results.dk.data(), call.dv = results.dv.data();
+  if (input.dbias) {  // summed over the axes along which the bias repeats; added to its contents, which are 0
+    const auto size = [](int64_t size, int64_t stride) { return stride ? size : int64_t{1}; };
+    const CellStrides &bias = call.bias_strides;
+    Tensor &dbias = results.dbias;
+    dbias = Tensor(Type::FLOAT, size(call.batch, bias.batch), size(call.heads, bias.head), size(call.queries, bias.row),
+                   size(call.keys, bias.key));
+    dbias.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { dbias.set(0, a, b, c, d); });
+    const CellStrides strides = cell_strides(dbias);
+    call.dbias_strides = {bias.batch ? strides.batch : 0, bias.head ? strides.head : 0, bias.row ? strides.row : 0,
+                          bias.key ? strides.key : 0};
+    call.dbias = dbias.data<float>();
   }
-  return multihead_run(&call, RECEIVED);
+  return multihead_run(&call, Pass::BACKWARD);
 }
 
-std::string run_all(const Drawn &drawn_call, int64_t set, int64_t threads, Answers &answers) {
-  Call call = drawn_call.call;
+Status run_key_sums(const RandomCall &input, Call call, Results &results) {
+  results.key_sums = Tensor(Type::FLOAT, call.batch, call.heads, call.keys, 1);
+  call.logsumexp = results.logsumexp.data<float>();
+  call.key_sums = results.key_sums.data<float>();
+  if (input.pooled_map) {
+    const int64_t row_cells = (call.queries + call.pool_rows - 1) / call.pool_rows;
+    const int64_t key_cells = (call.keys + call.pool_keys - 1) / call.pool_keys;
+    results.pooled_map = Tensor(Type::FLOAT, call.batch, call.heads, row_cells, key_cells);
+    call.pooled_map = results.pooled_map.data<float>();
+  }
+  return multihead_run(&call, Pass::KEY_SUMS);
+}
+
+std::string run_all(const RandomCall &input, int64_t set, int64_t threads, Results &results) {
+  Call call = input.call;
   call.instruction_set = set;
   call.threads = threads;
-  if (run_forward(drawn_call, call, answers)) return "the forward pass was refused";
-  if (run_backward(drawn_call, call, answers)) return "the backward pass was refused";
-  if (run_received(drawn_call, call, answers)) return "the received pass was refused";
+  if (run_forward(input, call, results) != Status::DONE) return "the forward pass was rejected";
+  if (run_backward(input, call, results) != Status::DONE) return "the backward pass was rejected";
+  if (run_key_sums(input, call, results) != Status::DONE) return "the pass of the key sums was rejected";
   return "";
 }
 
@@ -124,98 +121,97 @@ std::string differs(const char *name, const Tensor &got, const Dense &wanted, do
   double size = 1;
   for (double value : wanted.values)
     if (isfinite(value)) size = fmax(size, fabs(value));
-  std::string found;
+  std::string error;
   got.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
     const double x = got.at(a, b, c, d), y = wanted(a, b, c, d);
-    if (!found.empty() || x == y || (isnan(x) && isnan(y)) || fabs(x - y) <= tolerance * size) return;
+    if (!error.empty() || x == y || (isnan(x) && isnan(y)) || fabs(x - y) <= tolerance * size) return;
     char line[200];
     snprintf(line, sizeof line, "%s[%ld, %ld, %ld, %ld] is %g, and should be %g", name, static_cast<long>(a),
              static_cast<long>(b), static_cast<long>(c), static_cast<long>(d), x, y);
-    found = line;
+    error = line;
   });
-  return found;
+  return error;
 }
 
-// The key with the largest weight, or one whose weight is as large within rounding, but the first of equal ones;
-// -1 where there is none.
+// The largest key must have the largest weight within rounding, and be the first of exactly equal ones; -1 for no key.
 std::string wrong_key(const Tensor &got, const Naive &naive) {
-  std::string found;
+  std::string error;
   got.each([&](int64_t b, int64_t h, int64_t i, int64_t) {
     const auto key = static_cast<int64_t>(got.at(b, h, i));
     bool right = key == -1;
     if (isfinite(naive.logsumexp(b, h, i))) {
-      right = key >= 0 && key < naive.p.sizes[3] && naive.seen(b, h, i, key) != 0;
+      right = key >= 0 && key < naive.p.sizes[3] && naive.visible(b, h, i, key) != 0;
       right = right && naive.p(b, h, i, key) >= 0.999 * naive.largest_weight(b, h, i);
       for (int64_t j = 0; right && j < key; j++) right = naive.p(b, h, i, j) != naive.p(b, h, i, key);
     }
-    if (!right) found = "largest_key is " + std::to_string(key) + " for query " + std::to_string(i) + " of head " + std::to_string(h);
+    const std::string where = " for query " + std::to_string(i) + " of head " + std::to_string(h);
+    if (!right) error = "largest_key is " + std::to_string(key) + where;
   });
-  return found;
+  return error;
 }
 
-std::string wrong(const Drawn &drawn_call, const Answers &answers, const Naive &naive) {
-  // Weights are rounded to bfloat16 before they meet values where the CPU multiplies bfloat16.
-  const double exact = 5e-4, rounded = drawn_call.call.dtype ? 6e-2 : exact;
-  std::string found;
-  answers.each([&](const std::string &name, const Tensor &tensor) {
-    if (!found.empty()) return;
-    if (!tensor.gaps_whole()) found = name + " was written to between its rows";
-    else if (name == "largest_key") found = wrong_key(tensor, naive);
+std::string wrong(const RandomCall &input, const Results &results, const Naive &naive) {
+  // Weights are rounded to bfloat16 before the product with the values where the CPU multiplies bfloat16.
+  const double exact = 5e-4, rounded = input.call.dtype == Dtype::BFLOAT16 ? 6e-2 : exact;
+  std::string error;
+  results.each([&](const std::string &name, const Tensor &tensor) {
+    if (!error.empty()) return;
+    if (!tensor.gaps_untouched()) error = name + " was written to in a gap between its rows";
+    else if (name == "largest_key") error = wrong_key(tensor, naive);
   });
   const auto compare = [&](const char *name, const Tensor &got, const Dense &wanted, double tolerance) {
-    if (found.empty() && got) found = differs(name, got, wanted, tolerance);
+    if (error.empty() && got) error = differs(name, got, wanted, tolerance);
   };
-  compare("output", answers.output, naive.output, rounded);
-  compare("logsumexp", answers.logsumexp, naive.logsumexp, exact);
-  compare("entropy", answers.entropy, naive.entropy, exact);
-  compare("squares", answers.squares, naive.squares, exact);
-  compare("largest_weight", answers.largest_weight, naive.largest_weight, exact);
-  compare("mean_distance", answers.mean_distance, naive.mean_distance, exact);
-  compare("distance_spread", answers.distance_spread, naive.distance_spread, 10 * exact);
-  compare("at_offsets", answers.at_offsets, naive.at_offsets, exact);
-  compare("on_given_key", answers.on_given_key, naive.on_given_key, exact);
-  compare("on_special_keys", answers.on_special_keys, naive.on_special_keys, exact);
-  compare("delta", answers.delta, naive.delta, rounded);
-  compare("dq", answers.dq, naive.dq, rounded);
-  compare("dk", answers.dk, naive.dk, rounded);
-  compare("dv", answers.dv, naive.dv, rounded);
-  compare("dbias", answers.dbias, naive.dbias, rounded);
-  compare("received", answers.received, naive.received, exact);
-  compare("pooled", answers.pooled, naive.pooled, exact);
-  return found;
+  compare("output", results.output, naive.output, rounded);
+  compare("logsumexp", results.logsumexp, naive.logsumexp, exact);
+  compare("entropy", results.entropy, naive.entropy, exact);
+  compare("largest_weight", results.largest_weight, naive.largest_weight, exact);
+  compare("mean_distance", results.mean_distance, naive.mean_distance, exact);
+  compare("distance_spread", results.distance_spread, naive.distance_spread, 10 * exact);
+  compare("offset_weights", results.offset_weights, naive.offset_weights, exact);
+  compare("target_key_weight", results.target_key_weight, naive.target_key_weight, exact);
+  compare("special_keys_weight", results.special_keys_weight, naive.special_keys_weight, exact);
+  compare("delta", results.delta, naive.delta, rounded);
+  compare("dq", results.dq, naive.dq, rounded);
+  compare("dk", results.dk, naive.dk, rounded);
+  compare("dv", results.dv, naive.dv, rounded);
+  compare("dbias", results.dbias, naive.dbias, rounded);
+  compare("key_sums", results.key_sums, naive.key_sums, exact);
+  compare("pooled_map", results.pooled_map, naive.pooled_map, exact);
+  return error;
 }
 
-std::string other_bits(const Answers &one, const Answers &other) {
+std::string other_bits(const Results &one, const Results &other) {
   std::vector<const Tensor *> tensors;
   other.each([&](const char *, const Tensor &tensor) { tensors.push_back(&tensor); });
-  std::string found;
+  std::string error;
   size_t index = 0;
   one.each([&](const char *name, const Tensor &tensor) {
-    if (!tensor.same_bits(*tensors[index++]) && found.empty()) found = name;
+    if (!tensor.same_bits(*tensors[index++]) && error.empty()) error = name;
   });
-  return found;
+  return error;
 }
 
 // ---------------------------------------------------------------- a case
 
-// What dropout multiplies each weight by, read off a call in plain instructions whose values are the identity.
-std::string read_dropout(const Drawn &drawn_call, const Naive &naive, Dense &kept) {
-  const Call &given = drawn_call.call;
-  kept = Dense(given.batch, given.heads, given.queries, given.keys, 1);
-  if (given.dropout == 0) return "";
-  Call call = given;
-  const Type type = call.dtype ? Type::BFLOAT16 : Type::FLOAT;
+// The dropout factor of each weight, from a call without vector instructions whose values are the identity matrix.
+std::string read_dropout(const RandomCall &input, const Naive &naive, Dense &kept) {
+  Call call = input.call;
+  kept = Dense(call.batch, call.heads, call.queries, call.keys, 1);
+  if (call.dropout == 0) return "";
+  const Type type = type_of(call);
   Tensor identity(type, 1, 1, call.keys, call.keys), output(type, call.batch, call.heads, call.queries, call.keys);
-  identity.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { identity.put(c == d, a, b, c, d); });
+  identity.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { identity.set(c == d, a, b, c, d); });
   Tensor logsumexp(Type::FLOAT, call.batch, call.heads, call.queries, 1);
-  call.v = identity.data(), call.v_batch = call.v_head = 0, call.v_row = call.keys;
+  call.v = identity.data();
+  call.v_strides = {0, 0, call.keys};
   call.value_dim = call.keys;
   call.output = output.data();
-  call.logsumexp = logsumexp.data();
-  set_strides(output, call.output_batch, call.output_head, call.output_row);
+  call.output_strides = row_strides(output);
+  call.logsumexp = logsumexp.data<float>();
   call.instruction_set = 0;
   call.num_offsets = 0;
-  if (multihead_run(&call, FORWARD)) return "the forward pass over the identity was refused";
+  if (multihead_run(&call, Pass::FORWARD) != Status::DONE) return "the forward pass over the identity was rejected";
   const double factor = 1 / (1 - call.dropout);
   int64_t cells = 0, left = 0;
   for (int64_t b = 0; b < call.batch; b++)
@@ -230,113 +226,120 @@ std::string read_dropout(const Drawn &drawn_call, const Naive &naive, Dense &kep
           left += stays;
         }
   const double share = static_cast<double>(left) / static_cast<double>(cells ? cells : 1);
-  if (cells > 4000 && fabs(share - (1 - call.dropout)) > 0.05) return "dropout keeps " + std::to_string(share) + " of the weights";
+  if (cells > 4000 && fabs(share - (1 - call.dropout)) > 0.05)
+    return "dropout keeps " + std::to_string(share) + " of the weights";
   return "";
 }
 
-// Gradients of rows that are NaN are 0, as those of a loss that leaves such rows out.
-void leave_out_nan_rows(Drawn &drawn_call, const Naive &naive) {
-  const Call &call = drawn_call.call;
+// Set the gradients of NaN rows to 0, as a loss does that does not use these rows.
+void leave_out_nan_rows(RandomCall &input, const Naive &naive) {
+  const Call &call = input.call;
   for (int64_t b = 0; b < call.batch; b++)
     for (int64_t h = 0; h < call.heads; h++)
       for (int64_t i = 0; i < call.queries; i++) {
         if (!row_is_nan(naive, b, h, i)) continue;
-        for (int64_t x = 0; x < call.value_dim; x++) drawn_call.of_output.put(0, b, h, i, x);
-        if (drawn_call.of_logsumexp) drawn_call.of_logsumexp.put(0, b, h, i);
+        for (int64_t x = 0; x < call.value_dim; x++) input.grad_output.set(0, b, h, i, x);
+        if (input.grad_logsumexp) input.grad_logsumexp.set(0, b, h, i);
       }
 }
 
-// Calls that must not run are refused, and write nothing.
-std::string not_refused(const Drawn &drawn_call) {
-  const Call &given = drawn_call.call;
-  if (drawn_call.stop.empty() || !given.queries) return "";
-  Tensor outside = drawn_call.stop.copy();
-  outside.put(static_cast<double>(given.keys + 1), outside.sizes[0] - 1, outside.sizes[1] - 1, 0, given.queries - 1);
-  Call call = given;
-  call.stop = outside.data();
-  Answers answers;
-  if (run_forward(drawn_call, call, answers) != 2) return "a bound behind the last key is taken";
+// Invalid calls are rejected, and write nothing.
+std::string not_rejected(const RandomCall &input) {
+  Call call = input.call;
+  if (input.stop.empty() || !call.queries) return "";
+  Tensor outside = input.stop.copy();
+  outside.set(static_cast<double>(call.keys + 1), outside.sizes[0] - 1, 0, 0, call.queries - 1);
+  call.stop = outside.data<int64_t>();
+  Results results;
+  if (run_forward(input, call, results) != Status::BAD_BOUNDS) return "a stop after the last key is accepted";
   bool written = false;
-  answers.output.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { written |= !isnan(answers.output.at(a, b, c, d)); });
-  if (written) return "a refused call writes";
-  call = given;
+  const Tensor &output = results.output;
+  output.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { written |= !isnan(output.at(a, b, c, d)); });
+  if (written) return "a rejected call writes";
+  call = input.call;
   call.instruction_set = 99;
-  if (multihead_run(&call, FORWARD) != 3 || multihead_workspace(&call, FORWARD) != -1) return "an unknown instruction set is taken";
+  if (multihead_run(&call, Pass::FORWARD) != Status::NO_SUCH_PASS || multihead_workspace(&call, Pass::FORWARD) != -1)
+    return "an unknown instruction set is accepted";
   call.instruction_set = 0;
-  if (multihead_run(&call, 3) != 3) return "an unknown pass is taken";
+  if (multihead_run(&call, static_cast<Pass>(3)) != Status::NO_SUCH_PASS) return "an unknown pass is accepted";
   return "";
 }
 
 std::string check(uint64_t seed, int64_t only_set) {
-  Drawn drawn_call = draw(seed);
+  RandomCall input = draw(seed);
   Random random(seed ^ 0x5eed);
   Naive naive;
   Dense kept;
-  weigh(drawn_call, naive);
-  std::string found = read_dropout(drawn_call, naive, kept);
-  if (!found.empty()) return found;
-  attend(drawn_call, kept, naive);
-  leave_out_nan_rows(drawn_call, naive);
-  backward(drawn_call, kept, naive);
-  receive(drawn_call, naive);
+  compute_weights(input, naive);
+  std::string error = read_dropout(input, naive, kept);
+  if (!error.empty()) return error;
+  attend(input, kept, naive);
+  leave_out_nan_rows(input, naive);
+  backward(input, kept, naive);
+  sum_keys(input, naive);
   for (int64_t set = 0; const char *name = multihead_instruction_set(set); set++) {
     if (!multihead_runs(set) || (only_set >= 0 && set != only_set)) continue;
-    const auto said = [&](const std::string &what) { return std::string(name) + ": " + what; };
-    Answers answers, again;
-    found = run_all(drawn_call, set, drawn_call.call.threads, answers);
-    if (found.empty()) found = wrong(drawn_call, answers, naive);
-    if (!found.empty()) return said(found);
-    std::string others;  // the same inputs, at the same time where chance says so
-    const int64_t threads = drawn(random, 1, 3);
+    const auto in_set = [&](const std::string &message) { return std::string(name) + ": " + message; };
+    Results results, again;
+    error = run_all(input, set, input.call.threads, results);
+    if (error.empty()) error = wrong(input, results, naive);
+    if (!error.empty()) return in_set(error);
+    std::string others;  // the same inputs again, sometimes by two threads at the same time
+    const int64_t threads = uniform(random, 1, 3);
     if (chance(random, 0.3)) {
-      Answers beside;
-      std::thread other([&] { others = run_all(drawn_call, set, 2, beside); });
-      found = run_all(drawn_call, set, threads, again);
+      Results concurrent;
+      std::thread other([&] { others = run_all(input, set, 2, concurrent); });
+      error = run_all(input, set, threads, again);
       other.join();
-      if (found.empty()) found = others;
-      if (found.empty() && !(found = other_bits(answers, beside)).empty()) found += " has other bits for two callers at once";
+      if (error.empty()) error = others;
+      if (error.empty() && !(error = other_bits(results, concurrent)).empty())
+        error += " has other bits in two concurrent calls";
     } else {
-      found = run_all(drawn_call, set, threads, again);
+      error = run_all(input, set, threads, again);
     }
-    if (!found.empty()) return said(found);
-    found = other_bits(answers, again);
-    if (!found.empty())
-      return said(found + " has other bits with " + std::to_string(threads) + " threads than with " + std::to_string(drawn_call.call.threads));
+    if (!error.empty()) return in_set(error);
+    error = other_bits(results, again);
+    if (!error.empty())
+      return in_set(error + " has other bits with " + std::to_string(threads) + " threads than with " +
+                    std::to_string(input.call.threads));
   }
-  return not_refused(drawn_call);
+  return not_rejected(input);
 }
 
 void describe(uint64_t seed) {
-  const Drawn drawn_call = draw(seed);
-  const Call &call = drawn_call.call;
-  fprintf(stderr, "  batch %ld, heads %ld of %ld, queries %ld, keys %ld, dims %ld and %ld, %s, threads %ld, softcap %g, dropout %g%s%s%s\n",
-          static_cast<long>(call.batch), static_cast<long>(call.heads), static_cast<long>(call.kv_heads),
-          static_cast<long>(call.queries), static_cast<long>(call.keys), static_cast<long>(call.head_dim),
-          static_cast<long>(call.value_dim), call.dtype ? "bfloat16" : "float32", static_cast<long>(call.threads), call.softcap,
-          call.dropout, call.seen ? ", seen" : "", call.bias ? ", bias" : "", call.sinks ? ", sinks" : "");
+  const RandomCall input = draw(seed);
+  const Call &call = input.call;
+  const auto number = [](int64_t value) { return static_cast<long>(value); };
+  fprintf(stderr, "  batch %ld, heads %ld, kv_heads %ld, queries %ld, keys %ld, head_dim %ld, value_dim %ld, %s, threads %ld",
+          number(call.batch), number(call.heads), number(call.kv_heads), number(call.queries), number(call.keys),
+          number(call.head_dim), number(call.value_dim), call.dtype == Dtype::BFLOAT16 ? "bfloat16" : "float32",
+          number(call.threads));
+  fprintf(stderr, ", softcap %g, dropout %g%s%s%s\n", call.softcap, call.dropout, call.visible ? ", visible" : "",
+          call.bias ? ", bias" : "", call.sinks ? ", sinks" : "");
 }
 
 }  // namespace
 
-int main(int count, char **given) {
-  const uint64_t cases = count > 1 ? strtoull(given[1], nullptr, 10) : 200;
-  const uint64_t seed = count > 2 ? strtoull(given[2], nullptr, 10) : 1;
-  const uint64_t workers = count > 3 ? strtoull(given[3], nullptr, 10) : 2;
-  const int64_t only_set = count > 4 ? strtoll(given[4], nullptr, 10) : -1;
+int main(int count, char **arguments) {
+  const uint64_t cases = count > 1 ? strtoull(arguments[1], nullptr, 10) : 200;
+  const uint64_t seed = count > 2 ? strtoull(arguments[2], nullptr, 10) : 1;
+  const uint64_t workers = count > 3 ? strtoull(arguments[3], nullptr, 10) : 2;
+  const int64_t only_set = count > 4 ? strtoll(arguments[4], nullptr, 10) : -1;
   std::atomic<bool> failed{false};
   std::vector<std::thread> threads;
   for (uint64_t worker = 0; worker < workers; worker++)
     threads.emplace_back([&, worker] {
       for (uint64_t i = worker; i < cases && !failed; i += workers) {
-        const std::string found = check(seed + i, only_set);
-        if (found.empty() || failed.exchange(true)) continue;
-        fprintf(stderr, "%s\n", found.c_str());
+        const std::string error = check(seed + i, only_set);
+        if (error.empty() || failed.exchange(true)) continue;
+        fprintf(stderr, "%s\n", error.c_str());
         describe(seed + i);
-        fprintf(stderr, "Again: %s 1 %llu 1\n", given[0], static_cast<unsigned long long>(seed + i));
+        fprintf(stderr, "Again: %s 1 %llu 1\n", arguments[0], static_cast<unsigned long long>(seed + i));
       }
     });
   for (std::thread &thread : threads) thread.join();
   if (failed) return 1;
-  printf("fuzz: %llu cases from seed %llu are right.\n", static_cast<unsigned long long>(cases), static_cast<unsigned long long>(seed));
+  printf("fuzz: %llu cases from seed %llu agree.\n", static_cast<unsigned long long>(cases),
+         static_cast<unsigned long long>(seed));
   return 0;
 }

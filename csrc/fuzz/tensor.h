@@ -1,4 +1,4 @@
-// Tensors of the fuzzer: any strides, exactly as much memory as they need, and poison between their rows.
+// Tensors of the fuzzer: any strides, memory of exactly the needed size, and a pattern in the gaps that shows writes.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -9,8 +9,8 @@
 
 using Random = std::mt19937_64;
 
-inline int64_t drawn(Random &random, int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(random);
+inline int64_t uniform(Random &random, int64_t min, int64_t max) {
+  return std::uniform_int_distribution<int64_t>(min, max)(random);
 }
 inline bool chance(Random &random, double share) { return std::uniform_real_distribution<double>(0, 1)(random) < share; }
 inline double normal(Random &random) { return std::normal_distribution<double>(0, 1)(random); }
@@ -21,14 +21,14 @@ inline int64_t bytes_of(Type type) {
   return type == Type::FLOAT ? 4 : type == Type::BFLOAT16 ? 2 : type == Type::INT64 ? 8 : 1;
 }
 
-// To bfloat16, to the nearest, of two equally near ones to the even.
+// Rounded to the nearest bfloat16, ties to even.
 inline uint16_t narrow(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
   return value == value ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t{0x7fc0};
 }
 
-// A tensor of four axes. Whatever no element lies on, and what was never written, is 0xFF: NaN, -1 or 255.
+// A tensor with four axes. Gaps and elements that were never written contain 0xFF bytes: NaN, -1 or 255.
 class Tensor {
  public:
   Type type = Type::FLOAT;
@@ -37,41 +37,47 @@ class Tensor {
   Tensor() = default;
 
   // Contiguous.
-  Tensor(Type type, int64_t a, int64_t b, int64_t c, int64_t d) : type(type), sizes{a, b, c, d}, strides{b * c * d, c * d, d, 1} {
+  Tensor(Type type, int64_t a, int64_t b, int64_t c, int64_t d)
+      : type(type), sizes{a, b, c, d}, strides{b * c * d, c * d, d, 1} {
     allocate(0);
   }
 
-  // The last axis contiguous; of the others, rows and heads in either order, all with gaps at random.
-  Tensor(Random &random, Type type, int64_t a, int64_t b, int64_t c, int64_t d, bool may_repeat) : type(type), sizes{a, b, c, d} {
-    const auto gap = [&] { return chance(random, 0.5) ? drawn(random, 0, 9) : 0; };
+  // The last axis is contiguous, rows and heads are in either order, and gaps are random.
+  Tensor(Random &random, Type type, int64_t a, int64_t b, int64_t c, int64_t d, bool may_repeat)
+      : type(type), sizes{a, b, c, d} {
+    const auto gap = [&] { return chance(random, 0.5) ? uniform(random, 0, 9) : 0; };
     strides[3] = 1;
     const int inner = chance(random, 0.5) ? 2 : 1, outer = 3 - inner;
     strides[inner] = d + gap();
     strides[outer] = sizes[inner] * strides[inner] + gap();
     strides[0] = sizes[outer] * strides[outer] + gap();
-    if (may_repeat && chance(random, 0.1)) strides[drawn(random, 0, 1)] = 0;
-    allocate(drawn(random, 0, 3));
+    if (may_repeat && chance(random, 0.1)) strides[uniform(random, 0, 1)] = 0;
+    allocate(uniform(random, 0, 3));
   }
 
-  // Axes that broadcast with stride 0, the others in order, with gaps.
+  // Some axes broadcast with stride 0; the others are in order, with random gaps.
   static Tensor broadcasting(Random &random, Type type, int64_t a, int64_t b, int64_t c, int64_t d, bool may_repeat) {
-    Tensor made;
-    made.type = type;
+    Tensor result;
+    result.type = type;
     const int64_t sizes[4] = {a, b, c, d};
     int64_t stride = 1;
     for (int axis = 3; axis >= 0; axis--) {
-      made.sizes[axis] = sizes[axis];
-      if (chance(random, 0.15)) stride += drawn(random, 0, 4);
+      result.sizes[axis] = sizes[axis];
+      if (chance(random, 0.15)) stride += uniform(random, 0, 4);
       const bool repeats = may_repeat && chance(random, axis == 3 ? 0.1 : 0.3);
-      made.strides[axis] = repeats ? 0 : stride;
+      result.strides[axis] = repeats ? 0 : stride;
       if (!repeats) stride *= sizes[axis] > 0 ? sizes[axis] : 1;
     }
-    made.allocate(drawn(random, 0, 3));
-    return made;
+    result.allocate(uniform(random, 0, 3));
+    return result;
   }
 
   explicit operator bool() const { return memory_ != nullptr; }
-  void *data() const { return memory_ ? memory_.get() + first_ * bytes_of(type) : nullptr; }
+  template <class Item = void>
+  Item *data() const {
+    void *first = memory_ ? memory_.get() + first_ * bytes_of(type) : nullptr;
+    return static_cast<Item *>(first);
+  }
   bool empty() const { return !(sizes[0] && sizes[1] && sizes[2] && sizes[3]); }
 
   double at(int64_t a, int64_t b, int64_t c, int64_t d = 0) const {
@@ -90,7 +96,7 @@ class Tensor {
     return 0;
   }
 
-  void put(double value, int64_t a, int64_t b, int64_t c, int64_t d = 0) {
+  void set(double value, int64_t a, int64_t b, int64_t c, int64_t d = 0) {
     unsigned char *place = element(a, b, c, d);
     switch (type) {
       case Type::FLOAT: return write(place, static_cast<float>(value));
@@ -100,7 +106,7 @@ class Tensor {
     }
   }
 
-  // Call visit(a, b, c, d) for each element.
+  // Call visit(a, b, c, d) for the indices of each element.
   template <class Visit>
   void each(Visit visit) const {
     for (int64_t a = 0; a < sizes[0]; a++)
@@ -109,8 +115,8 @@ class Tensor {
           for (int64_t d = 0; d < sizes[3]; d++) visit(a, b, c, d);
   }
 
-  // Whether nobody wrote where no element lies.
-  bool gaps_whole() const {
+  // Whether the gaps between elements still contain the pattern.
+  bool gaps_untouched() const {
     std::vector<bool> used(static_cast<size_t>(bytes_));
     each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
       const int64_t begin = element(a, b, c, d) - memory_.get();
@@ -121,21 +127,23 @@ class Tensor {
     return true;
   }
 
-  // Whether every byte is the same as in a tensor of the same strides.
-  bool same_bits(const Tensor &other) const { return bytes_ == other.bytes_ && !memcmp(memory_.get(), other.memory_.get(), static_cast<size_t>(bytes_)); }
+  // Whether every byte equals that of a tensor with the same strides.
+  bool same_bits(const Tensor &other) const {
+    return bytes_ == other.bytes_ && !memcmp(memory_.get(), other.memory_.get(), static_cast<size_t>(bytes_));
+  }
 
   Tensor copy() const {
-    Tensor made;
-    made.type = type;
-    memcpy(made.sizes, sizes, sizeof sizes);
-    memcpy(made.strides, strides, sizeof strides);
-    made.first_ = first_;
-    made.bytes_ = bytes_;
+    Tensor result;
+    result.type = type;
+    memcpy(result.sizes, sizes, sizeof sizes);
+    memcpy(result.strides, strides, sizeof strides);
+    result.first_ = first_;
+    result.bytes_ = bytes_;
     if (memory_) {
-      made.memory_.reset(new unsigned char[static_cast<size_t>(bytes_)]);
-      memcpy(made.memory_.get(), memory_.get(), static_cast<size_t>(bytes_));
+      result.memory_.reset(new unsigned char[static_cast<size_t>(bytes_)]);
+      memcpy(result.memory_.get(), memory_.get(), static_cast<size_t>(bytes_));
     }
-    return made;
+    return result;
   }
 
  private:

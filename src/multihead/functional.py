@@ -376,7 +376,8 @@ def request_of(
         start = resolved_query_start(
             query_start, uses_positions=mask.uses_positions, batch=batch, queries=queries, keys=keys
         )
-    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, frozenset[str](), origin)
+    unheard: frozenset[str] = frozenset()
+    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, unheard, origin)
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None, publish: bool = True) -> Attended:

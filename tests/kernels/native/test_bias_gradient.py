@@ -81,7 +81,7 @@ def test_there_is_none_without_a_bias() -> None:
     q = torch.randn(1, 1, 2, 4)
     with pytest.raises(ArgumentError) as refusal:
         BiasGradient.of(request_of(q, q, q))
-    assert str(refusal.value) == "There is no bias. Ask for the gradient of a bias where there is one."
+    assert str(refusal.value) == "The call has no bias. Compute the gradient of a bias only for a call with one."
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 1), (1, 0), (0, 0), (0, 3)])

@@ -56,16 +56,24 @@ def small_call() -> tuple[list[float], dict[str, torch.Tensor]]:
     fields = library.blank()
     for name, tensor in tensors.items():
         fields[AT[name]] = tensor.data_ptr()
-    for name in ("batch", "heads", "kv_heads", "queries", "head_dim", "value_dim", "k_row", "v_row", "scale"):
+    ones = "batch heads kv_heads queries head_dim value_dim k_strides.row v_strides.row scale"
+    for name in ones.split():
         fields[AT[name]] = 1
     fields[AT["keys"]] = 3
     return fields, tensors
 
 
-def test_the_fields_stand_as_in_the_header() -> None:
+def test_the_fields_are_those_of_the_header() -> None:
     header = HEADER.read_text(encoding="utf-8")
-    for kind, names in (("ADDRESS", library.ADDRESSES), ("COUNT", library.COUNTS), ("REAL", library.REALS)):
-        assert tuple(re.findall(rf"\b{kind}\((\w+)\)", header)) == names
+    fields = header[header.index("#define MULTIHEAD_CALL_FIELDS(") : header.index("struct Call {")]
+    for pattern, names in (
+        (r"\b(?:INPUT|OUTPUT)\(\w+, (\w+)\)", library.ADDRESSES),
+        (r"\bNUMBER\((?:int64_t|Dtype), (\w+)\)", library.SIZES + library.OPTIONS),
+        (r"\bROW_STRIDES\((\w+)\)", library.ROW_STRIDES),
+        (r"\bCELL_STRIDES\((\w+)\)", library.CELL_STRIDES),
+        (r"\bNUMBER\(double, (\w+)\)", library.REALS),
+    ):
+        assert tuple(found for found in re.findall(pattern, fields) if found != "type") == names
 
 
 @needs_library
@@ -96,24 +104,24 @@ class TestRunning:
         fields[AT["num_offsets"]] = 9
         with pytest.raises(ArgumentError) as refusal:
             library.run(library.FORWARD, fields)
-        assert str(refusal.value) == "at_offsets is asked for 9 offsets. Give at most 8 at once."
+        assert str(refusal.value) == "offset_weights are requested for 9 offsets. Give at most 8."
         assert tensors["output"].isnan().all()
 
     @pytest.mark.parametrize("rows", [1, 5])
-    def test_bounds_are_checked_in_every_sample_and_head_and_repeated_ones_once(self, rows: int) -> None:
+    def test_bounds_are_checked_in_every_sample_and_repeated_ones_once(self, rows: int) -> None:
         fields, tensors = small_call()
         fields[AT["heads"]] = fields[AT["batch"]] = 2
         fields[AT["queries"]] = rows
-        fields[AT["q_row"]] = fields[AT["output_row"]] = 1
+        fields[AT["q_strides.row"]] = fields[AT["output_strides.row"]] = 1
         tensors["q"], tensors["output"] = torch.ones(4 * rows), torch.zeros(4 * rows)
         tensors["logsumexp"] = torch.zeros(4 * rows)
-        tensors["start"] = torch.zeros(4 * rows, dtype=torch.int64)
-        tensors["stop"] = torch.full((4 * rows,), 3)
+        tensors["start"] = torch.zeros(2 * rows, dtype=torch.int64)
+        tensors["stop"] = torch.full((2 * rows,), 3)
         for name in ("q", "output", "logsumexp", "start", "stop"):
             fields[AT[name]] = tensors[name].data_ptr()
         tensors["stop"][-1] = 4
-        library.run(library.FORWARD, fields)  # strides of 0: the last row is nobody's
-        fields[AT["bounds_batch"]], fields[AT["bounds_head"]] = 2 * rows, rows
+        library.run(library.FORWARD, fields)  # a stride of 0: no query reads the last element
+        fields[AT["bounds_batch_stride"]] = rows
         with pytest.raises(ArgumentError):
             library.run(library.FORWARD, fields)
 
@@ -174,7 +182,7 @@ class TestChoosing:
         ("asked", "finding"),
         [
             ("avx512", "MULTIHEAD_CPU is 'avx512', which this CPU cannot run."),
-            ("emulated", "MULTIHEAD_CPU is 'emulated', which this build has not."),
+            ("emulated", "MULTIHEAD_CPU is 'emulated', which this build does not contain."),
             ("AVX2", "MULTIHEAD_CPU is 'AVX2', and there is no such instruction set."),
         ],
     )
@@ -201,7 +209,7 @@ class TestChoosing:
         with pytest.raises(ArgumentError) as refusal, library.using("avx512"):
             pass
         assert str(refusal.value) == (
-            "using is given 'avx512', which this CPU cannot run. Give one that runs here: scalar, avx2."
+            "using received 'avx512', which this CPU cannot run. Give one that runs here: scalar, avx2."
         )
 
 

@@ -19,7 +19,7 @@ from tests.kernel_names import needs_native
 
 pytestmark = needs_native
 operator = torch.ops.multihead.attention
-NAMES = ("q", "k", "v", "start", "stop", "seen", "bias", "relative", "sinks", "scale", "softcap", "dropout", "seed")
+NAMES = ("q", "k", "v", "start", "stop", "visible", "bias", "relative", "sinks", "scale", "softcap", "dropout", "seed")
 TAUGHT = ("q", "k", "v", "bias", "relative", "sinks")
 
 
@@ -44,7 +44,7 @@ def arguments(*, batch: int = 2, grad: bool = False, **given: Any) -> tuple[Any,
 
 def everything() -> dict[str, Any]:
     return {
-        "seen": torch.rand(2, 1, 5, 7) < 0.7,
+        "visible": torch.rand(2, 1, 5, 7) < 0.7,
         "bias": torch.randn(1, 2, 5, 1),
         "sinks": torch.randn(2),
         "softcap": 2.0,
@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {name: torch.randn(2, 1, n, 8).bfloat16() for name, n in (("q", 5), ("k", 7), ("v", 7))},
     "bounds a sample": {"start": torch.tensor([[0] * 5, [3] * 5]), "stop": torch.tensor([[7] * 5, [3, 4, 5, 6, 7]])},
     "relative": {"relative": torch.randn(1, 2, 11)},
-    "relative a sample": {"relative": torch.randn(2, 1, 11), "seen": torch.rand(2, 1, 5, 7) < 0.7},
+    "relative a sample": {"relative": torch.randn(2, 1, 11), "visible": torch.rand(2, 1, 5, 7) < 0.7},
     "features outside": {"q": laid_out(torch.randn(2, 2, 5, 8), "features outside")},
 }
 
@@ -98,7 +98,7 @@ def test_it_gives_what_the_oracle_gives_with_every_gradient(*, relative: bool) -
     leaves = {name: value for name, value in zip(NAMES, inputs, strict=True) if value is not None and name in TAUGHT}
     double = {name: value.detach().double().requires_grad_() for name, value in leaves.items()}
     keys, rows = torch.arange(7), torch.arange(5)[:, None]
-    shown = given["seen"] & (keys < rows + 2)
+    shown = given["visible"] & (keys < rows + 2)
     diagonal = torch.arange(7) - torch.arange(5)[:, None] + 4
     bias = double["relative"][:, :, diagonal] if relative else double["bias"]
     dense = oracle.attend(
@@ -207,8 +207,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         "The bounds of some query lie outside the 7 keys. Give bounds from 0 to 7.",
     ),
-    "what is seen of other keys": (
-        {"seen": torch.ones(1, 1, 1, 6, dtype=torch.bool)},
+    "a visible of other keys": (
+        {"visible": torch.ones(1, 1, 1, 6, dtype=torch.bool)},
         MaskError,
         (
             "Keep(<bool tensor (1, 1, 1, 6)>, 'batch heads queries keys') has 6 keys, and the call has 7. "
@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dropout without a seed": (
         {"dropout": 0.5},
         ArgumentError,
-        "dropout is 0.5 and seed is None. Give a seed of one whole number.",
+        "dropout is 0.5 and seed is None. Give a seed of one integer.",
     ),
     "another dtype": (
         {name: torch.zeros(2, 1, n, 8, dtype=torch.float64) for name, n in (("q", 5), ("k", 7), ("v", 7))},
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_read(name: str) -> None:
 def test_two_biases_are_refused() -> None:
     with pytest.raises(ArgumentError) as refusal:
         operator(*arguments(bias=torch.zeros(1, 1, 5, 7), relative=torch.zeros(1, 1, 11)))
-    assert str(refusal.value) == "There are a bias and a relative one. Add them up and give one."
+    assert str(refusal.value) == "Both `bias` and `relative` are given. Pass one of them, or their sum."
 
 
 def test_its_backward_pass_refuses_what_attention_cannot_have_given() -> None:
@@ -251,7 +251,7 @@ def test_its_backward_pass_refuses_what_attention_cannot_have_given() -> None:
     with pytest.raises(ShapeError) as refusal:
         torch.ops.multihead.attention_backward(output, logsumexp, output[..., :5], None, *inputs, bias_wanted=False)
     assert str(refusal.value) == (
-        "of_output is a torch.float32 tensor of shape (2, 2, 5, 5) on cpu. "
+        "grad_output is a torch.float32 tensor of shape (2, 2, 5, 5) on cpu. "
         "Give a torch.float32 tensor of shape (2, 2, 5, 6) on cpu, as torch.ops.multihead.attention does."
     )
 
@@ -268,7 +268,7 @@ def test_a_second_derivative_is_refused_and_not_silently_a_constant() -> None:
 
 def test_it_takes_tensors_and_numbers_alone() -> None:
     assert str(operator.default._schema) == (
-        "multihead::attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop, Tensor? seen, Tensor? bias, "
+        "multihead::attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop, Tensor? visible, Tensor? bias, "
         "Tensor? relative, Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed) -> (Tensor, Tensor)"
     )
     assert module.attention._opoverload is operator.default

@@ -1,1 +1,1 @@
-"""The native CPU kernel: the library of csrc/, and what calls it."""
+"""The native CPU kernel: the library of `csrc/`, and the Python modules that call it."""

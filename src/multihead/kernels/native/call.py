@@ -1,4 +1,4 @@
-"""Lay a call out for the native kernel: addresses, sizes and strides by the names of csrc/call.h."""
+"""Convert a request to a call of the native kernel: addresses, sizes, strides and options of csrc/call.h."""
 
 from __future__ import annotations
 
@@ -11,49 +11,53 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.native import library
-from multihead.kernels.native.library import AT
+from multihead.kernels.native.library import AT, STRIDES_AT
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-# A part of the mask that is no interval is made dense for so many bytes of queries x keys at a time.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # `enum class Dtype` in csrc/call.h
+# A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
 DENSE_BYTES = 8 << 20
 
 Fields = list[float]
 
 _CPU = torch.device("cpu")
 
-# Where in a call's fields the usual ones stand: a call should cost microseconds.
+# Indices of frequent fields, looked up once: preparing a call should take microseconds.
 _Q, _K, _START, _STOP = (AT[name] for name in ("q", "k", "start", "stop"))
-_BOUNDS_BATCH, _DTYPE, _SCALE = AT["bounds_batch"], AT["dtype"], AT["scale"]
-_SIZES_AND_STRIDES = slice(AT["batch"], AT["k_row"] + 1)  # batch, ..., value_dim, those of q, those of k
+_BOUNDS_BATCH_STRIDE, _DTYPE, _SCALE = AT["bounds_batch_stride"], AT["dtype"], AT["scale"]
+_SIZES_AND_STRIDES = slice(AT["batch"], STRIDES_AT["k"].stop)  # the sizes, then the strides of q and k
 WHOLE = slice(None)
 
 
 class Rows(NamedTuple):
-    """Some consecutive queries of a call, and what they may see.
+    """Consecutive queries of a call, and the keys that they see.
 
-    Fields:
-        rows: which queries.
-        bounds: theirs.
-        seen: (batch or 1, heads or 1, rows, keys or 1) bool, the part of the mask that is no interval; or None.
+    Attributes:
+        rows: the queries.
+        bounds: their bounds.
+        visible: (batch or 1, heads or 1, rows, keys or 1) bool, the part of the mask that is not an interval; or None.
     """
 
     rows: slice
     bounds: KeyBounds
-    seen: Tensor | None
+    visible: Tensor | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Cut these queries out of a tensor (batch, heads, queries, ...), or keep it whole where all are meant."""
+        """Slice these queries from a tensor (batch, heads, queries, ...); all queries return the tensor itself."""
         return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
 
 
 def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1, height: int | None = None) -> Iterator[Rows]:
-    """Yield all queries at once, or block by block where what they see must be written down cell by cell.
+    """Yield all queries at once, or blocks of queries where the mask must be dense.
 
-    A block's first query is a multiple of `step`; with a `height` there are blocks of at most so many queries.
+    Args:
+        request: the call.
+        bounds: its plan.
+        step: the first query of each block is a multiple of it.
+        height: the largest number of queries of a block, or None for no limit.
     """
     queries = request.shape.query_length
     if not queries or (bounds.remainder is None and height is None):
@@ -76,20 +80,21 @@ def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1, heigh
 
 
 def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
-    """Return how many queries of a mask that is no interval are looked at together."""
+    """Return the number of queries of a block of a dense mask."""
     shape = request.shape
     row = shape.key_length
     if bounds.remainder is not None and bounds.remainder.holds_tensors:
-        row *= shape.batch * shape.num_heads  # a tensor may speak of each
+        row *= shape.batch * shape.num_heads  # a tensor may differ in each
     elif not bounds.shared:
         row *= shape.batch
     return max(96, DENSE_BYTES // max(row, 1))
 
 
 def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> Fields:
-    """Lay out what every pass takes: q, k, the bounds, the terms of the scores and the sizes.
+    """Return the fields that all passes read: q, k, the bounds, the terms of the scores and the sizes.
 
-    The tensors must outlive the call. q, k have features beside each other, `request.bias` is in float32.
+    The tensors must stay alive until the call returns. The last dimension of q and k is contiguous, and `request.bias`
+    is in float32.
     """
     shape, start, stop = request.shape, rows.bounds.start, rows.bounds.stop
     q = rows.of(q)
@@ -108,64 +113,61 @@ def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> 
         *k.stride()[:3],
     )
     if start.shape[0] > 1:
-        fields[_BOUNDS_BATCH] = start.stride(0)
+        fields[_BOUNDS_BATCH_STRIDE] = start.stride(0)
     fields[_DTYPE], fields[_SCALE] = DTYPES[shape.dtype], request.scale
     if rows.rows.start:
         fields[AT["first_row"]] = rows.rows.start
     if request.softcap is not None:
         fields[AT["softcap"]] = request.softcap
     if request.bias is not None:
-        put_bias(fields, request.bias, rows, shape.query_length)
-    if rows.seen is not None:
-        put_broadcast(fields, "seen", rows.seen)
+        set_bias(fields, request.bias, rows, shape.query_length)
+    if rows.visible is not None:
+        set_broadcast(fields, "visible", rows.visible)
     return fields
 
 
-def put_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
-    """Put in the bias of some rows: along a diagonal of a RelativeBias one number, a row further on one number back."""
+def set_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
+    """Set the bias of some rows. A RelativeBias is one number per diagonal: a tensor whose row stride is -1."""
     if isinstance(bias, RelativeBias):
         values = bias.values
         if not values.numel():
-            return  # no query, and an address before no memory is none
-        first = AT["bias_batch"]
+            return  # there are no queries, and the address of an empty tensor is 0
         steps = (stride if size > 1 else 0 for size, stride in zip(values.shape[:2], values.stride(), strict=False))
         fields[AT["bias"]] = values.data_ptr() + values.element_size() * (queries - 1 - (rows.rows.start or 0))
-        fields[first : first + 4] = (*steps, -1, 1)
+        fields[STRIDES_AT["bias"]] = (*steps, -1, 1)
     else:
-        put_broadcast(fields, "bias", rows.of(bias) if bias.shape[2] > 1 else bias)
+        set_broadcast(fields, "bias", rows.of(bias) if bias.shape[2] > 1 else bias)
 
 
 def bias_as_read(bias: Bias) -> Bias:
-    """Return a bias in float32, a RelativeBias's numbers one after the other: itself, if it is so already."""
+    """Return a bias in float32, and the values of a RelativeBias contiguous; no copy where it is so already."""
     if not isinstance(bias, RelativeBias):
         return bias.float()
     values = bias.values.float().contiguous()
     return bias if values is bias.values else RelativeBias(values)
 
 
-def put(fields: Fields, name: str, tensor: Tensor) -> None:
-    """Put in a tensor (batch, heads, rows, features): its address and its outer strides."""
-    first = AT[f"{name}_batch"]
+def set_tensor(fields: Fields, name: str, tensor: Tensor) -> None:
+    """Set the address and the strides of a tensor (batch, heads, rows, features)."""
     fields[AT[name]] = tensor.data_ptr()
-    fields[first : first + 3] = tensor.stride()[:3]
+    fields[STRIDES_AT[name]] = tensor.stride()[:3]
 
 
-def put_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
-    """Put in a tensor (batch, heads, queries, keys) whose axes of size 1 stand for all."""
-    first = AT[f"{name}_batch"]
+def set_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
+    """Set the address and the strides of a tensor (batch, heads, queries, keys); axes of size 1 are repeated."""
     fields[AT[name]] = tensor.data_ptr()
-    fields[first : first + 4] = (
+    fields[STRIDES_AT[name]] = (
         stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
-def room(*size: int) -> Tensor:
-    """Make room for float32 numbers that the kernel writes, whatever default dtype and device are set."""
+def empty_float32(*size: int) -> Tensor:
+    """Allocate an uninitialised float32 CPU tensor, independent of the default dtype and device."""
     return torch.empty(*size, dtype=torch.float32, device=_CPU)
 
 
 def contiguous_features(tensor: Tensor) -> Tensor:
-    """Return a tensor whose features lie beside each other as they are meant: itself, if they do."""
+    """Return the tensor with stride 1 in its last dimension; no copy if it has that already."""
     if tensor.is_neg():
-        tensor = tensor.resolve_neg()  # the imaginary part of a conjugate holds its numbers negated
+        tensor = tensor.resolve_neg()  # the imaginary part of a conjugate stores its numbers negated
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""The native CPU kernel: it skips what a mask hides, forward and backward, and measures heads while it computes."""
+"""The native CPU kernel: attention and its gradients over the visible keys only, with statistics in the same pass."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from multihead.kernels.native.call import (
     blocks,
     call_fields,
     contiguous_features,
-    put,
-    room,
+    empty_float32,
+    set_tensor,
 )
-from multihead.kernels.native.library import AT
-from multihead.kernels.native.statistics import Measuring
+from multihead.kernels.native.library import AT, STRIDES_AT
+from multihead.kernels.native.statistics import Measurement
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import RelativeBias
 from multihead.tracing import intercepted, recorded, traced, transformed
 
-HANDLES_NONFINITE = True  # what is not finite is put away inside, key by key
-# Rows and columns of a register tile, in which the kernel computes all cells or none.
+HANDLES_NONFINITE = True  # inside the library, key by key
+# Rows and columns of a register tile: the kernel computes all cells of a tile or none.
 _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
-_OUTPUT_STRIDES, _V_STRIDES = (slice(AT[f"{name}_batch"], AT[f"{name}_row"] + 1) for name in ("output", "v"))
+_OUTPUT_STRIDES, _V_STRIDES = STRIDES_AT["output"], STRIDES_AT["v"]
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, bias, sinks
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
-    """Say in one sentence why this kernel will not take a request, or None."""
+    """Return why this kernel does not support a request, in one sentence, or None."""
     shape = request.shape
     if shape.device != _CPU:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
@@ -58,19 +58,19 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     elif transformed():
-        return "it reads memory, and a transform of torch.func hands it tensors that have none"
+        return "it reads memory, and the tensors of a torch.func transform have none"
     return library.absence()
 
 
 def _usual(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether all tensors of a call without bias and sinks are plain, which most are: looked at on every call."""
+    """Whether this is a call without bias and sinks whose tensors are plain: a fast check for the usual call."""
     if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
         return False
     return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
 
 
 def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
-    """List the tensors whose memory the kernel reads."""
+    """Return the tensors whose memory the kernel reads."""
     read: tuple[Tensor, ...] = (request.q, request.k, request.v, bounds.start, bounds.stop)
     if request.bias is not None:
         read += (values_of(request.bias),)
@@ -82,36 +82,36 @@ def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Compute a call in one pass over its keys, and the wanted statistics with it."""
+    """Compute a call and its wanted statistics in one pass over the keys."""
     if recorded():
         return _as_operator(request, bounds)
     ready = prepared(request)
-    measuring = Measuring.of(request, bounds, request.wanted) if request.wanted else None
-    # Drawn from torch's own generator, so torch.manual_seed repeats it.
+    measurement = Measurement.of(request, bounds, request.wanted) if request.wanted else None
+    # From torch's generator, so that torch.manual_seed repeats the dropout.
     seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
-    job = Job(ready, bounds, measuring, seed)
-    compute = _with_gradient if torch.is_grad_enabled() and _follows(ready) else forward
-    if profiler._is_profiler_enabled:  # noqa: SLF001 - what record_function itself asks only after microseconds
+    job = Job(ready, bounds, measurement, seed)
+    compute = _with_gradient if torch.is_grad_enabled() and _needs_gradient(ready) else forward
+    if profiler._is_profiler_enabled:  # noqa: SLF001 - record_function checks it too, but takes microseconds
         with profiler.record_function("multihead::attention"):  # the operator's name
             output, logsumexp = compute(job)
     else:
         output, logsumexp = compute(job)
-    if measuring is None:
+    if measurement is None:
         return Attended(output, logsumexp)
-    return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
+    return Attended(output, logsumexp, measurement.results())
 
 
 def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
-    """Compute what `forward` does, with a gradient."""
+    """Compute `forward` as a differentiable function."""
     ready = job.request
     inputs = (ready.q, ready.k, ready.v, _bias_of(ready), ready.sinks)
     return _Differentiable.apply(*inputs, job)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Call the registered operator (`kernels/native/operator.py`) of tensors and numbers, which a recorder sees."""
+    """Call the registered operator (`kernels/native/operator.py`), which tracers and dispatch modes can record."""
     seed = torch.randint(1 << 62, (), device="cpu") if request.dropout else None
-    if traced() or bounds.remainder is None or request.dropout:  # a block would draw a dropout of its own
+    if traced() or bounds.remainder is None or request.dropout:  # blocks would drop other weights
         output, logsumexp = torch.ops.multihead.attention(*_operands(request, bounds, seed))
         return Attended(output, logsumexp)
     parts = [torch.ops.multihead.attention(*_operands_of(request, rows)) for rows in blocks(request, bounds)]
@@ -122,17 +122,17 @@ def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
 
 
 def _operands(request: AttentionRequest, bounds: KeyBounds, seed: Tensor | None) -> tuple[Any, ...]:
-    """List what the registered operator takes."""
-    seen = None if bounds.remainder is None else dense(bounds.remainder, request)
+    """Return the arguments of the registered operator."""
+    visible = None if bounds.remainder is None else dense(bounds.remainder, request)
     relative = request.bias.values if isinstance(request.bias, RelativeBias) else None
     bias = request.bias if relative is None else None
-    visible = (bounds.start, bounds.stop, seen)
+    mask = (bounds.start, bounds.stop, visible)
     numbers = (request.scale, request.softcap, request.dropout)
-    return request.q, request.k, request.v, *visible, bias, relative, request.sinks, *numbers, seed
+    return request.q, request.k, request.v, *mask, bias, relative, request.sinks, *numbers, seed
 
 
 def _operands_of(request: AttentionRequest, rows: Rows) -> tuple[Any, ...]:
-    """List what the registered operator takes of some consecutive queries, which no dense mask of all is made for."""
+    """Return the arguments of the registered operator for some queries, without a dense mask of all queries."""
     shape, bias = request.shape, request.bias
     if rows.rows is not WHOLE:
         if isinstance(bias, RelativeBias):
@@ -141,14 +141,14 @@ def _operands_of(request: AttentionRequest, rows: Rows) -> tuple[Any, ...]:
             bias = bias[:, :, rows.rows]
     part = replace(request, q=rows.of(request.q), bias=bias)
     q, k, v, start, stop, _, *terms = _operands(part, replace(rows.bounds, remainder=None), None)
-    return q, k, v, start, stop, rows.seen, *terms
+    return q, k, v, start, stop, rows.visible, *terms
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
-    """Count the cells of the register tiles that some query sees, and the bytes that the library says it will hold."""
+    """Return the number of cells in visible register tiles, and the bytes that the call allocates."""
     shape = request.shape
     height, width = _TILES[library.chosen().name]
-    missing = -shape.query_length % height  # rows filled up at the end, which see nothing
+    missing = -shape.query_length % height  # rows of padding, which see no key
     start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
     start = torch.nn.functional.pad(start, (0, missing), value=shape.key_length).unflatten(1, (-1, height)).amin(2)
     stop = torch.nn.functional.pad(bounds.stop, (0, missing)).unflatten(1, (-1, height)).amax(2)
@@ -167,23 +167,23 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
 
 
 class Job(NamedTuple):
-    """One call as the kernel takes it.
+    """One call, prepared for the kernel.
 
-    Fields:
-        request: its features beside each other, its bias and sinks in float32.
+    Attributes:
+        request: the call, as returned by `prepared`.
         bounds: its plan.
-        measuring: the statistics that are wanted, or None.
+        measurement: the wanted statistics, or None.
         seed: of its dropout.
     """
 
     request: AttentionRequest
     bounds: KeyBounds
-    measuring: Measuring | None
+    measurement: Measurement | None
     seed: int
 
 
 def prepared(request: AttentionRequest) -> AttentionRequest:
-    """Return the request as the kernel takes it; every step has a gradient."""
+    """Return the request with contiguous features, and bias and sinks in float32; every step is differentiable."""
     q, k, v, bias, sinks = request.q, request.k, request.v, request.bias, request.sinks
     negated = q.is_neg() or k.is_neg() or v.is_neg()
     if bias is None and sinks is None and not negated and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
@@ -192,7 +192,7 @@ def prepared(request: AttentionRequest) -> AttentionRequest:
     if bias is not None:
         bias = bias_as_read(bias)
         if isinstance(bias, Tensor) and bias.requires_grad:
-            bias = bias.expand(-1, -1, -1, request.shape.key_length)  # its gradient has a column for each key
+            bias = bias.expand(-1, -1, -1, request.shape.key_length)  # the kernel writes a gradient for each key
     if sinks is not None:
         sinks = sinks.float().contiguous()
     if q is request.q and k is request.k and v is request.v and bias is request.bias and sinks is request.sinks:
@@ -201,12 +201,12 @@ def prepared(request: AttentionRequest) -> AttentionRequest:
 
 
 def _bias_of(request: AttentionRequest) -> Tensor | None:
-    """Return the tensor that the bias is written in."""
+    """Return the tensor that holds the bias."""
     return None if request.bias is None else values_of(request.bias)
 
 
-def _follows(request: AttentionRequest) -> bool:
-    """Tell whether some input wants a gradient."""
+def _needs_gradient(request: AttentionRequest) -> bool:
+    """Whether some input requires a gradient."""
     if request.q.requires_grad or request.k.requires_grad or request.v.requires_grad:
         return True
     return any(tensor is not None and tensor.requires_grad for tensor in (_bias_of(request), request.sinks))
@@ -214,40 +214,40 @@ def _follows(request: AttentionRequest) -> bool:
 
 def forward(job: Job) -> tuple[Tensor, Tensor]:
     """Compute output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries)."""
-    shape, measuring = job.request.shape, job.measuring
-    output = torch.empty_like(job.request.q)  # in its order of memory: heads that were split merge without a copy
+    shape, measurement = job.request.shape, job.measurement
+    output = torch.empty_like(job.request.q)  # with the strides of q: split heads merge without a copy
     if shape.value_dim != shape.head_dim or output.stride(-1) != 1:
         output = job.request.v.new_empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim)
         output = output.transpose(1, 2)
-    logsumexp = room(shape.batch, shape.num_heads, shape.query_length)
+    logsumexp = empty_float32(shape.batch, shape.num_heads, shape.query_length)
     if job.bounds.remainder is None:
-        _run(job, Rows(WHOLE, job.bounds, None), output, logsumexp, measuring)
+        _run(job, Rows(WHOLE, job.bounds, None), output, logsumexp, measurement)
         return output, logsumexp
     for rows in blocks(job.request, job.bounds):
         if rows.rows is WHOLE:
-            _run(job, rows, output, logsumexp, measuring)
+            _run(job, rows, output, logsumexp, measurement)
             break
         part, row_logsumexp = output[:, :, rows.rows], torch.empty_like(logsumexp[:, :, rows.rows])
-        measured = None if measuring is None else measuring.part(rows.rows)
-        _run(job, rows, part, row_logsumexp, measured)
+        row_measurement = None if measurement is None else measurement.part(rows.rows)
+        _run(job, rows, part, row_logsumexp, row_measurement)
         logsumexp[:, :, rows.rows] = row_logsumexp
-        if measuring is not None and measured is not None:
-            measuring.put(measured, rows.rows)
+        if measurement is not None and row_measurement is not None:
+            measurement.store(row_measurement, rows.rows)
     return output, logsumexp
 
 
-def _run(job: Job, rows: Rows, output: Tensor, logsumexp: Tensor, measuring: Measuring | None) -> None:
+def _run(job: Job, rows: Rows, output: Tensor, logsumexp: Tensor, measurement: Measurement | None) -> None:
     """Run the forward pass over some rows."""
     fields = _forward_fields(job, rows)
     fields[_OUTPUT], fields[_LOGSUMEXP] = output.data_ptr(), logsumexp.data_ptr()
     fields[_OUTPUT_STRIDES] = output.stride()[:3]
-    if measuring is not None:
-        measuring.put_into(fields)
+    if measurement is not None:
+        measurement.set_fields(fields)
     library.run(library.FORWARD, fields)
 
 
 def _forward_fields(job: Job, rows: Rows) -> Fields:
-    """Lay out the inputs of the forward pass."""
+    """Return the fields of the inputs of the forward pass."""
     request = job.request
     v = request.v
     fields = call_fields(request, rows, request.q, request.k)
@@ -260,54 +260,61 @@ def _forward_fields(job: Job, rows: Rows) -> Fields:
 
 
 def backward(
-    job: Job, outputs: tuple[Tensor, Tensor], of_output: Tensor, of_logsumexp: Tensor | None, *, bias_wanted: bool
+    job: Job, outputs: tuple[Tensor, Tensor], grad_output: Tensor, grad_logsumexp: Tensor | None, *, bias_wanted: bool
 ) -> Inputs:
-    """Compute the gradients of q, k, v, bias and sinks."""
+    """Compute the gradients of q, k, v, bias and sinks.
+
+    Args:
+        job: the call.
+        outputs: its output and logsumexp.
+        grad_output: the gradient of the output, with contiguous features.
+        grad_logsumexp: the gradient of the logsumexp, or None.
+        bias_wanted: whether the bias needs a gradient.
+    """
     request, (output, logsumexp) = job.request, outputs
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (request.q, request.k, request.v))
-    # The kernel writes the gradients of a head's features beside each other too.
     dq, dk, dv = (contiguous_features(tensor) for tensor in (dq, dk, dv))
-    of_bias = BiasGradient.of(request) if bias_wanted and request.bias is not None else None
+    dbias = BiasGradient.of(request) if bias_wanted and request.bias is not None else None
     delta = torch.empty_like(logsumexp)
     sums: tuple[Tensor, Tensor] | None = None
-    for rows in blocks(request, job.bounds, height=None if of_bias is None else of_bias.height):
+    for rows in blocks(request, job.bounds, height=None if dbias is None else dbias.height):
         fields = _forward_fields(job, rows)
         row_logsumexp = rows.of(logsumexp).contiguous()
         row_delta = delta if rows.rows is WHOLE else torch.empty_like(row_logsumexp)
         fields[_LOGSUMEXP], fields[AT["delta"]] = row_logsumexp.data_ptr(), row_delta.data_ptr()
-        if of_logsumexp is not None:
-            of_rows = rows.of(of_logsumexp).contiguous()
-            fields[AT["of_logsumexp"]] = of_rows.data_ptr()
-        put(fields, "output", rows.of(output))
-        put(fields, "of_output", rows.of(of_output))
-        put(fields, "dq", rows.of(dq))
-        put(fields, "dk", dk)
-        put(fields, "dv", dv)
-        if of_bias is not None:
-            of_bias.put_into(fields, rows)
+        if grad_logsumexp is not None:
+            row_grad_logsumexp = rows.of(grad_logsumexp).contiguous()
+            fields[AT["grad_logsumexp"]] = row_grad_logsumexp.data_ptr()
+        set_tensor(fields, "output", rows.of(output))
+        set_tensor(fields, "grad_output", rows.of(grad_output))
+        set_tensor(fields, "dq", rows.of(dq))
+        set_tensor(fields, "dk", dk)
+        set_tensor(fields, "dv", dv)
+        if dbias is not None:
+            dbias.set_fields(fields, rows)
         library.run(library.BACKWARD, fields)
-        if of_bias is not None:
-            of_bias.take(rows)
+        if dbias is not None:
+            dbias.add(rows)
         if rows.rows is not WHOLE:
             delta[:, :, rows.rows] = row_delta
-            # Float, because half precision would lose what many blocks add to one key; a copy, because the next block
-            # writes its own over these.
+            # In float32, because bfloat16 would lose small terms of the sum over blocks; a copy, because the next block
+            # overwrites dk and dv.
             added = dk.to(torch.float32, copy=True), dv.to(torch.float32, copy=True)
             sums = added if sums is None else (sums[0] + added[0], sums[1] + added[1])
     if sums is not None:
         dk, dv = sums[0].to(dk.dtype), sums[1].to(dv.dtype)
-    dsinks = None if request.sinks is None else _of_sinks(request.sinks, logsumexp, delta)
-    return dq, dk, dv, None if of_bias is None else of_bias.found, dsinks
+    dsinks = None if request.sinks is None else _gradient_of_sinks(request.sinks, logsumexp, delta)
+    return dq, dk, dv, None if dbias is None else dbias.values, dsinks
 
 
-def _of_sinks(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
-    """Sum what each head's sink takes: with p = exp(sink - L) and delta = dO.O - dL, its gradient is -p delta."""
-    share = (sinks[:, None] - logsumexp).exp()  # (batch, heads, queries)
-    return -torch.where(delta == 0, 0, share * delta).sum((0, 2))  # an empty row's delta is 0, and its share inf
+def _gradient_of_sinks(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of the sinks (heads,): the sum of -p delta, with p = exp(sink - L) and delta = dO.O - dL."""
+    weight = (sinks[:, None] - logsumexp).exp()  # (batch, heads, queries)
+    return -torch.where(delta == 0, 0, weight * delta).sum((0, 2))  # in a row without keys delta is 0 and p inf
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernel, with the gradient of the output and of the logsumexp."""
+    """The kernel as a function that autograd can differentiate once."""
 
     @staticmethod
     def forward(
@@ -315,28 +322,29 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         output, logsumexp = forward(job)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.job = job._replace(request=without_tensors(job.request), measuring=None)
+        ctx.job = job._replace(request=without_tensors(job.request), measurement=None)
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
     @staticmethod
-    def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors  # which refuses inputs that were changed meanwhile
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors  # raises if an input was modified since
         if torch.is_grad_enabled():
-            # What the kernel computes has no graph: a gradient penalty would silently be a constant.
+            # The gradients of the kernel have no graph: in a gradient penalty they would silently be constants.
             request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
             if request.bias is not None and bias is not None:
                 request = replace(request, bias=with_values(request.bias, bias))
-            return (*differentiable_gradients("native", request, ctx.job.bounds, of_output, of_logsumexp), None)
-        if of_output is None:
-            of_output = torch.zeros_like(output)
+            return (*differentiable_gradients("native", request, ctx.job.bounds, grad_output, grad_logsumexp), None)
+        if grad_output is None:
+            grad_output = torch.zeros_like(output)
         job, bias_wanted = ctx.job._replace(request=replace(ctx.job.request, q=q, k=k, v=v)), ctx.needs_input_grad[3]
-        if recorded():  # from here on: it was not when the output was computed
+        if recorded():  # only the backward pass is recorded
             seed = torch.tensor(job.seed, device="cpu") if job.request.dropout else None
-            given = (output, logsumexp, of_output, of_logsumexp, *_operands(job.request, job.bounds, seed))
-            *found, dbias, dsinks = torch.ops.multihead.attention_backward(*given, bias_wanted=bias_wanted)
-            return *found, dbias if bias_wanted else None, None if sinks is None else dsinks, None
+            operands = (output, logsumexp, grad_output, grad_logsumexp, *_operands(job.request, job.bounds, seed))
+            *dqkv, dbias, dsinks = torch.ops.multihead.attention_backward(*operands, bias_wanted=bias_wanted)
+            return *dqkv, dbias if bias_wanted else None, None if sinks is None else dsinks, None
         with profiler.record_function("multihead::attention_backward") if profiler._is_profiler_enabled else _NOTHING:  # noqa: SLF001
             outputs = (output, logsumexp)
-            found = backward(job, outputs, contiguous_features(of_output), of_logsumexp, bias_wanted=bias_wanted)
-        return (*found, None)
+            grad_output = contiguous_features(grad_output)
+            gradients = backward(job, outputs, grad_output, grad_logsumexp, bias_wanted=bias_wanted)
+        return (*gradients, None)

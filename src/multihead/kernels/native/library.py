@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from struct import Struct
 
-# Before the library is loaded, torch must be: the library then finds torch's OpenMP runtime in the process and shares
-# its threads, instead of bringing another runtime along.
+# torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a second
+# runtime in the same process.
 import torch
 
 from multihead.errors import ArgumentError
@@ -26,49 +26,59 @@ ENVIRONMENT = "MULTIHEAD_CPU"
 # The fields of `struct Call` in csrc/call.h, in its order.
 ADDRESSES = tuple(
     """
-    q k v start stop seen bias sinks
+    q k v start stop visible bias sinks
     output logsumexp
-    entropy squares largest_weight largest_key mean_distance distance_spread at_offsets on_given_key on_special_keys
-    query_start offsets given_key special_keys
-    of_output of_logsumexp delta dq dk dv dbias
-    received pooled
+    entropy largest_weight largest_key mean_distance distance_spread
+    offset_weights target_key_weight special_keys_weight
+    query_start offsets target_key special_keys
+    grad_output grad_logsumexp delta dq dk dv dbias
+    key_sums pooled_map
     """.split()  # noqa: SIM905 - the lines are those of csrc/call.h
 )
-COUNTS = tuple(
-    """
-    batch heads kv_heads queries keys head_dim value_dim
-    q_batch q_head q_row k_batch k_head k_row v_batch v_head v_row output_batch output_head output_row
-    bounds_batch bounds_head seen_batch seen_head seen_row seen_key bias_batch bias_head bias_row bias_key
-    of_output_batch of_output_head of_output_row dq_batch dq_head dq_row dk_batch dk_head dk_row
-    dv_batch dv_head dv_row dbias_batch dbias_head dbias_row dbias_key
-    dtype instruction_set threads num_offsets seed first_row pool_rows pool_keys
-    """.split()  # noqa: SIM905 - the lines are those of csrc/call.h
+SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
+ROW_STRIDES = ("q", "k", "v", "output", "grad_output", "dq", "dk", "dv")  # of batch, head, row
+CELL_STRIDES = ("visible", "bias", "dbias")  # of batch, head, row, key
+OPTIONS = (
+    "bounds_batch_stride",
+    *("dtype", "instruction_set", "threads", "num_offsets", "first_row", "pool_rows", "pool_keys", "seed"),
 )
 REALS = ("scale", "softcap", "dropout")
+COUNTS = (
+    *SIZES,
+    *(f"{name}_strides.{axis}" for name in ROW_STRIDES for axis in ("batch", "head", "row")),
+    *(f"{name}_strides.{axis}" for name in CELL_STRIDES for axis in ("batch", "head", "row", "key")),
+    *OPTIONS,
+)
 FIELDS = (*ADDRESSES, *COUNTS, *REALS)
 
 _pack = Struct(f"{len(ADDRESSES)}Q{len(COUNTS)}q{len(REALS)}d").pack
 _EMPTY: list[float] = [0] * len(FIELDS)
-AT = {name: index for index, name in enumerate(FIELDS)}  # where each field stands
+AT = {name: index for index, name in enumerate(FIELDS)}  # index of each field
+STRIDES_AT = {
+    name: slice(AT[f"{name}_strides.batch"], AT[f"{name}_strides.batch"] + count)
+    for names, count in ((ROW_STRIDES, 3), (CELL_STRIDES, 4))
+    for name in names
+}
 _INSTRUCTION_SET, _THREADS = AT["instruction_set"], AT["threads"]
 
-# The passes, as csrc/call.h numbers them.
-FORWARD, BACKWARD, RECEIVED = 0, 1, 2
+# `enum class Pass` in csrc/call.h.
+FORWARD, BACKWARD, KEY_SUMS = 0, 1, 2
 
+# `enum class Status` in csrc/call.h; the fifth is NO_SUCH_PASS.
 _DONE, _NO_MEMORY, _BAD_BOUNDS, _TOO_MANY_OFFSETS = 0, 1, 2, 4
-_MOST_OFFSETS = 8
+_MAX_OFFSETS = 8
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One form of the native kernel.
+    """One compiled form of the native kernel.
 
-    Fields:
-        name: what MULTIHEAD_CPU calls it.
-        index: what the library calls it.
-        compiled: whether this build of the library has it.
+    Attributes:
+        name: its name in MULTIHEAD_CPU.
+        index: its number in the library.
+        compiled: whether this build of the library contains it.
         runs: whether it is compiled and this CPU can run it.
-        for_tests: whether it is slow and never chosen unasked.
+        for_tests: whether it is slow, and chosen only by name.
     """
 
     name: str
@@ -91,19 +101,19 @@ _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 @constant_in_graphs  # a compiler must not trace into the search for the library
 def absence() -> str | None:
-    """Say why there is no native library here, in words that follow "refuses:"; None where there is one."""
+    """Return why the native library is missing, as the end of a sentence, or None where it is loaded."""
     found = _found()
     return found if isinstance(found, str) else None
 
 
 def path() -> Path | None:
-    """Return the file the library was loaded from, or None where there is none."""
+    """Return the path of the loaded library, or None where it is missing."""
     found = _found()
     return None if isinstance(found, str) else found.path
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """List the forms of the kernel, the widest last but for the one for tests; empty where there is no library."""
+    """Return the instruction sets, the widest last except for the one for tests; empty where the library is missing."""
     found = _found()
     return () if isinstance(found, str) else found.sets
 
@@ -111,23 +121,23 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
 def chosen() -> InstructionSet:
     """Return the instruction set that a call in this context uses.
 
-    It is the one that `using` forces, else the one that the environment variable MULTIHEAD_CPU names (it is read when
-    it is first needed), else the widest that runs here.
+    It is the one of `using`, else the one of the environment variable MULTIHEAD_CPU (read when it is first needed),
+    else the widest that runs here.
 
     Raises:
-        ArgumentError: there is no library, or MULTIHEAD_CPU names a set that does not run here.
+        ArgumentError: the library is missing, or MULTIHEAD_CPU names a set that does not run here.
     """
     return _forced.get() or _unforced()
 
 
 @contextmanager
 def using(name: str) -> Iterator[InstructionSet]:
-    """Use one instruction set in this context, and in no other thread.
+    """Use one instruction set in this context; other threads are not affected.
 
     Raises:
-        ArgumentError: there is no such set, or it does not run here.
+        ArgumentError: the set does not exist, or does not run here.
     """
-    token = _forced.set(_runnable(name, f"using is given {name!r}"))
+    token = _forced.set(_runnable(name, f"using received {name!r}"))
     try:
         yield chosen()
     finally:
@@ -135,10 +145,10 @@ def using(name: str) -> Iterator[InstructionSet]:
 
 
 def blank() -> list[float]:
-    """Return the fields of a call in their order, all 0 but for the instruction set and the threads.
+    """Return the fields of a call in their order, all 0 except for the instruction set and the number of threads.
 
     Raises:
-        ArgumentError: there is no library, or MULTIHEAD_CPU names a set that does not run here.
+        ArgumentError: the library is missing, or MULTIHEAD_CPU names a set that does not run here.
     """
     values = _EMPTY.copy()
     values[_INSTRUCTION_SET], values[_THREADS] = chosen().index, torch.get_num_threads()
@@ -146,17 +156,16 @@ def blank() -> list[float]:
 
 
 def run(pass_: int, values: list[float]) -> None:
-    """Run one pass over an attention; other Python threads go on meanwhile.
+    """Run one pass of a call; other Python threads run meanwhile.
 
     Args:
-        pass_: FORWARD, BACKWARD or RECEIVED.
-        values: one for each of FIELDS, in their order, integers but for the REALS; see `blank`. The memory behind
-            addresses must stay until the call is over.
+        pass_: FORWARD, BACKWARD or KEY_SUMS.
+        values: a value for each of FIELDS, in their order, integers except for REALS; see `blank`. The memory at the
+            addresses must stay valid until the call returns.
 
     Raises:
-        ArgumentError: there is no library, or the call does not fit it: some query's bounds lie outside the keys, or
-            there are more offsets than it measures at once.
-        MemoryError: there is no memory for the workspace.
+        ArgumentError: the library is missing, a start or stop lies outside the keys, or there are too many offsets.
+        MemoryError: the workspace cannot be allocated.
     """
     status = _library().run(_pack(*values), pass_)
     if status == _DONE:
@@ -168,20 +177,20 @@ def run(pass_: int, values: list[float]) -> None:
         raise ArgumentError(f"The bounds of some query lie outside the {keys} keys.", f"Give bounds from 0 to {keys}.")
     if status == _TOO_MANY_OFFSETS:
         raise ArgumentError(
-            f"at_offsets is asked for {values[AT['num_offsets']]} offsets.", f"Give at most {_MOST_OFFSETS} at once."
+            f"offset_weights are requested for {values[AT['num_offsets']]} offsets.", f"Give at most {_MAX_OFFSETS}."
         )
     raise _no_such_pass(pass_, values)
 
 
 def workspace(pass_: int, values: list[float]) -> int:
-    """Return how many bytes a pass holds while it runs, beside what it is given.
+    """Return the bytes of memory that a pass allocates while it runs.
 
     Args:
-        pass_: FORWARD, BACKWARD or RECEIVED.
-        values: as for `run`; no address is followed, only whether it is 0 matters.
+        pass_: FORWARD, BACKWARD or KEY_SUMS.
+        values: as for `run`; addresses are not read, only compared with 0.
 
     Raises:
-        ArgumentError: there is no library, or no such pass or instruction set.
+        ArgumentError: the library is missing, or the pass or the instruction set does not exist.
     """
     held = _library().workspace(_pack(*values), pass_)
     if held < 0:
@@ -206,7 +215,7 @@ def _library() -> _Library:
 
 @cache
 def _found() -> _Library | str:
-    """Load the library, or say why there is none."""
+    """Load the library, or return why it is missing."""
     return _loaded(Path(str(files("multihead.kernels.native").joinpath(NAME))))
 
 
@@ -229,30 +238,30 @@ def _loaded(path: Path) -> _Library | str:
     if layout().decode().split() != list(FIELDS):
         return "its library is of another version of multihead; install multihead again"
     sets: list[InstructionSet] = []
-    while (each := name(len(sets))) is not None:
-        index, word = len(sets), each.decode()
-        sets.append(InstructionSet(word, index, bool(compiled(index)), bool(runs(index)), word == "emulated"))
+    while (encoded := name(len(sets))) is not None:
+        index, set_name = len(sets), encoded.decode()
+        sets.append(InstructionSet(set_name, index, bool(compiled(index)), bool(runs(index)), set_name == "emulated"))
     return _Library(path, run, held, tuple(sets))
 
 
 @cache
 def _unforced() -> InstructionSet:
-    """Choose for everybody, once."""
+    """Choose the instruction set of this process, once."""
     _library()
-    asked = os.environ.get(ENVIRONMENT)
-    if asked:
-        return _runnable(asked, f"{ENVIRONMENT} is {asked!r}")
+    name = os.environ.get(ENVIRONMENT)
+    if name:
+        return _runnable(name, f"{ENVIRONMENT} is {name!r}")
     return [each for each in instruction_sets() if each.runs and not each.for_tests][-1]
 
 
 def _runnable(name: str, finding: str) -> InstructionSet:
-    """Return the instruction set of a name, or refuse it in words."""
+    """Return the instruction set with a name, or raise an error that begins with `finding`."""
     _library()
     for each in instruction_sets():
         if each.name == name:
             if each.runs:
                 return each
-            finding += ", which this CPU cannot run" if each.compiled else ", which this build has not"
+            finding += ", which this CPU cannot run" if each.compiled else ", which this build does not contain"
             break
     else:
         finding += ", and there is no such instruction set"

@@ -1,9 +1,9 @@
-"""Statistics that the native kernel takes while it computes, under the names of the probes."""
+"""The parts of statistics that the native kernel measures while it computes, or in a second pass over q and k."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,152 +11,150 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.native import library
-from multihead.kernels.native.call import WHOLE, Fields, blocks, call_fields, contiguous_features, room
+from multihead.kernels.native.call import WHOLE, Fields, blocks, call_fields, contiguous_features, empty_float32
 from multihead.kernels.native.library import AT
 from multihead.masks.base import KeyBounds
+from multihead.parts import Part
 
-# What each statistic is made of, by the names of csrc/call.h.
-_FIELD = {
+FIRST_KEY: Part = ("first_keys_mass", 1)
+SPECIAL_KEYS: Part = ("tokens_mass", "special")
+_OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
+# The field of csrc/call.h that each part is written to.
+_FIELD: dict[Part, str] = {
     "entropy": "entropy",
-    "effective_keys": "entropy",
     "mean_distance": "mean_distance",
     "distance_spread": "distance_spread",
-    "self_mass": "at_offsets",
-    "previous_mass": "at_offsets",
-    "next_mass": "at_offsets",
-    "first_mass": "on_given_key",
-    "special_mass": "on_special_keys",
+    **dict.fromkeys(_OFFSETS, "offset_weights"),
+    FIRST_KEY: "target_key_weight",
+    SPECIAL_KEYS: "special_keys_weight",
     "largest_weight": "largest_weight",
     "largest_key": "largest_key",
 }
-_OFFSETS = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
-_OF_OFFSETS = array("q", _OFFSETS.values())  # no tensor: the mode under which it were made could be any
-ONE_PASS = frozenset(_FIELD)
-SECOND_PASS = frozenset({"received", "pooled_map"})
+_OFFSET_VALUES = array("q", _OFFSETS.values())  # not a tensor, which could be created under any dispatch mode
+ONE_PASS: frozenset[Part] = frozenset(_FIELD)
+SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
 @dataclass(eq=False)
-class Measuring:
-    """The statistics of one call while it runs.
+class Measurement:
+    """The parts of statistics that the kernel measures in one call.
 
-    Fields:
-        names: which ones, of ONE_PASS.
-        raw: (batch, heads, queries) each, by the names of csrc/call.h; at_offsets has its offsets in front.
-        needs: tensors that the kernel reads for them.
-        packed: whether `first_mass` has a key for each packed sample: they are marked as special keys, since each query
-            sees only the one of its own sample.
+    Attributes:
+        parts: the wanted ones, of ONE_PASS.
+        raw: outputs of the kernel, by their field of csrc/call.h: (batch, heads, queries) each; offset_weights are
+            (offsets, batch, heads, queries).
+        inputs: tensors that the kernel reads for them, by their field.
+        packed: whether each packed sample has a first key of its own. These keys are passed as special keys, of which
+            each query sees only that of its own sample.
     """
 
-    names: tuple[str, ...]
+    parts: tuple[Part, ...]
     raw: dict[str, Tensor] = field(default_factory=dict)
-    needs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     packed: bool = False
 
     @staticmethod
     def of(
-        request: AttentionRequest, bounds: KeyBounds, wanted: Iterable[str], special_keys: Tensor | None = None
-    ) -> Measuring:
-        """Make room for those of the wanted statistics that can be had in one pass.
+        request: AttentionRequest, bounds: KeyBounds, wanted: Collection[Part], special_keys: Tensor | None = None
+    ) -> Measurement:
+        """Allocate the outputs of those of the wanted parts that one pass measures.
 
         Args:
             request: the call.
             bounds: its plan.
-            wanted: any names.
-            special_keys: (batch, keys) bool, or None where nobody asks for `special_mass`.
+            wanted: any parts; others than ONE_PASS are ignored.
+            special_keys: (batch, keys) bool, or None, which leaves SPECIAL_KEYS out.
         """
         shape = request.shape
-        names = tuple(sorted(name for name in wanted if name in ONE_PASS))
-        if special_keys is None:
-            names = tuple(name for name in names if name != "special_mass")
-        packed = request.packed_lengths is not None and special_keys is None and "first_mass" in names
+        parts = tuple(part for part in _FIELD if part in wanted and (part != SPECIAL_KEYS or special_keys is not None))
+        packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in parts
         if packed:
             special_keys = _first_keys_of_packed(request, bounds)
-        made = Measuring(names, packed=packed)
+        result = Measurement(parts, packed=packed)
         rows = (shape.batch, shape.num_heads, shape.query_length)
-        for name in {made.source(name) for name in names}:
-            size = (len(_OFFSETS), *rows) if name == "at_offsets" else rows
+        for name in {result.field_of(part) for part in parts}:
+            size = (len(_OFFSETS), *rows) if name == "offset_weights" else rows
             dtype = torch.int64 if name == "largest_key" else torch.float32
-            made.raw[name] = torch.empty(size, dtype=dtype, device="cpu")
+            result.raw[name] = torch.empty(size, dtype=dtype, device="cpu")
         start = request.query_start
-        if names:
-            whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
-            made.needs["query_start"] = whole.to(torch.int64).contiguous()
-        if "on_given_key" in made.raw:
-            made.needs["given_key"] = first_keys(bounds).expand(shape.batch).contiguous()
-        if "on_special_keys" in made.raw and special_keys is not None:
-            made.needs["special_keys"] = special_keys.contiguous()
-        return made
+        if parts:
+            starts = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
+            result.inputs["query_start"] = starts.to(torch.int64).contiguous()
+        if "target_key_weight" in result.raw:
+            result.inputs["target_key"] = first_keys(bounds).expand(shape.batch).contiguous()
+        if "special_keys_weight" in result.raw and special_keys is not None:
+            result.inputs["special_keys"] = special_keys.contiguous()
+        return result
 
-    def source(self, name: str) -> str:
-        """Return the field of csrc/call.h that a statistic is made of."""
-        return "on_special_keys" if self.packed and name == "first_mass" else _FIELD[name]
+    def field_of(self, part: Part) -> str:
+        """Return the field of csrc/call.h that a part is written to."""
+        return "special_keys_weight" if self.packed and part == FIRST_KEY else _FIELD[part]
 
-    def part(self, rows: slice) -> Measuring:
-        """Make room for some rows of it: the kernel writes them, and `put` brings them home."""
+    def part(self, rows: slice) -> Measurement:
+        """Return a measurement of some rows; `store` copies its results into this one."""
         count = rows.stop - rows.start
         raw = {name: tensor.new_empty((*tensor.shape[:-1], count)) for name, tensor in self.raw.items()}
         return replace(self, raw=raw)
 
-    def put(self, part: Measuring, rows: slice) -> None:
-        """Take over what was written of some rows."""
+    def store(self, part: Measurement, rows: slice) -> None:
+        """Copy the results of some rows."""
         for name, tensor in part.raw.items():
             self.raw[name][..., rows] = tensor
 
-    def put_into(self, fields: Fields) -> None:
-        """Say where the statistics go."""
-        for name, tensor in {**self.raw, **self.needs}.items():
+    def set_fields(self, fields: Fields) -> None:
+        """Set the addresses of the statistics and their inputs."""
+        for name, tensor in {**self.raw, **self.inputs}.items():
             fields[AT[name]] = tensor.data_ptr()
-        if "at_offsets" in self.raw:
-            fields[AT["offsets"]], fields[AT["num_offsets"]] = _OF_OFFSETS.buffer_info()
+        if "offset_weights" in self.raw:
+            fields[AT["offsets"]], fields[AT["num_offsets"]] = _OFFSET_VALUES.buffer_info()
 
-    def found(self, logsumexp: Tensor) -> dict[str, Tensor]:
-        """Return the statistics by the names of the probes."""
-        result = {name: self.raw[self.source(name)] for name in self.names if name not in _OFFSETS}
-        if "effective_keys" in result:
-            result["effective_keys"] = result["effective_keys"].exp().masked_fill(logsumexp == -torch.inf, 0)
-        for index, name in enumerate(_OFFSETS):
-            if name in self.names:
-                result[name] = self.raw["at_offsets"][index]
+    def results(self) -> dict[Part, Tensor]:
+        """Return what was measured: (batch, heads, queries) each."""
+        result = {part: self.raw[self.field_of(part)] for part in self.parts if part not in _OFFSETS}
+        for index, part in enumerate(_OFFSETS):
+            if part in self.parts:
+                result[part] = self.raw["offset_weights"][index]
         return result
 
 
 def first_keys(bounds: KeyBounds) -> Tensor:
-    """Return the first key that some query of each sample may see: (batch or 1,), -1 where there is none."""
+    """Return the first key that some query of each sample sees: (batch or 1,), -1 where no query sees a key."""
     if not bounds.start.shape[1]:
         return torch.full((bounds.start.shape[0],), -1, device="cpu")
-    behind = torch.iinfo(torch.int64).max
-    first = bounds.start.masked_fill(bounds.sees_nothing, behind).amin(1)
-    return first.masked_fill(first == behind, -1)
+    none = torch.iinfo(torch.int64).max
+    first = bounds.start.masked_fill(bounds.sees_nothing, none).amin(1)
+    return first.masked_fill(first == none, -1)
 
 
 def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
-    """Mark the first key that some query of each packed sample may see: (1, keys) bool."""
+    """Return marks of the first key that some query of each packed sample sees: (1, keys) bool."""
     assert request.packed_lengths is not None
     keys, lengths = request.shape.key_length, request.packed_lengths.to("cpu")
     sample = torch.arange(len(lengths)).repeat_interleave(lengths)  # (queries,)
-    seen_from = bounds.start[0].masked_fill(bounds.sees_nothing[0], keys)
-    first = torch.full_like(lengths, keys).scatter_reduce(0, sample, seen_from, "amin")
-    marks = torch.zeros(1, keys + 1, dtype=torch.bool)  # the last one for samples that see no key
+    start = bounds.start[0].masked_fill(bounds.sees_nothing[0], keys)
+    first = torch.full_like(lengths, keys).scatter_reduce(0, sample, start, "amin")
+    marks = torch.zeros(1, keys + 1, dtype=torch.bool)  # the last one is for samples that see no key
     marks[0, first] = True
     return marks[:, :keys]
 
 
 def one_pass(
-    request: AttentionRequest, bounds: KeyBounds, names: Iterable[str], special_keys: Tensor | None
-) -> dict[str, Tensor]:
-    """Measure a call again, without its values.
+    request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
+) -> dict[Part, Tensor]:
+    """Measure parts by a forward pass without values.
 
     Args:
-        request: the call; what it has of dropout counts for nothing.
+        request: the call; its dropout is ignored.
         bounds: its plan.
-        names: some of ONE_PASS.
+        parts: some of ONE_PASS.
         special_keys: (batch, keys) bool, or None.
 
-    Returns: (batch, heads, queries) each.
+    Returns:
+        The statistics by name, (batch, heads, queries) each.
     """
     shape = request.shape
-    measuring = Measuring.of(request, bounds, names, special_keys)
-    logsumexp = room(shape.batch, shape.num_heads, shape.query_length)
+    measurement = Measurement.of(request, bounds, parts, special_keys)
+    logsumexp = empty_float32(shape.batch, shape.num_heads, shape.query_length)  # written, not read
     q, k = contiguous_features(request.q), contiguous_features(request.k)
     for rows in blocks(request, bounds):
         fields = call_fields(request, rows, q, k)
@@ -164,53 +162,53 @@ def one_pass(
         if request.sinks is not None:
             sinks = request.sinks.float().contiguous()
             fields[AT["sinks"]] = sinks.data_ptr()
-        part = measuring if rows.rows is WHOLE else measuring.part(rows.rows)
+        part = measurement if rows.rows is WHOLE else measurement.part(rows.rows)
         row_logsumexp = logsumexp if rows.rows is WHOLE else torch.empty_like(logsumexp[:, :, rows.rows])
         fields[AT["logsumexp"]] = row_logsumexp.data_ptr()
-        part.put_into(fields)
+        part.set_fields(fields)
         library.run(library.FORWARD, fields)
-        if part is not measuring:
-            logsumexp[:, :, rows.rows] = row_logsumexp
-            measuring.put(part, rows.rows)
-    return measuring.found(logsumexp)
+        if part is not measurement:
+            measurement.store(part, rows.rows)
+    return measurement.results()
 
 
 def second_pass(
     request: AttentionRequest, bounds: KeyBounds, logsumexp: Tensor, *, cell: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the weights that each key receives, and those in each cell of a map, from q, k and the logsumexp.
+    """Compute the sums of the weights that each key, and each cell of a map, receives from all queries.
 
     Args:
         request: the call; its bias, if any, in float32.
         bounds: its plan.
         logsumexp: (batch, heads, queries) float32; rows of -inf or NaN count as 0.
-        cell: queries and keys of a cell of the map, or None where nobody wants the map.
+        cell: queries and keys of a cell of the map, or None for no map.
 
-    Returns: (batch, heads, keys), and (batch, heads, row cells, key cells) sums of weights or None.
+    Returns:
+        The sums per key (batch, heads, keys), and per cell (batch, heads, row cells, key cells) or None.
     """
     shape = request.shape
     size = (shape.batch, shape.num_heads)
-    received = room(*size, shape.key_length).zero_()
-    pooled = None
+    key_sums = empty_float32(*size, shape.key_length).zero_()
+    pooled_map = None
     if cell is not None:
-        pooled = room(*size, -(-shape.query_length // cell[0]), -(-shape.key_length // cell[1])).zero_()
+        pooled_map = empty_float32(*size, -(-shape.query_length // cell[0]), -(-shape.key_length // cell[1])).zero_()
     q, k = contiguous_features(request.q), contiguous_features(request.k)
     for rows in blocks(request, bounds, step=1 if cell is None else cell[0]):
-        part, map_part = received, pooled
+        part, map_part = key_sums, pooled_map
         if rows.rows is not WHOLE:
-            part, map_part = torch.empty_like(received), None
+            part, map_part = torch.empty_like(key_sums), None
             if cell is not None:
-                first, behind = rows.rows.start // cell[0], -(-rows.rows.stop // cell[0])
-                map_part = room(*size, behind - first, -(-shape.key_length // cell[1]))
+                first, end = rows.rows.start // cell[0], -(-rows.rows.stop // cell[0])
+                map_part = empty_float32(*size, end - first, -(-shape.key_length // cell[1]))
         row_logsumexp = rows.of(logsumexp).contiguous()
         fields = call_fields(request, rows, q, k)
-        fields[AT["logsumexp"]], fields[AT["received"]] = row_logsumexp.data_ptr(), part.data_ptr()
+        fields[AT["logsumexp"]], fields[AT["key_sums"]] = row_logsumexp.data_ptr(), part.data_ptr()
         if cell is not None and map_part is not None:
-            fields[AT["pooled"]] = map_part.data_ptr()
+            fields[AT["pooled_map"]] = map_part.data_ptr()
             fields[AT["pool_rows"]], fields[AT["pool_keys"]] = cell
-        library.run(library.RECEIVED, fields)
-        if part is not received:
-            received += part
-            if pooled is not None and map_part is not None:
-                pooled[:, :, first:behind] += map_part
-    return received, pooled
+        library.run(library.KEY_SUMS, fields)
+        if part is not key_sums:
+            key_sums += part
+            if pooled_map is not None and map_part is not None:
+                pooled_map[:, :, first:end] += map_part
+    return key_sums, pooled_map

@@ -1,0 +1,282 @@
+// The forward pass for few queries, as in decoding: unpacked K and V are read once for all query heads of a group.
+//
+// The rows of a kv head are the (query head of its group, query) pairs, which are computed together block by block of
+// keys. A task is one part of the keys of a kv head, so that few heads make enough tasks (as in Flash-Decoding). The
+// softmax rows of the parts are then merged in the order of the keys. The division depends on shapes alone, so the bits
+// do not depend on the number of threads.
+#pragma once
+#include "call.h"
+#include "forward.h"
+#include "matvec.h"
+#include "pack.h"
+#include "simd.h"
+#include "softmax.h"
+#include "threads.h"
+#include "workspace.h"
+
+namespace {
+
+constexpr int64_t DECODE_MIN_TASKS = 32;  // per call, where parts of DECODE_MIN_PART keys allow it
+constexpr int64_t DECODE_MIN_PART = 512;
+static_assert(DECODE_KEYS / 2 % COLUMNS == 0, "blocks are whole panels");
+
+// ---------------------------------------------------------------- sizes and workspace
+
+struct DecodePlan {
+  int64_t rows;          // of a kv head
+  int64_t heads;         // kv heads of the whole batch
+  int64_t parts, part;   // parts of the keys of a head, keys of a part
+  int64_t block;         // keys of a block
+  int64_t depth, width;  // padded head_dim and value_dim
+
+  explicit DecodePlan(const Call &call) {
+    rows = call.heads / max(call.kv_heads, 1) * call.queries;
+    heads = call.batch * call.kv_heads;
+    const int64_t wanted = min(ceil_div(DECODE_MIN_TASKS, max(heads, 1)), ceil_div(call.keys, DECODE_MIN_PART));
+    part = round_up(ceil_div(call.keys, max(wanted, 1)), DECODE_KEYS);
+    parts = max(ceil_div(call.keys, max(part, 1)), 1);
+    const int64_t bytes = (call.head_dim + call.value_dim) * (call.dtype == Dtype::BFLOAT16 ? 2 : 4);
+    block = DECODE_KEYS * bytes <= 32 << 10 ? DECODE_KEYS : DECODE_KEYS / 2;  // fits into the L1 cache
+    depth = round_up(call.head_dim, LANES);
+    width = round_up(call.value_dim, LANES);
+  }
+};
+
+// The memory that all threads share: the results of each part of each kv head.
+struct DecodeParts {
+  int64_t *remaining;  // (heads): parts that are not finished
+  SoftmaxRow *rows;    // (heads, parts, rows)
+  float *sums;         // (heads, parts, rows, width): weighted sums of the values
+  int64_t bytes;
+
+  DecodeParts(const DecodePlan &plan, char *memory) {
+    Workspace workspace{memory};
+    remaining = workspace.take<int64_t>(plan.heads);
+    rows = workspace.take<SoftmaxRow>(plan.heads * plan.parts * plan.rows);
+    sums = workspace.take<float>(plan.heads * plan.parts * plan.rows * plan.width);
+    bytes = workspace.bytes;
+  }
+};
+
+// The memory of one thread.
+struct DecodeScratch {
+  Query *queries;  // (rows)
+  float *q;        // (rows, depth)
+  float *scores;   // (rows, DECODE_STRIDE): scores, replaced by weights
+  float *factors;  // (rows): factors of the sums over earlier keys
+  float *special;  // (DECODE_KEYS): 1 for special keys, else 0
+  float *values;   // (DECODE_KEYS, width): copy of a block's values without those of non-finite keys
+  int64_t bytes;
+
+  DecodeScratch(const DecodePlan &plan, char *memory) {
+    Workspace workspace{memory};
+    queries = workspace.take<Query>(plan.rows);
+    q = workspace.take<float>(plan.rows * plan.depth);
+    scores = workspace.take<float>(plan.rows * DECODE_STRIDE);
+    factors = workspace.take<float>(plan.rows);
+    special = workspace.take<float>(DECODE_KEYS);
+    values = workspace.take<float>(DECODE_KEYS * plan.width);
+    bytes = workspace.bytes;
+  }
+};
+
+// ---------------------------------------------------------------- a part of the keys of one head
+
+template <class Element>
+class DecodePass {
+ public:
+  DecodePass(const Call &call, const DecodePlan &plan, const DecodeScratch &scratch, int64_t kv_head, SoftmaxRow *rows,
+             float *sums)
+      : call_(call), plan_(plan), scratch_(scratch), batch_(kv_head / call.kv_heads), rows_(rows), sums_(sums) {
+    const int64_t head = kv_head % call.kv_heads;
+    first_head_ = head * (call.heads / call.kv_heads);
+    k_ = row_of<Element>(call.k, call.k_strides, batch_, head);
+    v_ = row_of<Element>(call.v, call.v_strides, batch_, head);
+  }
+
+  // Attend to the keys [first, end).
+  void attend(int64_t first, int64_t end) {
+    int64_t start = end, stop = first;  // keys that some row sees
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
+      Query &query = scratch_.queries[row] = read_query(call_, batch_, head, i);
+      rows_[row] = empty_row(call_, batch_, i);
+      if (query.start == query.stop) continue;
+      start = min(start, query.start);
+      stop = max(stop, query.stop);
+    }
+    for (int64_t x = 0; x < plan_.rows * plan_.width; x++) sums_[x] = 0;
+    start = max(start, first);
+    stop = min(stop, end);
+    if (start >= stop) return;
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
+      const Element *q = row_of<Element>(call_.q, call_.q_strides, batch_, head, i);
+      const float factor = static_cast<float>(call_.scale) * LOG2_E;
+      pack_row(q, call_.head_dim, plan_.depth, factor, scratch_.q + row * plan_.depth);
+    }
+    const int64_t size = plan_.block;
+    for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += size)
+      block(key, min(key + size, round_up(stop, COLUMNS)), max(start, key), min(stop, key + size), stop);
+  }
+
+ private:
+  // A block of keys [first, end) in whole panels, of which some row sees [start, stop). Later blocks reach `last_stop`.
+  void block(int64_t first, int64_t end, int64_t start, int64_t stop, int64_t last_stop) {
+    const Element *k = k_ + start * call_.k_strides.row, *v = v_ + start * call_.v_strides.row;
+    const int64_t count = stop - start, offset = start - first;
+    Prefetcher values(v, call_.v_strides.row, call_.value_dim, count);
+    for_rows(plan_.rows, Scores{*this, k, values, count, offset});
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      float *scores = scratch_.scores + row * DECODE_STRIDE;
+      for (int64_t i = 0; i < offset; i++) scores[i] = 0;
+      for (int64_t i = offset + count; i < end - first; i++) scores[i] = 0;
+    }
+    const Element *next_k = k + count * call_.k_strides.row;
+    Prefetcher keys(next_k, call_.k_strides.row, call_.head_dim, min(last_stop - stop, plan_.block));
+    const bool good = block_finite(v, count, end - first, keys);
+    if (!good) exclude_nonfinite_keys(k, v, count, offset);
+    switch (required_statistics(call_)) {
+      case Statistics::NONE: update_block<Statistics::NONE>(first, end); break;
+      case Statistics::WEIGHTS: update_block<Statistics::WEIGHTS>(first, end); break;
+      case Statistics::DISTANCES: update_block<Statistics::DISTANCES>(first, end); break;
+    }
+    if (good) for_rows(plan_.rows, Values<Element>{*this, v, keys, call_.v_strides.row, count, offset});
+    else for_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
+  }
+
+  struct Scores {
+    const DecodePass &pass;
+    const Element *k;
+    Prefetcher &prefetcher;
+    int64_t count, offset;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void run(int64_t row) const {
+      const Call &call = pass.call_;
+      const int64_t depth = pass.plan_.depth;
+      multiply_keys<COUNT>(pass.scratch_.q + row * depth, depth, k, call.k_strides.row, call.head_dim, count,
+                           prefetcher, pass.scratch_.scores + row * DECODE_STRIDE + offset);
+    }
+  };
+
+  template <class Value>
+  struct Values {
+    const DecodePass &pass;
+    const Value *v;
+    Prefetcher &prefetcher;
+    int64_t stride, count, offset;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void run(int64_t row) const {
+      const DecodeScratch &scratch = pass.scratch_;
+      const int64_t width = pass.plan_.width;
+      add_values<COUNT>(scratch.scores + row * DECODE_STRIDE + offset, scratch.factors + row, v, stride, count,
+                        pass.call_.value_dim, prefetcher, pass.sums_ + row * width, width);
+    }
+  };
+
+  // Whether the keys and values of the block are finite. The score of a finite query and another key is not finite.
+  bool block_finite(const Element *v, int64_t count, int64_t padded, Prefetcher &prefetcher) const {
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const bool bad_query = call_.head_dim > 0 && scratch_.q[row * plan_.depth] != scratch_.q[row * plan_.depth];
+      if (!bad_query && !all_finite(scratch_.scores + row * DECODE_STRIDE, padded)) return false;
+    }
+    return rows_finite(v, call_.v_strides.row, count, call_.value_dim, prefetcher);
+  }
+
+  // Scores of a key that is not finite, in k or v, become NaN, and its value becomes 0, as in pack_keys.
+  void exclude_nonfinite_keys(const Element *k, const Element *v, int64_t count, int64_t offset) const {
+    for (int64_t key = 0; key < count; key++) {
+      const Element *value = v + key * call_.v_strides.row;
+      const bool good = row_finite(k + key * call_.k_strides.row, call_.head_dim) && row_finite(value, call_.value_dim);
+      float *copy = scratch_.values + key * plan_.width, *scores = scratch_.scores + offset + key;
+      for (int64_t x = 0; x < call_.value_dim; x++) copy[x] = good ? to_float(value + x) : 0.f;
+      for (int64_t row = 0; row < plan_.rows && !good; row++) scores[row * DECODE_STRIDE] = NOT_A_NUMBER;
+    }
+  }
+
+  // Turn the scores of a block into weights.
+  template <Statistics STATISTICS>
+  void update_block(int64_t first, int64_t end) {
+    const float *special = nullptr;
+    if (STATISTICS != Statistics::NONE && call_.special_keys_weight) {
+      special = scratch_.special;
+      const uint8_t *flags = call_.special_keys + batch_ * call_.keys;
+      for (int64_t key = first; key < end; key++)
+        scratch_.special[key - first] = key < call_.keys && flags[key] ? 1.f : 0.f;
+    }
+    const bool terms = call_.softcap > 0 || call_.bias || call_.visible;
+    for (int64_t row = 0; row < plan_.rows; row++) {
+      const Query &query = scratch_.queries[row];
+      const bool plain = !terms && query.start <= first && query.stop >= end;
+      float *scores = scratch_.scores + row * DECODE_STRIDE;
+      scratch_.factors[row] =
+          update_row<STATISTICS>(call_, query, rows_[row], scores, first, end, plain, special, no_narrow_copy);
+    }
+  }
+
+  const Call &call_;
+  const DecodePlan &plan_;
+  const DecodeScratch &scratch_;
+  const int64_t batch_;
+  SoftmaxRow *const rows_;  // (rows)
+  float *const sums_;       // (rows, width)
+  int64_t first_head_;
+  const Element *k_, *v_;
+};
+
+// ---------------------------------------------------------------- the pass
+
+// Merge the parts of one row of a kv head, and write its results.
+template <class Element>
+void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts, int64_t kv_head,
+                        int64_t row) {
+  const int64_t first = kv_head * plan.parts * plan.rows + row;
+  SoftmaxRow &merged = parts.rows[first];
+  float *total = parts.sums + first * plan.width;
+  for (int64_t part = 1; part < plan.parts; part++) {
+    const int64_t index = first + part * plan.rows;
+    const MergeFactors factors = merge_rows(call, merged, parts.rows[index]);
+    if (factors.later == 0 && factors.earlier == 1) continue;
+    const float *later = parts.sums + index * plan.width;
+    for (int64_t x = 0; x < plan.width; x++) total[x] = total[x] * factors.earlier + later[x] * factors.later;
+  }
+  const int64_t head = kv_head % call.kv_heads * (call.heads / call.kv_heads) + row / call.queries;
+  write_row_results<Element>(call, merged, kv_head / call.kv_heads, head, row % call.queries, total);
+}
+
+template <class Element>
+void decode_all(const Call &call, char *workspace) {
+  const DecodePlan plan(call);
+  const DecodeParts parts(plan, workspace);
+  const int64_t thread_bytes = DecodeScratch(plan, nullptr).bytes;
+  for (int64_t head = 0; head < plan.heads; head++) parts.remaining[head] = plan.parts;
+  const int64_t work = plan.heads * plan.rows * call.keys * (call.head_dim + call.value_dim);
+  run_parallel(work < MIN_PARALLEL_WORK ? 1 : call.threads, [&](Team &team) {
+    const DecodeScratch scratch(plan, workspace + parts.bytes + team.thread * thread_bytes);
+    team.for_each(plan.heads * plan.parts, [&](int64_t task) {
+      const int64_t kv_head = task / plan.parts, first = task % plan.parts * plan.part, row = task * plan.rows;
+      DecodePass<Element> pass(call, plan, scratch, kv_head, parts.rows + row, parts.sums + row * plan.width);
+      pass.attend(first, min(first + plan.part, call.keys));
+      // The thread that finishes the last part of a head merges all its parts, always in the same order, so that no
+      // thread has to wait.
+      if (__atomic_sub_fetch(&parts.remaining[kv_head], 1, __ATOMIC_ACQ_REL) > 0) return;
+      for (int64_t i = 0; i < plan.rows; i++) write_merged_parts<Element>(call, plan, parts, kv_head, i);
+    });
+  });
+}
+
+// Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay.
+// (bfloat16 has half as many bytes to read, and packed pairs may be multiplied without conversion.)
+bool decode_is_faster(const Call &call) { return call.queries <= (call.dtype == Dtype::BFLOAT16 ? 4 : 8); }
+
+int64_t decode_workspace(const Call &call) {
+  const DecodePlan plan(call);
+  return DecodeParts(plan, nullptr).bytes + call.threads * DecodeScratch(plan, nullptr).bytes;
+}
+void decode_run(const Call &call, char *workspace) {
+  call.dtype == Dtype::BFLOAT16 ? decode_all<Bfloat16>(call, workspace) : decode_all<float>(call, workspace);
+}
+
+}  // namespace

@@ -1,0 +1,63 @@
+// Matrix product of one register tile: TILE_ROWS rows by two vectors of columns, accumulated in registers.
+#pragma once
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t ROWS = TILE_ROWS, COLUMNS = 2 * LANES;  // of a register tile
+
+// C = A B of one tile. A is (ROWS, depth) with row stride `stride`, or its transpose where TRANSPOSED; B is a panel
+// (depth, COLUMNS) with row stride `b_stride`. Each row of C is passed to epilogue(row, left, right) as two vectors.
+template <bool TRANSPOSED, class Epilogue>
+INLINE void gemm_tile(const float *a, int64_t stride, const float *b, int64_t depth, Epilogue epilogue,
+                      int64_t b_stride = COLUMNS) {
+  Floats c[ROWS][2];
+#pragma GCC unroll 16
+  for (int64_t row = 0; row < ROWS; row++) c[row][0] = c[row][1] = (Floats){};
+  for (int64_t k = 0; k < depth; k++) {
+    const Floats left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
+#pragma GCC unroll 16
+    for (int64_t row = 0; row < ROWS; row++) {
+      const Floats x = broadcast(TRANSPOSED ? a[k * stride + row] : a[row * stride + k]);
+      c[row][0] += x * left;
+      c[row][1] += x * right;
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t row = 0; row < ROWS; row++) epilogue(row, c[row][0], c[row][1]);
+}
+
+#if BF16_DOT
+// sum + a[0] b[0] + a[1] b[1] for pairs of bfloat16, accumulated in float.
+INLINE Floats add_pairs(Floats sum, Words a, Words b) {
+#ifdef __AVX512BF16__
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else  // the same arithmetic without the instruction, so that it can be tested on every CPU
+  sum += (Floats)(a << 16) * (Floats)(b << 16);
+  return sum + (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
+#endif
+}
+
+// The same for bfloat16: A is (ROWS, depth) with an even depth, B a panel (depth / 2, COLUMNS, 2) of adjacent pairs.
+template <class Epilogue>
+INLINE void gemm_tile(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t depth, Epilogue epilogue) {
+  Floats c[ROWS][2];
+#pragma GCC unroll 16
+  for (int64_t row = 0; row < ROWS; row++) c[row][0] = c[row][1] = (Floats){};
+  for (int64_t k = 0; k < depth; k += 2) {
+    const Words left = load_as<Words>(b + k * COLUMNS), right = load_as<Words>(b + k * COLUMNS + 2 * LANES);
+#pragma GCC unroll 16
+    for (int64_t row = 0; row < ROWS; row++) {
+      uint32_t pair;
+      memcpy(&pair, a + row * stride + k, 4);
+      const Words x = pair - (Words){};
+      c[row][0] = add_pairs(c[row][0], x, left);
+      c[row][1] = add_pairs(c[row][1], x, right);
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t row = 0; row < ROWS; row++) epilogue(row, c[row][0], c[row][1]);
+}
+#endif
+
+}  // namespace

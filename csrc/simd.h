@@ -1,0 +1,185 @@
+// Vectors of LANES floats: arithmetic by the vector extensions of GCC and Clang, intrinsics for other instructions.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float INF = __builtin_inff(), NOT_A_NUMBER = __builtin_nanf("");
+
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t ceil_div(int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; }
+INLINE int64_t round_up(int64_t count, int64_t multiple) { return ceil_div(count, multiple) * multiple; }
+
+// ---------------------------------------------------------------- memory
+
+template <class Vector, class Element>
+INLINE Vector load_as(const Element *from) {
+  Vector value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+INLINE Floats broadcast(float x) { return x - (Floats){}; }
+INLINE Floats load(const float *from) { return load_as<Floats>(from); }
+INLINE Floats load(const Bfloat16 *from) { return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16); }
+INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(load_as<Bytes>(from), Ints); }
+INLINE void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
+
+INLINE float to_float(const float *from) { return *from; }
+INLINE float to_float(const Bfloat16 *from) {
+  const uint32_t bits = (uint32_t)from->bits << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Rounded to the nearest bfloat16, ties to even; NaN stays NaN.
+INLINE Halves to_bfloat16(Floats value) {
+  const Words bits = (Words)value;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(value == value ? rounded : (Words){} + 0x7fc0, Halves);
+}
+INLINE void store(Bfloat16 *to, Floats value) {
+  const Halves halves = to_bfloat16(value);
+  __builtin_memcpy(to, &halves, sizeof halves);
+}
+INLINE void store_element(float *to, float value) { *to = value; }
+INLINE void store_element(Bfloat16 *to, float value) { to->bits = to_bfloat16(broadcast(value))[0]; }
+
+// ---------------------------------------------------------------- comparison
+
+INLINE Floats select(Ints where, Floats a, Floats b) { return where ? a : b; }
+INLINE Ints index_from(int64_t first) {  // first, first + 1, ...
+  Ints index;
+  for (int lane = 0; lane < LANES; lane++) index[lane] = lane;
+  return index + (int32_t)first;
+}
+INLINE Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
+INLINE bool finite(float x) { return x - x == 0; }
+
+// The larger of a and b; b where one of them is NaN.
+INLINE Floats maximum(Floats a, Floats b) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8 && defined(__AVX__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif LANES == 4 && defined(__SSE__)
+  return (Floats)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+INLINE bool any(Ints where) {
+#if LANES == 16 && defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)where, (__m512i)where) != 0;
+#elif LANES == 8 && defined(__AVX__)
+  return !_mm256_testz_si256((__m256i)where, (__m256i)where);
+#else
+  int32_t result = 0;
+  for (int lane = 0; lane < LANES; lane++) result |= where[lane];
+  return result != 0;
+#endif
+}
+
+// ---------------------------------------------------------------- reductions over the lanes
+
+#if defined(__SSE3__) || LANES == 4
+typedef float Quad __attribute__((vector_size(16)));
+#endif
+
+INLINE float sum(Floats x) {
+#if LANES == 16 && defined(__AVX512F__)
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  Quad quad = (Quad)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  return (quad[0] + quad[1]) + (quad[2] + quad[3]);
+#elif LANES == 8 && defined(__AVX__)
+  Quad quad = (Quad)_mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  return (quad[0] + quad[1]) + (quad[2] + quad[3]);
+#else
+  float total = 0;
+  for (int lane = 0; lane < LANES; lane++) total += x[lane];
+  return total;
+#endif
+}
+
+INLINE float reduce_max(Floats x) {
+#if LANES == 16 && defined(__AVX512F__)
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  const __m128 quad = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 pair = _mm_max_ps(quad, _mm_movehl_ps(quad, quad));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+#elif LANES == 8 && defined(__AVX__)
+  const __m128 quad = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  const __m128 pair = _mm_max_ps(quad, _mm_movehl_ps(quad, quad));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+#else
+  float result = x[0];
+  for (int lane = 1; lane < LANES; lane++) result = x[lane] > result ? x[lane] : result;
+  return result;
+#endif
+}
+
+// ---------------------------------------------------------------- functions
+
+// 2^x for x below 128; exactly 0 for x <= -127; NaN stays NaN. The polynomial is a minimax fit with an error of 1.1e-7.
+INLINE Floats exp2(Floats x) {
+  x = maximum(broadcast(-127.f), x);
+  const Floats shifted = x + broadcast(12582912.f);  // 1.5 * 2^23: the last bits of the sum are x, rounded to an integer
+  const Floats rest = x - (shifted - broadcast(12582912.f));
+  Floats power = broadcast(0.001326472731307149f);
+  power = power * rest + broadcast(0.009671512991189957f);
+  power = power * rest + broadcast(0.05550733581185341f);
+  power = power * rest + broadcast(0.24022242426872253f);
+  power = power * rest + broadcast(0.6931470036506653f);
+  power = power * rest + broadcast(1.f);
+  return (Floats)((Ints)power + ((Ints)shifted << 23));
+}
+
+// tanh(x): near 0 a polynomial fit; elsewhere 1 - 2 / (e^2x + 1). NaN stays NaN.
+INLINE Floats tanh(Floats x) {
+  const Floats square = x * x;
+  Floats series = broadcast(-0.005679258611053228f);
+  series = series * square + broadcast(0.020618082955479622f);
+  series = series * square + broadcast(-0.05373398959636688f);
+  series = series * square + broadcast(0.1333138346672058f);
+  series = series * square + broadcast(-0.3333328068256378f);
+  const Floats near = x + x * square * series;
+  const Floats size = absolute(x);
+  const Floats capped = size > broadcast(10.f) ? broadcast(10.f) : size;  // tanh(10) is 1 in float
+  const Floats far = broadcast(1.f) - broadcast(2.f) / (exp2(capped * broadcast(2 * LOG2_E)) + broadcast(1.f));
+  const Floats signed_far = (Floats)((Ints)far | ((Ints)x & (int32_t)0x80000000));
+  return size < broadcast(0.625f) ? near : signed_far;
+}
+
+// A bijection of 32 bits whose output looks random: xor-shift and multiply, as in the finaliser of MurmurHash3.
+INLINE uint32_t mix_bits(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+INLINE Words mix_bits(Words x) {
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+}  // namespace
