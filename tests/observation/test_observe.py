@@ -179,7 +179,7 @@ class TestChoosing:
         with pytest.raises(ModelError) as caught, mh.observe(tower, layers=["layers.0", "reader.q_proj", 7]):
             tower(*inputs())
         assert str(caught.value) == (
-            "No layer that ran is called 'reader.q_proj' or 7. Choose among 0: layers.0, 1: layers.1, 2: reader."
+            "No layer that ran matches 'reader.q_proj' or 7. Choose among 0: layers.0, 1: layers.1, 2: reader."
         )
 
     @pytest.mark.parametrize("name", ["head", "layers.2", "block*"])
@@ -360,9 +360,9 @@ class TestRefusals:
         with pytest.raises(ModelError) as caught, mh.observe(Tower()):
             pass
         assert str(caught.value) == (
-            "No attention of Tower was heard: it did not run inside the context, or its layers compute their "
-            "attention themselves. Run the model inside it; watched are layers of multihead and Hugging Face models "
-            "that use AttentionInterface."
+            "No attention call of Tower was captured: it did not run inside the context, or its layers compute their "
+            "attention themselves. Run the model inside the context. Layers of multihead are recorded, and Hugging "
+            "Face models that use AttentionInterface."
         )
 
     def test_an_error_inside_the_context_is_not_hidden_by_one_at_its_end(self) -> None:

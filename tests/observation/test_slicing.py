@@ -24,6 +24,7 @@ from multihead.probes.tile import tile
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
+from tests.observation.recorded import Reader, ids
 from tests.watched import brute_force
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 6, 9
@@ -209,6 +210,31 @@ def test_a_padded_batch_is_measured_by_the_kernel_run_that_computes_it(name: str
             key = sample.statistics["largest_key"]
             assert torch.equal(sample.weights().gather(-1, key.clamp(min=0)[..., None])[..., 0], largest)
             assert torch.equal(key == -1, largest == 0)
+
+
+@needs_native
+@pytest.mark.parametrize("keep", ["cpu", "summary"])
+def test_special_tokens_of_a_padded_batch_are_measured_in_one_more_run_per_layer(keep: Any) -> None:
+    torch.manual_seed(0)
+    model, texts, lengths = Reader().eval(), ids(3, 9), (9, 4, 6)
+    special = tuple(texts[:, 2].tolist())
+    counting = patch.object(library, "run", side_effect=library.run)
+    with torch.no_grad(), counting as runs, mh.observe(model, keep=keep, special_ids=special) as found:
+        model(texts, lengths=lengths)
+    assert runs.call_count == 2 * len(found.layers)
+    with torch.no_grad(), mh.observe(model, special_ids=special) as expected:
+        for text, length in zip(texts, lengths, strict=True):
+            model(text[None, :length])
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.summary(), other.summary(), atol=1e-6, rtol=1e-5)
+
+
+@needs_native
+def test_a_sample_of_a_packed_batch_keeps_its_own_mask_alone() -> None:
+    layer, x = mh.MultiHeadAttention(16, 4), torch.randn(2, 9, 16)
+    with torch.no_grad(), mh.observe(layer) as record:
+        layer(x, lengths=(9, 4), mask=masks.Causal())
+    assert [one.segments[0].request.mask for one in record.layers[0].samples] == [masks.Causal(), masks.Causal()]
 
 
 @needs_native

@@ -108,7 +108,7 @@ def observe(
         record.name_tokens(tokenizer)
     elif special_ids:
         record.mark_special(special_ids)
-    recorder.refuse_unless_heard(root)
+    recorder.check_complete(root)
 
 
 def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_pool: object) -> None:

@@ -251,12 +251,12 @@ class Record:
         caption += f" of up to {many(tokens, 'token')}" if tokens else ""
         return caption + ("" if self.keeps_weights else "; statistics only" if tokens else "; sums only")
 
-    def add(self, layer: LayerRecord, sample: SampleRecord) -> None:
-        """Note that a sample's newest call has been seen."""
+    def add(self, layer: LayerRecord, samples: Iterable[SampleRecord]) -> None:
+        """Add the newest call of each of some samples of a layer."""
         if layer not in self.layers:
             self.layers.append(layer)
         if layer.running_summary is None:
-            self.calls.append((sample, len(sample.calls) - 1))
+            self.calls += [(sample, len(sample.calls) - 1) for sample in samples]
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record into one safetensors file, whole or not at all.

@@ -1,4 +1,4 @@
-"""Hear every attention call of a model, find whose it is and what it goes on from, and note it."""
+"""Record every attention call: which layer made it, and which earlier call it continues."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall, AttentionRequest
+from multihead.call import AttentionCall, AttentionRequest, CallOrigin
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
 from multihead.kernels.dense_tile import without_tensors
-from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
 from multihead.observation.record import Record
 from multihead.observation.slicing import SampleSpans, cut, moved_together, part_of, sliceable, spans, without_queries
-from multihead.observation.token_ids import read_ids
+from multihead.observation.token_ids import Ids, read_ids
 from multihead.parts import Part
 from multihead.probes.context import Pool, ProbeContext
-from multihead.probes.probe import Need, Probe
-from multihead.probes.statistics import from_kernel, of_call, possible, without_positions
+from multihead.probes.probe import Need, Parts, Probe
+from multihead.probes.statistics import from_kernel, of_call, possible, token_parts, without_positions
 from multihead.probes.tile import tile
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import Rows, Segment, grow_keys, kept
+from multihead.record.segments import Rows, Segment, grow_keys, kept, kept_rows
 from multihead.record.summaries import Measured, queries_that_count
 from multihead.scores.bias import values_of, with_values
 
@@ -36,17 +35,17 @@ OF_TOKENS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
 
 
 @dataclass(eq=False)
-class _Last:
-    """What is left of the last call of a layer, to tell whether the next one goes on from it.
+class _PreviousCall:
+    """State of a layer's previous call, used to detect that the next one continues it (cached decoding).
 
-    Fields:
+    Attributes:
         batch: number of samples.
-        query_stop: place behind its last query, in the sequence.
+        query_stop: position after its last query, in the sequence.
         keys: number of its keys.
-        edge: (2, batch, kv_heads, head_dim), its first key, and its last query's (in cross-attention its last); None
-            where a cache says what goes on from what.
-        samples: where its samples were noted.
-        leads: a sample: place of its first key in the sequence.
+        edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
+            last key); None if a cache of this library tells which call continues which.
+        samples: the records of its samples.
+        key_starts: per sample, the position of its first key in the sequence.
     """
 
     batch: int
@@ -54,12 +53,26 @@ class _Last:
     keys: int
     edge: Tensor | None
     samples: list[SampleRecord] = field(default_factory=list)
-    leads: list[int] = field(default_factory=list)
+    key_starts: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
+        """Keep what is needed of a call whose first key has the position `offset`."""
+        request, shape = call.request, call.request.shape
+        if request.continued is not None:
+            return _PreviousCall(shape.batch, 0, shape.key_length, None)
+        start = 0 if isinstance(request.query_start, Tensor) else request.query_start
+        stop = int(offset) + start + shape.query_length
+        if not shape.key_length:
+            return _PreviousCall(shape.batch, stop, 0, None)
+        last = -1 if crosses else min(stop - int(offset), shape.key_length) - 1
+        edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
+        return _PreviousCall(shape.batch, stop, shape.key_length, edge)
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Hears every call, finds whose it is and what it goes on from, and notes it."""
+    """A listener that adds every attention call of a model to a record."""
 
     record: Record
     names: dict[int, str]
@@ -72,11 +85,11 @@ class Recorder:
     map_pool: Pool
     root: nn.Module
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _last: dict[tuple[str, object], _Last] = field(default_factory=dict)  # of each layer and text
+    _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # per layer and text
     _counts: dict[str, int] = field(default_factory=dict)
     _pass: int = -1
-    _places: SampleSpans | None = None  # of the last call in this pass
-    _pass_goes_on: bool = False  # whether self-attention in this pass went on from a cache
+    _spans: SampleSpans | None = None  # of the previous call in this forward pass
+    _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     @property
     def wanted(self) -> frozenset[Part]:
@@ -86,151 +99,162 @@ class Recorder:
         )
 
     def hear(self, call: AttentionCall) -> None:
-        """Take note of one call."""
-        owner = None if call.request.origin is None else call.request.origin.layer
-        if owner is None or id(owner) not in self.names:
-            return
-        name = self.names[id(owner)]
-        with torch.no_grad():
-            self._hear(call, owner, name, self._numbered(name))
+        """Add a call to the record if a layer of the model made it."""
+        origin = call.request.origin
+        if origin is not None and id(origin.layer) in self.names:
+            with torch.no_grad():
+                self._record(call, origin)
 
-    def _numbered(self, name: str) -> str:
-        """Number the calls of one layer within a forward pass of the model."""
-        if self.inputs.passes != self._pass or not self.inputs.running:
-            self._pass, self._pass_goes_on, self._places = self.inputs.passes, False, None
-            self._counts.clear()
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
-
-    def _hear(self, call: AttentionCall, owner: nn.Module, name: str, full: str) -> None:
-        request, told, continued = call.request, huggingface.origin(), call.request.continued
-        offset: int | Tensor = told.key_offset if told is not None else 0
-        crosses = huggingface.crosses(owner, name)
+    def _record(self, call: AttentionCall, origin: CallOrigin) -> None:
+        request, module, continued = call.request, origin.layer, origin.continued
+        name = self._numbered(self.names[id(module)])
+        model_call = huggingface.origin()
+        offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
+        crosses = huggingface.crosses(module, self.names[id(module)])
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
-        last = self._last.get((full, None if continued is None else continued.text))
-        goes_on = last is not None and self._goes_on(call, last, offset, crosses=crosses)
-        self._pass_goes_on |= goes_on and not crosses
-        running_summary = RunningSummary(request.shape.num_heads) if self.keep == "summary" else None
-        layer = self._layers.setdefault(
-            full, LayerRecord(full, running_summary=running_summary, number=len(self._layers))
-        )
-        chosen = self.layer_filter.takes(full, layer.number)
+        sequence = name, None if continued is None else continued.text
+        previous = self._previous.get(sequence)
+        if previous is not None and not self._continues(call, previous, offset, crosses=crosses):
+            previous = None
+        self._pass_continues |= previous is not None and not crosses
+        if name not in self._layers:
+            summary = RunningSummary(request.shape.num_heads) if self.keep == "summary" else None
+            self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers))
+        layer = self._layers[name]
         if crosses and not request.mask.uses_positions:
-            # Queries have no place among the keys of another sequence: they are counted from its beginning.
-            start: int | Tensor = last.query_stop if goes_on and last is not None else 0
+            # Queries have no position among the keys of another sequence: they are counted from its beginning.
+            start: int | Tensor = 0 if previous is None else previous.query_stop
             if continued is not None and continued.position is not None:
                 start = continued.position
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), without_positions(call.attended))
-        now = _noted(call, offset, crosses=crosses)
-        if goes_on and last is not None:
-            now.samples, now.leads = last.samples, last.leads
-        self._last[full, None if continued is None else continued.text] = now
-        if chosen:
-            self._note(call, owner, layer, now, offset, goes_on=goes_on, crosses=crosses, name=name)
+        state = _PreviousCall.of(call, offset, crosses=crosses)
+        if previous is not None:
+            state.samples, state.key_starts = previous.samples, previous.key_starts
+        self._previous[sequence] = state
+        if self.layer_filter.takes(name, layer.number):
+            self._add(call, module, layer, state, offset, first=previous is None, crosses=crosses)
 
-    def _goes_on(self, call: AttentionCall, last: _Last, offset: int | Tensor, *, crosses: bool) -> bool:
-        """Tell whether a call goes on from the last one of its layer: the same keys, and more."""
+    def _numbered(self, name: str) -> str:
+        """Number the calls of one layer within a forward pass of the model."""
+        if self.inputs.passes != self._pass or not self.inputs.running:
+            self._pass, self._pass_continues, self._spans = self.inputs.passes, False, None
+            self._counts.clear()
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
+
+    def _continues(self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, crosses: bool) -> bool:
+        """Whether a call continues the previous one of its layer: it has the same keys, and more."""
         request = call.request
         if request.continued is not None:
-            # A key that is added in front has no place among others once the first ones of the text are forgotten.
+            # A key added in front has no position among the others once the first keys of the text are dropped.
             return not request.mask.leading_keys or not bool(torch.as_tensor(offset).any())
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
-        if request.packed_lengths is not None or last.edge is None or not request.shape.key_length:
+        if request.packed_lengths is not None or previous.edge is None or not request.shape.key_length:
             return False
-        if request.shape.batch != last.batch or request.k.shape[1::2] != last.edge.shape[2:]:
+        if request.shape.batch != previous.batch or request.k.shape[1::2] != previous.edge.shape[2:]:
             return False
         first, keys = request.k[:, :, 0], request.shape.key_length
         if crosses:
-            alike = keys == last.keys and (self._pass_goes_on or request.shape.query_length == 1)
-            return alike and torch.equal(torch.stack([first, request.k[:, :, -1]]), last.edge)
+            same = keys == previous.keys and (self._pass_continues or request.shape.query_length == 1)
+            return same and torch.equal(torch.stack([first, request.k[:, :, -1]]), previous.edge)
         begin = offset + request.query_start
         index = begin - 1 - offset
-        if begin != last.query_stop or not 0 <= index < keys:
+        if begin != previous.query_stop or not 0 <= index < keys:
             return False
-        return torch.equal(request.k[:, :, index], last.edge[1])
+        return torch.equal(request.k[:, :, index], previous.edge[1])
 
-    def _note(
+    def _add(
         self,
         call: AttentionCall,
-        owner: nn.Module,
+        module: nn.Module,
         layer: LayerRecord,
-        now: _Last,
+        state: _PreviousCall,
         offset: int | Tensor,
         *,
-        goes_on: bool,
+        first: bool,
         crosses: bool,
-        name: str,
     ) -> None:
-        """Cut a call into its samples, measure each, and add it to the record."""
-        told = huggingface.origin()
-        real = _real_queries_of_cache(call.request)
-        if told is not None:
-            real = self._real_queries(call, name, told.key_offset)
-        padding = None if told is None else told.padding
-        offsets = torch.as_tensor(offset).expand(call.request.shape.batch).tolist()
-        ids = read_ids(self.inputs, call.request, name, crosses=crosses)
-        if not goes_on:
-            now.samples, now.leads = [], []
-        if self._places is None or not self._places.fits(call.request, real, padding):
-            found = spans(call.request, queries=real, keys=padding)
-            self._places = SampleSpans(without_tensors(call.request), real, padding, found)
-        found = self._places.found
-        starts = []
-        for index, span in enumerate(found):
-            place = offsets[span.sample] + span.keys[0]
-            if not goes_on:
-                now.leads.append(place)
-                now.samples.append(self._blank(layer.name, crosses=crosses))
-                if layer.running_summary is None:
-                    layer.samples.append(now.samples[-1])
-            ids.add_to(now.samples[index], span, index, offsets[span.sample] - now.leads[index])
-            starts.append(place - now.leads[index] if call.request.packed_lengths is None else 0)
-        if not goes_on and self._is_measured(call, found, now.samples, real):
-            self._add_together(layer, now.samples, call, self._places)
+        """Slice a call into its samples, measure each, and add it to the record."""
+        request, name = call.request, self.names[id(module)]
+        model_call = huggingface.origin()
+        real = _real_queries_of_cache(request)  # (batch, queries) bool, False for padding, or None
+        if model_call is not None:
+            real = self._real_queries(request, name, model_call.key_offset)
+        padding = None if model_call is None else model_call.padding
+        if self._spans is None or not self._spans.fits(request, real, padding):
+            found = spans(request, queries=real, keys=padding)
+            self._spans = SampleSpans(without_tensors(request), real, padding, found)
+        found = self._spans.found
+        offsets = [offset] * request.shape.batch if isinstance(offset, int) else offset.tolist()
+        if first:
+            kept_tensors = self.keep in ("cpu", "device")
+            state.samples, state.key_starts = [], [offsets[span.sample] + span.keys[0] for span in found]
+            for _ in found:
+                sample = SampleRecord(layer.name, self.map_size, self.map_pool, crosses=crosses)
+                if kept_tensors:
+                    sample.q, sample.k = Rows(2), Rows(2)
+                state.samples.append(sample)
+            if layer.running_summary is None:
+                layer.samples += state.samples
+        ids = read_ids(self.inputs, request, name, crosses=crosses)
+        for index, (sample, span) in enumerate(zip(state.samples, found, strict=True)):
+            ids.add_to(sample, span, index, offsets[span.sample] - state.key_starts[index])
+        parts = self._parts_of_batch(call, self._spans, ids, real) if first else None
+        if parts is not None:
+            self._add_batch(layer, state.samples, call, self._spans, parts)
         else:
-            for sample, span, start in zip(now.samples, found, starts, strict=True):
+            for sample, span, key_start in zip(state.samples, found, state.key_starts, strict=True):
                 alone = cut(call, span)
                 if real is not None:
                     alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-                self._add(layer, sample, alone, start, owner, first=not goes_on)
-        for sample in now.samples:
-            self.record.add(layer, sample)
+                start = 0 if request.packed_lengths is not None else offsets[span.sample] + span.keys[0] - key_start
+                self._add_sample(layer, sample, alone, start, module, first=first)
+        self.record.add(layer, state.samples)
 
-    def _is_measured(
-        self, call: AttentionCall, found: list[Span], samples: list[SampleRecord], real: Tensor | None
-    ) -> bool:
-        """Whether the kernel measured all that is wanted of every sample, and no padding stands between its queries."""
-        request, at_hand = call.request, call.attended.statistics
+    def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: Ids, real: Tensor | None) -> Parts | None:
+        """Return the parts of all probes, measured for the whole batch; None if samples must be measured alone.
+
+        The kernel measured what needs q and k alone. Weights on special tokens and sinks are measured here. Samples
+        are measured alone if the kernel did not run, if a part needs more, if a part of the whole call is not that of
+        each sample, or if there is padding between the queries of a sample.
+        """
+        request, measured = call.request, call.attended.statistics
         if real is not None:
-            lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
+            lengths = torch.tensor([stop - first for first, stop in (span.queries for span in places.found)])
             if not torch.equal(real.sum(1).cpu(), lengths):
-                return False
-        crosses = any(sample.crosses for sample in samples)
+                return None
         known: set[Need] = {"values", "output_weight", "sets"}
         if request.sinks is not None:
             known.add("sinks")
-        if any(sample.keys_read.ids is not None for sample in samples):
+        if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.special_ids else {"ids"}
         wanted = frozenset[Part]().union(
             *(
                 probe.parts
                 for probe in self.probes
-                if probe.needs <= known and not (crosses and probe.parts & OF_TOKENS)
+                if probe.needs <= known and not (ids.crosses and probe.parts & OF_TOKENS)
             )
         )
-        return all(wanted == sliceable(request, span, at_hand) & wanted for span in found)
+        missing = wanted - measured.keys()
+        if missing:
+            more = token_parts(call, missing, ids.marks(self.special_ids))
+            if more is None:
+                return None
+            measured = {**measured, **more}
+        if any(wanted - sliceable(request, span, measured) for span in places.found):
+            return None
+        return moved_together(measured, places.found)
 
-    def _add_together(
-        self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, places: SampleSpans
+    def _add_batch(
+        self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, places: SampleSpans, parts: Parts
     ) -> None:
-        """Add a call that begins all its samples, and that the kernel has measured whole: a few steps for the batch."""
-        request, attended = call.request, call.attended
-        logsumexp, at_hand = attended.logsumexp.detach(), moved_together(attended.statistics, places.found)
+        """Add a call with which all its samples begin, in a few operations for the whole batch."""
+        request, logsumexp = call.request, call.attended.logsumexp.detach()
         statistics = {
-            probe.name: from_kernel(probe, at_hand, logsumexp) for probe in self.probes if probe.parts <= at_hand.keys()
+            probe.name: from_kernel(probe, parts, logsumexp) for probe in self.probes if probe.parts <= parts.keys()
         }
         if layer.running_summary is not None:
             real, positions, num_keys = places.queries
@@ -243,73 +267,63 @@ class Recorder:
             layer.running_summary.add(counted, samples=len(places.found))
             return
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        alike = [name for name, value in statistics.items() if value.dtype == logsumexp.dtype]
-        stacked = torch.stack([logsumexp, *(statistics[name] for name in alike)])  # (1 + names, batch, heads, queries)
+        names = tuple(name for name, value in statistics.items() if value.dtype == logsumexp.dtype)
+        others = {name: value.cpu() for name, value in statistics.items() if name not in names}
+        # (1 + names, batch, heads, queries): few large operations instead of many small ones
+        stacked = torch.stack([logsumexp, *(statistics[name] for name in names)])
         if not places.parts:
-            bare = self._bare(request, device)
+            bare = replace(self._bare(request, device), origin=request.origin)  # which says what is packed
             places.parts = [part_of(bare, span) for span in places.found]
-        parts = places.parts
-        if request.sinks is not None:  # which each layer has of its own
+        requests = places.parts
+        if request.sinks is not None:  # each layer has its own
             sinks = kept(request.sinks, device) if self.keep in ("cpu", "device") else None
-            parts = [replace(part, sinks=sinks) for part in parts]
-        # Where nothing is padding the samples share one copy: many small ones wait for the other threads many times.
-        shared = places.cover(request)
-        q, k = (kept(each, device) if shared and samples[0].q is not None else each for each in (request.q, request.k))
-        for sample, span, part in zip(samples, places.found, parts, strict=True):
-            one, rows = slice(span.sample, span.sample + 1), slice(*span.queries)
-            own = stacked[:, span.sample, :, rows]  # (1 + names, heads, rows)
-            own = own if shared else own.clone()
-            measured = dict(zip(alike, own[1:].unbind(), strict=True))
-            for name in statistics.keys() - measured.keys():
-                value = statistics[name][span.sample, :, rows]
-                measured[name] = value if len(samples) == 1 else value.clone()
-            own_q, own_k = q[one, :, rows], k[one, :, slice(*span.keys)]
-            if sample.k is not None:
-                sample.k.add(own_k if shared else kept(own_k, device))
-            own_q = own_q if shared else kept(own_q, device)
-            sample.add(
-                Segment(part),
-                own[:1].to(device),
-                {name: measured[name].cpu() for name in statistics},
-                None if sample.q is None else own_q,
-            )
+            requests = [replace(each, sinks=sinks) for each in requests]
+        if samples[0].q is not None:
+            of_q = kept_rows(request.q, [(span.sample, *span.queries) for span in places.found], device)
+            of_k = kept_rows(request.k, [(span.sample, *span.keys) for span in places.found], device)
+            for sample, q, k in zip(samples, of_q, of_k, strict=True):
+                sample.q, sample.k = Rows(2, [q]), Rows(2, [k])
+        for sample, span, each in zip(samples, places.found, requests, strict=True):
+            rows = slice(*span.queries)
+            own = stacked[:, span.sample, :, rows].clone()  # (1 + names, heads, rows)
+            rest = {name: value[span.sample, :, rows].clone() for name, value in others.items()}
+            sample.begin(Segment(each), own[:1].to(device), names, own[1:].cpu(), rest)
 
-    def _add(
+    def _add_sample(
         self,
         layer: LayerRecord,
         sample: SampleRecord,
         call: AttentionCall,
         key_start: int,
-        owner: nn.Module | None,
+        module: nn.Module,
         *,
         first: bool,
     ) -> None:
-        request = call.request
-        context = self._beside(sample, call, key_start, owner, first=first)
-        # A token of another text is not the query's own.
+        """Measure a call of one sample, and append it to its record; its first key has the index `key_start` there."""
+        context = self._context(sample, call, key_start, module, first=first)
+        # Tokens of another text are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.crosses and probe.parts & OF_TOKENS)]
-        found = of_call(call, possible(probes, request, context), context)
+        found = of_call(call, possible(probes, call.request, context), context)
         if "induction_mass" in found and key_start > 0:
-            found["induction_mass"] = found["induction_mass"] + _behind_dropped_key(sample, call, key_start)
-        device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        keeps = self.keep in ("cpu", "device")
-        request = replace(self._bare(request, device), query_start=int(request.query_start))
+            found["induction_mass"] = found["induction_mass"] + _after_dropped_key(sample, call, key_start)
+        device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
+        request = replace(self._bare(call.request, device), query_start=int(call.request.query_start))
         if sample.k is not None:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
-        if layer.running_summary is not None:  # the call is summed up and forgotten; the text so far is what goes on
+        if layer.running_summary is not None:  # only the token ids are kept until the next call
             target = SampleRecord(sample.name, self.map_size, crosses=sample.crosses, keys_read=sample.keys_read)
         target.add(
             Segment(request, key_start),
             kept(call.attended.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
-            kept(call.request.q, device) if keeps else None,
+            None if sample.q is None else kept(call.request.q, device),
         )
         if layer.running_summary is not None:
             layer.running_summary.add(target.measured(), samples=int(first))
 
     def _bare(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
-        """Leave out of a request what a record does not keep in it: q, k, v and its owner."""
+        """Return a request without what a record does not keep in it: q, k, v and the origin."""
         bias, keeps = request.bias, self.keep in ("cpu", "device")
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
             bias = None  # it hides no key, and nothing else of it is needed
@@ -326,10 +340,10 @@ class Recorder:
             origin=None,
         )
 
-    def _beside(
-        self, sample: SampleRecord, call: AttentionCall, start: int, owner: nn.Module | None, *, first: bool
+    def _context(
+        self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
     ) -> ProbeContext:
-        """Say what is known beside q and k of a call whose first key stands at `start`."""
+        """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
         shape = call.request.shape
         read, stop = sample.keys_read.ids, start + shape.key_length
         needs = frozenset[str]().union(*(probe.needs for probe in self.probes))
@@ -337,61 +351,52 @@ class Recorder:
         if read is not None and read.length >= stop and needs & {"ids", "special_keys"}:
             ids = read.between(start, stop)[None].to(shape.device)
             special = torch.isin(ids, torch.tensor(self.special_ids, device=shape.device)) if self.special_ids else None
-        if "output_weight" in needs and owner is not None:
+        if "output_weight" in needs:
             width = shape.num_heads * shape.value_dim
-            weight = output_weight(owner, self.root, self.names[id(owner)], width=width)
+            weight = output_weight(module, self.root, self.names[id(module)], width=width)
         return ProbeContext(
             special_keys=special,
             ids=ids,
             output_weight=weight,
-            # Of a later call the first key that its queries see need not be the first of the sample.
+            # In a later call the first key that its queries see may not be the first of the sample.
             first_key=None if first else -start,
             map_size=self.map_size,
             map_pool=self.map_pool,
         )
 
-    def _blank(self, name: str, *, crosses: bool) -> SampleRecord:
-        """Begin a sample."""
-        one = SampleRecord(name, self.map_size, self.map_pool, crosses=crosses)
-        if self.keep in ("cpu", "device"):
-            one.q, one.k = Rows(2), Rows(2)
-        return one
-
-    def _real_queries(self, call: AttentionCall, name: str, offset: int) -> Tensor | None:
-        """Tell which queries of a Hugging Face model's call are no padding: (batch, queries) bool, or None."""
-        tokens, shape = self.inputs.queries_of(name).tokens, call.request.shape
+    def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
+        """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""
+        tokens, shape = self.inputs.queries_of(name).tokens, request.shape
         if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
             return None
-        begin = offset + int(call.request.query_start)
-        if begin + shape.query_length > tokens.shape[1]:
-            begin = tokens.shape[1] - shape.query_length
+        begin = min(offset + int(request.query_start), tokens.shape[1] - shape.query_length)
         return tokens[:, begin : begin + shape.query_length].to(shape.device)
 
-    def refuse_unless_heard(self, model: nn.Module) -> None:
-        """Refuse a record in which something that was asked for is missing.
+    def check_complete(self, model: nn.Module) -> None:
+        """Check that every layer to be recorded was recorded.
 
         Raises:
-            ModelError: no call was heard, or a layer that was asked for is none.
+            ModelError: no attention call was captured, or an item of `layers` matches no layer that ran.
         """
         if not self._layers:
             raise ModelError(
-                f"No attention of {type(model).__name__} was heard: it did not run inside the context, or its layers "
-                "compute their attention themselves.",
-                "Run the model inside it; watched are layers of multihead and Hugging Face models that use "
+                f"No attention call of {type(model).__name__} was captured: it did not run inside the context, or its "
+                "layers compute their attention themselves.",
+                "Run the model inside the context. Layers of multihead are recorded, and Hugging Face models that use "
                 "AttentionInterface.",
             )
         missed = self.layer_filter.missed(list(self._layers))
         if missed:
             raise ModelError(
-                f"No layer that ran is called {' or '.join(repr(each) for each in missed)}.",
+                f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
 
 
-def _behind_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:
-    """Weigh the call's first key for the queries of the token before it, which a cache has dropped from the keys.
+def _after_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:
+    """Return the weight on the call's first key of queries whose token is that before it, which a cache has dropped.
 
-    Returns: (1, heads, queries), what is to be added to their `induction_mass`.
+    Returns: (1, heads, queries), to be added to their `induction_mass`.
     """
     ids, request = sample.keys_read.ids, call.request
     assert ids is not None
@@ -401,20 +406,8 @@ def _behind_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -
     return first * alike.to(first.device)
 
 
-def _noted(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _Last:
-    request, keys = call.request, call.request.shape.key_length
-    if request.continued is not None:
-        return _Last(request.shape.batch, 0, keys, None)
-    start = 0 if isinstance(request.query_start, Tensor) else request.query_start
-    stop = int(offset) + start + request.shape.query_length
-    if not keys:
-        return _Last(request.shape.batch, stop, keys, None)
-    edge = torch.stack([request.k[:, :, 0], request.k[:, :, -1 if crosses else min(stop - int(offset), keys) - 1]])
-    return _Last(request.shape.batch, stop, keys, edge.detach().clone())
-
-
 def _real_queries_of_cache(request: AttentionRequest) -> Tensor | None:
-    """Tell which queries of a call that goes through a cache are no padding: (batch, queries) bool, or None."""
+    """Return which queries of a call with a cache are not padding: (batch, queries) bool, or None if unknown."""
     if request.continued is None or request.continued.lengths is None:
         return None
     token = torch.arange(request.shape.query_length, device=request.shape.device)

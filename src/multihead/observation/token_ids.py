@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,19 @@ class Ids:
     keys: Tensor | None
     request: AttentionRequest
     crosses: bool
+
+    def marks(self, special_ids: Sequence[int]) -> Tensor | None:
+        """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
+        request, ids = self.request, self.keys if self.crosses else self.queries
+        if ids is None or not special_ids:
+            return None
+        if not self.crosses:
+            shape, lengths = request.shape, request.packed_lengths
+            if isinstance(request.query_start, Tensor) or request.query_start or shape.query_length != shape.key_length:
+                return None
+            if lengths is not None:
+                ids = torch.cat([row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)])[None]
+        return torch.isin(ids, torch.tensor(special_ids)).to(request.shape.device)
 
     def add_to(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
         """Append the ids of one sample to its record.

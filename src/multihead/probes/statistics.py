@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.kernels.native.statistics import FIRST_KEY
+from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.parts import Part
 from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import PROBES
@@ -257,6 +257,32 @@ def without_positions(attended: Attended) -> Attended:
     """Leave out the parts that depend on the positions of the queries among the keys."""
     kept = {part: value for part, value in attended.statistics.items() if part not in OF_POSITIONS}
     return replace(attended, statistics=kept)
+
+
+def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tensor | None) -> Parts | None:
+    """Measure the weight on special tokens and on sinks of a call that has run, for its whole batch.
+
+    Args:
+        call: the call.
+        parts: the parts that are missing.
+        special_keys: (batch, keys) bool, or None.
+
+    Returns: the parts, (batch, heads, queries) each; None if a part is another one, or the native kernel does not
+        support the call.
+    """
+    request, logsumexp = call.request, call.attended.logsumexp.detach()
+    if parts - {SPECIAL_KEYS, "sink_mass"} or (SPECIAL_KEYS in parts and special_keys is None):
+        return None
+    measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
+    if not from_native.supports(measured):
+        return None
+    found: dict[Part, Tensor] = {}
+    if SPECIAL_KEYS in parts:
+        found |= from_native.measure(measured, [SPECIAL_KEYS])
+    if "sink_mass" in parts and request.sinks is not None:
+        sinks = request.sinks.detach().to(measured.divisor.dtype)
+        found["sink_mass"] = (sinks[:, None] - measured.divisor).exp()
+    return found
 
 
 def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,6 +72,27 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
 def kept(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a contiguous copy, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def kept_rows(tensor: Tensor, spans: Sequence[tuple[int, int, int]], device: torch.device) -> list[Tensor]:
+    """Copy some rows of each sample of a batch, in one operation: one tensor (1, heads, rows, features) per span.
+
+    Args:
+        tensor: (batch, heads, rows, features), which a model may overwrite.
+        spans: (index of the sample, first row, row after the last) each.
+        device: where the copies are kept.
+    """
+    tensor = tensor.detach()
+    if sum(stop - start for _, start, stop in spans) == tensor.shape[0] * tensor.shape[2]:
+        whole = kept(tensor, device)  # without padding the samples share one copy
+        return [whole[sample : sample + 1, :, start:stop] for sample, start, stop in spans]
+    lengths = torch.tensor([stop - start for _, start, stop in spans], dtype=torch.int64)
+    firsts = torch.tensor([sample * tensor.shape[2] + start for sample, start, _ in spans], dtype=torch.int64)
+    before = lengths.cumsum(0) - lengths
+    row = (firsts - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+    row = row.to(tensor.device)
+    tokens = tensor.transpose(1, 2)[row // max(tensor.shape[2], 1), row % max(tensor.shape[2], 1)].to(device)
+    return [part.transpose(0, 1)[None] for part in tokens.split(lengths.tolist())]  # from (rows, heads, features)
 
 
 @dataclass(frozen=True, eq=False)
