@@ -11,7 +11,7 @@ import multihead as mh
 from multihead import masks
 from multihead.batch_dims import BatchDims
 from multihead.errors import ShapeError
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 LEADING = [(), (6,), (2, 3), (1, 2, 3)]
 
@@ -39,9 +39,9 @@ def test_each_function_gives_them_back(sizes: tuple[int, ...]) -> None:
     assert torch.equal(mh.attention(q, k, v, **options), output)
     assert logsumexp.shape == (*sizes, 4, 5)
     assert torch.equal(logsumexp.reshape(expected_logsumexp.shape), expected_logsumexp)
-    tile = mh.weights(q, k, **options, logsumexp=logsumexp, heads=1)
+    tile = mh.attention_weights(q, k, **options, logsumexp=logsumexp, heads=1)
     assert tile.shape == (*sizes, 1, 5, 7)
-    assert torch.equal(tile.reshape(len(expected), 1, 5, 7), mh.weights(*flat[:2], **flat_options, heads=1))
+    assert torch.equal(tile.reshape(len(expected), 1, 5, 7), mh.attention_weights(*flat[:2], **flat_options, heads=1))
     found = mh.statistics(q, k, **options, probes=("entropy", "received"))
     assert (found["entropy"].shape, found["received"].shape) == ((*sizes, 4, 5), (*sizes, 4, 7))
     assert mh.explain(q, k, v, **options) == mh.explain(*flat, **flat_options)
@@ -58,7 +58,7 @@ def test_a_bias_and_positions_may_come_in_the_leading_dimensions() -> None:
 
 def test_a_relative_bias_and_one_of_four_dimensions_speak_of_the_batch() -> None:
     q, k, v = tensors(2, 3)
-    relative, four = Relative(torch.randn(6, 4, 11)), torch.randn(6, 1, 5, 7)
+    relative, four = RelativeBias(torch.randn(6, 4, 11)), torch.randn(6, 1, 5, 7)
     for bias in (relative, four):
         expected = mh.attention(*tensors(6), bias=bias)
         assert torch.equal(mh.attention(q, k, v, bias=bias).reshape(expected.shape), expected)

@@ -19,7 +19,7 @@ def test_a_request_holds_what_was_checked_and_resolved() -> None:
     assert request.query_start == 2
     assert request.dropout == 0.25
     assert request.shape.value_dim == 8
-    assert (request.bias, request.softcap, request.sinks, request.owner, request.packed_lengths) == (None,) * 5
+    assert (request.bias, request.softcap, request.sinks, request.origin) == (None,) * 4
     assert request.wanted == frozenset()
 
 

@@ -11,7 +11,7 @@ import torch
 import multihead as mh
 from multihead import functional, masks
 from multihead.errors import ArgumentError, ShapeError
-from multihead.functional import attention, attention_with_logsumexp, explain, request_of, statistics, weights
+from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.plan.bounds import key_bounds
 from multihead.plan.rectangles import rectangles
 from tests import oracle
@@ -32,22 +32,22 @@ def test_a_flag_never_changes_what_is_returned() -> None:
 
 
 def test_every_option_is_given_by_name() -> None:
-    for function in (attention, attention_with_logsumexp, explain, weights, statistics):
+    for function in (attention, attention_with_logsumexp, explain, attention_weights, statistics):
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-        positional = 2 if function in (weights, statistics) else 3
+        positional = 2 if function in (attention_weights, statistics) else 3
         by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}  # the latter to reject unknown names
         assert set(kinds[positional:]) == by_name
 
 
 def test_the_face_exports_these_functions() -> None:
-    for name in ("attention", "attention_with_logsumexp", "explain", "weights", "statistics"):
+    for name in ("attention", "attention_with_logsumexp", "explain", "attention_weights", "statistics"):
         assert getattr(mh, name) is getattr(functional, name)
 
 
 @pytest.mark.parametrize("kernel", EACH)
 def test_the_weights_times_the_values_are_the_output(kernel: str) -> None:
     mask = masks.Causal() & masks.Lengths((100, 30))
-    whole = weights(Q, K, mask=mask) @ V.repeat_interleave(2, 1)
+    whole = attention_weights(Q, K, mask=mask) @ V.repeat_interleave(2, 1)
     assert torch.allclose(attention(Q, K, V, mask=mask, kernel=kernel), whole, atol=1e-6)
 
 
@@ -72,8 +72,8 @@ def test_where_the_first_query_stands_must_be_said_where_it_matters() -> None:
     with pytest.raises(ArgumentError) as refusal:
         attention(Q[:, :, :3], K, V, mask=masks.Lengths((5, 5)) & masks.Window(3))
     assert str(refusal.value) == (
-        "There are 3 queries and 100 keys, and the mask speaks of positions. "
-        'Say where the first one is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
+        "There are 3 queries and 100 keys, and the mask depends on positions. "
+        'Give the position of the first query: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
     )
     attention(Q[:, :, :3], K, V, mask=masks.Lengths((5, 5)))
 
@@ -99,7 +99,7 @@ def test_every_function_refuses_what_does_not_fit(function: Any) -> None:
     assert str(refusal.value) == "k has 100 keys and v has 99. Give every key its one value."
 
 
-@pytest.mark.parametrize("function", [weights, statistics])
+@pytest.mark.parametrize("function", [attention_weights, statistics])
 def test_looking_refuses_what_does_not_fit(function: Any) -> None:
     with pytest.raises(ShapeError) as refusal:
         function(Q, K[..., 1:])

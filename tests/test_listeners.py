@@ -9,7 +9,7 @@ import torch
 
 from multihead import functional, listeners
 from multihead.call import AttentionCall
-from multihead.functional import attention, explain, statistics, weights
+from multihead.functional import attention, attention_weights, explain, statistics
 
 Q, K, V = torch.randn(3, 1, 2, 4, 8).unbind()
 
@@ -41,7 +41,7 @@ def test_a_listener_hears_every_call_while_it_listens_and_none_after() -> None:
 def test_looking_at_weights_and_statistics_is_no_call() -> None:
     ear = Ear()
     with listeners.listen(ear):
-        weights(Q, K)
+        attention_weights(Q, K)
         statistics(Q, K)
         explain(Q, K, V)
     assert ear.heard == []

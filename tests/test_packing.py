@@ -51,22 +51,22 @@ def test_only_masks_of_differences_of_positions_let_samples_share_a_row(mask: ma
 def test_padding_joins_the_mask_with_the_lengths_of_queries_and_keys() -> None:
     x, memory = torch.zeros(2, 3, 1), torch.zeros(2, 4, 1)
     both = Padding.of(x, memory, (2, 3), (4, 1), together=False)
-    assert masks.picture(both.hiding(masks.Full()), queries=3, keys=4) == (
+    assert masks.picture(both.hide(masks.Full()), queries=3, keys=4) == (
         "■ ■ ■ ■   ■ · · ·\n■ ■ ■ ■   ■ · · ·\n· · · ·   ■ · · ·"
     )
     together = Padding.of(x, x, (2, 3), None, together=True)
-    assert masks.picture(together.hiding(masks.Causal())) == ("■ · · · ·\n■ ■ · · ·\n· · ■ · ·\n· · ■ ■ ·\n· · ■ ■ ■")
+    assert masks.picture(together.hide(masks.Causal())) == ("■ · · · ·\n■ ■ · · ·\n· · ■ · ·\n· · ■ ■ ·\n· · ■ ■ ■")
 
 
 @pytest.mark.parametrize(
     ("error", "lengths", "sentence"),
     [
-        (ArgumentError, (1.5, 2), "lengths is (1.5, 2). Give integers, one a sample."),
+        (ArgumentError, (1.5, 2), "lengths is (1.5, 2). Give integers, one per sample."),
         (ArgumentError, (2, 9), "lengths holds 9, and the batch is padded to 5 tokens. Give lengths from 0 to 5."),
         (
             ShapeError,
             (2, 3, 4),
-            "lengths has shape (3,), and the batch has 2 samples. Give one length a sample: shape (2,).",
+            "lengths has shape (3,), and the batch has 2 samples. Give one length per sample: shape (2,).",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from multihead.errors import ArgumentError, ShapeError
-from multihead.functional import weights
+from multihead.functional import attention_weights
 from multihead.heads import merge_heads, split_heads
 from multihead.qk_norm import QKNorm, QKNorms
 from tests.oracle import budget, difference
@@ -35,7 +35,7 @@ each = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 
 def made(kind: QKNorm, dtype: torch.dtype = torch.float64) -> QKNorms:
     """Norms whose every number is its own."""
-    norms = kind.made(HEADS, KV_HEADS, HEAD_DIM, dtype=dtype)
+    norms = kind.build(HEADS, KV_HEADS, HEAD_DIM, dtype=dtype)
     for parameter in norms.parameters():
         nn.init.uniform_(parameter, 0.5, 2.0)
     return norms
@@ -119,7 +119,7 @@ def test_with_l2_a_score_is_a_cosine_times_the_scale_of_its_head() -> None:
     q_normed, k_normed = norms(q, k)
     cosine = nn.functional.cosine_similarity(q[:, :, :, None], k.repeat_interleave(2, 1)[:, :, None], dim=-1)
     expected = (cosine * norms.scale[:, None, None]).softmax(-1)
-    torch.testing.assert_close(weights(q_normed, k_normed), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention_weights(q_normed, k_normed), expected, rtol=0, atol=1e-12)
 
 
 @each
@@ -179,12 +179,12 @@ def test_it_compiles_and_autocast_keeps_dtypes(kind: QKNorm) -> None:
 
 
 def test_parameters_begin_at_one_and_scales_where_they_are_told() -> None:
-    norms = QKNorm(over="all").made(HEADS, KV_HEADS, HEAD_DIM)
+    norms = QKNorm(over="all").build(HEADS, KV_HEADS, HEAD_DIM)
     assert {name: tuple(p.shape) for name, p in norms.named_parameters()} == {"q_weight": (32,), "k_weight": (16,)}
     assert all(bool((parameter == 1).all()) for parameter in norms.parameters())
-    norms = QKNorm("l2", initial_scale=7.0).made(HEADS, KV_HEADS, HEAD_DIM)
+    norms = QKNorm("l2", initial_scale=7.0).build(HEADS, KV_HEADS, HEAD_DIM)
     assert {name: parameter.tolist() for name, parameter in norms.named_parameters()} == {"scale": [7.0] * 4}
-    assert not list(QKNorm(learned=False).made(HEADS, KV_HEADS, HEAD_DIM).parameters())
+    assert not list(QKNorm(learned=False).build(HEADS, KV_HEADS, HEAD_DIM).parameters())
     nn.init.zeros_(norms.scale)  # type: ignore[arg-type]
     norms.reset_parameters()
     assert norms.scale is not None
@@ -193,14 +193,14 @@ def test_parameters_begin_at_one_and_scales_where_they_are_told() -> None:
 
 @each
 def test_norms_are_made_without_memory_and_filled_later(kind: QKNorm) -> None:
-    norms = kind.made(HEADS, KV_HEADS, HEAD_DIM, device="meta", dtype=torch.bfloat16)
+    norms = kind.build(HEADS, KV_HEADS, HEAD_DIM, device="meta", dtype=torch.bfloat16)
     assert all((p.device.type, p.dtype) == ("meta", torch.bfloat16) for p in norms.parameters())
     q, k = norms(*(x.to("meta", torch.bfloat16) for x in drawn()))
     assert (q.shape, k.dtype) == ((2, HEADS, LENGTH, HEAD_DIM), torch.bfloat16)
     norms = norms.to_empty(device="cpu").to(torch.float64)
     norms.reset_parameters()
     q, k = drawn()
-    fresh = kind.made(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    fresh = kind.build(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
     assert torch.equal(norms(q, k)[0], fresh(q, k)[0])
 
 

@@ -60,19 +60,22 @@ UNFIT = {
         {"q": (2, 0, 5, 64)},
         (
             "q has shape (2, 0, 5, 64), k (2, 2, 7, 64) and v (2, 2, 7, 32). "
-            "Give at least one head and one feature a head."
+            "Give at least one head, and at least one feature per head."
         ),
     ),
     "no key heads": (
         {"k": (2, 0, 7, 64), "v": (2, 0, 7, 32)},
         (
             "q has shape (2, 8, 5, 64), k (2, 0, 7, 64) and v (2, 0, 7, 32). "
-            "Give at least one head and one feature a head."
+            "Give at least one head, and at least one feature per head."
         ),
     ),
     "no features": (
         {"v": (2, 2, 7, 0)},
-        "q has shape (2, 8, 5, 64), k (2, 2, 7, 64) and v (2, 2, 7, 0). Give at least one head and one feature a head.",
+        (
+            "q has shape (2, 8, 5, 64), k (2, 2, 7, 64) and v (2, 2, 7, 0). "
+            "Give at least one head, and at least one feature per head."
+        ),
     ),
     "k and v of different heads": (
         {"k": (2, 2, 7, 64), "v": (2, 4, 7, 32)},
@@ -140,7 +143,7 @@ def test_what_is_no_tensor_is_refused() -> None:
     nothing: Any = None
     with pytest.raises(DtypeError) as refusal:
         AttentionShape.of(q, k, nothing)
-    assert str(refusal.value) == "v is a NoneType, and no tensor. Give torch tensors."
+    assert str(refusal.value) == "v is a NoneType, and must be a tensor. Give torch tensors."
 
 
 def resolve(query_start: Any, *, speaks: bool = True, queries: int = 3, keys: int = 5) -> int | Tensor:
@@ -164,29 +167,29 @@ def test_left_out_where_the_mask_uses_positions_it_is_refused_with_both_spelling
     with pytest.raises(ArgumentError) as refusal:
         resolve(None)
     assert str(refusal.value) == (
-        "There are 3 queries and 5 keys, and the mask speaks of positions. "
-        'Say where the first one is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
+        "There are 3 queries and 5 keys, and the mask depends on positions. "
+        'Give the position of the first query: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
     )
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("start", "query_start is 'start'. Give an int, a tensor with one int a sample, or \"end\"."),
-        (-1, 'query_start is -1. Give an int of 0 or more, one a sample, or "end".'),
-        (True, 'query_start is True. Give an int of 0 or more, one a sample, or "end".'),
-        (1.5, 'query_start is 1.5. Give an int of 0 or more, one a sample, or "end".'),
+        ("start", "query_start is 'start'. Give an int, a tensor with one int per sample, or \"end\"."),
+        (-1, 'query_start is -1. Give an int of 0 or more, one per sample, or "end".'),
+        (True, 'query_start is True. Give an int of 0 or more, one per sample, or "end".'),
+        (1.5, 'query_start is 1.5. Give an int of 0 or more, one per sample, or "end".'),
         (
             torch.tensor([1.0, 2.0]),
-            "query_start is a torch.float32 tensor of shape (2,). Give one int a sample: shape (2,).",
+            "query_start is a torch.float32 tensor of shape (2,). Give one int per sample: shape (2,).",
         ),
         (
             torch.tensor([1, 2, 3]),
-            "query_start is a torch.int64 tensor of shape (3,). Give one int a sample: shape (2,).",
+            "query_start is a torch.int64 tensor of shape (3,). Give one int per sample: shape (2,).",
         ),
         (
             torch.tensor([True, False]),
-            "query_start is a torch.bool tensor of shape (2,). Give one int a sample: shape (2,).",
+            "query_start is a torch.bool tensor of shape (2,). Give one int per sample: shape (2,).",
         ),
     ],
     ids=str,

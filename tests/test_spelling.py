@@ -56,7 +56,7 @@ def test_a_function_names_its_own_spelling(function: Callable[..., Any], name: s
     assert str(refusal.value) == f"{function.__name__} has no argument {name!r}. {mend}"
 
 
-@pytest.mark.parametrize("function", [mh.weights, mh.statistics])
+@pytest.mark.parametrize("function", [mh.attention_weights, mh.statistics])
 def test_so_do_the_functions_that_take_no_values(function: Callable[..., Any]) -> None:
     with pytest.raises(ArgumentError) as refusal:
         function(Q, Q, is_causal=True)
@@ -96,7 +96,7 @@ def test_an_argument_that_nobody_has_is_answered_with_all_there_are() -> None:
         ),
         (
             lambda: mh.MultiHeadAttention(16, 4, position_bias="alibi"),  # type: ignore[arg-type]
-            "position_bias is 'alibi'. Give for example position_bias=mh.scores.Alibi(num_heads), or None.",
+            "position_bias is 'alibi'. Give for example position_bias=mh.scores.ALiBi(num_heads), or None.",
         ),
         (
             lambda: mh.MultiHeadAttention(16, 4, scale="auto"),  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ LAYER(X, cache=CACHE)
             "index is 'ab'. Give integers, the old sample of each new one.",
         ),
         (
-            lambda: CACHE.extended(1, 2),  # type: ignore[arg-type]
+            lambda: CACHE.extend(1, 2),  # type: ignore[arg-type]
             DtypeError,
             "k is a int, and must be a tensor. Give (batch, kv_heads, new tokens, head_dim).",
         ),
@@ -200,12 +200,12 @@ LAYER(X, cache=CACHE)
             "x is a ndarray, and must be a tensor. Convert it: torch.as_tensor(x).",
         ),
         (
-            lambda: mh.weights(Q, Q, logsumexp=3.0),  # type: ignore[arg-type]
+            lambda: mh.attention_weights(Q, Q, logsumexp=3.0),  # type: ignore[arg-type]
             DtypeError,
             "logsumexp is a float. Give a tensor (batch, heads, queries).",
         ),
         (
-            lambda: mh.weights(Q, Q, heads="all"),  # type: ignore[arg-type]
+            lambda: mh.attention_weights(Q, Q, heads="all"),  # type: ignore[arg-type]
             ArgumentError,
             "heads holds 'all'. Give integers from 0 to 3, or a slice.",
         ),
@@ -231,7 +231,7 @@ def test_one_statistic_may_be_named_without_a_list() -> None:
 @pytest.mark.parametrize("heads", [torch.tensor([1, 3]), range(1, 4, 2), (1, -1)])
 def test_several_heads_may_be_any_integers(heads: Any) -> None:
     q = torch.randn(1, 4, 6, 8)
-    assert torch.equal(mh.weights(q, q, heads=heads), mh.weights(q, q)[:, [1, 3]])
+    assert torch.equal(mh.attention_weights(q, q, heads=heads), mh.attention_weights(q, q)[:, [1, 3]])
 
 
 CHOICES = [
@@ -248,7 +248,14 @@ def test_queries_and_keys_of_a_map_are_slices(chosen: Any, begin: str) -> None:
         LAYER(X)
     one, layer = seen.layers[0].sample(), seen.layers[0]
     message = f"{begin} for one, queries=slice(0, 64) for several in a row, and index the result for others."
-    for look in (one.weights, one.visible, one.map, layer.weights, layer.map, lambda **part: mh.weights(Q, Q, **part)):
+    for look in (
+        one.weights,
+        one.visible,
+        one.map,
+        layer.weights,
+        layer.map,
+        lambda **part: mh.attention_weights(Q, Q, **part),
+    ):
         for name in ("queries", "keys"):
             with pytest.raises(ArgumentError) as refusal:
                 look(**{name: chosen})
@@ -257,7 +264,7 @@ def test_queries_and_keys_of_a_map_are_slices(chosen: Any, begin: str) -> None:
 
 def test_a_map_is_not_read_backward() -> None:
     with pytest.raises(ArgumentError) as refusal:
-        mh.weights(Q, Q, keys=slice(4, 0, -1))
+        mh.attention_weights(Q, Q, keys=slice(4, 0, -1))
     assert str(refusal.value) == (
         "keys is slice(4, 0, -1), which goes backward. Give a slice with a step of 1 or more."
     )

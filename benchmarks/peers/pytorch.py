@@ -28,7 +28,7 @@ def multihead(trial: Trial) -> Contender:
     arguments: dict[str, Any] = {}
     if case.kind == "decoding":
         cache = KeyValueCache()
-        cache.extended(*trial.held)
+        cache.extend(*trial.held)
         arguments = {"cache": cache, "mask": masks.Causal()}
     elif case.kind == "cross":
         arguments = {"memory": trial.memory}

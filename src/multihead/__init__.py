@@ -14,6 +14,7 @@ _MODULES = {  # name -> the module that defines it
     "Record": "multihead.observation.record",
     "Rotary": "multihead.rotary",
     "attention": "multihead.functional",
+    "attention_weights": "multihead.functional",
     "attention_with_logsumexp": "multihead.functional",
     "explain": "multihead.functional",
     "merge_heads": "multihead.heads",
@@ -23,7 +24,6 @@ _MODULES = {  # name -> the module that defines it
     "statistics": "multihead.functional",
     "strict": "multihead.kernels.slow_paths",
     "unpack": "multihead.packing",
-    "weights": "multihead.functional",
 }
 _PACKAGES = ("compat", "errors", "export", "masks", "probes", "scores")
 
@@ -34,6 +34,7 @@ __all__ = [
     "Record",
     "Rotary",
     "attention",
+    "attention_weights",
     "attention_with_logsumexp",
     "compat",
     "errors",
@@ -49,7 +50,6 @@ __all__ = [
     "statistics",
     "strict",
     "unpack",
-    "weights",
 ]
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 from multihead import compat, errors, export, masks, probes, scores
 from multihead.cache import KeyValueCache
-from multihead.functional import attention, attention_with_logsumexp, explain, statistics, weights
+from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
 from multihead.heads import merge_heads, split_heads
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
@@ -17,6 +17,7 @@ __all__ = [
     "Record",
     "Rotary",
     "attention",
+    "attention_weights",
     "attention_with_logsumexp",
     "compat",
     "errors",
@@ -32,6 +33,5 @@ __all__ = [
     "statistics",
     "strict",
     "unpack",
-    "weights",
 ]
 __version__: str

@@ -1,4 +1,4 @@
-"""Take calls whose batch has any number of dimensions, or none, as calls with one, and give back what was given."""
+"""Flatten any leading batch dimensions into one, and restore them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from multihead.scores.bias import Bias
 
 
 class BatchDims(NamedTuple):
-    """The dimensions of a call before (heads, queries, head_dim); the mask speaks of them flattened, in their order.
+    """The dimensions before (heads, queries, head_dim); the mask of the call sees them flattened, in their order.
 
     >>> import torch
-    >>> leading = BatchDims((2, 3))
-    >>> batch = leading.joined("q", torch.zeros(2, 3, 8, 5, 16))
-    >>> batch.shape, leading.apart(batch).shape
+    >>> dims = BatchDims((2, 3))
+    >>> batch = dims.flatten("q", torch.zeros(2, 3, 8, 5, 16))
+    >>> batch.shape, dims.restore(batch).shape
     (torch.Size([6, 8, 5, 16]), torch.Size([2, 3, 8, 5, 16]))
     """
 
@@ -24,16 +24,16 @@ class BatchDims(NamedTuple):
 
     @staticmethod
     def of(q: Tensor) -> BatchDims | None:
-        """Return the leading dimensions of q where they are not one, or None: then there is nothing to do."""
+        """Return the leading dimensions of q, or None where there is exactly one and nothing to flatten."""
         if not isinstance(q, Tensor) or q.dim() == 4 or q.dim() < 3:
-            return None  # fewer than three are refused with the shape
+            return None  # with fewer than three dimensions the check of the shape raises
         return BatchDims(tuple(q.shape[:-3]))
 
-    def joined(self, name: str, tensor: Tensor) -> Tensor:
-        """Make one dimension of the leading ones.
+    def flatten(self, name: str, tensor: Tensor) -> Tensor:
+        """Flatten the leading dimensions: (*leading, ...) -> (batch, ...).
 
         Raises:
-            ShapeError: the tensor has others.
+            ShapeError: the tensor has other leading dimensions than q.
         """
         count = len(self.sizes)
         if tuple(tensor.shape[:count]) != self.sizes:
@@ -43,21 +43,21 @@ class BatchDims(NamedTuple):
             )
         return tensor.reshape(-1, *tensor.shape[count:]) if count else tensor[None]
 
-    def joined_bias(self, bias: Bias | None) -> Bias | None:
-        """Make one dimension of the leading ones of a bias, each of them 1 or that of q; four dimensions stay."""
+    def flatten_bias(self, bias: Bias | None) -> Bias | None:
+        """Flatten the leading dimensions of a bias, each of them 1 or that of q; a bias of four dimensions is kept."""
         count = len(self.sizes)
         if not isinstance(bias, Tensor) or bias.dim() != count + 3:
             return bias
         if all(size == 1 for size in bias.shape[:count]):
             return bias.reshape(1, *bias.shape[count:])
-        return self.joined("bias", bias.expand(*self.sizes, *bias.shape[count:]))
+        return self.flatten("bias", bias.expand(*self.sizes, *bias.shape[count:]))
 
-    def joined_start(self, query_start: int | Tensor | str | None) -> int | Tensor | str | None:
-        """Flatten the positions of the first queries, where they come in the leading dimensions."""
+    def flatten_start(self, query_start: int | Tensor | str | None) -> int | Tensor | str | None:
+        """Flatten the positions of the first queries where they have the leading dimensions."""
         if isinstance(query_start, Tensor) and tuple(query_start.shape) == self.sizes:
             return query_start.reshape(-1)
         return query_start
 
-    def apart(self, tensor: Tensor) -> Tensor:
-        """Give back the leading dimensions: (batch, ...) -> (*leading, ...)."""
+    def restore(self, tensor: Tensor) -> Tensor:
+        """Restore the leading dimensions: (batch, ...) -> (*leading, ...)."""
         return tensor.reshape(*self.sizes, *tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""What one attention call asks for, and what it gives."""
+"""The request of an attention call, and its result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from multihead.shapes import AttentionShape
 
 
 class Continued(NamedTuple):
-    """Where a call stands in a text that goes on from call to call.
+    """Position of this call in a sequence that spans several calls.
 
-    Fields:
-        text: what identifies the text, the same object in all calls that go on from one another.
-        key_start: how many keys of the text stand before the call's first one, an int or (batch,).
-        lengths: (batch,), how many queries of each sample are real; None = all.
-        position: where the first query stands among all queries, an int or (batch,), if the keys are those of another
+    Attributes:
+        text: identifies the sequence: the same object in all calls that continue one another.
+        key_start: number of keys of the sequence before the first one of this call, an int or (batch,).
+        lengths: (batch,), number of queries of each sample that are no padding; None = all.
+        position: index of the first query among all queries, an int or (batch,), where the keys are those of another
             sequence; else None.
     """
 
@@ -30,27 +30,40 @@ class Continued(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class CallOrigin:
+    """Where a call comes from. Only listeners need it; no kernel computes anything else with it than statistics.
+
+    Attributes:
+        layer: the module that made the call.
+        packed_lengths: (samples,), tokens per sample, where the one row of the batch holds packed samples; else None.
+        continued: position of the call in a sequence that a cache keeps; else None.
+    """
+
+    layer: nn.Module
+    packed_lengths: Tensor | None = None
+    continued: Continued | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionRequest:
-    """Everything that decides an attention call's result, checked and resolved.
+    """Everything that decides the result of an attention call, checked and resolved.
 
     scores = softcap(scale * q . k) + bias where the mask shows the key; a sink takes part in the softmax.
 
-    Fields:
+    Attributes:
         q: (batch, heads, queries, head_dim).
         k: (batch, kv_heads, keys, head_dim).
         v: (batch, kv_heads, keys, value_dim).
         shape: their sizes.
         mask: which keys each query may see.
-        scale: what q . k is multiplied by.
-        query_start: where the first query stands among the keys; a tensor has one a sample.
-        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a Relative; or None.
+        scale: factor of q . k.
+        query_start: position of the first query among the keys; a tensor has one per sample.
+        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys) or a RelativeBias; or None.
         softcap: c of c * tanh(scores / c), or None.
-        sinks: (heads,), a learned logit a head that takes weight and gives no value, or None.
+        sinks: (heads,), a learned logit per head that takes weight and has no value, or None.
         dropout: share of the weights dropped.
-        wanted: names of the statistics that somebody listens for.
-        owner: the module that asked, or None.
-        packed_lengths: (samples,), where the one row of the batch holds packed samples; else None.
-        continued: where the call stands in a text that a cache keeps; else None.
+        wanted: names of the statistics that the listeners want.
+        origin: where the call comes from, where a layer made it and somebody listens; else None.
     """
 
     q: Tensor
@@ -65,19 +78,27 @@ class AttentionRequest:
     sinks: Tensor | None = None
     dropout: float = 0.0
     wanted: frozenset[str] = frozenset()
-    owner: nn.Module | None = None
-    packed_lengths: Tensor | None = None
-    continued: Continued | None = None
+    origin: CallOrigin | None = None
+
+    @property
+    def packed_lengths(self) -> Tensor | None:
+        """(samples,), tokens per sample, where the one row of the batch is known to hold packed samples; else None."""
+        return None if self.origin is None else self.origin.packed_lengths
+
+    @property
+    def continued(self) -> Continued | None:
+        """Position of the call in a sequence that a cache keeps, where it is known; else None."""
+        return None if self.origin is None else self.origin.continued
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What a kernel gives back.
+    """The result of a kernel.
 
-    Fields:
+    Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf where no key is seen.
-        statistics: those of the wanted ones that the kernel had at hand.
+        statistics: those of the wanted ones that the kernel computed together with the output.
     """
 
     output: Tensor
@@ -87,7 +108,7 @@ class Attended:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call that has run: what was asked, and what came of it."""
+    """One call that has run: its request and its result."""
 
     request: AttentionRequest
     attended: Attended
@@ -97,9 +118,9 @@ class AttentionCall:
 class Work:
     """What a kernel will do for a request.
 
-    Fields:
-        cells: scores it computes, over batch and heads.
-        memory: bytes it holds at its peak beside q, k and v, gradients not counted.
+    Attributes:
+        cells: scores that it computes, over batch and heads.
+        memory: bytes that it holds at its peak besides q, k and v, gradients not counted.
     """
 
     cells: int

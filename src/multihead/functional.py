@@ -1,17 +1,17 @@
-"""Attention as functions: check, plan, choose, run, publish."""
+"""Attention as functions: check the arguments, plan the mask, choose a kernel, run it, publish the call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Never
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multihead import listeners
 from multihead.batch_dims import BatchDims
-from multihead.call import Attended, AttentionCall, AttentionRequest, Continued
+from multihead.call import Attended, AttentionCall, AttentionRequest, CallOrigin
 from multihead.errors import (
     ArgumentError,
     DtypeError,
@@ -21,13 +21,12 @@ from multihead.errors import (
     refuse_unless_slice,
 )
 from multihead.explanation import Explanation, explained
-from multihead.kernels.choose import KERNELS, choose
+from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
@@ -59,27 +58,27 @@ def attention(
 ) -> Tensor:
     """Multi-head attention: output_i = sum_j softmax_j(scale * q_i . k_j) v_j over the keys that query i may see.
 
-    A query that sees no key gives 0. What a query may not see does not reach it, not even NaN.
+    The output of a query that sees no key is 0. A key that a query may not see does not affect it, not even with NaN.
 
     Args:
-        q: (batch, heads, queries, head_dim); instead of the batch any number of dimensions, or none.
+        q: (batch, heads, queries, head_dim); any number of leading dimensions, or none, may replace the batch.
         k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
         v: (batch, kv_heads, keys, value_dim).
-        mask: which keys each query may see; of several leading dimensions it sees one batch, in their order.
-        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.Relative` where
+        mask: which keys each query may see; several leading dimensions are one batch for it, in their order.
+        bias: added to the scores, a tensor broadcasting to (batch, heads, queries, keys), or `scores.RelativeBias` if
             it depends on the distance only; -inf hides a key.
         softcap: c of c * tanh(scores / c), before the bias.
-        sinks: (heads,), a learned logit a head that takes weight and gives no value.
-        scale: what q . k is multiplied by, 1 / sqrt(head_dim) if None.
+        sinks: (heads,), a learned logit per head that takes weight and has no value.
+        scale: factor of q . k, 1 / sqrt(head_dim) if None.
         dropout: share of the weights dropped, 0 to 1.
-        query_start: where the first query stands among the keys: an int, one a sample, or "end".
-        kernel: the name of a kernel to insist on; None chooses the fastest that does not refuse.
+        query_start: position of the first query among the keys: an int, a tensor with one per sample, or "end".
+        kernel: the name of the kernel that must run; None chooses the fastest one that does not refuse.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Returns: (batch, heads, queries, value_dim), in the dtype of q.
 
     Raises:
-        ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
+        ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762, equation 1.
 
@@ -88,15 +87,10 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    if unknown:
-        refuse_unknown(attention, unknown, OF_FUNCTIONS)
-    leading = BatchDims.of(q)
-    if leading is not None:
-        (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
-        query_start = leading.joined_start(query_start)
-    request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    given = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    request, dims = _request(attention, unknown, q, k, v, *given)
     output = attend(request, kernel=kernel).output
-    return output if leading is None else leading.apart(output)
+    return output if dims is None else dims.restore(output)
 
 
 def attention_with_logsumexp(
@@ -114,9 +108,9 @@ def attention_with_logsumexp(
     kernel: str | None = None,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logsumexp of each query's scores, both differentiable.
+    """Compute attention and the logsumexp of each query's scores, both differentiable.
 
-    Takes what `attention` takes.
+    The arguments are those of `attention`.
 
     Returns: the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats,
         float32 (float64 for float64), -inf where a query sees no key.
@@ -127,20 +121,15 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
-    if unknown:
-        refuse_unknown(attention_with_logsumexp, unknown, OF_FUNCTIONS)
-    leading = BatchDims.of(q)
-    if leading is not None:
-        (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
-        query_start = leading.joined_start(query_start)
-    request = request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    given = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    request, dims = _request(attention_with_logsumexp, unknown, q, k, v, *given)
     attended = attend(request, kernel=kernel)
-    if leading is None:
+    if dims is None:
         return attended.output, attended.logsumexp
-    return leading.apart(attended.output), leading.apart(attended.logsumexp)
+    return dims.restore(attended.output), dims.restore(attended.logsumexp)
 
 
-def weights(
+def attention_weights(
     q: Tensor,
     k: Tensor,
     *,
@@ -167,7 +156,7 @@ def weights(
         sinks: see `attention`.
         scale: see `attention`.
         query_start: see `attention`.
-        logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first. It may be over
+        logsumexp: (batch, heads, queries) of the whole call if it is known; else it is computed first. It may be over
             more keys than k has.
         heads: which heads.
         queries: which queries.
@@ -179,22 +168,16 @@ def weights(
     Source: p_ij = exp(s_ij - L_i), with L the logsumexp over all keys; s and L in float64.
 
     >>> q, k = torch.randn(2, 1, 8, 100, 16).unbind()
-    >>> tile = weights(q, k, heads=3, queries=slice(0, 10), keys=slice(50, 100))
+    >>> tile = attention_weights(q, k, heads=3, queries=slice(0, 10), keys=slice(50, 100))
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
-    if unknown:
-        refuse_unknown(weights, unknown, OF_FUNCTIONS)
     refuse_unless_slice("queries", queries)
     refuse_unless_slice("keys", keys)
-    leading = BatchDims.of(q)
-    if leading is not None:
-        (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
-        query_start = leading.joined_start(query_start)
-        logsumexp = None if logsumexp is None else leading.joined("logsumexp", logsumexp)
-    request = request_of(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
-    tile = tiles.tile(request, _logsumexp(request, logsumexp), heads=heads, queries=queries, keys=keys)
-    return tile if leading is None else leading.apart(tile)
+    given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
+    request, dims = _request(attention_weights, unknown, q, k, None, *given)
+    tile = tiles.tile(request, _logsumexp(request, logsumexp, dims), heads=heads, queries=queries, keys=keys)
+    return tile if dims is None else dims.restore(tile)
 
 
 def statistics(
@@ -224,11 +207,11 @@ def statistics(
         sinks: see `attention`.
         scale: see `attention`.
         query_start: see `attention`.
-        logsumexp: (batch, heads, queries) of the whole call if you have it; else it is computed first.
+        logsumexp: (batch, heads, queries) of the whole call if it is known; else it is computed first.
         v: (batch, kv_heads, keys, value_dim), for `contribution` and `output_norm`.
-        probes: names of statistics, or one, or what the functions of `multihead.probes` make; None = those of
-            `multihead.probes.DEFAULT` for which nothing is missing.
-        context: what some of them need beside q and k, such as which keys are special.
+        probes: names of statistics, or one, or probes made by the functions of `multihead.probes`; None = those of
+            `multihead.probes.DEFAULT` whose inputs are all known.
+        context: inputs of some statistics besides q and k, such as which keys are special.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Returns: a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
@@ -236,30 +219,29 @@ def statistics(
         int64.
 
     Raises:
-        ProbeError: a name is unknown, or a statistic needs what was not given, such as `special_mass` its keys.
+        ProbeError: a name is unknown, or an input of a statistic is missing, such as the keys of `special_mass`.
         ArgumentError: torch.jit.trace, make_fx or FakeTensorMode runs this code.
 
     >>> q, k = torch.zeros(2, 1, 2, 4, 8).unbind()
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
-    if unknown:
-        refuse_unknown(statistics, unknown, OF_FUNCTIONS)
     if traced() and not transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
             "cannot be read.",
             "Call it outside of them, on the tensors themselves.",
         )
-    leading = BatchDims.of(q)
-    if leading is not None:
-        (q, k), bias = _joined(leading, q, k), leading.joined_bias(bias)
-        query_start = leading.joined_start(query_start)
-        logsumexp = None if logsumexp is None else leading.joined("logsumexp", logsumexp)
-        v = None if v is None else leading.joined("v", v)
-    request = request_of(q, k, k if v is None else v, mask, bias, softcap, sinks, scale, 0.0, query_start)
-    found = _statistics(request, logsumexp, probes, context, has_values=v is not None)
-    return found if leading is None else {name: leading.apart(value) for name, value in found.items()}
+    given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
+    request, dims = _request(statistics, unknown, q, k, v, *given)
+    if probes is None:
+        chosen = measuring.possible(DEFAULT, request, context, has_values=v is not None)
+    else:
+        chosen = measuring.resolved(probes)
+        measuring.refuse_unless_possible(chosen, request, context, has_values=v is not None)
+    known = _logsumexp(request, logsumexp, dims)
+    found = measuring.measured(request, known, chosen, context, has_values=v is not None)
+    return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
 
 
 def explain(
@@ -277,9 +259,9 @@ def explain(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Explanation:
-    """Say which kernel a call would run, why others refuse it, what it skips and the memory it will take.
+    """Explain a call without computing it: its kernel, why others refuse it, the share it skips and its memory.
 
-    Takes what `attention` takes, and computes nothing.
+    The arguments are those of `attention`.
 
     >>> from multihead import masks
     >>> q = k = v = torch.zeros(1, 8, 1000, 64)
@@ -288,13 +270,51 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB beside q, k and v
     """
+    given = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    request, _ = _request(explain, unknown, q, k, v, *given)
+    return explained(request, kernel=kernel)
+
+
+def _request(
+    function: Callable[..., object],
+    unknown: dict[str, Never],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    mask: Mask,
+    bias: Bias | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    query_start: int | Tensor | str | None,
+) -> tuple[AttentionRequest, BatchDims | None]:
+    """Build the request of one of the functions above, with one batch dimension.
+
+    Args:
+        function: the function that was called, for the error about unknown arguments.
+        unknown: the arguments that it does not have.
+        q: see `attention`.
+        k: see `attention`.
+        v: see `attention`; None where a function takes no values.
+        mask: see `attention`; so are the other arguments.
+        bias: see `attention`.
+        softcap: see `attention`.
+        sinks: see `attention`.
+        scale: see `attention`.
+        dropout: see `attention`.
+        query_start: see `attention`.
+
+    Returns: the request, and the leading dimensions to restore, None where there was one batch dimension.
+    """
     if unknown:
-        refuse_unknown(explain, unknown, OF_FUNCTIONS)
-    leading = BatchDims.of(q)
-    if leading is not None:
-        (q, k, v), bias = _joined(leading, q, k, v), leading.joined_bias(bias)
-        query_start = leading.joined_start(query_start)
-    return explained(request_of(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start), kernel=kernel)
+        refuse_unknown(function, unknown, OF_FUNCTIONS)
+    dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.of(q)
+    if dims is not None:
+        q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
+        bias, query_start = dims.flatten_bias(bias), dims.flatten_start(query_start)
+    request = request_of(q, k, k if v is None else v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    return request, dims
 
 
 def request_of(
@@ -310,90 +330,93 @@ def request_of(
     query_start: int | Tensor | str | None = None,
     *,
     to_come: bool = False,
-    owner: nn.Module | None = None,
-    packed_lengths: Tensor | None = None,
-    continued: Continued | None = None,
+    mask_fits: bool = False,
+    origin: CallOrigin | None = None,
 ) -> AttentionRequest:
-    """Check what a caller gave and resolve what they left out; see `attention` for the arguments and errors.
+    """Build a request: check the arguments and resolve those that are missing; see `attention` for them.
 
-    Where more keys are `to_come`, the mask may speak of them; for the others see `AttentionRequest`.
+    Args:
+        q: see `attention`.
+        k: see `attention`.
+        v: see `attention`.
+        mask: see `attention`.
+        bias: see `attention`.
+        softcap: see `attention`.
+        sinks: see `attention`.
+        scale: see `attention`.
+        dropout: see `attention`.
+        query_start: see `attention`.
+        to_come: whether more keys follow in later calls (a cache), so that the mask may already speak of them.
+        mask_fits: whether the mask is known to fit the call.
+        origin: see `AttentionRequest`.
     """
     shape = AttentionShape.of(q, k, v)
-    check_is_mask(mask)
-    refuse_unless_share("dropout", dropout)
-    refuse_unless_scale(scale)
+    if not isinstance(mask, Mask):
+        check_is_mask(mask)
+    if dropout != 0.0 or type(dropout) is not float:
+        refuse_unless_share("dropout", dropout)
+    if scale is None:
+        scale = shape.head_dim**-0.5
+    else:
+        refuse_unless_scale(scale)
     if bias is not None:
         refuse_unless_bias_fits(bias, shape)
     if softcap is not None:
         refuse_unless_softcap(softcap)
     if sinks is not None:
         refuse_unless_sinks_fit(sinks, shape)
-    queries, keys = shape.query_length, shape.key_length
-    if not mask.hides_nothing:
-        mask.check_fits(CallSize(shape.batch, shape.num_heads, queries, keys, to_come))
-    start = resolved_query_start(
-        query_start, uses_positions=mask.uses_positions, batch=shape.batch, queries=queries, keys=keys
-    )
-    scale = shape.head_dim**-0.5 if scale is None else scale
-    nobody: frozenset[str] = frozenset()
-    return AttentionRequest(
-        q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, nobody, owner, packed_lengths, continued
-    )
+    batch, queries, keys = shape.batch, shape.query_length, shape.key_length
+    if not (mask_fits or mask.hides_nothing):
+        mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, to_come))
+    if query_start is None and (not mask.uses_positions or queries == keys):
+        start: int | Tensor = 0
+    elif type(query_start) is int and query_start >= 0:
+        start = query_start
+    else:
+        start = resolved_query_start(
+            query_start, uses_positions=mask.uses_positions, batch=batch, queries=queries, keys=keys
+        )
+    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, frozenset[str](), origin)
 
 
-def _joined(leading: BatchDims, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(leading.joined(name, tensor) for name, tensor in zip("qkv", tensors, strict=False))
+def attend(request: AttentionRequest, *, kernel: str | None = None, publish: bool = True) -> Attended:
+    """Compute a checked request.
 
-
-def attend(request: AttentionRequest, *, kernel: str | None = None) -> Attended:
-    """Walk a checked request through plan, choice, kernel and publication."""
-    if not listeners.listeners() or traced():  # no values, nothing to publish
-        return _run(request, kernel)
-    request = replace(request, wanted=listeners.wanted())
-    attended = _run(request, kernel)
-    listeners.publish(AttentionCall(request, attended))
+    Args:
+        request: the call.
+        kernel: the name of the kernel that must run, or None to have one chosen.
+        publish: whether the listeners receive the call.
+    """
+    heard = publish and bool(listeners.listeners()) and not traced()  # there are no values to publish in a trace
+    if heard:
+        request = replace(request, wanted=listeners.wanted())
+    bounds, chosen = plan(request, kernel=kernel)
+    if chosen.HANDLES_NONFINITE:
+        attended = chosen.attend(request, bounds)
+    else:
+        with without_autocast(request.shape.device):
+            cleaned, bad_rows = without_nonfinite(request, bounds)
+            attended = chosen.attend(cleaned, bounds)
+            if bad_rows is not None:
+                attended = restore_nan(attended, bad_rows)
+    if heard:
+        listeners.publish(AttentionCall(request, attended))
     return attended
 
 
-def _run(request: AttentionRequest, kernel: str | None = None) -> Attended:
-    """Plan, choose and compute, without telling anybody."""
-    bounds = bounds_of(request)
-    chosen = KERNELS[choose(request, bounds, kernel=kernel).name]
-    if chosen.HANDLES_NONFINITE:  # in code of its own, which autocast does not know either
-        return chosen.attend(request, bounds)
-    with without_autocast(request.shape.device):
-        cleaned, bad_rows = without_nonfinite(request, bounds)
-        attended = chosen.attend(cleaned, bounds)
-        return attended if bad_rows is None else restore_nan(attended, bad_rows)
-
-
-def _logsumexp(request: AttentionRequest, given: Tensor | None) -> Tensor:
-    """Return the logsumexp that was given, or compute it without telling any listener."""
+def _logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims | None) -> Tensor:
+    """Return the logsumexp that the caller knows, checked, or compute it without publishing the call."""
     shape = request.shape
-    if given is None:
+    if known is None:
         with torch.no_grad():
-            return _run(request).logsumexp
-    if not isinstance(given, Tensor):
-        raise DtypeError(f"logsumexp is a {type(given).__name__}.", "Give a tensor (batch, heads, queries).")
-    if tuple(given.shape) != (shape.batch, shape.num_heads, shape.query_length):
+            return attend(request, publish=False).logsumexp
+    if not isinstance(known, Tensor):
+        raise DtypeError(f"logsumexp is a {type(known).__name__}.", "Give a tensor (batch, heads, queries).")
+    if dims is not None:
+        known = dims.flatten("logsumexp", known)
+    if tuple(known.shape) != (shape.batch, shape.num_heads, shape.query_length):
         raise ShapeError(
-            f"logsumexp has shape {tuple(given.shape)}.",
+            f"logsumexp has shape {tuple(known.shape)}.",
             f"Give (batch, heads, queries) = {(shape.batch, shape.num_heads, shape.query_length)}.",
         )
-    return given.detach().to(working_dtype(shape.dtype))
-
-
-def _statistics(
-    request: AttentionRequest,
-    logsumexp: Tensor | None,
-    wanted: str | Probe | Iterable[str | Probe] | None,
-    context: ProbeContext,
-    *,
-    has_values: bool,
-) -> dict[str, Tensor]:
-    if wanted is None:
-        chosen = measuring.possible(DEFAULT, request, context, has_values=has_values)
-    else:
-        chosen = measuring.resolved(wanted)
-        measuring.refuse_unless_possible(chosen, request, context, has_values=has_values)
-    return measuring.measured(request, _logsumexp(request, logsumexp), chosen, context, has_values=has_values)
+    return known.detach().to(working_dtype(shape.dtype))

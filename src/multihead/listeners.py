@@ -1,4 +1,4 @@
-"""Who listens to attention calls, and what statistics they want."""
+"""The active listeners of attention calls, and the statistics that they want."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from multihead.tracing import runs_backward
 
 
 class Listener(Protocol):
-    """Somebody who hears of every attention call while they listen."""
+    """An object that receives every attention call while it is active."""
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Names of the statistics that a kernel may compute on the way."""
+        """Names of the statistics that a kernel should compute together with the output if it can."""
         ...
 
     def hear(self, call: AttentionCall) -> None:
-        """Take note of one call that has run."""
+        """Receive one call that has run."""
         ...
 
 
@@ -31,7 +31,7 @@ _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=(
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Let a listener hear of every call in this context, and in no other thread."""
+    """Publish every call in this context, and in no other thread, to a listener."""
     token = _listeners.set((*_listeners.get(), listener))
     try:
         yield
@@ -40,17 +40,17 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def listeners() -> tuple[Listener, ...]:
-    """Return who listens now; nobody does inside a compiled graph, which a ContextVar would break."""
+    """Return the active listeners; none inside a compiled graph, which a ContextVar would break."""
     return () if torch.compiler.is_compiling() else _listeners.get()
 
 
 def wanted() -> frozenset[str]:
-    """Return the union of what all listeners want."""
+    """Return the union of the statistics that all listeners want."""
     return frozenset[str]().union(*(listener.wanted for listener in listeners()))
 
 
 def publish(call: AttentionCall) -> None:
-    """Tell every listener of a call, once: not again where a backward pass computes a checkpointed one anew."""
+    """Pass a call to every listener; not again where a backward pass recomputes a checkpointed call."""
     if runs_backward():
         return
     for listener in listeners():

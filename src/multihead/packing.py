@@ -1,9 +1,10 @@
-"""Leave the padding of a batch out of what is computed: pack its tokens, and put results back in place."""
+"""Pack the tokens of a padded batch, so that no padding is computed, and restore the padding of the results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,21 +12,21 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Documents, Lengths, Mask
-from multihead.tracing import jit_traced, readable, traced
+from multihead.tracing import intercepted, jit_traced, readable, traced
 
 Side = Literal["right", "left"]
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the tokens of a padded batch stand; made by `pack`.
+    """The tokens of a padded batch; made by `pack`.
 
-    Fields:
-        lengths: (batch,), int64, tokens a sample.
-        index: (tokens,), int64, the place of each token in the flattened batch.
+    Attributes:
+        lengths: (batch,), int64, tokens of each sample.
+        index: (tokens,), int64, index of each token in the flattened batch.
         batch: number of samples.
         length: padded length.
-        side: on which side of the tokens the padding stands.
+        side: on which side of the tokens the padding is.
 
     >>> packing = Packing.of((2, 1), batch=2, length=3)
     >>> packed = packing.pack(torch.arange(6.0).view(2, 3, 1))
@@ -55,17 +56,17 @@ class Packing:
         """Find the tokens of a padded batch.
 
         Args:
-            lengths: tokens a sample, (batch,) ints or an integer tensor. On an accelerator a tensor makes the host
-                wait for it, since it says how many tokens there are; ints do not.
+            lengths: tokens of each sample, (batch,) ints or an integer tensor. On an accelerator the host waits for a
+                tensor, since the number of tokens depends on it; ints do not make it wait.
             batch: number of samples.
             length: padded length.
             device: where the batch is.
-            name: what the caller calls the lengths, for the errors.
-            side: on which side of the tokens the padding stands.
+            name: name of the lengths in the errors.
+            side: on which side of the tokens the padding is.
 
         Raises:
-            ArgumentError: a length is no integer, negative, or beyond the padded length, or there is no such side.
-            ShapeError: there is not one length a sample.
+            ArgumentError: a length is no integer, negative, or above the padded length, or there is no such side.
+            ShapeError: there is not one length per sample.
         """
         if side not in ("right", "left"):
             raise ArgumentError(f"padding_side is {side!r}.", 'Give "right" or "left".')
@@ -77,12 +78,12 @@ class Packing:
             lengths, where = tuple(lengths), torch.device("cpu")
             whole = all(isinstance(number, int) and not isinstance(number, bool) for number in lengths)
         if not whole:
-            raise ArgumentError(f"{name} is {lengths!r}.", "Give integers, one a sample.")
+            raise ArgumentError(f"{name} is {lengths!r}.", "Give integers, one per sample.")
         counts = torch.as_tensor(lengths, dtype=torch.int64, device=where)
         if tuple(counts.shape) != (batch,):
             raise ShapeError(
                 f"{name} has shape {tuple(counts.shape)}, and the batch has {batch} samples.",
-                f"Give one length a sample: shape ({batch},).",
+                f"Give one length per sample: shape ({batch},).",
             )
         if batch and readable(counts.device) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
             wrong = int(counts.min()) if int(counts.min()) < 0 else int(counts.max())
@@ -102,14 +103,14 @@ class Packing:
 
     @property
     def positions(self) -> Tensor:
-        """(1, tokens), int64: the place of each token in its sample, the first one's 0."""
+        """(1, tokens), int64: the position of each token in its sample, counted from 0."""
         place = self.index % self.length if self.length else self.index
         if self.side == "left":
             place = place - (self.length - self.lengths[self.index // self.length])
         return place[None]
 
     def pack(self, x: Tensor) -> Tensor:
-        """Take the tokens out of a padded batch: (batch, length, dim) -> (1, tokens, dim)."""
+        """Pack the tokens of a padded batch: (batch, length, dim) -> (1, tokens, dim)."""
         if tuple(x.shape[:2]) != (self.batch, self.length):
             raise ShapeError(
                 f"x has shape {tuple(x.shape)}, and was packed from {self.batch} samples of {self.length} tokens.",
@@ -118,12 +119,12 @@ class Packing:
         return x.flatten(0, 1).index_select(0, self.index)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Put tokens back in place, padding 0: (1, tokens, dim) -> (batch, length, dim)."""
+        """Unpack tokens into their padded batch, padding 0: (1, tokens, dim) -> (batch, length, dim)."""
         padded = x.new_zeros(self.batch * self.length, x.shape[-1])
         return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, x.shape[-1])
 
     def aligned(self) -> Packing:
-        """Let every sample begin at its first place, whatever side its padding stands on."""
+        """Return the same tokens with their padding on the right."""
         if self.side == "right":
             return self
         index = self.index // self.length * self.length + self.positions[0]
@@ -131,17 +132,17 @@ class Packing:
 
 
 def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "right") -> tuple[Tensor, Packing]:
-    """Take the tokens out of a padded batch, once for all layers that only look at one token at a time or know packing.
+    """Pack the tokens of a padded batch into one row, once for all layers.
 
-    Hand the tokens to `MultiHeadAttention` with `packing=`: its samples do not see each other, and no padding is
-    computed anywhere. Layers that take each token alone (norms, feed-forward) need nothing.
+    `MultiHeadAttention` takes the row with `packing=`: samples do not see each other, and no padding is computed.
+    Layers that compute each token alone (norms, feed-forward) take it as it is.
 
     Args:
         x: (batch, length, features), padded.
-        lengths: (batch,) tokens a sample, ints or an integer tensor.
-        padding_side: on which side of a sample's tokens its padding stands.
+        lengths: (batch,) tokens of each sample, ints or an integer tensor.
+        padding_side: on which side of a sample's tokens its padding is.
 
-    Returns: the tokens (1, tokens, features), sample after sample, and where they stood.
+    Returns: the tokens (1, tokens, features), sample after sample, and their places in the batch.
 
     Raises:
         ShapeError, ArgumentError: the lengths do not fit x.
@@ -160,11 +161,11 @@ def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "ri
 
 
 def unpack(tokens: Tensor, packing: Packing) -> Tensor:
-    """Put packed tokens back in place, padding 0.
+    """Unpack tokens into their padded batch, padding 0.
 
     Args:
         tokens: (1, tokens, features).
-        packing: where they stood.
+        packing: their places in the batch, as `pack` returns them.
 
     Returns: (batch, length, features).
 
@@ -181,7 +182,7 @@ def unpack(tokens: Tensor, packing: Packing) -> Tensor:
 
 
 def refuse_unless_packed(name: str, tokens: Tensor, packing: Packing) -> None:
-    """Refuse what are not the tokens of a packing."""
+    """Check that a tensor holds the tokens of a packing."""
     if not isinstance(packing, Packing):
         raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")
     if not isinstance(tokens, Tensor):
@@ -195,13 +196,13 @@ def refuse_unless_packed(name: str, tokens: Tensor, packing: Packing) -> None:
 
 
 def _places(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
-    """Return where the tokens of a padded batch stand when it is flattened: (tokens,) int64."""
+    """Return the indices of the tokens of a padded batch when it is flattened: (tokens,) int64."""
     column = torch.arange(length, device=lengths.device)
     inside = column >= (length - lengths)[:, None] if left else column < lengths[:, None]  # (batch, length)
     return inside.flatten().nonzero().flatten()
 
 
-# How many places there are is known only when the lengths are read: a graph takes the search as one operator.
+# The number of tokens is known only when the lengths are read: a graph contains the search as one operator.
 _operator = torch.library.custom_op("multihead::places", _places, mutates_args=())
 
 
@@ -211,24 +212,24 @@ def _(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an 
 
 
 class Padding(NamedTuple):
-    """How the padding of one layer call is left out, of projections and attention both.
+    """The padding of one layer call, which neither projections nor attention compute.
 
-    Fields:
-        rows: where the queries' tokens stand, or None if none is padding.
-        columns: where the keys' tokens stand, or None if none is padding.
+    Attributes:
+        rows: the tokens of the queries in their padded batch, or None if none is padding.
+        columns: the tokens of the keys in their padded batch, or None if none is padding.
         queries: padded number of queries.
         keys: padded number of keys.
-        together: whether the samples' tokens stay in one row through the attention, as documents.
-        packed: whether the input came as packed tokens, and the output is to stay so.
-        placed_rows: where the attention expects the queries' tokens: as rows, but from a sample's first place on.
-        placed_columns: where it expects the keys' tokens.
+        documents: where all samples stay packed in one row through the attention, the mask that separates them.
+        packed: whether the input came as packed tokens, and the output stays packed.
+        placed_rows: where the attention takes a right-padded batch: the tokens of the queries in it.
+        placed_columns: the same for the keys.
     """
 
     rows: Packing | None
     columns: Packing | None
     queries: int
     keys: int
-    together: bool
+    documents: Documents | None = None
     packed: bool = False
     placed_rows: Packing | None = None
     placed_columns: Packing | None = None
@@ -248,108 +249,146 @@ class Padding(NamedTuple):
         Args:
             x: (batch, queries, features).
             memory: (batch, keys, features).
-            lengths: (batch,) tokens a sample of x, or None.
-            memory_lengths: (batch,) tokens a sample of memory, or None.
-            together: whether the attention could take all samples in one row.
-            side: on which side of the tokens the padding stands.
+            lengths: (batch,) tokens of each sample of x, or None.
+            memory_lengths: (batch,) tokens of each sample of memory, or None.
+            together: whether the attention can take all samples in one row.
+            side: on which side of the tokens the padding is.
         """
-        if lengths is None and memory_lengths is None:
-            return _NO_PADDING
-        lengths = memory_lengths if memory is x and lengths is None else lengths
-        rows = _packing("lengths", lengths, x, side)
-        columns = rows if memory is x else _packing("memory_lengths", memory_lengths, memory, side)
-        return _placed(Padding(rows, columns, x.shape[1], memory.shape[1], together and rows is not None))
+        if memory is x:
+            lengths = memory_lengths if lengths is None else lengths
+            if isinstance(lengths, (tuple, list)) and set(map(type, lengths)) == {int} and not intercepted():
+                return _padding_of_ints(tuple(lengths), x.shape[0], x.shape[1], x.device, side, together)
+        rows = None if lengths is None else _packing("lengths", lengths, x, side)
+        if memory is x:
+            columns = rows
+        else:
+            columns = None if memory_lengths is None else _packing("memory_lengths", memory_lengths, memory, side)
+        documents = Documents(rows.lengths) if together and rows is not None else None
+        return _placed(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
 
     @staticmethod
     def of_packed(packing: Packing, *, together: bool) -> Padding:
-        """Take a batch that comes packed."""
-        return _placed(Padding(packing, packing, packing.length, packing.length, together, packed=True))
+        """Return the padding of a batch that comes packed."""
+        documents = Documents(packing.lengths) if together else None
+        return _placed(Padding(packing, packing, packing.length, packing.length, documents, packed=True))
 
     @property
     def packed_lengths(self) -> Tensor | None:
-        """(samples,), where the attention sees all samples in one row; else None."""
-        return self.rows.lengths if self.together and self.rows is not None else None
+        """(samples,), tokens per sample, where the attention takes all samples in one row; else None."""
+        return None if self.documents is None or self.rows is None else self.rows.lengths
 
     @property
     def positions(self) -> Tensor | None:
-        """(1, tokens), each token's place in its sample, where the attention sees all samples in one row; else None."""
-        return self.rows.positions if self.together and self.rows is not None else None
+        """(1, tokens), each token's position in its sample, where the attention takes all samples in one row."""
+        return None if self.documents is None or self.rows is None else self.rows.positions
 
-    def without(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Take padding out before the projections: what is NaN there must not reach a parameter's gradient."""
+    def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Drop the padding before the projections: NaN in it must not reach a parameter's gradient.
+
+        Returns: (1, tokens, features) each where there is padding, and what was passed where there is none.
+        """
         if self.packed:
             return x, memory, values
         x_tokens = x if self.rows is None else self.rows.pack(x)
-        memory_tokens = x_tokens if memory is x else _packed(memory, self.columns)
-        return x_tokens, memory_tokens, memory_tokens if values is memory else _packed(values, self.columns)
+        memory_tokens = x_tokens if memory is x else self._pack_keys(memory)
+        return x_tokens, memory_tokens, memory_tokens if values is memory else self._pack_keys(values)
 
-    def placed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Put projected tokens where the attention expects them: every sample from its first place on."""
-        if self.placed_rows is None and self.placed_columns is None:
+    def _pack_keys(self, memory: Tensor) -> Tensor:
+        return memory if self.columns is None else self.columns.pack(memory)
+
+    def place(
+        self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, cached: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Unpack projected tokens into a right-padded batch, unless the attention takes them packed.
+
+        Args:
+            x: (1, tokens, features), from which the queries are projected.
+            q: (1, tokens, width).
+            memory: (1, tokens, features), from which keys and values are projected.
+            k: (1, tokens, width).
+            v: (1, tokens, width).
+            cached: whether k and v come from a cache and have their places already.
+
+        Raises:
+            ShapeError: a projection gathers tokens of other processes, whose padding is not known here.
+        """
+        _check_as_long("q_proj", x, q, self.rows)
+        q = q if self.placed_rows is None else self.placed_rows.unpack(q)
+        if cached:
             return q, k, v
-        return self.placed_queries(q), self.placed_keys(k), self.placed_keys(v)
+        _check_as_long("k_proj", memory, k, self.columns)
+        if self.placed_columns is None:
+            return q, k, v
+        return q, self.placed_columns.unpack(k), self.placed_columns.unpack(v)
 
-    def placed_queries(self, q: Tensor) -> Tensor:
-        """Put projected queries where the attention expects them."""
-        return _unpacked(q, self.placed_rows)
-
-    def placed_keys(self, k: Tensor) -> Tensor:
-        """Put projected keys or values where the attention expects them."""
-        return _unpacked(k, self.placed_columns)
-
-    def hiding(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
+    def hide(self, mask: Mask, key_lengths: Tensor | None = None, keys: int | None = None) -> Mask:
         """Join a mask with the padding: padded keys are hidden, padded queries see nothing.
 
         Args:
-            mask: the caller's.
-            key_lengths: (batch,) how many keys of each sample are real, where they come from a cache.
-            keys: how many keys there are, where they come from a cache.
+            mask: the caller's mask.
+            key_lengths: (batch,), number of keys of each sample that are no padding, where they come from a cache.
+            keys: number of keys, where they come from a cache.
         """
+        if self.documents is not None:
+            return mask & self.documents
         if keys is None:
             keys, key_lengths = self.keys, None if self.columns is None else self.columns.lengths
         if self.rows is None:
             return mask if key_lengths is None else mask & Lengths(key_lengths)
-        if self.together:
-            return mask & Documents(self.rows.lengths)
         lengths = self.rows.lengths
-        seen = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
+        visible = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
         real = torch.arange(self.queries, device=lengths.device) < lengths[:, None]  # (batch, queries)
-        return mask & Lengths(torch.where(real, seen[:, None], 0))
+        return mask & Lengths(torch.where(real, visible[:, None], 0))
 
-    def taken(self, merged: Tensor) -> Tensor:
-        """Take the tokens out of the merged heads, before the output projection."""
-        return _packed(merged, self.placed_rows)
+    def drop_rows(self, merged: Tensor) -> Tensor:
+        """Drop the padding of the merged heads, before the output projection."""
+        return merged if self.placed_rows is None else self.placed_rows.pack(merged)
 
-    def restored(self, output: Tensor) -> Tensor:
-        """Put the output back in place: (batch, queries, features), 0 in padding; packed tokens stay packed."""
-        return output if self.packed else _unpacked(output, self.rows)
-
-
-_NO_PADDING = Padding(None, None, queries=0, keys=0, together=False)  # how many does not matter without padding
+    def restore(self, output: Tensor) -> Tensor:
+        """Restore the padding of the output as 0: (batch, queries, features); packed tokens stay packed."""
+        return output if self.packed or self.rows is None else self.rows.unpack(output)
 
 
-def _packing(name: str, lengths: Sequence[int] | Tensor | None, x: Tensor, side: Side) -> Packing | None:
-    if lengths is None:
-        return None
+NO_PADDING = Padding(None, None, queries=0, keys=0)  # how many there are does not matter without padding
+
+
+@lru_cache(maxsize=8)
+def _padding_of_ints(
+    lengths: tuple[int, ...],
+    batch: int,
+    length: int,
+    device: torch.device,
+    side: Side,
+    together: bool,  # noqa: FBT001
+) -> Padding:
+    """Return the padding of a self-attention. All layers of a model have the same: it is found once."""
+    with torch.inference_mode(mode=False):  # tensors made in inference mode could not be saved for a backward pass
+        rows = Packing.of(lengths, batch=batch, length=length, device=device, side=side)
+    return _placed(Padding(rows, rows, length, length, Documents(lengths) if together else None))
+
+
+def _packing(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
     return Packing.of(lengths, batch=x.shape[0], length=x.shape[1], device=x.device, name=name, side=side)
 
 
 def _placed(padding: Padding) -> Padding:
-    """Say where the attention expects the tokens too, once for queries, keys, values and the output."""
-    if padding.together:
+    """Add where the attention takes the tokens in a right-padded batch, unless it takes them packed."""
+    if padding.documents is not None:
         return padding
-    rows = _aligned(padding.rows)
-    columns = rows if padding.columns is padding.rows else _aligned(padding.columns)
+    rows = None if padding.rows is None else padding.rows.aligned()
+    if padding.columns is padding.rows:
+        columns = rows
+    else:
+        columns = None if padding.columns is None else padding.columns.aligned()
     return padding._replace(placed_rows=rows, placed_columns=columns)
 
 
-def _aligned(packing: Packing | None) -> Packing | None:
-    return None if packing is None else packing.aligned()
-
-
-def _packed(x: Tensor, packing: Packing | None) -> Tensor:
-    return x if packing is None else packing.pack(x)
-
-
-def _unpacked(x: Tensor, packing: Packing | None) -> Tensor:
-    return x if packing is None else packing.unpack(x)
+def _check_as_long(name: str, x: Tensor, projected: Tensor, packing: Packing | None) -> None:
+    if packing is None or projected.shape[1] == x.shape[1]:
+        return
+    raise ShapeError(
+        f"{name} was given {x.shape[1]} tokens and returns {projected.shape[1]}, and the padding is known for "
+        f"{x.shape[1]}.",
+        "Give every process all tokens where lengths or packing are given, or hide the padding with "
+        "mask=masks.Lengths(...).",
+    )

@@ -39,7 +39,7 @@ class QKNorm:
     Source: "rms" over a head: Qwen 3, arXiv:2505.09388; over all: OLMo 2, arXiv:2501.00656. "l2": arXiv:2010.04245,
         with a scale a head as in arXiv:2111.09883.
 
-    >>> norms = QKNorm("rms").made(8, 2, 64)
+    >>> norms = QKNorm("rms").build(8, 2, 64)
     >>> q, k = norms(torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64))
     >>> torch.allclose(q.norm(dim=-1), torch.tensor(8.0))
     True
@@ -63,7 +63,7 @@ class QKNorm:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ArgumentError(f"{name} is {value!r}.", "Give a number above 0.")
 
-    def made(
+    def build(
         self,
         num_heads: int,
         num_kv_heads: int,
@@ -77,7 +77,7 @@ class QKNorm:
 
 
 class QKNorms(nn.Module):
-    """The norms of one layer's queries and keys; `QKNorm.made` makes them.
+    """The norms of one layer's queries and keys; `QKNorm.build` makes them.
 
     Its parameters are `q_weight` and `k_weight`, (head_dim,) or (heads * head_dim,) each, or `scale`, (heads,).
     """

@@ -1,8 +1,8 @@
-"""Read the shape of an attention call off q, k and v once, and refuse what does not fit."""
+"""Read the sizes of an attention call from q, k and v, and check that they fit each other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import SymInt, Tensor
@@ -15,8 +15,7 @@ K_AXES = "(batch, kv_heads, keys, head_dim)"
 V_AXES = "(batch, kv_heads, keys, value_dim)"
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """The sizes of one attention call.
 
     >>> q, k, v = torch.zeros(2, 8, 5, 64), torch.zeros(2, 2, 7, 64), torch.zeros(2, 2, 7, 32)
@@ -37,12 +36,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """How many query heads share one key/value head."""
+        """The number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def cells(self) -> int:
-        """How many weights the whole score matrix has, over batch and heads."""
+        """The number of weights in the whole score matrix, over batch and heads."""
         return self.batch * self.num_heads * self.query_length * self.key_length
 
     @staticmethod
@@ -55,10 +54,16 @@ class AttentionShape:
             v: (batch, kv_heads, keys, value_dim).
 
         Raises:
-            DtypeError: no floating point tensors, or of different dtypes or devices.
+            DtypeError: they are no floating point tensors, or have different dtypes or devices.
             ShapeError: the sizes do not fit each other.
         """
-        _refuse_unless_alike(q, k, v)
+        if not (
+            type(q) is type(k) is type(v) is Tensor
+            and q.dtype is k.dtype is v.dtype
+            and q.is_floating_point()
+            and q.device == k.device == v.device
+        ):
+            _check_kinds(q, k, v)
         if not q.dim() == k.dim() == v.dim() == 4:
             for name, tensor, axes in (("q", q, Q_AXES), ("k", k, K_AXES), ("v", v, V_AXES)):
                 if tensor.dim() != 4:
@@ -71,7 +76,7 @@ class AttentionShape:
         if isinstance(batch, Tensor):  # a size that torch.jit.trace records
             with untraced():
                 shape = AttentionShape.of(q, k, v)
-            return replace(shape, batch=batch, query_length=queries, key_length=keys)
+            return shape._replace(batch=batch, query_length=queries, key_length=keys)
         if not batch == k_batch == v_batch:
             raise ShapeError(
                 f"q, k and v have batches of {batch}, {k_batch} and {v_batch} samples.",
@@ -84,7 +89,7 @@ class AttentionShape:
         if 0 in (heads, head_dim, kv_heads, value_dim):
             raise ShapeError(
                 f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}.",
-                "Give at least one head and one feature a head.",
+                "Give at least one head, and at least one feature per head.",
             )
         if kv_heads != v_heads:
             raise ShapeError(f"k has {kv_heads} heads and v has {v_heads}.", "Give k and v the same number of heads.")
@@ -102,29 +107,30 @@ class AttentionShape:
 def resolved_query_start(
     query_start: int | Tensor | str | None, *, uses_positions: bool, batch: int, queries: int, keys: int
 ) -> int | Tensor:
-    """Turn what the caller said of the first query's position into an int or one a sample.
+    """Resolve the position of the first query to an int, or to a tensor with one per sample.
 
     Args:
-        query_start: an int, a tensor (batch,), "end", or None where the lengths are equal.
-        uses_positions: whether the mask's meaning depends on it.
+        query_start: an int, a tensor (batch,), "end", or None where queries and keys are equally many.
+        uses_positions: whether the position changes what a query sees.
         batch: number of samples.
         queries: number of queries.
         keys: number of keys.
 
     Raises:
-        ArgumentError: it is left out where it matters, or out of range.
+        ArgumentError: it is missing where it matters, or out of range.
     """
     if query_start is None:
         if uses_positions and queries != keys:
             raise ArgumentError(
-                f"There are {queries} queries and {keys} keys, and the mask speaks of positions.",
-                'Say where the first one is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).',
+                f"There are {queries} queries and {keys} keys, and the mask depends on positions.",
+                "Give the position of the first query: query_start=0 (as torch's is_causal) or "
+                'query_start="end" (decoding).',
             )
         return 0
     if isinstance(query_start, str):
         if query_start != "end":
             raise ArgumentError(
-                f"query_start is {query_start!r}.", 'Give an int, a tensor with one int a sample, or "end".'
+                f"query_start is {query_start!r}.", 'Give an int, a tensor with one int per sample, or "end".'
             )
         start = keys - queries
         return start.expand(batch) if isinstance(start, Tensor) else start  # a tensor in torch.jit.trace
@@ -132,25 +138,19 @@ def resolved_query_start(
         if query_start.is_floating_point() or query_start.dtype == torch.bool or query_start.shape != (batch,):
             raise ArgumentError(
                 f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
-                f"Give one int a sample: shape ({batch},).",
+                f"Give one int per sample: shape ({batch},).",
             )
         return query_start
     if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:
-        raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one a sample, or "end".')
+        raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one per sample, or "end".')
     return query_start
 
 
-def _refuse_unless_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if (
-        type(q) is type(k) is type(v) is Tensor
-        and q.dtype is k.dtype is v.dtype
-        and q.is_floating_point()
-        and q.device == k.device == v.device
-    ):
-        return  # the usual case
+def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q, k and v are floating point tensors of one dtype on one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise DtypeError(f"{name} is a {type(tensor).__name__}, and no tensor.", "Give torch tensors.")
+            raise DtypeError(f"{name} is a {type(tensor).__name__}, and must be a tensor.", "Give torch tensors.")
         if not tensor.is_floating_point():
             raise DtypeError(
                 f"{name} has dtype {tensor.dtype}, and attention needs floating point.",
@@ -169,4 +169,5 @@ def _refuse_unless_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _either(words: list[str]) -> str:
+    """List head counts, for an error."""
     return f"{words[0]} head" if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]} heads"

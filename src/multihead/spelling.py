@@ -26,7 +26,7 @@ OF_FUNCTIONS = ELSEWHERE | {
     "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
     "attention_mask": 'mask=masks.Keep(attention_mask.bool(), "batch keys")',
     "enable_gqa": "k and v with fewer heads than q; no argument is needed",
-    "need_weights": "mh.weights(q, k), which computes the weights",
+    "need_weights": "mh.attention_weights(q, k), which computes the weights",
     "s_aux": "sinks=",
 }
 OF_LAYERS = ELSEWHERE | {

@@ -79,7 +79,7 @@ def stepwise(text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequenc
         rows = slice(first, first + count)
         part, first = text.part(rows), first + count
         cache.refuse_unless_remembered(mask)
-        held = cache.extended(part.k, part.v)
+        held = cache.extend(part.k, part.v)
         outputs.append(looked(part.q, held, of_rows(mask, rows, first)))
     return torch.cat(outputs, 2)
 
@@ -93,7 +93,7 @@ def stepwise_apart(
     for counts in chunks:
         part = text.apart(done, counts)
         alike = len(set(counts)) == 1
-        held = cache.extended(part.k, part.v, lengths=None if alike else torch.tensor(counts))
+        held = cache.extend(part.k, part.v, lengths=None if alike else torch.tensor(counts))
         found = looked(part.q.nan_to_num(0), held, mask)
         for sample, count in enumerate(counts):
             output[sample, :, done[sample] : done[sample] + count] = found[sample, :, :count]

@@ -23,7 +23,7 @@ def filled(*counts: int, **options: Any) -> tuple[Buffers, list[Held], Tensor]:
     options = {"capacity": None, "window": None} | options
     found = Buffers(tokens(1), tokens(1, dim=5), **options)
     keys = [tokens(count) for count in counts]
-    return found, [found.extended(k, tokens(k.shape[2], dim=5), None) for k in keys], torch.cat(keys, 2)
+    return found, [found.extend(k, tokens(k.shape[2], dim=5), None) for k in keys], torch.cat(keys, 2)
 
 
 @pytest.fixture(params=[{}, {"capacity": 400}, {"window": 6}], ids=str)
@@ -52,9 +52,9 @@ def test_what_was_handed_out_is_never_changed(options: dict[str, Any]) -> None:
     found, held, _ = filled(30, 1, 40, 1, 1, 200, 1, 90, 1, **options)
     copies = [(each.k.clone(), each.v.clone()) for each in held]
     for _ in range(10):
-        found.extended(tokens(1), tokens(1, dim=5), None)
+        found.extend(tokens(1), tokens(1, dim=5), None)
     found.crop(3)
-    found.extended(tokens(9), tokens(9, dim=5), None)
+    found.extend(tokens(9), tokens(9, dim=5), None)
     for each, (k, v) in zip(held, copies, strict=True):
         assert each.k.equal(k)
         assert each.v.equal(v)
@@ -71,14 +71,14 @@ def test_a_growing_buffer_doubles_and_a_capacity_stays() -> None:
 def test_behind_a_window_the_memory_does_not_grow_with_the_text() -> None:
     found, _, _ = filled(3, *[1] * 600, window=6)
     assert found.k.shape[2] == 2 * (6 + buffers.SPARE) + 1
-    found.extended(tokens(5000), tokens(5000, dim=5), None)
+    found.extend(tokens(5000), tokens(5000, dim=5), None)
     assert found.k.shape[2] == 2 * (6 + buffers.SPARE) + 1
     assert found.progress.position == 5603
 
 
 def test_places_not_yet_written_are_zeros() -> None:
     found, _, _ = filled(3)
-    held = found.extended(tokens(2), tokens(2, dim=5), torch.tensor([2, 0]))
+    held = found.extend(tokens(2), tokens(2, dim=5), torch.tensor([2, 0]))
     assert held.lengths is not None
     assert held.lengths.tolist() == [5, 3]
     assert not held.k[1, :, 3:].any()
@@ -88,18 +88,18 @@ def test_places_not_yet_written_are_zeros() -> None:
 def test_more_than_the_capacity_is_refused_and_nothing_is_written() -> None:
     found, _, keys = filled(4, capacity=5)
     with pytest.raises(ArgumentError) as refused:
-        found.extended(tokens(3), tokens(3, dim=5), None)
+        found.extend(tokens(3), tokens(3, dim=5), None)
     assert str(refused.value) == (
         "The cache has room for 5 tokens, and these would be 7. "
         "Make it larger, KeyValueCache(capacity=7), or begin anew: cache.reset()."
     )
-    assert found.extended(tokens(1), tokens(1, dim=5), None).k[:, :, :4].equal(keys)
+    assert found.extend(tokens(1), tokens(1, dim=5), None).k[:, :, :4].equal(keys)
 
 
 def test_padding_may_reach_beyond_the_capacity() -> None:
     found, _, keys = filled(4, capacity=5)
     new = tokens(3)
-    held = found.extended(new, tokens(3, dim=5), torch.tensor([1, 0]))
+    held = found.extend(new, tokens(3, dim=5), torch.tensor([1, 0]))
     assert held.k[0, :, 4].equal(new[0, :, 0])
     assert held.k[:, :, :4].equal(keys)
     assert not held.k[1, :, 4].any()
@@ -108,22 +108,22 @@ def test_padding_may_reach_beyond_the_capacity() -> None:
 def test_a_gradient_through_a_capacity_is_refused() -> None:
     found, _, _ = filled(4, capacity=9)
     with pytest.raises(ArgumentError) as refused:
-        found.extended(tokens(1, requires_grad=True), tokens(1, dim=5), None)
+        found.extend(tokens(1, requires_grad=True), tokens(1, dim=5), None)
     assert str(refused.value) == (
         "A gradient is asked of a cache with a capacity, which is written in place. Run it under torch.no_grad(), or "
         "use KeyValueCache(), which joins keys where gradients flow."
     )
     with torch.no_grad():
-        found.extended(tokens(1, requires_grad=True), tokens(1, dim=5), None)
+        found.extend(tokens(1, requires_grad=True), tokens(1, dim=5), None)
 
 
 def test_what_began_in_inference_mode_goes_on_outside_of_it(options: dict[str, Any]) -> None:
     with torch.inference_mode():
         found, _, keys = filled(3, **options)
-    held = found.extended(tokens(1), tokens(1, dim=5), None)
+    held = found.extend(tokens(1), tokens(1, dim=5), None)
     assert held.k[:, :, :3].equal(keys)
     with torch.inference_mode():
-        held = found.extended(tokens(1), tokens(1, dim=5), None)
+        held = found.extend(tokens(1), tokens(1, dim=5), None)
     assert held.k[:, :, :3].equal(keys)
 
 
@@ -131,7 +131,7 @@ def test_a_backward_pass_of_queries_alone_reads_keys_that_were_handed_out_before
     found, (held,), keys = filled(3, **options)
     q = torch.ones(2, 3, 1, 4, requires_grad=True)
     score = (q @ held.k.mT).sum()
-    found.extended(tokens(1), tokens(1, dim=5), None)
+    found.extend(tokens(1), tokens(1, dim=5), None)
     score.backward()
     assert q.grad is not None
     assert torch.allclose(q.grad[:, :, 0], keys.sum(2))
@@ -141,7 +141,7 @@ def test_a_call_that_a_backward_pass_computes_anew_is_refused() -> None:
     found, _, _ = filled(3)
 
     def call(k: Tensor) -> Tensor:
-        return found.extended(k, k.new_zeros(2, 3, 1, 5), None).k.sum().sin()
+        return found.extend(k, k.new_zeros(2, 3, 1, 5), None).k.sum().sin()
 
     output = checkpoint(call, tokens(1, requires_grad=True), use_reentrant=False)
     assert isinstance(output, Tensor)

@@ -21,7 +21,7 @@ def tokens(count: int, *, batch: int = 2, dim: int = 4) -> Tensor:
 
 
 def step(cache: KeyValueCache, count: int = 1, **options: Any) -> Held:
-    return cache.extended(tokens(count), tokens(count, dim=5), **options)
+    return cache.extend(tokens(count), tokens(count, dim=5), **options)
 
 
 @pytest.fixture(params=[{}, {"capacity": 400}, {"window": 6}], ids=str)
@@ -80,8 +80,8 @@ class TestWhatItTells:
 
     def test_gradients_flow_through_a_copy(self) -> None:
         cache, k = KeyValueCache(), tokens(5).requires_grad_()
-        cache.extended(k, tokens(5, dim=5))
-        copy.deepcopy(cache).extended(tokens(1), tokens(1, dim=5)).k.sum().backward()
+        cache.extend(k, tokens(5, dim=5))
+        copy.deepcopy(cache).extend(tokens(1), tokens(1, dim=5)).k.sum().backward()
         assert k.grad is not None
         assert k.grad.eq(1).all()
         other = KeyValueCache()
@@ -129,9 +129,9 @@ class TestCrop:
     def test_what_is_taken_back_is_as_if_it_had_never_come(self, cache: KeyValueCache) -> None:
         step(cache, 200)
         k, v = tokens(9), tokens(9, dim=5)
-        first = cache.extended(k, v)
+        first = cache.extend(k, v)
         cache.crop(203)
-        again = cache.extended(k[:, :, 3:], v[:, :, 3:])
+        again = cache.extend(k[:, :, 3:], v[:, :, 3:])
         assert again.query_start + again.key_start == 203
         keys = again.k.shape[2] - 1
         assert again.k[:, :, -keys:].equal(first.k[:, :, -keys:])
@@ -197,8 +197,8 @@ class TestCrop:
 
 def refuse(cache: KeyValueCache, k: Tensor, v: Tensor) -> None:
     """Append in a call that ends in an error."""
-    with cache.unless_refused():
-        cache.extended(k, v)
+    with cache.rollback_on_error():
+        cache.extend(k, v)
         raise ValueError("refused")
 
 
@@ -219,7 +219,7 @@ class TestARefusedCall:
         assert cache.continued is None
 
     def test_a_call_that_is_not_refused_stays(self, cache: KeyValueCache) -> None:
-        with cache.unless_refused():
+        with cache.rollback_on_error():
             step(cache, 5)
         assert cache.length == 5
 
@@ -228,7 +228,7 @@ class TestReorder:
     def test_a_sample_goes_on_from_the_one_it_was_chosen_from(self, cache: KeyValueCache) -> None:
         first = step(cache, 5, lengths=(5, 3))
         cache.reorder((1, 1, 0))
-        held = cache.extended(tokens(1, batch=3), tokens(1, batch=3, dim=5))
+        held = cache.extend(tokens(1, batch=3), tokens(1, batch=3, dim=5))
         assert held.k[:, :, :3].equal(first.k[[1, 1, 0], :, :3])
         assert cache.lengths.tolist() == [4, 4, 6]
 
@@ -335,16 +335,16 @@ class TestRefusals:
 
     def test_keys_without_values(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            KeyValueCache().extended(tokens(2), tokens(1, dim=5))
+            KeyValueCache().extend(tokens(2), tokens(1, dim=5))
         assert str(refused.value) == "k has 2 new tokens and v has 1. Give every key its one value."
 
     def test_another_batch_than_before_until_it_is_reset(self, cache: KeyValueCache) -> None:
         step(cache)
         other = tokens(1, batch=3), tokens(1, batch=3, dim=5)
         with pytest.raises(ShapeError, match="the cache holds 2 samples of 3 heads"):
-            cache.extended(*other)
+            cache.extend(*other)
         cache.reset()
-        assert cache.extended(*other).k.shape == (3, 3, 1, 4)
+        assert cache.extend(*other).k.shape == (3, 3, 1, 4)
 
 
 class TestMasksBehindAWindow:

@@ -199,7 +199,7 @@ def test_what_speculation_wrote_and_took_back_leaves_no_trace() -> None:
         outputs = [stepwise(text.part(slice(0, 6)), cache, NEAR, [6])]
         for first in range(6, LENGTH, 2):
             wrong = other.part(slice(0, 1))
-            cache.extended(wrong.k, wrong.v)
+            cache.extend(wrong.k, wrong.v)
             cache.crop(first)
             outputs.append(stepwise(text.part(slice(first, first + 2)), cache, NEAR, [2]))
         assert_same(torch.cat(outputs, 2), text.whole(NEAR))

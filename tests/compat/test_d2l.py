@@ -253,7 +253,7 @@ def test_a_call_is_published_as_the_layers_own_and_its_padding_is_skipped() -> N
     with listen(ear), torch.no_grad():
         layer(x, x, x, torch.tensor([5, 3]))
         layer.attention(x, x, x, torch.tensor([5, 3]))
-    assert [call.request.owner for call in ear.calls] == [layer, layer.attention]
+    assert [call.request.origin.layer for call in ear.calls] == [layer, layer.attention]
     request = ear.calls[0].request
     told = mh.explain(request.q, request.k, request.v, mask=request.mask, kernel="sdpa")
     assert told.skipped_share == pytest.approx(0.6)
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     ):
         layer(x, x, x, torch.tensor([True, False]))
     with refused(
-        ShapeError, "valid_lens has shape (3,), and the batch has 2 samples. Give one length a sample: shape (2,)."
+        ShapeError, "valid_lens has shape (3,), and the batch has 2 samples. Give one length per sample: shape (2,)."
     ):
         layer(x, x, x, torch.tensor([1, 2, 3]))
     two_dimensional = torch.ones(2, 4, dtype=torch.int64)

@@ -22,7 +22,7 @@ READ = {  # every attribute of the operator, and what becomes of it here
     "kv_num_heads": "mh.split_heads",
     "left_window_size": "masks.Window, which counts the query's own key",
     "q_num_heads": "mh.split_heads",
-    "qk_matmul_output_mode": "mh.weights, and log(weights) + logsumexp",
+    "qk_matmul_output_mode": "mh.attention_weights, and log(weights) + logsumexp",
     "right_window_size": "masks.Window(after=)",
     "scale": "scale",
     "softcap": "softcap",
@@ -126,13 +126,13 @@ def _inside(node: Node, call: Call) -> Tensor:
     """(batch, heads, queries, keys): the weights, or the scores log(weights) + logsumexp of what the mode counts."""
     options, mode = dict(call.options), node.attributes.get("qk_matmul_output_mode", RAW)
     if mode == SOFTMAX:
-        return mh.weights(call.q, call.k, **options)
+        return mh.attention_weights(call.q, call.k, **options)
     if mode != BIASED:
         options |= {"mask": masks.Full(), "bias": None}
     if mode == RAW:
         options["softcap"] = None
     _, logsumexp = mh.attention_with_logsumexp(call.q, call.k, call.v, **options)
-    return mh.weights(call.q, call.k, **options).log() + logsumexp[..., None]
+    return mh.attention_weights(call.q, call.k, **options).log() + logsumexp[..., None]
 
 
 def _mask(said: dict[str, Any], *, longest: int) -> masks.Mask:

@@ -116,7 +116,7 @@ EQUAL = {
     "all terms, keys whole": Case(_terms, keys_whole),
     "all terms, float32": Case(_terms, dtype=torch.float32),
     "rms norm": Case(lambda: {"qk_norm": mh.QKNorm("rms")}),
-    "slopes": Case(lambda: {"position_bias": scores.Alibi(HEADS)}),
+    "slopes": Case(lambda: {"position_bias": scores.ALiBi(HEADS)}),
     "learned bias": Case(lambda: {"position_bias": scores.LearnedBias(HEADS, LENGTH, LENGTH)}),
     "added keys": Case(lambda: {"num_kv_heads": 4, "add_bias_kv": True, "sinks": True}),
     "arguments per head": Case(call=per_head_arguments),

@@ -78,7 +78,7 @@ def test_a_listener_hears_a_checkpointed_call_once(wanted: tuple[str, ...], *, r
     model, ear = Checkpointed(layer(), reentrant=reentrant), Ear(*wanted)
     with listen(ear):
         backward(model, "padded", inputs("padded"))
-    assert [call.request.owner for call in ear.calls] == [model.attend]
+    assert [call.request.origin.layer for call in ear.calls] == [model.attend]
 
 
 @REENTRANT

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "rotary": lambda: {"rotary": mh.Rotary(), "num_kv_heads": 2},
     "a part turned, with norms": lambda: {"rotary": mh.Rotary(dim=4, interleaved=True), "qk_norm": mh.QKNorm("rms")},
     "norms of length": lambda: {"qk_norm": mh.QKNorm("l2")},
-    "ALiBi": lambda: {"position_bias": scores.Alibi(HEADS)},
+    "ALiBi": lambda: {"position_bias": scores.ALiBi(HEADS)},
     "T5's bias": lambda: {"position_bias": scores.T5Bias(HEADS, both_ways=True)},
     "a learned bias": lambda: {"position_bias": scores.LearnedBias(HEADS, 20, 20)},
     "softcap": lambda: {"softcap": 5.0},

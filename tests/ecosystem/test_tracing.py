@@ -21,6 +21,7 @@ import multihead as mh
 from multihead import masks
 from multihead.compat.torch_nn import MultiheadAttention
 from multihead.errors import ArgumentError
+from multihead.kernels.choose import KERNELS
 from multihead.plan.bounds import key_bounds
 from tests.ecosystem.test_every_option import OPTIONS, made
 from tests.ecosystem.ways import BATCH, EMBED, HEADS, QUERIES, layer
@@ -255,8 +256,8 @@ def test_no_cache_keeps_a_tensor_that_is_made_under_a_mode(queries: int) -> None
     rotary = mh.Rotary(base=123.0)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         q = torch.empty(1, HEADS, queries, 8)
-        mh.attention(rotary.turned(q, 0), q, q, mask=masks.Causal() & masks.Window(28))
-    turned = rotary.turned(x, 0)
+        mh.attention(rotary.rotate(q, 0), q, q, mask=masks.Causal() & masks.Window(28))
+    turned = rotary.rotate(x, 0)
     assert type(turned) is Tensor
     mask = masks.Causal() & masks.Window(28)
     expected = mh.attention(turned.double(), x.double(), x.double(), mask=mask, kernel="reference")
@@ -273,7 +274,7 @@ def test_fake_terms_outside_of_their_mode_do_not_reach_the_kernel(term: str) -> 
     request = mh.functional.request_of(q, q, q, **{term: fake})
     bounds = key_bounds(masks.Full(), queries=5, keys=5)
     reason = "it reads plain tensors, and one is a FakeTensor"
-    assert mh.functional.KERNELS["native"].refusal(request, bounds) == reason
+    assert KERNELS["native"].refusal(request, bounds) == reason
 
 
 @needs_native
@@ -297,7 +298,7 @@ def test_a_mode_of_a_user_has_a_mask_of_cells_written_down_block_by_block(bias: 
     given = {
         "none": None,
         "cells": torch.randn(1, 2, 200, 200),
-        "distance": mh.scores.Relative(torch.randn(1, 2, 399)),
+        "distance": mh.scores.RelativeBias(torch.randn(1, 2, 399)),
     }[bias]
     mask = masks.Window(9) | masks.Prefix(torch.tensor((3, 50)))
     plain = mh.attention(q, k, k, mask=mask, bias=given, kernel="native")
@@ -350,16 +351,16 @@ def test_statistics_and_counted_caches_are_rejected_where_values_cannot_be_read(
 
 def test_statistics_and_weights_under_a_mode_of_a_user_are_those_without_it() -> None:
     q, k = torch.randn(2, 1, 2, 6, 8).unbind()
-    expected = mh.statistics(q, k, mask=masks.Causal()), mh.weights(q, k, mask=masks.Causal())
+    expected = mh.statistics(q, k, mask=masks.Causal()), mh.attention_weights(q, k, mask=masks.Causal())
     with Recording() as mode:
-        found = mh.statistics(q, k, mask=masks.Causal()), mh.weights(q, k, mask=masks.Causal())
+        found = mh.statistics(q, k, mask=masks.Causal()), mh.attention_weights(q, k, mask=masks.Causal())
     assert "aten.bmm.default" in mode.seen
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_are_recorded() -> None:
     def tile(q: Tensor, k: Tensor) -> Tensor:
-        return mh.weights(q, k, mask=masks.Causal(), heads=slice(1, 3))
+        return mh.attention_weights(q, k, mask=masks.Causal(), heads=slice(1, 3))
 
     q, k, other_q, other_k = torch.randn(4, 1, 4, 6, 8).unbind()
     graph = make_fx(tile, tracing_mode="symbolic")(q, k)

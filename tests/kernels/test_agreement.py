@@ -103,7 +103,7 @@ class TestOutsideImplementations:
         )
         output = attention(q, k, v, mask=masks.Lengths((7, 4)), kernel=kernel)
         assert torch.allclose(theirs.out_proj(output.transpose(1, 2).flatten(2)), expected, atol=rounding(kernel))
-        ours = functional.weights(q, k, mask=masks.Lengths((7, 4)))
+        ours = functional.attention_weights(q, k, mask=masks.Lengths((7, 4)))
         assert torch.allclose(ours, expected_weights, atol=rounding(kernel))
 
     def test_the_formula_of_numpy_by_hand(self, kernel: str) -> None:

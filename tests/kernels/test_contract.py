@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError
-from multihead.functional import attention, attention_with_logsumexp, statistics, weights
+from multihead.functional import attention, attention_weights, attention_with_logsumexp, statistics
 from tests import oracle
 from tests.kernel_names import EACH, dtypes_of, exactest
 from tests.oracle import shown
@@ -67,7 +67,7 @@ def test_a_query_that_sees_no_key_returns_zero(kernel: str, sinks: Tensor | None
         found = run(q, k, v, mask=mask, sinks=sinks, kernel=kernel)
         assert bool((found["output"][rows] == 0).all())
         assert bool((found["logsumexp"][rows] == -torch.inf).all())
-        assert bool((weights(q, k, mask=mask, sinks=sinks)[rows] == 0).all())
+        assert bool((attention_weights(q, k, mask=mask, sinks=sinks)[rows] == 0).all())
         assert bool((found["gradient of q"][rows] == 0).all())
         assert bool((found["gradient of k"][0] == 0).all() & (found["gradient of v"][0] == 0).all())
         assert all(bool(value.isfinite().all()) for name, value in found.items() if name != "logsumexp")
@@ -182,9 +182,9 @@ def test_a_nan_query_that_sees_no_key_returns_zero(kernel: str) -> None:
 
 def test_weights_and_statistics_of_a_nan_row_are_nan_and_those_of_others_are_not(kernel: str) -> None:
     q, k, _ = inputs()
-    clean_weights, clean = weights(q, k, mask=masks.Causal()), statistics(q, k, mask=masks.Causal())
+    clean_weights, clean = attention_weights(q, k, mask=masks.Causal()), statistics(q, k, mask=masks.Causal())
     q[0, 1, 2] = torch.nan
-    tile, found = weights(q, k, mask=masks.Causal()), statistics(q, k, mask=masks.Causal())
+    tile, found = attention_weights(q, k, mask=masks.Causal()), statistics(q, k, mask=masks.Causal())
     assert bool(tile[0, 1, 2, :3].isnan().all())
     assert tile[0, 1, 2, 3:].tolist() == [0] * 6  # what a query may not see stays 0
     row = torch.zeros(2, 4, 9, dtype=torch.bool)
@@ -316,9 +316,9 @@ def test_autocast_leaves_the_tensors_as_they_are(kernel: str) -> None:
     """Under autocast the reference kernel multiplied float32 tensors in bfloat16, and so did the statistics."""
     q, k, v = inputs()
     expected = attention_with_logsumexp(q, k, v, kernel=kernel)
-    measured, tile = statistics(q, k), weights(q, k)
+    measured, tile = statistics(q, k), attention_weights(q, k)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         given = attention_with_logsumexp(q, k, v, kernel=kernel)
         assert all(torch.equal(one, two) for one, two in zip(given, expected, strict=True))
-        assert torch.equal(weights(q, k), tile)
+        assert torch.equal(attention_weights(q, k), tile)
         assert all(torch.equal(value, measured[name]) for name, value in statistics(q, k).items())

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.errors import ArgumentError, SlowPathError, SlowPathWarning
 from multihead.functional import attention_with_logsumexp
 from multihead.kernels.slow_paths import strict
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from tests.kernel_names import needs_native
 
 FUSED = [pytest.param("native", marks=needs_native), "sdpa"]
@@ -57,7 +57,7 @@ def test_a_relative_bias_takes_part_in_it() -> None:
     for kernel, dtype in (("reference", torch.float64), ("native", torch.float32)):
         *qkv, _ = leaves(dtype)
         values = torch.linspace(-1, 1, 36).view(1, 4, 9).to(dtype).requires_grad_()
-        output, _ = attention_with_logsumexp(*qkv, bias=Relative(values), kernel=kernel)
+        output, _ = attention_with_logsumexp(*qkv, bias=RelativeBias(values), kernel=kernel)
         if kernel == "native":
             with pytest.warns(SlowPathWarning, match="native"):
                 (first,) = torch.autograd.grad(output.square().sum(), values, create_graph=True)

@@ -20,7 +20,7 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import flex, reference
 from multihead.kernels.slow_paths import strict
 from multihead.plan.bounds import bounds_of
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from tests.agreeing import assert_within_budget
 from tests.drawing import Drawn, calls
 
@@ -50,11 +50,11 @@ def on_the_cpu() -> Iterator[None]:
 def on_cuda(q: Tensor = Q, v: Tensor | None = None, **options: Any) -> AttentionRequest:
     """A request that says its tensors are on a GPU."""
     request = request_of(q, q, q if v is None else v, **options)
-    return replace(request, shape=replace(request.shape, device=torch.device("cuda", 0)))
+    return replace(request, shape=request.shape._replace(device=torch.device("cuda", 0)))
 
 
 def said(request: AttentionRequest) -> str | None:
-    on_cpu = replace(request, shape=replace(request.shape, device=torch.device("cpu")))
+    on_cpu = replace(request, shape=request.shape._replace(device=torch.device("cpu")))
     return flex.refusal(request, bounds_of(on_cpu))
 
 
@@ -133,9 +133,9 @@ def test_outputs_and_gradients_are_within_the_budget(case: Drawn) -> None:
 def test_a_bias_of_the_distance_is_never_written_out(values: Tensor) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 6, 16)
-    whole = Relative(values).tile(3, 6)
+    whole = RelativeBias(values).tile(3, 6)
     expected = mh.attention(q, k, k, bias=whole, kernel="reference")
-    torch.testing.assert_close(mh.attention(q, k, k, bias=Relative(values), kernel="flex"), expected)
+    torch.testing.assert_close(mh.attention(q, k, k, bias=RelativeBias(values), kernel="flex"), expected)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -323,7 +323,7 @@ def test_compiled_it_computes_the_blocks_of_the_plan(mask: masks.Mask) -> None:
 
     torch.compiler.reset()
     q, k, v = (torch.randn(2, heads, 400, 32) for heads in (4, 2, 2))
-    bias = Relative(torch.randn(1, 4, 799))
+    bias = RelativeBias(torch.randn(1, 4, 799))
     request = request_of(q, k, v, mask=mask, bias=bias, softcap=3.0)
     bounds = bounds_of(request)
     blocks = flex.block_mask(request, bounds, backward=False)

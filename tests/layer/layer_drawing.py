@@ -15,9 +15,9 @@ from multihead import masks
 from multihead.masks.base import And, Or
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.scores.t5 import T5Bias
 from tests.drawing import Draw, Sizes, interval_leaves, trees
 
@@ -86,7 +86,7 @@ class Leaves:
     x: Tensor
     memory: Tensor | None = None
     values: Tensor | None = None
-    bias: Tensor | Relative | None = None
+    bias: Tensor | RelativeBias | None = None
     head_gates: Tensor | None = None
     wanting: dict[str, Tensor] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ def built(case: LayerCase) -> mh.MultiHeadAttention:
 
 
 POSITIONS: dict[str, Callable[[LayerCase], torch.nn.Module]] = {
-    "alibi": lambda case: Alibi(case.size.heads),
+    "alibi": lambda case: ALiBi(case.size.heads),
     "t5": lambda case: T5Bias(case.size.heads, 8, 10, dtype=case.dtype),
     "t5 behind": lambda case: T5Bias(case.size.heads, 7, 11, both_ways=False, dtype=case.dtype),
     "learned": lambda case: LearnedBias(
@@ -150,7 +150,7 @@ def leaves(case: LayerCase, dtype: torch.dtype) -> Leaves:
     if case.bias is not None:
         kind, shape = case.bias
         tensor = drawn("bias", *shape, hidden=kind == "tensor that hides")
-        given.bias = Relative(tensor) if kind == "relative" else tensor
+        given.bias = RelativeBias(tensor) if kind == "relative" else tensor
     if case.gates is not None:
         given.head_gates = drawn("head_gates", *case.gates)
     given.wanting = {name: tensor for name, tensor in found.items() if tensor.requires_grad}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from tests import oracle
 from tests.layer.layer_drawing import LayerCase, Leaves
 
@@ -217,7 +217,7 @@ def extra_keys(case: LayerCase, state: Mapping[str, Tensor], q: Tensor) -> list[
     return found  # type: ignore[return-value]
 
 
-def written_out(bias: Tensor | Relative, case: LayerCase) -> Tensor:
+def written_out(bias: Tensor | RelativeBias, case: LayerCase) -> Tensor:
     """(batch, heads, queries, keys): the entry of query i and key j stands at j - i + queries - 1."""
     if isinstance(bias, Tensor):
         return bias.expand(case.size.cells)

@@ -33,10 +33,10 @@ def only(kernel: str | None) -> Iterator[None]:
 
     Rectangles are as small as they are cheap, so that short calls are covered by several of them, as long ones are.
     """
-    chosen = functional.choose if kernel is None else partial(_chosen, functional.choose, kernel)
+    planned = functional.plan if kernel is None else partial(_planned, functional.plan, kernel)
     try:
         with (
-            mock.patch.object(functional, "choose", chosen),
+            mock.patch.object(functional, "plan", planned),
             mock.patch.multiple(rectangles, CALL_CELLS=1, BLOCK_ROWS=3),
         ):
             yield
@@ -44,9 +44,9 @@ def only(kernel: str | None) -> Iterator[None]:
         rectangles._COVERS.clear()
 
 
-def _chosen(choose: Any, only_kernel: str, request: Any, bounds: Any, *, kernel: str | None = None) -> Any:
+def _planned(plan: Any, only_kernel: str, request: Any, *, kernel: str | None = None) -> Any:
     assert kernel is None
-    return choose(request, bounds, kernel=only_kernel)
+    return plan(request, kernel=only_kernel)
 
 
 def called(case: LayerCase, layer: mh.MultiHeadAttention, given: Leaves) -> Tensor:

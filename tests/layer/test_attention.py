@@ -222,7 +222,7 @@ def test_listening_changes_no_bit_of_the_output(lengths: tuple[int, ...] | None)
         owners: list[nn.Module | None] = []  # noqa: RUF012
 
         def hear(self, call: object) -> None:
-            self.owners.append(call.request.owner)  # type: ignore[attr-defined]
+            self.owners.append(call.request.origin.layer)  # type: ignore[attr-defined]
 
     layer, ear = mh.MultiHeadAttention(EMBED, HEADS), Ear()
     x = torch.randn(BATCH, QUERIES, EMBED)
@@ -322,7 +322,7 @@ def test_sizes_that_do_not_fit_are_refused_in_words(options: dict[str, object], 
             ShapeError,
             (torch.zeros(3, 7, 24),),
             {"lengths": (7, 1)},
-            "lengths has shape (2,), and the batch has 3 samples. Give one length a sample: shape (3,).",
+            "lengths has shape (2,), and the batch has 3 samples. Give one length per sample: shape (3,).",
         ),
         (
             ArgumentError,
@@ -330,7 +330,7 @@ def test_sizes_that_do_not_fit_are_refused_in_words(options: dict[str, object], 
             {"lengths": (1, 2, 3), "memory_lengths": (1, 2, 3)},
             (
                 "lengths and memory_lengths are both given, and there is no memory. "
-                "Give lengths alone: in self-attention they speak of queries and keys."
+                "Give lengths alone: in self-attention they are those of queries and keys."
             ),
         ),
         (
@@ -356,7 +356,7 @@ def test_inputs_that_do_not_fit_are_refused_in_words(
 def test_a_layer_for_other_keys_asks_for_its_memory() -> None:
     layer = mh.MultiHeadAttention(EMBED, HEADS, key_dim=10)
     sentence = (
-        "There is no memory, and the layer's keys are made of 10 features, its queries of 24. "
+        "There is no memory, and the layer's keys are projected from 10 features, its queries from 24. "
         "Give memory: layer(x, memory)."
     )
     with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):

@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], type[E
         (X,),
         {"cache": mh.KeyValueCache(), "query_start": 3},
         ArgumentError,
-        "query_start is 3, and a cache is given, which knows where the text goes on. Leave query_start out.",
+        "query_start is 3, and a cache is given, which knows the position of the next token. Leave query_start out.",
     ),
     "absolute places behind a window": (
         {"position_bias": Absolute()},
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], type[E
         {"cache": mh.KeyValueCache(window=4), "mask": masks.Causal() & masks.Window(4)},
         ArgumentError,
         (
-            "The layer's position_bias speaks of absolute places, and a cache with a window forgets the first ones. "
+            "The layer's position_bias depends on absolute positions, and a cache with a window drops the first ones. "
             "Give a cache that keeps all keys: KeyValueCache()."
         ),
     ),

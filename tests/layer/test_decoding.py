@@ -18,7 +18,7 @@ from multihead.cache import KeyValueCache, buffers
 from multihead.errors import ArgumentError, MaskError, ShapeError
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
 from multihead.scores.t5 import T5Bias
 from tests import oracle
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotary, linear": {"rotary": Rotary(scaling=Linear(2.0))},
     "rotary, llama 3": {"rotary": Rotary(scaling=Llama3(factor=4.0, original_length=8))},
     "rotary, yarn": {"rotary": Rotary(scaling=Yarn(factor=4.0, original_length=8))},
-    "ALiBi": {"position_bias": Alibi(4), "num_kv_heads": 2},
+    "ALiBi": {"position_bias": ALiBi(4), "num_kv_heads": 2},
     "T5 bias": {"position_bias": T5Bias(4, 8, 12, both_ways=False, dtype=torch.float64), "scale": 1.0},
     "learned bias": {"position_bias": LearnedBias(4, LENGTH, LENGTH, dtype=torch.float64)},
     "norms": {"qk_norm": QKNorm("rms"), "num_kv_heads": 2},
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all with a bias": {
         "num_kv_heads": 2,
         "qk_norm": QKNorm("l2"),
-        "position_bias": Alibi(4),
+        "position_bias": ALiBi(4),
         "softcap": 1.5,
         "sinks": True,
         "head_gates": True,
@@ -304,7 +304,7 @@ class TestRefusals:
         with pytest.raises(ArgumentError) as refused:
             made()(text(), cache=KeyValueCache(), query_start=3)
         assert str(refused.value) == (
-            "query_start is 3, and a cache is given, which knows where the text goes on. Leave query_start out."
+            "query_start is 3, and a cache is given, which knows the position of the next token. Leave query_start out."
         )
 
     def test_a_mask_that_looks_behind_the_window(self) -> None:
@@ -321,7 +321,7 @@ class TestRefusals:
         with pytest.raises(ArgumentError) as refused:
             made(**OPTIONS["learned bias"])(text(), cache=KeyValueCache(window=WINDOW), mask=NEAR)
         assert str(refused.value) == (
-            "The layer's position_bias speaks of absolute places, and a cache with a window forgets the first ones. "
+            "The layer's position_bias depends on absolute positions, and a cache with a window drops the first ones. "
             "Give a cache that keeps all keys: KeyValueCache()."
         )
 

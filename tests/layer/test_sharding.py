@@ -58,7 +58,7 @@ def test_a_layer_whose_last_heads_were_pruned_computes_the_others(num_kv_heads: 
         ("sinks", {"sinks": True}),
         ("head_gates", {"head_gates": True}),
         ("add_bias_kv", {"add_bias_kv": True}),
-        ("position_bias", {"position_bias": scores.Alibi(6)}),
+        ("position_bias", {"position_bias": scores.ALiBi(6)}),
         ("qk_norm", {"qk_norm": QKNorm("l2")}),
         ("qk_norm", {"qk_norm": QKNorm(over="all")}),
         ('merge="mean"', {"merge": "mean"}),

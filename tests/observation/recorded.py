@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.call import CallOrigin
 from multihead.functional import attend, request_of
 from multihead.observation.record import Record
 from multihead.probes import PROBES
@@ -19,7 +20,7 @@ class Asking(nn.Module):
     """Asks for whatever attention it is given."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return attend(replace(request_of(q, k, v, **options), owner=self)).output
+        return attend(replace(request_of(q, k, v, **options), origin=CallOrigin(self))).output
 
 
 def asked(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.analysis.highlights import findings
+from multihead.call import CallOrigin
 from multihead.errors import ArgumentError, MissingPackageError, ModelError
 from multihead.functional import attend, request_of
 from multihead.observation.record import Record
@@ -42,7 +43,7 @@ class Asking(nn.Module):
         q, k = Q[:, :, queries], K[:, :2, :keys]
         start = range(LENGTH)[queries].start
         request = request_of(q, k, k, masks.Causal() if mask is None else mask, bias, None, sinks, query_start=start)
-        return attend(replace(request, owner=self)).output
+        return attend(replace(request, origin=CallOrigin(self))).output
 
 
 def seen_in(*calls: Callable[[Asking], Tensor], keep: str = "cpu") -> Record:

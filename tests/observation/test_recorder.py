@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.call import CallOrigin
 from multihead.functional import attend, request_of
 from multihead.observation import recorder
 from multihead.observation.record import Record
@@ -25,7 +26,7 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, query_start: int | Tensor = 0, mask: masks.Mask | None = None) -> Tensor:
         meant = masks.Causal() if mask is None else mask
         request = request_of(q, k, k, meant, query_start=query_start)
-        return attend(replace(request, owner=self)).output
+        return attend(replace(request, origin=CallOrigin(self))).output
 
 
 class CrossAttention(Attention):
@@ -87,7 +88,7 @@ def test_a_cache_of_fixed_length_goes_on() -> None:
 
 
 def direct(q: Tensor, k: Tensor) -> Tensor:
-    return mh.weights(q, k, mask=masks.Causal())[0]
+    return mh.attention_weights(q, k, mask=masks.Causal())[0]
 
 
 def test_the_same_text_read_again_is_another_sample() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import multihead as mh
 from multihead import listeners, masks
-from multihead.call import AttentionCall
+from multihead.call import AttentionCall, CallOrigin
 from multihead.functional import attend, request_of
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.native import library
@@ -106,7 +106,8 @@ class TestWhereSamplesStand:
     def test_a_packed_row_holds_one_sample_a_document(self) -> None:
         q = torch.randn(1, 2, 7, 4)
         request = replace(
-            request_of(q, q, q, masks.Causal() & masks.Documents((4, 3))), packed_lengths=torch.tensor([4, 3])
+            request_of(q, q, q, masks.Causal() & masks.Documents((4, 3))),
+            origin=CallOrigin(nn.Module(), torch.tensor([4, 3])),
         )
         assert spans(request) == [Span(0, (0, 4), (0, 4)), Span(0, (4, 7), (4, 7))]
         part = cut(AttentionCall(request, attend(request)), spans(request)[1]).request

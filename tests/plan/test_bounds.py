@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.masks import Causal, Documents, Drop, Full, Keep, Lengths, Mask, Prefix, Window
 from multihead.masks.base import KeyBounds
 from multihead.masks.leading_keys import LeadingKeys
-from multihead.plan.bounds import _Kept, key_bounds
+from multihead.plan.bounds import PlanCache, key_bounds
 from tests import oracle
 from tests.drawing import Sizes, interval_leaves, sizes, starts, trees
 
@@ -122,17 +122,18 @@ def test_a_plan_is_made_once_for_equal_masks_and_again_for_tensors() -> None:
     assert key_bounds(Lengths(lengths), queries=2, keys=5).stop.tolist() == [[3, 3]]
 
 
-def test_plans_are_kept_within_a_number_of_bytes_and_the_oldest_go_first() -> None:
+def test_plans_are_cached_up_to_a_number_of_bytes_and_the_oldest_are_dropped_first() -> None:
     a_plan = 2 * 8 * 100 + 1024  # start and stop of 100 queries, and the entry
-    kept = _Kept(3 * a_plan)
-    keys = [(Window(size), 100, 100, 0, torch.device("cpu")) for size in range(1, 5)]
-    plans = [kept.plan(*key) for key in keys]
-    assert kept.held == 3 * a_plan
-    assert [kept.plan(*key) is plan for key, plan in zip(keys[1:], plans[1:], strict=True)] == [True] * 3
-    assert kept.plan(*keys[0]) is not plans[0]
-    larger = (Window(1), 1000, 1000, 0, torch.device("cpu"))
-    assert kept.plan(*larger) is not kept.plan(*larger)
-    assert kept.held == 3 * a_plan
+    cache: PlanCache[KeyBounds] = PlanCache(3 * a_plan)
+    for size in range(1, 5):
+        bounds = KeyBounds(torch.zeros(1, 100, dtype=torch.int64), torch.full((1, 100), size))
+        cache.add(size, bounds, bounds)
+    assert cache.nbytes == 3 * a_plan
+    assert {size: int(bounds.stop[0, 0]) for size, bounds in cache.entries.items()} == {2: 2, 3: 3, 4: 4}
+    larger = KeyBounds(torch.zeros(1, 1000, dtype=torch.int64), torch.zeros(1, 1000, dtype=torch.int64))
+    cache.add("larger", larger, larger)
+    assert "larger" not in cache.entries
+    assert cache.nbytes == 3 * a_plan
 
 
 @pytest.mark.parametrize("queries", [1, 5])

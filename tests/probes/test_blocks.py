@@ -15,7 +15,7 @@ from multihead.functional import attention_with_logsumexp, request_of
 from multihead.masks.place import Place
 from multihead.probes import blocks as module
 from multihead.probes.blocks import Blocks, CancelledError, blocks
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 QUERIES, KEYS, HEADS, START = 150, 170, 4, 20
 DRAWN = torch.Generator().manual_seed(5)
@@ -34,7 +34,7 @@ BIASES = {
     "hiding bias": torch.randn(1, 1, QUERIES, KEYS, generator=DRAWN, dtype=torch.float64).masked_fill(
         torch.rand(1, 1, QUERIES, KEYS, generator=DRAWN) < 0.2, -torch.inf
     ),
-    "relative": Relative(torch.randn(1, HEADS, QUERIES + KEYS - 1, generator=DRAWN, dtype=torch.float64)),
+    "relative": RelativeBias(torch.randn(1, HEADS, QUERIES + KEYS - 1, generator=DRAWN, dtype=torch.float64)),
 }
 
 
@@ -45,8 +45,8 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
     k = torch.randn(1, 2, KEYS, 16, generator=drawn).to(dtype)
     given = BIASES[bias]
     wide = given
-    if isinstance(given, Relative):
-        given = Relative(given.values.to(dtype))
+    if isinstance(given, RelativeBias):
+        given = RelativeBias(given.values.to(dtype))
     elif given is not None:
         given = given.to(dtype)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).to(dtype)
@@ -57,7 +57,7 @@ def call(mask: masks.Mask, dtype: torch.dtype, *, bias: str = "no bias") -> tupl
     scores = 8.0 * (scores / 8.0).tanh()
     shown = mask.tile(Place.of(QUERIES, KEYS, query_start=START)).expand(1, HEADS, QUERIES, KEYS)
     if wide is not None:
-        added = wide.tile(QUERIES, KEYS) if isinstance(wide, Relative) else wide
+        added = wide.tile(QUERIES, KEYS) if isinstance(wide, RelativeBias) else wide
         shown = shown & (added != -torch.inf)
         scores = scores + added
     scores = scores.masked_fill(~shown, -torch.inf)

@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.functional import request_of
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
 
@@ -46,7 +46,7 @@ def test_single_cells_are_those_of_the_whole_mask_and_bias(case: Drawn, data: st
 
 def test_a_bias_along_diagonals_is_read_there() -> None:
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
-    bias = Relative(torch.randn(1, 2, 7))
+    bias = RelativeBias(torch.randn(1, 2, 7))
     subject = MeasuredCall.of(request_of(q, k, k, bias=bias), torch.zeros(1, 2, 3), ProbeContext())
     keys = torch.tensor([[[0, 4], [3, 1], [2, 2]]])
     added = subject.bias_at(keys)

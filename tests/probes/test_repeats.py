@@ -13,7 +13,7 @@ from multihead.functional import attention_with_logsumexp, request_of, statistic
 from multihead.probes import ProbeContext, repeats
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.streaming import streamed
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 
 PARTS = ("duplicate", "induction")
 
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ragged starts": {"mask": masks.Causal(), "query_start": torch.tensor([-3, 60])},
     "bias": {"bias": torch.randn(2, 1, 70, 70, dtype=torch.float64)},
     "bias of keys": {"bias": torch.randn(1, 4, 1, 70, dtype=torch.float64).masked_fill(torch.rand(70) < 0.2, -1e30)},
-    "along diagonals": {"bias": Relative(torch.randn(1, 4, 139, dtype=torch.float64))},
+    "along diagonals": {"bias": RelativeBias(torch.randn(1, 4, 139, dtype=torch.float64))},
     "capped": {"softcap": 0.7, "sinks": torch.randn(4, dtype=torch.float64)},
 }
 

@@ -27,7 +27,7 @@ from multihead.probes import (
     tokens_mass,
 )
 from multihead.probes.statistics import of_call
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
 from tests.kernel_names import needs_native
@@ -76,7 +76,7 @@ CASES = {
     "sinks": Case(mask=masks.Causal(), terms={"sinks": torch.tensor([2.0, -1.0, 0.0, 9.0], dtype=torch.float64)}),
     "bias": Case(mask=masks.Causal(), terms={"bias": random(1, 4, 16, 150)}),
     "bias that hides": Case(terms={"bias": random(2, 1, 1, 150).masked_fill(random(150) > 1, -torch.inf)}),
-    "bias along diagonals": Case(mask=masks.Causal(), terms={"bias": Relative(random(1, 4, 165))}),
+    "bias along diagonals": Case(mask=masks.Causal(), terms={"bias": RelativeBias(random(1, 4, 165))}),
     "softcap": Case(mask=masks.Causal(), terms={"softcap": 0.8}),
     "softcap and sinks": Case((2, 1, 150, 150), masks.Causal(), 0, {"softcap": 2.0, "sinks": random(4)}),
     "scale": Case(terms={"scale": 3.0}),
@@ -86,8 +86,8 @@ CASES = {
 
 def terms_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     def cast(value: object) -> object:
-        if isinstance(value, Relative):
-            return Relative(value.values.to(dtype))
+        if isinstance(value, RelativeBias):
+            return RelativeBias(value.values.to(dtype))
         return value.to(dtype) if isinstance(value, Tensor) else value
 
     return {name: cast(value) for name, value in case.terms.items()}
@@ -116,7 +116,7 @@ def differences(case: Case, dtype: torch.dtype, *, map_size: int = 5) -> dict[st
     exact, largest_score, weights = {}, 1.0, torch.empty(0)
     for name, made in (("exact", torch.float64), ("plain", dtype)):
         dense_terms = terms_of(case, made)
-        if isinstance(dense_terms.get("bias"), Relative):
+        if isinstance(dense_terms.get("bias"), RelativeBias):
             dense_terms["bias"] = dense_terms["bias"].tile(queries, keys)
         visible = seen & (dense_terms["bias"] != -torch.inf) if "bias" in dense_terms else seen
         dense = oracle.attend(q.to(dtype).to(made), k.to(dtype).to(made), v.to(made), visible, **dense_terms)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
-from multihead.functional import attention_with_logsumexp, request_of, weights
+from multihead.functional import attention_weights, attention_with_logsumexp, request_of
 from multihead.masks.place import Place
 from multihead.probes import tile as tiles
 from multihead.probes.tile import RowTotals, head_indices, tile
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
 from tests.exactness import SIZES, Case, drawn, refuse_unless_exact
@@ -39,7 +39,7 @@ def test_a_tile_is_that_part_of_the_full_softmax(case: Drawn, data: st.DataObjec
     heads = data.draw(st.lists(st.integers(0, case.size.heads - 1), min_size=1, max_size=4))
     seen = oracle.shown(case.mask, case.size.cells, case.query_start)
     whole = oracle.attend(q, k, k, seen, **options).weights
-    tile = weights(
+    tile = attention_weights(
         q, k, mask=case.mask, query_start=case.query_start, heads=heads, queries=queries, keys=keys, **options
     )
     assert oracle.difference(tile, whole[:, heads][:, :, queries, keys]) <= 1e-13
@@ -49,28 +49,28 @@ def test_a_tile_is_that_part_of_the_full_softmax(case: Drawn, data: st.DataObjec
 def test_heads_are_named_by_an_index_several_or_a_slice(heads: Any) -> None:
     q = torch.randn(2, 4, 3, 8)
     chosen = [heads] if isinstance(heads, int) else list(heads) if not isinstance(heads, slice) else heads
-    assert torch.allclose(weights(q, q, heads=heads), (q @ q.mT / 8**0.5).softmax(-1)[:, chosen], atol=1e-6)
+    assert torch.allclose(attention_weights(q, q, heads=heads), (q @ q.mT / 8**0.5).softmax(-1)[:, chosen], atol=1e-6)
 
 
 def test_each_head_of_a_group_looks_at_the_keys_of_its_group() -> None:
     q, k = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 5, 8)
     whole = (q @ k.repeat_interleave(3, 1).mT / 8**0.5).softmax(-1)
     for head in range(6):
-        assert torch.allclose(weights(q, k, heads=head)[0, 0], whole[0, head], atol=1e-6)
+        assert torch.allclose(attention_weights(q, k, heads=head)[0, 0], whole[0, head], atol=1e-6)
 
 
 def test_a_logsumexp_at_hand_is_used() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     _, logsumexp = attention_with_logsumexp(q, k, v)
-    assert torch.allclose(weights(q, k, logsumexp=logsumexp), weights(q, k), atol=1e-7)
-    shifted = weights(q, k, logsumexp=logsumexp - 1)
-    assert torch.allclose(shifted, torch.e * weights(q, k), atol=1e-5)
+    assert torch.allclose(attention_weights(q, k, logsumexp=logsumexp), attention_weights(q, k), atol=1e-7)
+    shifted = attention_weights(q, k, logsumexp=logsumexp - 1)
+    assert torch.allclose(shifted, torch.e * attention_weights(q, k), atol=1e-5)
 
 
 def test_a_logsumexp_of_another_shape_is_refused() -> None:
     q = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ShapeError) as refusal:
-        weights(q, q, logsumexp=torch.zeros(1, 2, 4))
+        attention_weights(q, q, logsumexp=torch.zeros(1, 2, 4))
     assert str(refusal.value) == "logsumexp has shape (1, 2, 4). Give (batch, heads, queries) = (1, 2, 5)."
 
 
@@ -78,7 +78,7 @@ def test_a_logsumexp_of_another_shape_is_refused() -> None:
 def test_a_head_that_does_not_exist_is_refused(head: int) -> None:
     q = torch.zeros(1, 4, 5, 8)
     with pytest.raises(ArgumentError) as refusal:
-        weights(q, q, heads=[0, head])
+        attention_weights(q, q, heads=[0, head])
     assert str(refusal.value) == f"There is no head {head}. Give heads from 0 to 3."
 
 
@@ -93,7 +93,11 @@ def in_tiles(q: Tensor, k: Tensor, *, width: int = 23, **options: Any) -> Tensor
     rows = (slice(0, 31), slice(31, None))
     columns = [slice(first, first + width) for first in range(0, k.shape[2], width)]
     return torch.cat(
-        [torch.cat([weights(q, k, queries=row, keys=column, **options) for column in columns], 3) for row in rows], 2
+        [
+            torch.cat([attention_weights(q, k, queries=row, keys=column, **options) for column in columns], 3)
+            for row in rows
+        ],
+        2,
     )
 
 
@@ -103,7 +107,7 @@ def test_weights_are_exact_at_any_size_of_the_scores(size: float, mask: str) -> 
     q, k = drawn(size)
     options = {"mask": MASKS[mask], "query_start": 20}
     case = Case(q, k, shown=MASKS[mask].tile(Place.of(70, 90, query_start=20)))
-    refuse_unless_exact(weights(q, k, **options), case)
+    refuse_unless_exact(attention_weights(q, k, **options), case)
     refuse_unless_exact(in_tiles(q, k, **options), case)
 
 
@@ -115,46 +119,46 @@ def test_weights_are_exact_whatever_is_done_to_the_scores(size: float, term: str
     if term == "bias":
         options["bias"] = torch.randn(1, 4, 70, 90) * size
     if term == "distance":
-        options["bias"] = Relative(-torch.arange(159).flip(0) * torch.tensor([0.5, 0.25, size, 4.0]).view(1, 4, 1))
+        options["bias"] = RelativeBias(-torch.arange(159).flip(0) * torch.tensor([0.5, 0.25, size, 4.0]).view(1, 4, 1))
     if term == "softcap":
         options["softcap"] = 3 * size
     if term == "sinks":
         options["sinks"] = torch.tensor([0.0, size, 2 * size, -size])
     written = options | ({"bias": options["bias"].tile(70, 90)} if term == "distance" else {})
-    refuse_unless_exact(weights(q, k, **options), Case(q, k, **written))
+    refuse_unless_exact(attention_weights(q, k, **options), Case(q, k, **written))
     refuse_unless_exact(in_tiles(q, k, **options), Case(q, k, **written))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_tile_has_the_numbers_of_the_whole(size: float) -> None:
     q, k = drawn(size)
-    assert (in_tiles(q, k) - weights(q, k)).abs().max() <= 2.0**-22
+    assert (in_tiles(q, k) - attention_weights(q, k)).abs().max() <= 2.0**-22
 
 
 def test_a_logsumexp_of_other_arithmetic_leaves_weights_exact() -> None:
     q, k = drawn(400.0)
     _, logsumexp = attention_with_logsumexp(q, k, k)
     for rounded in (logsumexp * (1 + 3e-7), logsumexp * (1 - 3e-7)):
-        refuse_unless_exact(weights(q, k, logsumexp=rounded), Case(q, k))
+        refuse_unless_exact(attention_weights(q, k, logsumexp=rounded), Case(q, k))
         refuse_unless_exact(in_tiles(q, k, logsumexp=rounded), Case(q, k))
 
 
 def test_a_logsumexp_over_more_keys_than_these_is_used() -> None:
     q, k = drawn(1.0)
     _, logsumexp = attention_with_logsumexp(q, k, k)
-    whole, part = weights(q, k), weights(q, k[:, :, :50], logsumexp=logsumexp)
+    whole, part = attention_weights(q, k), attention_weights(q, k[:, :, :50], logsumexp=logsumexp)
     torch.testing.assert_close(part, whole[..., :50], rtol=0, atol=1e-6)
-    narrow = weights(q, k[:, :, :50], logsumexp=logsumexp, keys=slice(10, 30))
+    narrow = attention_weights(q, k[:, :, :50], logsumexp=logsumexp, keys=slice(10, 30))
     torch.testing.assert_close(narrow, whole[..., 10:30], rtol=0, atol=1e-6)
 
 
 def test_tiles_are_computed_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(30.0, queries=100, keys=130)
-    expected, narrow = weights(q, k), weights(q, k, keys=slice(20, 110))
+    expected, narrow = attention_weights(q, k), attention_weights(q, k, keys=slice(20, 110))
     for name, value in (("CELLS", 500), ("ROWS", 8), ("WIDTH", 16)):
         monkeypatch.setattr(tiles, name, value)
-    torch.testing.assert_close(weights(q, k), expected, rtol=0, atol=2.0**-22)
-    torch.testing.assert_close(weights(q, k, keys=slice(20, 110)), narrow, rtol=0, atol=2.0**-22)
+    torch.testing.assert_close(attention_weights(q, k), expected, rtol=0, atol=2.0**-22)
+    torch.testing.assert_close(attention_weights(q, k, keys=slice(20, 110)), narrow, rtol=0, atol=2.0**-22)
 
 
 def test_totals_of_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

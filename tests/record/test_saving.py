@@ -26,7 +26,7 @@ from multihead.masks.leading_keys import LeadingKeys
 from multihead.observation.record import Record
 from multihead.record import saving
 from multihead.record.texts import Text
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from tests.families import batch_of, family
 from tests.hooks.test_families import decoded
 from tests.observation.recorded import Tokenizer, asked, ids, read, same
@@ -50,7 +50,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.randn(4)},
     "bias": {"bias": torch.randn(1, 4, 9, 9)},
     "bias that hides": {"bias": torch.randn(1, 1, 9, 9).masked_fill(~SOME, -torch.inf)},
-    "relative": {"bias": Relative(torch.randn(1, 4, 17))},
+    "relative": {"bias": RelativeBias(torch.randn(1, 4, 17))},
     "scale": {"scale": 0.3},
     "nothing to see": {"mask": masks.Lengths((0,))},
     "cross": {"keys": 5, "query_start": 0},

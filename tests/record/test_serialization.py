@@ -12,7 +12,7 @@ from multihead import masks
 from multihead.errors import InputError
 from multihead.masks.base import UnknownMask
 from multihead.record.serialization import Tensors, read_bias, read_mask, written_bias, written_mask
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 
 def test_a_mask_is_read_as_it_was_written() -> None:
@@ -39,10 +39,10 @@ def test_a_tensor_that_is_shared_is_written_once() -> None:
     assert list(tensors.named) == ["a", "c"]
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor, Relative])
+@pytest.mark.parametrize("kind", [torch.Tensor, RelativeBias])
 def test_a_bias_is_read_as_it_was_written(kind: Any) -> None:
     tensors, values = Tensors(), torch.randn(1, 2, 5)
-    bias = Relative(values) if kind is Relative else values[None]
+    bias = RelativeBias(values) if kind is RelativeBias else values[None]
     found = read_bias(written_bias(bias, tensors, "bias"), tensors.named)
     assert type(found) is kind
     assert read_bias(written_bias(None, tensors, "none"), {}) is None

@@ -18,40 +18,40 @@ class TestGradients:
     @pytest.mark.parametrize("positions", [2, POSITIONS, POSITIONS - 5], ids=["start", "given", "negative"])
     def test_they_are_right_in_every_mode_of_autograd(self, rotary: Rotary, positions: int | Tensor) -> None:
         x = drawn(length=LENGTH)[:, :1].detach().requires_grad_()
-        function = lambda x: rotary.turned(x, positions)
+        function = lambda x: rotary.rotate(x, positions)
         assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(function, x)
 
     @each
     def test_the_gradient_of_a_turn_is_the_turn_back(self, rotary: Rotary) -> None:
         x, cotangent = drawn().requires_grad_(), drawn()
-        (found,) = torch.autograd.grad(rotary.turned(x, 3), x, cotangent)
+        (found,) = torch.autograd.grad(rotary.rotate(x, 3), x, cotangent)
         backward = -torch.arange(3, 3 + LENGTH)[None]
-        torch.testing.assert_close(found, rotary.turned(cotangent, backward), rtol=0, atol=1e-13)
+        torch.testing.assert_close(found, rotary.rotate(cotangent, backward), rtol=0, atol=1e-13)
 
     @each
     def test_functions_of_torch_see_through_it(self, rotary: Rotary) -> None:
         x = drawn()
-        expected = torch.autograd.grad(rotary.turned(given := x.clone().requires_grad_(), 3).pow(3).sum(), given)[0]
-        found = torch.func.grad(lambda x: rotary.turned(x, 3).pow(3).sum())(x)
+        expected = torch.autograd.grad(rotary.rotate(given := x.clone().requires_grad_(), 3).pow(3).sum(), given)[0]
+        found = torch.func.grad(lambda x: rotary.rotate(x, 3).pow(3).sum())(x)
         torch.testing.assert_close(found, expected)
-        samples = torch.func.vmap(lambda x: rotary.turned(x[None], 3)[0])(x)
-        torch.testing.assert_close(samples, rotary.turned(x, 3))
+        samples = torch.func.vmap(lambda x: rotary.rotate(x[None], 3)[0])(x)
+        torch.testing.assert_close(samples, rotary.rotate(x, 3))
         starts = torch.tensor([[3], [9]])
-        rows = torch.func.vmap(lambda at: rotary.turned(x, at[None] + torch.arange(LENGTH)))(starts)
-        torch.testing.assert_close(rows[1], rotary.turned(x, 9))
-        _, tangent = torch.func.jvp(lambda x: rotary.turned(x, 3), (x,), (x,))
-        torch.testing.assert_close(tangent, rotary.turned(x, 3))
+        rows = torch.func.vmap(lambda at: rotary.rotate(x, at[None] + torch.arange(LENGTH)))(starts)
+        torch.testing.assert_close(rows[1], rotary.rotate(x, 9))
+        _, tangent = torch.func.jvp(lambda x: rotary.rotate(x, 3), (x,), (x,))
+        torch.testing.assert_close(tangent, rotary.rotate(x, 3))
 
     @each
     def test_what_a_transformation_saw_is_not_kept(self, rotary: Rotary) -> None:
         fresh = Rotary(base=rotary.base + 1, dim=rotary.dim, interleaved=rotary.interleaved, scaling=rotary.scaling)
-        torch.func.grad(lambda x: fresh.turned(x, 3).sum())(drawn())
+        torch.func.grad(lambda x: fresh.rotate(x, 3).sum())(drawn())
         with torch.inference_mode():
-            fresh.turned(drawn(), 3)
-            fresh.turned(drawn(), POSITIONS)
+            fresh.rotate(drawn(), 3)
+            fresh.rotate(drawn(), POSITIONS)
         x = drawn().requires_grad_()
-        (fresh.turned(x, 3) + fresh.turned(x, POSITIONS)).sum().backward()
+        (fresh.rotate(x, 3) + fresh.rotate(x, POSITIONS)).sum().backward()
         assert x.grad is not None
 
     @each
@@ -59,8 +59,8 @@ class TestGradients:
     def test_a_tangent_passes(self, rotary: Rotary, followed: bool) -> None:
         x, direction = drawn().requires_grad_(followed), drawn()
         with forward_ad.dual_level():
-            turned = forward_ad.unpack_dual(rotary.turned(forward_ad.make_dual(x, direction), 3))
-        torch.testing.assert_close(turned.tangent, rotary.turned(direction, 3))
+            turned = forward_ad.unpack_dual(rotary.rotate(forward_ad.make_dual(x, direction), 3))
+        torch.testing.assert_close(turned.tangent, rotary.rotate(direction, 3))
 
 
 class TestCompiled:
@@ -73,31 +73,31 @@ class TestCompiled:
     @few
     def test_one_graph_serves_all_given_positions(self, name: str) -> None:
         rotary = ROTARIES[name]
-        compiled = torch.compile(rotary.turned, fullgraph=True, backend="aot_eager", dynamic=True)
+        compiled = torch.compile(rotary.rotate, fullgraph=True, backend="aot_eager", dynamic=True)
         compiled(drawn(torch.float32), POSITIONS)
         with torch.compiler.set_stance("fail_on_recompile"):
             for length in (6, 9):
                 x = drawn(torch.float32, length)
                 positions = torch.randint(-4, 100, (BATCH, length))
-                torch.testing.assert_close(compiled(x, positions), rotary.turned(x, positions), rtol=0, atol=1e-6)
+                torch.testing.assert_close(compiled(x, positions), rotary.rotate(x, positions), rtol=0, atol=1e-6)
 
     @few
     def test_one_graph_serves_all_starts_and_lengths(self, name: str) -> None:
         rotary = ROTARIES[name]
-        compiled = torch.compile(rotary.turned, fullgraph=True, backend="aot_eager", dynamic=True)
+        compiled = torch.compile(rotary.rotate, fullgraph=True, backend="aot_eager", dynamic=True)
         compiled(drawn(torch.float32), 2)
         with torch.compiler.set_stance("fail_on_recompile"):
             for length, start in ((6, 3), (9, 40), (7, 5)):
                 x = drawn(torch.float32, length)
-                torch.testing.assert_close(compiled(x, start), rotary.turned(x, start), rtol=0, atol=1e-6)
+                torch.testing.assert_close(compiled(x, start), rotary.rotate(x, start), rtol=0, atol=1e-6)
 
     @few
     def test_its_gradient_is_the_same(self, name: str) -> None:
         rotary = ROTARIES[name]
         x = drawn().requires_grad_()
-        compiled = torch.compile(rotary.turned, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(rotary.rotate, fullgraph=True, backend="aot_eager")
         (found,) = torch.autograd.grad(compiled(x, 3).pow(3).sum(), x)
-        (expected,) = torch.autograd.grad(rotary.turned(x, 3).pow(3).sum(), x)
+        (expected,) = torch.autograd.grad(rotary.rotate(x, 3).pow(3).sum(), x)
         torch.testing.assert_close(found, expected)
 
     @few
@@ -106,27 +106,27 @@ class TestCompiled:
 
         class Turning(torch.nn.Module):
             def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-                return rotary.turned(x, positions)
+                return rotary.rotate(x, positions)
 
         x = drawn(torch.float32)
         length = torch.export.Dim("length", min=2)
         program = torch.export.export(Turning(), (x, POSITIONS), dynamic_shapes=({2: length}, {1: length}))
         x, positions = drawn(torch.float32, 9), torch.arange(9).expand(BATCH, 9)
-        torch.testing.assert_close(program.module()(x, positions), rotary.turned(x, 0), rtol=0, atol=1e-6)
+        torch.testing.assert_close(program.module()(x, positions), rotary.rotate(x, 0), rtol=0, atol=1e-6)
 
 
 @each
 def test_tensors_without_memory_are_turned(rotary: Rotary) -> None:
     x = drawn().to("meta")
     for positions in (3, POSITIONS.to("meta")):
-        turned = rotary.turned(x, positions)
+        turned = rotary.rotate(x, positions)
         assert (turned.shape, turned.dtype, turned.device.type) == (x.shape, x.dtype, "meta")
 
 
 @each
 def test_autocast_changes_nothing(rotary: Rotary) -> None:
     x = drawn(torch.float32)
-    expected = rotary.turned(x, 3)
+    expected = rotary.rotate(x, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(rotary.turned(x, 3), expected)
-        assert rotary.turned(x.bfloat16(), 3).dtype == torch.bfloat16
+        assert torch.equal(rotary.rotate(x, 3), expected)
+        assert rotary.rotate(x.bfloat16(), 3).dtype == torch.bfloat16

@@ -60,7 +60,7 @@ class TestBesideOthers:
         q, k = drawn(torch.float32), drawn(torch.float32)
         turns = self.turns(modeling_llama.LlamaRotaryEmbedding, config, q, POSITIONS)
         theirs = modeling_llama.apply_rotary_pos_emb(q, k, *turns)
-        ours = rotary.both_turned(q, k, POSITIONS)
+        ours = rotary.rotate_both(q, k, POSITIONS)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
     def test_gpt_neox_turns_a_part(self) -> None:
@@ -69,13 +69,13 @@ class TestBesideOthers:
         q, k = drawn(torch.float32), drawn(torch.float32)
         turns = self.turns(modeling_gpt_neox.GPTNeoXRotaryEmbedding, config, q, POSITIONS)
         theirs = modeling_gpt_neox.apply_rotary_pos_emb(q, k, *turns)
-        torch.testing.assert_close(Rotary(dim=4).both_turned(q, k, POSITIONS), theirs, rtol=0, atol=2e-5)
+        torch.testing.assert_close(Rotary(dim=4).rotate_both(q, k, POSITIONS), theirs, rtol=0, atol=2e-5)
 
     def test_gpt_j_turns_neighbours(self) -> None:
         x = drawn(torch.float32)
         sine, cosine = modeling_gptj.create_sinusoidal_positions(100, 4)[POSITIONS].chunk(2, -1)
         theirs = modeling_gptj.apply_rotary_pos_emb(x[..., :4].transpose(1, 2), sine, cosine).transpose(1, 2)
-        ours = Rotary(dim=4, interleaved=True).turned(x, POSITIONS)
+        ours = Rotary(dim=4, interleaved=True).rotate(x, POSITIONS)
         torch.testing.assert_close(ours[..., :4], theirs, rtol=0, atol=2e-5)
         assert torch.equal(ours[..., 4:], x[..., 4:])
 
@@ -84,7 +84,7 @@ class TestBesideOthers:
         q, k = drawn(torch.float32), drawn(torch.float32)
         turns = self.turns(modeling_cohere.CohereRotaryEmbedding, config, q, POSITIONS)
         theirs = modeling_cohere.apply_rotary_pos_emb(q, k, *turns)
-        ours = Rotary(base=config.rope_parameters["rope_theta"], interleaved=True).both_turned(q, k, POSITIONS)
+        ours = Rotary(base=config.rope_parameters["rope_theta"], interleaved=True).rotate_both(q, k, POSITIONS)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
     @both_forms
@@ -100,7 +100,7 @@ class TestBesideOthers:
             interleaved=int(interleaved),
             rotary_embedding_dim=dim,
         )
-        torch.testing.assert_close(rotary.turned(x, POSITIONS), torch.tensor(theirs), rtol=0, atol=1e-14)
+        torch.testing.assert_close(rotary.rotate(x, POSITIONS), torch.tensor(theirs), rtol=0, atol=1e-14)
 
     def test_far_positions_are_more_exact_than_theirs(self) -> None:
         x, far = drawn(torch.float32), POSITIONS + 60_000
@@ -109,4 +109,4 @@ class TestBesideOthers:
         theirs, _ = modeling_llama.apply_rotary_pos_emb(x, x, *turns)
         exact = oracle(Rotary(), x, far)
         assert difference(theirs, exact) > 1e-4
-        assert difference(Rotary().turned(x, far), exact) < 1e-6
+        assert difference(Rotary().rotate(x, far), exact) < 1e-6

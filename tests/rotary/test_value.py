@@ -29,7 +29,7 @@ from tests.rotary.turning import LENGTH, POSITIONS, ROTARIES, both_forms, drawn,
 )
 def test_each_pair_is_a_complex_number_that_is_turned(rotary: Rotary, positions: int | Tensor) -> None:
     x = drawn()
-    torch.testing.assert_close(rotary.turned(x, positions), oracle(rotary, x, positions), rtol=0, atol=1e-14)
+    torch.testing.assert_close(rotary.rotate(x, positions), oracle(rotary, x, positions), rtol=0, atol=1e-14)
 
 
 @each
@@ -54,7 +54,7 @@ def test_any_sizes_positions_and_dtypes_stay_within_rounding(
     x = x.mT.contiguous().mT if strided else x
     positions = torch.arange(start, start + length)[None] if given_one_by_one else start
     exact = oracle(rotary, x, positions)
-    turned = rotary.turned(x, positions)
+    turned = rotary.rotate(x, positions)
     assert turned.dtype == dtype
     assert difference(turned, exact) <= budget(exact, exact.to(dtype))
 
@@ -64,8 +64,8 @@ def test_any_sizes_positions_and_dtypes_stay_within_rounding(
 @given(shift=st.integers(-1000, 60_000))
 def test_scores_depend_on_the_difference_of_positions_only(rotary: Rotary, shift: int) -> None:
     q, k = drawn(), drawn()
-    here = rotary.turned(q, 4) @ rotary.turned(k, 0).mT
-    there = rotary.turned(q, 4 + shift) @ rotary.turned(k, shift).mT
+    here = rotary.rotate(q, 4) @ rotary.rotate(k, 0).mT
+    there = rotary.rotate(q, 4 + shift) @ rotary.rotate(k, shift).mT
     torch.testing.assert_close(there, here, rtol=0, atol=1e-9)
 
 
@@ -73,7 +73,7 @@ def test_scores_depend_on_the_difference_of_positions_only(rotary: Rotary, shift
 @both_forms
 def test_a_turn_keeps_lengths_and_other_columns(interleaved: bool, dim: int) -> None:
     x = drawn()
-    turned = Rotary(dim=dim, interleaved=interleaved).turned(x, 11)
+    turned = Rotary(dim=dim, interleaved=interleaved).rotate(x, 11)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
     assert torch.equal(turned[..., dim:], x[..., dim:])
 
@@ -82,7 +82,7 @@ def test_a_turn_keeps_lengths_and_other_columns(interleaved: bool, dim: int) -> 
 @pytest.mark.parametrize("length", [1, LENGTH])
 def test_the_layout_of_a_projection_is_kept(rotary: Rotary, length: int) -> None:
     x = drawn(length=length)
-    turned = rotary.turned(x, 0).transpose(1, 2)
+    turned = rotary.rotate(x, 0).transpose(1, 2)
     assert turned.is_contiguous()
     assert turned.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
@@ -92,8 +92,8 @@ def test_what_is_turned_is_not_changed(rotary: Rotary) -> None:
     x = drawn()
     before = x.clone()
     for positions in (0, POSITIONS):
-        rotary.turned(x, positions)
-        rotary.turned(x.clone().requires_grad_(), positions).sum().backward()
+        rotary.rotate(x, positions)
+        rotary.rotate(x.clone().requires_grad_(), positions).sum().backward()
     assert torch.equal(x, before)
 
 
@@ -101,11 +101,11 @@ def test_what_is_turned_is_not_changed(rotary: Rotary) -> None:
 def test_queries_and_keys_are_turned_alike(positions: int | Tensor) -> None:
     q, k = drawn(), drawn()[:, :1]
     for rotary in ROTARIES.values():
-        found = rotary.both_turned(q, k, positions)
-        assert torch.equal(found[0], rotary.turned(q, positions))
-        assert torch.equal(found[1], rotary.turned(k, positions))
-    mixed = Rotary().both_turned(q, k.float(), positions)
-    assert torch.equal(mixed[1], Rotary().turned(k.float(), positions))
+        found = rotary.rotate_both(q, k, positions)
+        assert torch.equal(found[0], rotary.rotate(q, positions))
+        assert torch.equal(found[1], rotary.rotate(k, positions))
+    mixed = Rotary().rotate_both(q, k.float(), positions)
+    assert torch.equal(mixed[1], Rotary().rotate(k.float(), positions))
 
 
 class TestTheValue:
@@ -114,8 +114,8 @@ class TestTheValue:
         assert one == other
         assert hash(one) == hash(other)
         assert len({one, other, Rotary(base=77.0)}) == 2
-        one.turned(drawn(), 0)
-        other.turned(drawn(), 0)
+        one.rotate(drawn(), 0)
+        other.rotate(drawn(), 0)
         assert [*one._tables.values()] == [*other._tables.values()]
 
     def test_it_says_what_it_is(self) -> None:
@@ -123,18 +123,18 @@ class TestTheValue:
 
     def test_it_is_written_down_by_what_was_said(self) -> None:
         rotary = Rotary(dim=4, scaling=Linear(2.0))
-        rotary.turned(drawn(), 0)
+        rotary.rotate(drawn(), 0)
         said = {"base": 10_000.0, "dim": 4, "interleaved": False, "scaling": {"factor": 2.0}}
         assert dataclasses.asdict(rotary) == said
         assert dataclasses.replace(rotary, scaling=None) == Rotary(dim=4)
 
     def test_a_copy_is_equal_and_carries_no_tables(self) -> None:
         rotary = Rotary(scaling=Yarn(4.0, 32))
-        rotary.turned(drawn(), 0)
+        rotary.rotate(drawn(), 0)
         for copied in (copy.deepcopy(rotary), copy.copy(rotary), pickle.loads(pickle.dumps(rotary))):
             assert copied == rotary
             assert "_tables" not in vars(copied)
-            assert torch.equal(copied.turned(x := drawn(), 2), rotary.turned(x, 2))
+            assert torch.equal(copied.rotate(x := drawn(), 2), rotary.rotate(x, 2))
 
 
 @pytest.mark.parametrize(
@@ -224,4 +224,4 @@ def test_tensors_that_do_not_fit_are_refused_in_words(
     rotary: Rotary, x: Tensor, positions: Any, kind: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
-        rotary.turned(x, positions)
+        rotary.rotate(x, positions)

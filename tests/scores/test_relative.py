@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
 from multihead.functional import attention
-from multihead.scores.relative import Relative, offsets
+from multihead.scores.relative import RelativeBias, offsets
 
 SIZES = [(3, 5), (5, 3), (1, 4), (4, 1), (1, 1), (0, 3), (3, 0), (0, 0)]
 
@@ -29,7 +29,7 @@ def written_down(values: Tensor, queries: int, keys: int) -> Tensor:
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 def test_each_cell_takes_the_number_of_its_diagonal(queries: int, keys: int) -> None:
     values = torch.randn(2, 3, max(queries + keys - 1, 0))
-    assert torch.equal(Relative(values).tile(queries, keys), written_down(values, queries, keys))
+    assert torch.equal(RelativeBias(values).tile(queries, keys), written_down(values, queries, keys))
 
 
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
@@ -38,29 +38,29 @@ def test_offsets_are_how_far_each_key_stands_from_its_query(queries: int, keys: 
     found = offsets(queries, keys, query_start=start)
     assert found.dtype == torch.int64
     starts = start.tolist() if isinstance(start, Tensor) else [start]
-    tile = Relative(found[:, None].double()).tile(queries, keys)[:, 0]
+    tile = RelativeBias(found[:, None].double()).tile(queries, keys)[:, 0]
     expected = [[[j - (at + i) for j in range(keys)] for i in range(queries)] for at in starts]
     assert torch.equal(tile, torch.tensor(expected, dtype=torch.float64).reshape(len(starts), queries, keys))
 
 
 def test_a_tile_is_cut_out_of_the_whole() -> None:
     values = torch.randn(1, 2, 10)
-    whole = Relative(values).tile(5, 6)
-    assert torch.equal(Relative(values).tile(5, 6, rows=slice(1, 4), columns=slice(2, 5)), whole[:, :, 1:4, 2:5])
+    whole = RelativeBias(values).tile(5, 6)
+    assert torch.equal(RelativeBias(values).tile(5, 6, rows=slice(1, 4), columns=slice(2, 5)), whole[:, :, 1:4, 2:5])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [((0, 5), (0, 6)), ((1, 4), (2, 5)), ((4, 5), (0, 1)), ((2, 2), (0, 0))])
 def test_a_part_is_the_bias_of_some_queries_and_keys(rows: tuple[int, int], columns: tuple[int, int]) -> None:
     values = torch.randn(1, 2, 10)
-    part = Relative(values).part(5, rows, columns)
-    whole = Relative(values).tile(5, 6)
+    part = RelativeBias(values).part(5, rows, columns)
+    whole = RelativeBias(values).tile(5, 6)
     found = part.tile(rows[1] - rows[0], columns[1] - columns[0])
     assert torch.equal(found, whole[:, :, rows[0] : rows[1], columns[0] : columns[1]])
 
 
 def test_attention_with_it_is_attention_with_its_tile() -> None:
     q, k, v = torch.randn(3, 2, 3, 5, 8, dtype=torch.float64).unbind()
-    bias = Relative(torch.randn(2, 3, 9, dtype=torch.float64))
+    bias = RelativeBias(torch.randn(2, 3, 9, dtype=torch.float64))
     torch.testing.assert_close(attention(q, k, v, bias=bias), attention(q, k, v, bias=bias.tile(5, 5)))
 
 
@@ -73,14 +73,14 @@ GIVE = "Give a floating point tensor (batch, heads, queries + keys - 1)."
         (
             torch.zeros(1, 2, 3, dtype=torch.int64),
             DtypeError,
-            f"Relative was given a torch.int64 tensor, and it is added to floating point scores. {GIVE}",
+            f"RelativeBias was given a torch.int64 tensor, and it is added to floating point scores. {GIVE}",
         ),
-        ([1.0], DtypeError, f"Relative was given a list, and it is added to floating point scores. {GIVE}"),
+        ([1.0], DtypeError, f"RelativeBias was given a list, and it is added to floating point scores. {GIVE}"),
         (
             torch.zeros(2, 3),
             ShapeError,
             (
-                "Relative was given a tensor of shape (2, 3). "
+                "RelativeBias was given a tensor of shape (2, 3). "
                 "Give (batch, heads, queries + keys - 1), with 1 for batch and heads where all have the same."
             ),
         ),
@@ -89,4 +89,4 @@ GIVE = "Give a floating point tensor (batch, heads, queries + keys - 1)."
 )
 def test_values_that_make_no_bias_are_refused_in_words(values: Any, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
-        Relative(values)
+        RelativeBias(values)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.functional import attention, attention_with_logsumexp, weights
+from multihead.functional import attention, attention_weights, attention_with_logsumexp
 from multihead.scores.sinks import with_sinks
 from tests.kernel_names import EACH, exactest, rounding
 
@@ -27,7 +27,7 @@ def test_a_sink_is_one_more_key_whose_value_is_zero(kernel: str) -> None:
     output, logsumexp = attention_with_logsumexp(*given(kernel), sinks=sinks, kernel=kernel)
     assert torch.allclose(output.double(), scores.softmax(-1)[..., :5] @ V, atol=rounding(kernel))
     assert torch.allclose(logsumexp.double(), scores.logsumexp(-1), atol=rounding(kernel))
-    assert torch.allclose(weights(Q, K, sinks=sinks), scores.softmax(-1)[..., :5], atol=1e-14)
+    assert torch.allclose(attention_weights(Q, K, sinks=sinks), scores.softmax(-1)[..., :5], atol=1e-14)
 
 
 @pytest.mark.parametrize("kernel", EACH)

@@ -67,7 +67,7 @@ class Buffers:
         copied.change(torch.clone)
         return copied
 
-    def extended(self, k: Tensor, v: Tensor, real: Tensor | None) -> Held:
+    def extend(self, k: Tensor, v: Tensor, real: Tensor | None) -> Held:
         """Append new tokens, of which the first `real` (batch,) of each sample are no padding."""
         new = k.shape[2]
         in_graph = self.capacity is not None and torch.compiler.is_compiling()

@@ -59,8 +59,8 @@ class KeyValueCache:
         ArgumentError: both are given, or one is no positive integer.
 
     >>> cache = KeyValueCache()
-    >>> held = cache.extended(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))  # a prompt of five tokens
-    >>> held = cache.extended(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))  # and one token more
+    >>> held = cache.extend(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))  # a prompt of five tokens
+    >>> held = cache.extend(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))  # and one token more
     >>> held.k.shape, held.query_start
     (torch.Size([1, 2, 6, 8]), 5)
     >>> cache
@@ -131,7 +131,7 @@ class KeyValueCache:
         batch = self._progress.batch
         return f"KeyValueCache({option}): {said}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
 
-    def extended(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> Held:
+    def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> Held:
         """Append the keys and values of new tokens, and hand out all that their queries may look at.
 
         Args:
@@ -163,12 +163,12 @@ class KeyValueCache:
         real = None if lengths is None else counts_of(lengths, batch=len(k), most=k.shape[2], device=k.device)
         if real is not None and not traced() and bool((real == k.shape[2]).all()):
             real = None  # no padding after all: samples that were alike stay so
-        held = buffers.extended(k, v, real)
+        held = buffers.extend(k, v, real)
         if not torch.compiler.is_compiling():
             self._continued = Continued(self._text, held.key_start, real)
         return held
 
-    def unless_refused(self) -> AbstractContextManager[object]:
+    def rollback_on_error(self) -> AbstractContextManager[object]:
         """Take back what is appended in this context where it ends in an error, so that a call can be made again."""
         if torch.compiler.is_compiling():
             return nullcontext()

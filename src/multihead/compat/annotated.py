@@ -9,11 +9,10 @@ no key gives weights of 0, where the originals' fill of -1e9 gives every key the
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 from torch import Tensor, nn
 
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, CallOrigin
 from multihead.compat.weighing import Remembered, attend_with_weights
 from multihead.errors import MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
@@ -73,8 +72,8 @@ class MultiHeadAttention(nn.Module):
             training: those that the output is made of.
         """
         dropout = self.dropout.p if self.training else 0.0
-        request: AttentionRequest = request_of(Q, K, V, _mask(mask), dropout=dropout)
-        return attend_with_weights(replace(request, owner=self))
+        request: AttentionRequest = request_of(Q, K, V, _mask(mask), dropout=dropout, origin=CallOrigin(self))
+        return attend_with_weights(request)
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend from Q to K, and take what stands in V.
@@ -170,7 +169,7 @@ class MultiHeadedAttention(nn.Module):
             for linear, x in zip(self.linears, (query, key, value), strict=False)
         )
         dropout = self.dropout.p if self.training else 0.0
-        request: AttentionRequest = replace(request_of(q, k, v, shown, dropout=dropout), owner=self)
+        request: AttentionRequest = request_of(q, k, v, shown, dropout=dropout, origin=CallOrigin(self))
         if dropout:
             output, weights = attend_with_weights(request)
             self._last.given(weights)

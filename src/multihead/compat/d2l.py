@@ -11,13 +11,12 @@ class gives every key the same weight, padding included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, CallOrigin
 from multihead.compat.weighing import Remembered
 from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
@@ -85,7 +84,7 @@ class DotProductAttention(nn.Module):
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
         """Attend with heads on their own axis: (batch, heads, queries, value_dim)."""
         dropout = self.dropout.p if self.training else 0.0
-        request: AttentionRequest = replace(request_of(q, k, v, mask, dropout=dropout), owner=owner)
+        request: AttentionRequest = request_of(q, k, v, mask, dropout=dropout, origin=CallOrigin(owner))
         attended = attend(request)
         self._last.call(request, attended)
         return attended.output

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import ArgumentError, ShapeError, refuse_scripting, refuse_unless_integer
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, split_heads
@@ -162,8 +161,8 @@ class PerHeadAttention(nn.Module):
         q = self._projected(rows, self.W_Q, self.b_Q)  # (batch, heads, queries, head_dim)
         k = self._projected(columns, self.W_K, self.b_K)  # (batch, heads, keys, head_dim)
         v = self._projected(columns, self.W_V, self.b_V)  # (batch, heads, keys, value_head_dim)
-        request: AttentionRequest = request_of(q, k, v, mask, query_start=query_start)
-        output = attend(replace(request, owner=self)).output
+        request: AttentionRequest = request_of(q, k, v, mask, query_start=query_start, origin=CallOrigin(self))
+        output = attend(request).output
         return [head[0] if x.dim() == 2 else head for head in output.unbind(1)]
 
     def forward(

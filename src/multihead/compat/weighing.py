@@ -59,7 +59,7 @@ class Remembered:
 
     def call(self, request: AttentionRequest, attended: Attended) -> None:
         """Remember a call, in place of the last one; its owner is left out, so that no circle is made."""
-        self._call, self._weights = (replace(request, owner=None), attended.logsumexp.detach()), None
+        self._call, self._weights = (replace(request, origin=None), attended.logsumexp.detach()), None
 
     def given(self, weights: Tensor) -> None:
         """Remember weights that had to be computed already: (batch, heads, queries, keys)."""

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multihead.call import CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.hooks.lazy_mask import LazyMask
@@ -135,10 +136,11 @@ def attend_for(
     if position_bias is not None:
         position_bias = position_bias[..., :keys]
         bias = position_bias if bias is None else position_bias + bias
-    request = request_of(query, key, value, mask, bias, softcap, s_aux, scaling, dropout, start)
+    terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
+    request = request_of(query, key, value, *terms, origin=CallOrigin(module))
     token = _origin.set(place)
     try:
-        output = attend(replace(request, owner=module)).output
+        output = attend(request).output
     finally:
         _origin.reset(token)
     return output.transpose(1, 2).contiguous(), None

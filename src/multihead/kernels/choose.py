@@ -1,10 +1,11 @@
-"""Choose the fastest kernel that does not refuse a request."""
+"""Choose the fastest kernel that does not refuse a request; calls that are alike look the choice up."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
@@ -22,26 +23,28 @@ from multihead.kernels.native import (
 from multihead.kernels.native_vs_sdpa import slower
 from multihead.kernels.slow_paths import refuse_if_strict
 from multihead.masks.base import KeyBounds
+from multihead.plan.bounds import CACHE_BYTES, PlanCache, bounds_of
+from multihead.tracing import intercepted
 
 
 class Kernel(Protocol):
-    """What a kernel's module has to offer."""
+    """The functions and constants that the module of a kernel defines."""
 
     @property
     def HANDLES_NONFINITE(self) -> bool:  # noqa: N802 - a constant of the module
-        """Whether NaN and inf that a query may not see can be handed to the kernel as they are, and autocast too."""
+        """Whether the kernel itself keeps NaN and inf from queries that may not see them, and ignores autocast."""
         ...
 
     def refusal(self, request: AttentionRequest, bounds: KeyBounds) -> str | None:
-        """Say in one sentence why this kernel will not take a request, or None."""
+        """Return why this kernel refuses a request, in one sentence, or None where it takes it."""
         ...
 
     def attend(self, request: AttentionRequest, bounds: KeyBounds) -> Attended:
-        """Compute a request that was not refused."""
+        """Compute a request that the kernel does not refuse."""
         ...
 
     def work(self, request: AttentionRequest, bounds: KeyBounds) -> Work:
-        """Estimate what a call computes and holds."""
+        """Estimate the cells that a call computes and the bytes that it holds."""
         ...
 
 
@@ -54,23 +57,78 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
+_CPU = torch.device("cpu")
+
+
 class Choice(NamedTuple):
     """The kernel that runs, and why others do not.
 
-    Fields:
+    Attributes:
         name: the chosen kernel.
-        refusals: for each kernel that would have come before it, its reason in one sentence.
+        refusals: for each kernel before it in the order, its reason in one sentence.
     """
 
     name: str
     refusals: dict[str, str]
 
 
+class Plan(NamedTuple):
+    """How a call is computed.
+
+    Attributes:
+        bounds: the keys that each query may see.
+        kernel: the module of the chosen kernel.
+    """
+
+    bounds: KeyBounds
+    kernel: Kernel
+
+
+_PLANS: PlanCache[Plan] = PlanCache(CACHE_BYTES)
+
+
+def plan(request: AttentionRequest, *, kernel: str | None = None) -> Plan:
+    """Plan the mask of a request and choose its kernel, or look both up where an equal call was planned before."""
+    key = None if kernel is not None else _cache_key(request)
+    known = None if key is None else _PLANS.entries.get(key)
+    if known is not None:
+        return known
+    bounds = bounds_of(request)
+    name = choose(request, bounds, kernel=kernel).name
+    made = Plan(bounds, KERNELS[name])
+    if key is not None and name != "reference":  # `strict()` is checked at each call of it
+        _PLANS.add(key, made, bounds)
+    return made
+
+
+def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
+    """Return everything that decides the plan of a plain call on the CPU, or None for other calls."""
+    q, k, v = request.q, request.k, request.v
+    if (
+        intercepted()
+        or request.shape.device != _CPU
+        or request.shape.query_length == 1  # each decoding step has another number of keys
+        or request.bias is not None
+        or request.sinks is not None
+        or request.dropout
+        or type(request.query_start) is not int
+        or not type(q) is type(k) is type(v) is Tensor
+    ):
+        return None
+    mask = request.mask.cache_key()
+    if mask is None:
+        return None
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    native = library.absence() or library.chosen().index
+    return mask, request.shape, request.query_start, request.softcap is None, trains, native
+
+
 def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> Choice:
-    """Choose the first kernel that neither refuses nor was measured to lose, or the one that the caller insists on.
+    """Choose the first kernel that neither refuses nor was measured to lose, or the one that is named.
 
     Raises:
-        ArgumentError: the kernel asked for does not exist, or refuses.
+        ArgumentError: the kernel of that name does not exist, or refuses.
+        SlowPathError: the reference kernel would run, in a `strict()` context.
     """
     if kernel is not None and kernel not in KERNELS:
         raise ArgumentError(f"There is no kernel {kernel!r}.", f"Give one of {', '.join(KERNELS)}, or None.")

@@ -88,7 +88,7 @@ def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
         q=request.q[:, heads],
         k=request.k[:, kv_heads],
         v=request.v[:, kv_heads],
-        shape=replace(request.shape, num_heads=len(heads), num_kv_heads=len(heads)),
+        shape=request.shape._replace(num_heads=len(heads), num_kv_heads=len(heads)),
         bias=bias if bias is None or values_of(bias).shape[1] == 1 else with_values(bias, values_of(bias)[:, heads]),
         sinks=None if sinks is None else sinks[heads],
     )

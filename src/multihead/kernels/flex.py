@@ -22,7 +22,7 @@ from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import with_sinks
 from multihead.tracing import constant_in_graphs, traced, transformed
 
@@ -200,7 +200,7 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
     values = None if request.bias is None else values_of(request.bias).detach()
     if values is not None and values.dtype == torch.float64:
         values = values.to(working_dtype(request.shape.dtype))
-    diagonal = request.shape.query_length - 1 if isinstance(request.bias, Relative) else None
+    diagonal = request.shape.query_length - 1 if isinstance(request.bias, RelativeBias) else None
 
     def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:

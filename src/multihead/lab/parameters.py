@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError
-from multihead.functional import weights
+from multihead.functional import attention_weights
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.layer import MultiHeadAttention
 
@@ -270,7 +270,7 @@ def _shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
     q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     q_heads, k_heads, v_heads = (split_heads(each, heads) for each in (q, k, v))
     scores = q_heads @ k_heads.mT
-    shares = weights(q_heads, k_heads)
+    shares = attention_weights(q_heads, k_heads)
     z_heads = shares @ v_heads
     merged = merge_heads(z_heads)
     output = layer(x)

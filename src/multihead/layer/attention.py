@@ -1,17 +1,17 @@
-"""The multi-head attention layer: project, split, place, attend, merge, output."""
+"""The multi-head attention layer: project, split, normalise, rotate, cache, attend, gate, merge, output."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from copy import deepcopy
-from typing import Any, Literal, Never
+from copy import copy, deepcopy
+from typing import Any, Literal, Never, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from multihead.cache import KeyValueCache
+from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import (
     ArgumentError,
     refuse_scripting,
@@ -20,21 +20,24 @@ from multihead.errors import (
     refuse_unless_share,
 )
 from multihead.explanation import Explanation, explained
-from multihead.functional import attend
-from multihead.heads import head_counts, head_dim_of, merge_heads
-from multihead.layer.checks import refuse_unless_cache
-from multihead.layer.gates import gated
-from multihead.layer.prepare import asked
+from multihead.functional import attend, request_of
+from multihead.heads import head_counts, head_dim_of
+from multihead.layer.checks import Widths, check_cache, check_inputs, check_is_cache, check_packing, dtype_of
+from multihead.layer.gates import gate, prepend
+from multihead.layer.positions import extend, first_position, normalise, rotate
+from multihead.layer.sharding import LayerPart, local_part
+from multihead.listeners import listeners
 from multihead.masks import Full, Mask
-from multihead.packing import Packing, Side
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.packing import NO_PADDING, Packing, Padding, Side
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
-from multihead.scores.bias import Bias
+from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import refuse_unless_softcap
 from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, refuse_unknown
 
 _FULL = Full()
-_NOTHING = nullcontext()  # may be entered again and again
+_NOTHING = nullcontext()
 
 
 class MultiHeadAttention(nn.Module):
@@ -56,24 +59,24 @@ class MultiHeadAttention(nn.Module):
         output_dim: width of the output; embed_dim if None.
         bias: whether the four projections add a bias.
         dropout: share of the weights dropped in training, 0 to 1.
-        scale: what q . k is multiplied by; 1 / sqrt(head_dim) if None.
-        merge: "concat" sets the heads side by side, "mean" averages them.
+        scale: factor of q . k; 1 / sqrt(head_dim) if None.
+        merge: "concat" concatenates the heads, "mean" averages them.
         output_projection: whether W_out follows; without it the merged heads are the output.
-        rotary: how queries and keys are turned by their positions.
-        qk_norm: how queries and keys are normalised, before they are turned.
-        position_bias: a module whose `forward(queries, keys, query_start=, device=, dtype=)` gives what is added to
-            the scores, such as `scores.Alibi`; layers may share one.
+        rotary: how queries and keys are rotated by their positions.
+        qk_norm: how queries and keys are normalised, before they are rotated.
+        position_bias: a module whose `forward(queries, keys, query_start=, device=, dtype=)` returns what is added to
+            the scores, such as `scores.ALiBi`; layers may share one.
         softcap: c of c * tanh(scores / c), before the bias.
-        sinks: whether each head has a learned logit that takes weight and gives no value.
-        head_gates: whether each head has a learned factor on what it gives, before the merge.
+        sinks: whether each head has a learned logit that takes weight and has no value.
+        head_gates: whether each head has a learned factor on its output, before the merge.
         add_bias_kv: whether there is a learned key, with a value, that every query sees.
         add_zero_attn: whether there is a key of 0, with a value of 0, that every query sees: a sink whose logit is 0.
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
     Raises:
-        ArgumentError: a size that does not fit; the sentence lists those that would.
+        ArgumentError: a size does not fit; the error lists those that would.
 
     Source: arXiv:1706.03762, section 3.2.2; grouped heads arXiv:2305.13245.
 
@@ -147,7 +150,7 @@ class MultiHeadAttention(nn.Module):
             refuse_unless_softcap(softcap)
         if add_bias_kv and position_bias is not None:
             raise ArgumentError(
-                "add_bias_kv and position_bias are both given, and the learned key stands at no position.",
+                "add_bias_kv and position_bias are both given, and the learned key has no position.",
                 "Leave one of them out.",
             )
         for name, flag in (("sinks", sinks), ("head_gates", head_gates)):
@@ -159,7 +162,7 @@ class MultiHeadAttention(nn.Module):
         self.rotary, self.position_bias = rotary, position_bias
         self.softcap, self.add_zero_attn = softcap, add_zero_attn
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        self.qk_norm = None if qk_norm is None else qk_norm.made(*heads, device=device, dtype=dtype)
+        self.qk_norm = None if qk_norm is None else qk_norm.build(*heads, device=device, dtype=dtype)
 
         def learned(wanted: bool, *size: int) -> nn.Parameter | None:  # noqa: FBT001 - named at each call below
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None
@@ -171,9 +174,9 @@ class MultiHeadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew (Xavier uniform, a matrix a projection), set biases and sinks to 0 and gates to 1.
+        """Initialise the weights (Xavier uniform per projection), set biases and sinks to 0 and gates to 1.
 
-        A `position_bias` was given and stays as it is: it has a `reset_parameters` of its own.
+        A `position_bias` keeps its parameters: it has a `reset_parameters` of its own.
         """
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             if projection is not None:
@@ -211,63 +214,213 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             x: (batch, queries, embed_dim), or (queries, embed_dim).
-            memory: (batch, keys, key_dim), what keys and values are made of; x if None.
-            values: (batch, keys, value_dim), where values are made of something else than the keys; memory if None.
+            memory: (batch, keys, key_dim), from which keys and values are projected; x if None.
+            values: (batch, keys, value_dim), from which values are projected; memory if None.
             mask: which keys each query may see.
-            bias: added to the scores, broadcasting to (batch, heads, queries, keys), or `scores.Relative`.
-            lengths: (batch,) tokens a sample of x; the others are padding: they are skipped, and their output is 0.
-            memory_lengths: (batch,) tokens a sample of memory; the others are padding and are skipped.
-            padding_side: on which side of a sample's tokens its padding stands, "right" or "left".
-            packing: where the tokens of x, which is (1, tokens, embed_dim), stood before `pack`; each sample attends
-                to itself, and the mask speaks of each sample alone.
-            cache: keeps the keys and values of earlier calls, which come first; the mask then speaks of the whole
-                text. In cross-attention the memory is projected in the first call only.
-            head_gates: (heads,), or broadcasting to (batch, heads, queries): a factor on what each head gives.
-            query_start: where the first query stands among the keys, see `attention`; a cache says it itself.
+            bias: added to the scores, broadcasting to (batch, heads, queries, keys), or `scores.RelativeBias`.
+            lengths: (batch,) tokens of each sample of x; the others are padding: they are skipped, their output is 0.
+            memory_lengths: (batch,) tokens of each sample of memory; the others are padding and are skipped.
+            padding_side: on which side of a sample's tokens its padding is, "right" or "left".
+            packing: the places of the tokens of x, which is (1, tokens, embed_dim), as `pack` returns them; each sample
+                attends to itself, and the mask applies to each sample alone.
+            cache: keeps the keys and values of earlier calls, which come first; the mask then applies to the whole
+                sequence. In cross-attention the memory is projected in the first call only.
+            head_gates: (heads,), or broadcasting to (batch, heads, queries): a factor on the output of each head.
+            query_start: position of the first query among the keys, see `attention`; a cache knows it itself.
             unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
-        Returns: (batch, queries, output_dim), as many dimensions as x has.
+        Returns: (batch, queries, output_dim), with as many dimensions as x.
 
         Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
+            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
         """
         if unknown:
             refuse_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         if cache is not None:
-            refuse_unless_cache(cache)
-        with _NOTHING if cache is None else cache.unless_refused():
-            request, padding, single, local = asked(
-                self,
-                x,
-                memory,
-                values,
-                mask=mask,
-                bias=bias,
-                lengths=lengths,
-                memory_lengths=memory_lengths,
-                padding_side=padding_side,
-                packing=packing,
-                cache=cache,
-                head_gates=head_gates,
-                query_start=query_start,
-            )
-            output = attend(request).output  # (batch, heads, queries, value_head_dim)
-            for gates in (self.head_gates, head_gates):
+            check_is_cache(cache)
+        with _NOTHING if cache is None else cache.rollback_on_error():
+            given = (mask, bias, lengths, memory_lengths, padding_side, packing, cache, head_gates, query_start)
+            x, memory, values, padding, batched = self._inputs(x, memory, values, *given)
+            within = memory is x  # self-attention
+            cached = None if cache is None or within else cache.memory  # keys and values of an earlier call
+            modules: Any = self._modules  # reading it directly saves 0.5 us per module over nn.Module.__getattr__
+
+            q = modules["q_proj"](x)  # (batch, queries, heads * head_dim)
+            k = modules["k_proj"](memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
+            v = modules["v_proj"](values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
+            if padding is not NO_PADDING:
+                q, k, v = padding.place(x, q, memory, k, v, cached=cached is not None)
+            part: MultiHeadAttention | LayerPart = self
+            if not self._holds_all_heads(q, k, v, cached=cached is not None):  # other processes hold the others
+                part, k, v, mask, bias, head_gates = local_part(
+                    self, q, k, v, mask, bias, head_gates, cached=cached is not None
+                )
+
+            q = _split(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
+            if cached is None:
+                k = _split(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
+                v = _split(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
+            if part.qk_norm is not None:
+                q, k = normalise(part.qk_norm, q, k, cached=cached is not None)
+            start: int | Tensor = 0
+            if query_start is not None or cache is not None or not within:
+                start = self._first_position(query_start, cache, mask, q, k, within=within)
+            if self.rotary is not None:
+                same = padding.documents is not None or (within and cache is not None)
+                q, k = rotate(self.rotary, q, k, start, padding.positions, same=same, cached=cached is not None)
+            if cache is None:
+                mask = padding.hide(mask)
+            else:
+                k, v, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
+
+            request = self._request(part, q, k, v, mask, bias, start, padding, cache)
+            output = self._attend(request)  # (batch, heads, queries, value_head_dim)
+            for gates in (part.head_gates, head_gates):
                 if gates is not None:
-                    output = gated(output, gates if local is None else local.of_gates(gates))
-        merged = merge_heads(output, merge=self.merge)  # (batch, queries, heads * value_head_dim)
-        merged = padding.taken(merged)
-        out_proj = self._modules.get("out_proj")  # as an attribute it is looked for half a microsecond longer
+                    output = gate(output, gates)
+        # (batch, queries, heads * value_head_dim), or (batch, queries, value_head_dim)
+        merged = output.transpose(1, 2).flatten(2) if self.merge == "concat" else output.mean(1)
+        merged = padding.drop_rows(merged)
+        out_proj = modules.get("out_proj")
         output = merged if out_proj is None else out_proj(merged)  # (batch, queries, output_dim)
-        output = padding.restored(output)
-        return output[0] if single else output
+        output = padding.restore(output)
+        return output if batched else output[0]
+
+    def _inputs(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        values: Tensor | None,
+        mask: Mask,
+        bias: Bias | None,
+        lengths: Sequence[int] | Tensor | None,
+        memory_lengths: Sequence[int] | Tensor | None,
+        padding_side: Side,
+        packing: Packing | None,
+        cache: KeyValueCache | None,
+        head_gates: Tensor | None,
+        query_start: int | Tensor | str | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Padding, bool]:
+        """Check the arguments of a call and drop its padding.
+
+        Returns: x, memory and values, (batch, length, features) or packed (1, tokens, features); the padding; whether
+            x has a batch.
+        """
+        weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
+        plain = memory is None and values is None and memory_lengths is None and packing is None and cache is None
+        usual = plain and type(x) is Tensor and isinstance(mask, Mask) and weight is not None
+        batched = True
+        if not (
+            usual and x.dim() == 3 and x.shape[2] == self.embed_dim == self.key_dim and x.dtype is weight.dtype  # type: ignore[union-attr]
+        ):
+            widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
+            x, memory, values, batched = check_inputs(widths, mask, x, memory, values, lengths, memory_lengths)
+        within = memory is None or memory is x
+        of_distance = getattr(self.position_bias, "of_distance", True)
+        if packing is not None:
+            check_packing(packing, x, memory, lengths, cache)
+        if cache is not None:
+            check_cache(cache, mask, query_start, None if within else memory, absolute_bias=not of_distance)
+        memory = x if memory is None else memory
+        values = memory if values is None else values
+        if lengths is None and memory_lengths is None and packing is None:
+            return x, memory, values, NO_PADDING, batched
+        # Where only differences of positions matter, all samples stay in one row of tokens, as documents.
+        together = (
+            within
+            and bias is None
+            and cache is None
+            and (query_start is None or (isinstance(query_start, int) and query_start == 0))
+            and (head_gates is None or head_gates.dim() == 1)
+            and self.bias_k is None
+            and of_distance
+            and mask.translation_invariant
+        )
+        if packing is None:
+            padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
+        else:
+            padding = Padding.of_packed(packing, together=together)
+        return *padding.drop(x, memory, values), padding, batched
+
+    def _holds_all_heads(self, q: Tensor, k: Tensor, v: Tensor, *, cached: bool) -> bool:
+        """Whether the projections (batch, length, width) of this process hold all heads of the layer."""
+        return (
+            type(q) is Tensor
+            and q.shape[2] == self.num_heads * self.head_dim
+            and (cached or k.shape[2] == self.num_kv_heads * self.head_dim)
+            and (cached or v.shape[2] == self.num_kv_heads * self.value_head_dim)
+        )
+
+    def _first_position(
+        self,
+        query_start: int | Tensor | str | None,
+        cache: KeyValueCache | None,
+        mask: Mask,
+        q: Tensor,
+        k: Tensor,
+        *,
+        within: bool,
+    ) -> int | Tensor:
+        """Return the position of the first query among the keys."""
+        matters = mask.uses_positions or self.rotary is not None or self.position_bias is not None
+        if cache is not None and query_start is None and (within or matters):
+            return cache.query_start
+        return first_position(query_start, q, k.shape[2]) if matters or query_start is not None else 0
+
+    def _request(
+        self,
+        part: MultiHeadAttention | LayerPart,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        bias: Bias | None,
+        start: int | Tensor,
+        padding: Padding,
+        cache: KeyValueCache | None,
+    ) -> AttentionRequest:
+        """Build the request: add the position bias, the learned key and the sinks of the layer."""
+        if part.position_bias is not None:
+            own = part.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
+            bias = own if bias is None else added(bias, own, q.shape[2], k.shape[2])
+        if part.bias_k is not None and part.bias_v is not None:
+            k, v = prepend(part.bias_k, k), prepend(part.bias_v, v)  # (batch, kv_heads, 1 + keys, dim)
+            mask, start = LeadingKeys(1, mask), start + 1
+            bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
+        sinks: Tensor | None = part.sinks
+        if self.add_zero_attn:
+            # A key of 0 has the score 0, and its value is 0: that is a sink.
+            zero = q.new_zeros(q.shape[1])
+            sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
+        origin = None
+        if listeners():
+            origin = CallOrigin(self, padding.packed_lengths, None if cache is None else cache.continued)
+        return request_of(
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            self.softcap,
+            sinks,
+            self.scale,
+            self.dropout if self.training else 0.0,
+            start,
+            to_come=cache is not None,
+            mask_fits=padding.documents is not None,
+            origin=origin,
+        )
+
+    def _attend(self, request: AttentionRequest) -> Tensor:
+        """Compute a request: (batch, heads, queries, value_head_dim)."""
+        return attend(request).output
 
     def explain(
         self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **call: Any
     ) -> Explanation:
-        """Say which kernel a call of this layer would run, why others refuse it, what it skips and what it holds.
+        """Explain a call without its attention: the kernel, why others refuse it, the share it skips and its memory.
 
-        Takes what a call takes, projects, and attends to nothing; a cache stays as it is.
+        The arguments are those of a call. It projects, and leaves a cache unchanged.
 
         >>> layer = MultiHeadAttention(embed_dim=32, num_heads=4)
         >>> print(layer.explain(torch.zeros(2, 100, 32), lengths=(100, 20)))
@@ -275,18 +428,20 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... beside q, k and v
         """
-        unknown = inspect.signature(self.forward).bind(x, memory, values, **call).arguments.get("unknown")
-        if unknown:
-            refuse_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         call["cache"] = deepcopy(call.get("cache"))
-        request = asked(self, x, memory, values, **call).request
-        read = [name for name in ("lengths", "memory_lengths") if isinstance(call.get(name), Tensor)]
-        far = [f"{name} on {call[name].device}" for name in read if call[name].device.type not in ("cpu", "meta")]
+        stopping = copy(self)  # shares the parameters
+        stopping.__dict__["_attend"] = _stop
+        try:
+            MultiHeadAttention.forward(stopping, x, memory, values, **call)
+        except _StoppedError as stopped:
+            request = stopped.request
+        on_device = [name for name in ("lengths", "memory_lengths") if isinstance(call.get(name), Tensor)]
+        far = [f"{name} on {call[name].device}" for name in on_device if call[name].device.type not in ("cpu", "meta")]
         waits = f"the host reads how many tokens there are, from {' and '.join(far)}" if far else None
         return explained(request, waits=waits)
 
     def extra_repr(self) -> str:
-        """Say the head counts and what else is not told by the projections."""
+        """Return the head counts and the options that the projections do not show."""
         heads = f"num_heads={self.num_heads}, head_dim={self.head_dim}"
         if self.num_kv_heads != self.num_heads:
             heads += f", num_kv_heads={self.num_kv_heads}"
@@ -299,6 +454,23 @@ class MultiHeadAttention(nn.Module):
             heads += "" if getattr(self, name) is None else f", {'add_bias_kv' if name == 'bias_k' else name}=True"
         heads += ", add_zero_attn=True" if self.add_zero_attn else ""
         return heads + (f", dropout={self.dropout}" if self.dropout else "")
+
+
+def _split(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """Split projected tokens into heads: (batch, length, heads * head_dim) -> (batch, heads, length, head_dim)."""
+    return x.view(x.shape[0], x.shape[1], num_heads, head_dim).transpose(1, 2)
+
+
+class _StoppedError(Exception):
+    """Ends a call before its attention, for `explain`; carries the request."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__()
+        self.request = request
+
+
+def _stop(request: AttentionRequest) -> NoReturn:
+    raise _StoppedError(request)
 
 
 def _size(name: str, value: int) -> int:
@@ -321,7 +493,7 @@ def _refuse_unless_kinds(rotary: object, qk_norm: object, position_bias: object,
     for name, given, kind, example in (
         ("rotary", rotary, Rotary, "mh.Rotary()"),
         ("qk_norm", qk_norm, QKNorm, 'mh.QKNorm("rms")'),
-        ("position_bias", position_bias, nn.Module, "mh.scores.Alibi(num_heads)"),
+        ("position_bias", position_bias, nn.Module, "mh.scores.ALiBi(num_heads)"),
     ):
         if given is not None and not isinstance(given, kind):
             raise ArgumentError(f"{name} is {given!r}.", f"Give for example {name}={example}, or None.")

@@ -1,4 +1,4 @@
-"""What a layer does to heads beside attention: factors on what they give, and a key that is learned."""
+"""Per-head output gates, and the learned extra key (add_bias_kv)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from multihead.errors import DtypeError, ShapeError
 
 
-def gated(output: Tensor, gates: Tensor) -> Tensor:
-    """Multiply what each head gives.
+def gate(output: Tensor, gates: Tensor) -> Tensor:
+    """Multiply the output of each head by its gate.
 
     Args:
         output: (batch, heads, queries, value_dim).
         gates: (heads,), or broadcasting to (batch, heads, queries).
 
     Raises:
-        ShapeError, DtypeError: it is neither.
+        ShapeError, DtypeError: the gates are neither.
 
     Source: gates on heads, arXiv:1905.09418 and arXiv:1905.10650.
 
-    >>> gated(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
+    >>> gate(torch.ones(1, 2, 1, 3), torch.tensor([1.0, 0.0]))[0, :, 0]
     tensor([[1., 1., 1.],
             [0., 0., 0.]])
     """
@@ -35,13 +35,13 @@ def gated(output: Tensor, gates: Tensor) -> Tensor:
     if gates.dim() != 3 or any(given not in (1, size) for given, size in zip(gates.shape, sizes, strict=True)):
         raise ShapeError(
             f"head_gates has shape {tuple(gates.shape)}, and there are {heads} heads.",
-            f"Give one factor a head: shape ({heads},), or one that broadcasts to (batch, heads, queries) = {sizes}.",
+            f"Give one factor per head: shape ({heads},), or one that broadcasts to (batch, heads, queries) = {sizes}.",
         )
     return output * gates[..., None].to(output.dtype)
 
 
-def in_front(key: Tensor, x_heads: Tensor) -> Tensor:
-    """Put one learned row before all others in each sample.
+def prepend(key: Tensor, x_heads: Tensor) -> Tensor:
+    """Insert one learned row before all others in each sample.
 
     Args:
         key: (kv_heads, dim).

@@ -1,32 +1,81 @@
-"""Find which heads of a layer this process computes, where its projections are split over processes."""
+"""The heads of a layer that this process computes, where the projections are split over processes."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ShapeError
-from multihead.heads import head_counts, split_heads
+from multihead.heads import head_counts
 from multihead.masks import Mask
 from multihead.qk_norm import QKNorms
-from multihead.scores import Relative
+from multihead.scores import RelativeBias
 from multihead.scores.bias import Bias, values_of, with_values
 
-if TYPE_CHECKING:
-    from multihead.layer.attention import MultiHeadAttention
+L = TypeVar("L", bound="ShardableLayer")
 
 SPLIT = "parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and RowwiseParallel() for out_proj"
+
+
+class ShardableLayer(Protocol):
+    """The parts of a `MultiHeadAttention` that its heads decide."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    merge: Any
+    qk_norm: QKNorms | None
+    position_bias: nn.Module | None
+    sinks: nn.Parameter | None
+    head_gates: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    @property
+    def out_proj(self) -> nn.Module | None:
+        """The output projection."""
+        ...
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module of the layer by its name."""
+        ...
+
+
+class LayerPart(NamedTuple):
+    """The heads of a layer that this process computes; its attributes are those of the layer, for these heads.
+
+    Attributes:
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads.
+        qk_norm: normalises queries and keys, or None.
+        position_bias: computes what is added to the scores, or None.
+        sinks: (heads,), or None.
+        head_gates: (heads,), or None.
+        bias_k: (kv_heads, head_dim), or None.
+        bias_v: (kv_heads, value_head_dim), or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    qk_norm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    position_bias: Callable[..., Bias] | None
+    sinks: Tensor | None
+    head_gates: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
 
 
 class Group(NamedTuple):
     """The processes that a projection is split over.
 
-    Fields:
+    Attributes:
         mesh: a torch.distributed DeviceMesh.
         dim: the dimension of the mesh over which the heads are split.
     """
@@ -36,16 +85,16 @@ class Group(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many processes share the heads."""
+        """The number of processes that share the heads."""
         return int(self.mesh.size(self.dim))
 
     @property
     def rank(self) -> int:
-        """Which of them this process is."""
+        """The index of this process among them."""
         return int(self.mesh.get_local_rank(self.dim))
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that all processes hold alike; its gradient is the sum over the processes.
+        """Return a tensor that is equal on all processes, with the sum over the processes as its gradient.
 
         Each process uses a part of the tensor, or uses it for its own heads, so its own gradient is only a part of
         the sum (function f of arXiv:1909.08053, section 3).
@@ -72,12 +121,12 @@ class Group(NamedTuple):
 class LocalHeads:
     """The heads of a layer that this process computes, and their share of what belongs to single heads.
 
-    Fields:
-        num_heads: how many query heads the whole layer has.
-        queries: which of them are computed here.
-        keys: which key/value heads are computed here.
-        group: the processes that share the heads; None where the projections were narrowed in another way, and it
-            is unknown which heads are left.
+    Attributes:
+        num_heads: number of query heads of the whole layer.
+        queries: the query heads that are computed here.
+        keys: the key/value heads that are computed here.
+        group: the processes that share the heads; None where the projections were narrowed in another way, so that
+            it is unknown which heads are left.
     """
 
     num_heads: int
@@ -85,28 +134,33 @@ class LocalHeads:
     keys: range
     group: Group | None
 
-    def split(self, q: Tensor, k: Tensor, v: Tensor, layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
-        """Split projections into the heads of this process: (batch, length, width) -> (batch, heads, length, dim)."""
-        k_heads = self._split_keys(k, layer.num_kv_heads, layer.head_dim)
-        return self.split_queries(q), k_heads, self._split_keys(v, layer.num_kv_heads, layer.value_head_dim)
-
-    def split_queries(self, q: Tensor) -> Tensor:
-        """Split projected queries: (batch, length, width) -> (batch, heads, length, head_dim)."""
-        return split_heads(q, len(self.queries))
-
-    def _split_keys(self, x: Tensor, num_kv_heads: int, dim: int) -> Tensor:
+    def of_keys(self, x: Tensor, num_kv_heads: int, dim: int) -> Tensor:
+        """Slice projected keys or values to the heads of this process: (batch, keys, kv_heads * dim)."""
         if self.group is None or x.shape[2] < num_kv_heads * dim:
-            return split_heads(x, len(self.keys))
+            return x
         # The projection was left whole: each process uses the heads that its queries share.
-        return split_heads(self.group.shared(x), num_kv_heads)[:, self.keys.start : self.keys.stop]
+        return self.group.shared(x)[..., self.keys.start * dim : self.keys.stop * dim]
+
+    def of_layer(self, layer: ShardableLayer) -> LayerPart:
+        """Slice the parameters of single heads."""
+        return LayerPart(
+            len(self.queries),
+            len(self.keys),
+            None if layer.qk_norm is None else partial(self.normalise, layer.qk_norm),
+            None if layer.position_bias is None else partial(self._position_bias, layer.position_bias),
+            None if layer.sinks is None else self.own(layer.sinks, name="sinks"),
+            None if layer.head_gates is None else self.of_gates(layer.head_gates),
+            None if layer.bias_k is None else self._own_keys(layer.bias_k),
+            None if layer.bias_v is None else self._own_keys(layer.bias_v),
+        )
 
     def own(self, per_head: Tensor, *, axis: int = 0, name: str) -> Tensor:
-        """Cut the part of this process out of what all query heads have; its gradient is that of all processes.
+        """Slice a tensor of all query heads to those of this process; its gradient is summed over the processes.
 
         Args:
-            per_head: with num_heads on `axis`, or 1 where all heads have the same.
-            axis: where the heads are.
-            name: what the caller calls it, for the error.
+            per_head: of size num_heads on `axis`, or 1 where all heads share it.
+            axis: the axis of the heads.
+            name: name of the tensor in the error.
         """
         if self.group is None:
             return per_head
@@ -120,23 +174,27 @@ class LocalHeads:
         per_head = self.group.shared(per_head)
         return per_head.narrow(axis, self.queries.start, len(self.queries)) if heads > 1 else per_head
 
-    def own_keys(self, per_head: Tensor) -> Tensor:
-        """Cut the part of this process out of what all key/value heads have: (kv_heads, dim)."""
+    def _own_keys(self, per_head: Tensor) -> Tensor:
+        """Slice a tensor of all key/value heads, (kv_heads, dim), to those of this process."""
         return per_head if self.group is None else self.group.shared(per_head)[self.keys.start : self.keys.stop]
 
     def of_bias(self, bias: Bias, name: str) -> Bias:
-        """Cut the bias of this process's heads out of that of all."""
+        """Slice a bias to the heads of this process."""
         return with_values(bias, self.own(values_of(bias), axis=1, name=name)) if _has_heads(bias) else bias
 
     def of_gates(self, gates: Tensor) -> Tensor:
-        """Cut the gates of this process's heads out of those of all."""
+        """Slice gates to the heads of this process."""
         return self.own(gates, axis=0 if gates.dim() == 1 else 1, name="head_gates")
 
     def of_mask(self, mask: Mask) -> Mask:
-        """Cut what the heads of this process may see out of a mask that differs between heads."""
+        """Slice a mask that differs between heads to those of this process."""
         return mask.select_heads(partial(self.own, axis=1, name="mask"))
 
-    def normed(self, norms: QKNorms, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _position_bias(self, position_bias: nn.Module, queries: int, keys: int, **options: Any) -> Bias:
+        """Compute the position bias of the heads of this process."""
+        return self.of_bias(position_bias(queries, keys, **options), "position_bias")
+
+    def normalise(self, norms: QKNorms, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise the heads of this process."""
         local = copy.copy(norms)
         local.num_heads, local.num_kv_heads = q.shape[1], k.shape[1]
@@ -149,20 +207,56 @@ class LocalHeads:
         return normed
 
 
-def local_heads(
-    layer: MultiHeadAttention, q: Tensor, k: Tensor | None = None, v: Tensor | None = None
-) -> LocalHeads | None:
-    """Find the heads that the projections of this process hold; None where they hold all heads.
+def local_part(
+    layer: L,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bias: Bias | None,
+    head_gates: Tensor | None,
+    *,
+    cached: bool,
+) -> tuple[L | LayerPart, Tensor, Tensor, Mask, Bias | None, Tensor | None]:
+    """Slice everything that belongs to single heads to the heads that this process computes.
 
     Args:
         layer: the layer.
-        q: (batch, queries, width), what q_proj returned.
-        k: (batch, keys, width), or None where the keys are remembered by a cache.
+        q: (batch, queries, width), the output of q_proj.
+        k: (batch, keys, width), the output of k_proj; or as a cache holds it.
+        v: (batch, keys, width), the output of v_proj; or as a cache holds it.
+        mask: the mask of all heads.
+        bias: the bias of all heads, or None.
+        head_gates: the gates of all heads, or None.
+        cached: whether a cache holds k and v, those of this process alone.
+
+    Returns: the part of the layer, keys, values, mask, bias and gates; all as they are where all heads are here.
+    """
+    local = local_heads(layer, q) if cached else local_heads(layer, q, k, v)
+    if local is None:
+        return layer, k, v, mask, bias, head_gates
+    if not cached:
+        k = local.of_keys(k, layer.num_kv_heads, layer.head_dim)
+        v = local.of_keys(v, layer.num_kv_heads, layer.value_head_dim)
+    bias = None if bias is None else local.of_bias(bias, "bias")
+    head_gates = None if head_gates is None else local.of_gates(head_gates)
+    return local.of_layer(layer), k, v, local.of_mask(mask), bias, head_gates
+
+
+def local_heads(
+    layer: ShardableLayer, q: Tensor, k: Tensor | None = None, v: Tensor | None = None
+) -> LocalHeads | None:
+    """Return the heads that the projections of this process hold; None where they hold all heads.
+
+    Args:
+        layer: the layer.
+        q: (batch, queries, width), the output of q_proj.
+        k: (batch, keys, width), or None where a cache holds the projected keys.
         v: (batch, keys, width), or None.
 
     Raises:
-        ArgumentError, ShapeError: the widths are those of no whole heads, the heads of q, k and v do not belong
-            together, or something of the layer cannot be split.
+        ArgumentError, ShapeError: the widths are no multiples of the heads, the heads of q, k and v do not belong
+            together, or a part of the layer cannot be split.
     """
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     for name, x in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
@@ -196,8 +290,8 @@ def local_heads(
     return LocalHeads(heads, queries, keys, group)
 
 
-def _held(layer: MultiHeadAttention, name: str, x: Tensor, heads: int, dim: int) -> tuple[range, Group | None]:
-    """Find which of a projection's heads it returned here, and the processes that share them."""
+def _held(layer: ShardableLayer, name: str, x: Tensor, heads: int, dim: int) -> tuple[range, Group | None]:
+    """Return which heads a projection computed here, and the processes that share them."""
     width = x.shape[2]
     if width == heads * dim:
         return range(heads), None
@@ -222,7 +316,7 @@ def _held(layer: MultiHeadAttention, name: str, x: Tensor, heads: int, dim: int)
 
 
 def _group_of(name: str, projection: nn.Module) -> Group | None:
-    """Find the processes that a projection's rows are split over, from its weight; None where it is not split."""
+    """Return the processes that the rows of a projection's weight are split over; None where it is not split."""
     weight = getattr(projection, "weight", None)
     mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -230,7 +324,7 @@ def _group_of(name: str, projection: nn.Module) -> Group | None:
         return None
     if len(dims) > 1 or not placements[dims[0]].is_shard(0):
         raise ArgumentError(
-            f"{name}.weight is placed as {tuple(placements)}, which does not say which heads are computed here.",
+            f"{name}.weight is placed as {tuple(placements)}, from which the heads of this process do not follow.",
             f"Split the layer with {SPLIT}.",
         )
     return Group(mesh, dims[0])
@@ -247,8 +341,8 @@ def _listed(heads: range) -> str:
     return f"heads {heads.start} to {heads.stop - 1}" if len(heads) > 1 else f"head {heads.start}"
 
 
-def _refuse_per_head_parameters(layer: MultiHeadAttention) -> None:
-    """Refuse what differs between heads where it is unknown which heads the projections hold."""
+def _refuse_per_head_parameters(layer: ShardableLayer) -> None:
+    """Check that no parameter differs between heads where it is unknown which heads the projections hold."""
     norms = layer.qk_norm
     ways = {
         "sinks": layer.sinks is not None,
@@ -267,8 +361,8 @@ def _refuse_per_head_parameters(layer: MultiHeadAttention) -> None:
             )
 
 
-def _refuse_unless_splittable(layer: MultiHeadAttention, group: Group) -> None:
-    """Refuse what needs the heads of all processes together."""
+def _refuse_unless_splittable(layer: ShardableLayer, group: Group) -> None:
+    """Check that no part of the layer needs the heads of all processes together."""
     found = None
     if layer.merge == "mean":
         found = 'merge="mean" averages all heads'
@@ -289,5 +383,5 @@ def _refuse_unless_splittable(layer: MultiHeadAttention, group: Group) -> None:
 
 
 def _has_heads(bias: object) -> bool:
-    """Whether a bias has an axis of heads; what is no bias at all is refused with the request."""
-    return isinstance(bias, Relative) or (isinstance(bias, Tensor) and bias.dim() == 4)
+    """Whether a bias has an axis of heads; the request checks whether it is a bias at all."""
+    return isinstance(bias, RelativeBias) or (isinstance(bias, Tensor) and bias.dim() == 4)

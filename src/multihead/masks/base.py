@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import ClassVar
 
 import torch
@@ -233,13 +233,30 @@ class Mask:
     @property
     def holds_tensors(self) -> bool:
         """Whether the mask can change its meaning without being another object."""
-        return any(isinstance(value, Tensor) for value in self.values().values())
+        return self.cache_key() is None
+
+    def cache_key(self) -> tuple[object, ...] | None:
+        """Return a key under which what was computed of this mask can be cached, or None where it holds a tensor.
+
+        Equal masks have equal keys. It is cheaper than hashing the mask: every call of the attention makes one.
+        """
+        key: list[object] = [type(self)]
+        names = _field_names(type(self))  # type: ignore[arg-type] # mypy: a class is hashable
+        for name in vars(self) if names is None else names:
+            value = getattr(self, name)
+            if isinstance(value, Mask):
+                value = value.cache_key()
+                if value is None:
+                    return None
+            elif isinstance(value, Tensor):
+                return None
+            key.append(value)
+        return tuple(key)
 
     def values(self) -> dict[str, object]:
         """Return the fields by name: what decides equality, and what a saved record stores."""
-        if is_dataclass(self):
-            return {field.name: getattr(self, field.name) for field in fields(self)}
-        return dict(vars(self))
+        names = _field_names(type(self))  # type: ignore[arg-type]
+        return dict(vars(self)) if names is None else {name: getattr(self, name) for name in names}
 
     # ---- how masks combine
 
@@ -271,9 +288,14 @@ class _Combined(Mask):
         written = (f"({part!r})" if isinstance(part, _Combined) else repr(part) for part in self.parts)
         return f" {self.sign} ".join(written)
 
-    @property
-    def holds_tensors(self) -> bool:
-        return any(part.holds_tensors for part in self.parts)
+    def cache_key(self) -> tuple[object, ...] | None:
+        key: list[object] = [type(self)]
+        for part in self.parts:
+            of_part = part.cache_key()
+            if of_part is None:
+                return None
+            key.append(of_part)
+        return tuple(key)
 
     @property
     def uses_positions(self) -> bool:  # type: ignore[override]
@@ -403,10 +425,6 @@ class Shifted(Mask):
         return f"Shifted({self.mask!r}, {shown(self.offset)})"
 
     @property
-    def holds_tensors(self) -> bool:
-        return isinstance(self.offset, Tensor) or self.mask.holds_tensors
-
-    @property
     def uses_positions(self) -> bool:  # type: ignore[override]
         return self.mask.uses_positions
 
@@ -488,6 +506,12 @@ class UnknownMask(Mask):
             f"The record uses the mask {self.name}, which is not defined here.",
             f"Import the module that defines the class {self.name} before the record is loaded.",
         )
+
+
+@cache
+def _field_names(kind: type[Mask]) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields, or None where a mask is no dataclass."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 def _is_of_this_package(kind: type[Mask]) -> bool:

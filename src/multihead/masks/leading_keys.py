@@ -38,11 +38,6 @@ class LeadingKeys(Mask):
         check_is_mask(self.mask)
 
     @property
-    def holds_tensors(self) -> bool:
-        """Whether the mask of the other keys holds some."""
-        return self.mask.holds_tensors
-
-    @property
     def uses_positions(self) -> bool:  # type: ignore[override]
         """Whether the mask of the other keys does."""
         return self.mask.uses_positions

@@ -84,12 +84,12 @@ class Recorder:
 
     def hear(self, call: AttentionCall) -> None:
         """Take note of one call."""
-        owner = call.request.owner
+        owner = None if call.request.origin is None else call.request.origin.layer
         if owner is None or id(owner) not in self.names:
             return
         name = self.names[id(owner)]
         with torch.no_grad():
-            self._hear(call, name, self._numbered(name))
+            self._hear(call, owner, name, self._numbered(name))
 
     def _numbered(self, name: str) -> str:
         """Number the calls of one layer within a forward pass of the model."""
@@ -99,10 +99,10 @@ class Recorder:
         self._counts[name] = self._counts.get(name, 0) + 1
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
 
-    def _hear(self, call: AttentionCall, name: str, full: str) -> None:
+    def _hear(self, call: AttentionCall, owner: nn.Module, name: str, full: str) -> None:
         request, told, continued = call.request, huggingface.origin(), call.request.continued
         offset: int | Tensor = told.key_offset if told is not None else 0
-        crosses = huggingface.crosses(request.owner, name) if request.owner is not None else False
+        crosses = huggingface.crosses(owner, name)
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
         last = self._last.get((full, None if continued is None else continued.text))
@@ -125,7 +125,7 @@ class Recorder:
             now.samples, now.leads = last.samples, last.leads
         self._last[full, None if continued is None else continued.text] = now
         if chosen:
-            self._note(call, layer, now, offset, goes_on=goes_on, crosses=crosses, name=name)
+            self._note(call, owner, layer, now, offset, goes_on=goes_on, crosses=crosses, name=name)
 
     def _goes_on(self, call: AttentionCall, last: _Last, offset: int | Tensor, *, crosses: bool) -> bool:
         """Tell whether a call goes on from the last one of its layer: the same keys, and more."""
@@ -152,6 +152,7 @@ class Recorder:
     def _note(
         self,
         call: AttentionCall,
+        owner: nn.Module,
         layer: LayerRecord,
         now: _Last,
         offset: int | Tensor,
@@ -191,7 +192,7 @@ class Recorder:
                 alone = cut(call, span)
                 if real is not None:
                     alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-                self._add(layer, sample, alone, start, call.request.owner, first=not goes_on)
+                self._add(layer, sample, alone, start, owner, first=not goes_on)
         for sample in now.samples:
             self.record.add(layer, sample)
 
@@ -312,12 +313,11 @@ class Recorder:
             q=nothing,
             k=nothing,
             v=nothing,
-            owner=None,
             wanted=frozenset(),
-            shape=replace(request.shape, device=device),
+            shape=request.shape._replace(device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
             sinks=None if request.sinks is None or not keeps else kept(request.sinks, device),
-            continued=None,
+            origin=None,
         )
 
     def _beside(

@@ -16,7 +16,7 @@ from multihead.masks.place import Span
 from multihead.plan.bounds import bounds_of
 from multihead.probes.statistics import OF_POSITIONS
 from multihead.scores.bias import Bias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class SampleSpans:
         return (
             request.mask is mine.mask
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
-            and vars(request.shape) == vars(mine.shape)
+            and request.shape == mine.shape
             and _same(real, self.real)
             and _same(padding, self.padding)
         )
@@ -181,8 +181,7 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
 def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
     """Slice one sample out of a request as `cut` does, except q, k and v, which stay whole."""
     rows, columns = slice(*span.queries), slice(*span.keys)
-    shape = replace(
-        request.shape,
+    shape = request.shape._replace(
         batch=1,
         query_length=rows.stop - rows.start,
         key_length=columns.stop - columns.start,
@@ -198,7 +197,7 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
         mask=mask,
         query_start=position,
         bias=None if request.bias is None else _bias_of_part(request.bias, request.shape.query_length, span),
-        packed_lengths=None,
+        origin=None,
     )
 
 
@@ -250,9 +249,9 @@ def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
 
 def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:
     """Slice a bias to the rows and columns of one sample."""
-    if isinstance(bias, Relative):
+    if isinstance(bias, RelativeBias):
         part = bias.part(queries, span.queries, span.keys)
-        return part if len(part.values) == 1 else Relative(part.values[span.sample][None])
+        return part if len(part.values) == 1 else RelativeBias(part.values[span.sample][None])
     return _tile(bias, span)
 
 

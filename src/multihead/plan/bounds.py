@@ -1,9 +1,10 @@
-"""Turn a mask into the interval of keys each query may see, planned once per mask and size."""
+"""Convert a mask to the interval of keys visible to each query, once per mask and size."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +14,57 @@ from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.place import Extent
 from multihead.tracing import intercepted, readable, traced
 
-# Plans that are kept may take so many bytes together: 16 for each query that has bounds of its own.
-KEPT_BYTES = 32 << 20
+# Cached plans may take this many bytes together: 16 for each query that has bounds of its own.
+CACHE_BYTES = 32 << 20
 
-_Key = tuple[Mask, int, int, int, torch.device]
+V = TypeVar("V")
+
+
+class PlanCache(Generic[V]):
+    """Plans by the key of their call, up to a number of bytes; the oldest are dropped first.
+
+    Attributes:
+        entries: what was added, by its key.
+        nbytes: the memory of the entries.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
+        self.entries: dict[object, V] = {}
+        self._sizes: dict[object, int] = {}
+        self._lock = Lock()
+
+    def add(self, key: object, value: V, bounds: KeyBounds) -> None:
+        """Add a value that keeps the memory of some bounds alive."""
+        # A mode that replaces the tensors made under it must not reach the calls after it.
+        if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor:
+            return
+        edges = (bounds.start, bounds.stop)
+        size = sum(edge.untyped_storage().nbytes() for edge in edges) + 1024  # what an entry takes at least
+        with self._lock:
+            if size > self.max_bytes or key in self.entries:
+                return
+            self.entries[key], self._sizes[key] = value, size
+            self.nbytes += size
+            while self.nbytes > self.max_bytes:
+                oldest = next(iter(self.entries))
+                del self.entries[oldest]
+                self.nbytes -= self._sizes.pop(oldest)
+
+
+_BOUNDS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
+
+
+def bounds_of(request: AttentionRequest) -> KeyBounds:
+    """Plan the mask of a request."""
+    shape = request.shape
+    return key_bounds(
+        request.mask,
+        queries=shape.query_length,
+        keys=shape.key_length,
+        query_start=request.query_start,
+        device=shape.device,
+    )
 
 
 def key_bounds(
@@ -33,7 +81,7 @@ def key_bounds(
         mask: any mask that fits the call.
         queries: number of queries.
         keys: number of keys.
-        query_start: where the first query stands among the keys; a tensor (batch,) has one a sample.
+        query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
         device: where the bounds are made.
 
     >>> from multihead import masks
@@ -41,86 +89,47 @@ def key_bounds(
     >>> bounds.start.tolist(), bounds.stop.tolist(), bounds.remainder
     ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
     """
-    return _bounds_in(mask, queries, keys, query_start, torch.device(device))
-
-
-def bounds_of(request: AttentionRequest) -> KeyBounds:
-    """Plan the mask of a request."""
-    shape = request.shape
-    return _bounds_in(request.mask, shape.query_length, shape.key_length, request.query_start, shape.device)
-
-
-def _bounds_in(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
+    device = torch.device(device)
     if isinstance(query_start, Tensor) or intercepted():
-        return _planned(mask, queries, keys, query_start, device)
-    if queries == 1:  # each step of a decoding is another one: it is planned in numbers
-        only = mask.interval_at(query_start, keys)
-        if only is not None:
-            first, behind = max(only[0], 0), min(only[1], keys)
-            return _only(first, behind, device) if first < behind else _only(0, 0, device)
-    if mask.holds_tensors:
-        return _planned(mask, queries, keys, query_start, device)
-    return _KEPT.plan(mask, queries, keys, query_start, device)
+        return _computed(mask, queries, keys, query_start, device)
+    if queries == 1:  # a decoding step has other sizes than the step before: its bounds are two numbers
+        interval = mask.interval_at(query_start, keys)
+        if interval is not None:
+            start, stop = max(interval[0], 0), min(interval[1], keys)
+            return _of_one_query(start, stop, device) if start < stop else _of_one_query(0, 0, device)
+    of_mask = mask.cache_key()
+    if of_mask is None:
+        return _computed(mask, queries, keys, query_start, device)
+    key = of_mask, queries, keys, query_start, device
+    bounds = _BOUNDS.entries.get(key)
+    if bounds is None:
+        bounds = _computed(mask, queries, keys, query_start, device)
+        _BOUNDS.add(key, bounds, bounds)
+    return bounds
 
 
 @lru_cache(maxsize=256)
-def _only(first: int, behind: int, device: torch.device) -> KeyBounds:
+def _of_one_query(start: int, stop: int, device: torch.device) -> KeyBounds:
     """Return the bounds of one query."""
-    places = _places(1 << behind.bit_length(), device)
-    return KeyBounds(places[:, first : first + 1], places[:, behind : behind + 1])
+    positions = _positions(1 << stop.bit_length(), device)
+    return KeyBounds(positions[:, start : start + 1], positions[:, stop : stop + 1])
 
 
 @lru_cache(maxsize=32)
-def _places(count: int, device: torch.device) -> Tensor:
-    """Return (1, count): 0, 1, 2 and so on, of which a step cuts what it would have to make."""
+def _positions(count: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ..., count - 1 as (1, count); a decoding step slices it instead of making tensors."""
     return torch.arange(count, device=device)[None]
 
 
-class _Kept:
-    """Plans of masks without tensors, each made once for its sizes; the oldest go when they take too many bytes."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
-        self._plans: dict[_Key, KeyBounds] = {}
-        self._lock = Lock()
-
-    def plan(self, *key: *_Key) -> KeyBounds:
-        """Return the plan that `_planned` makes."""
-        found = self._plans.get(key)
-        return self._made(key) if found is None else found
-
-    def _made(self, key: _Key) -> KeyBounds:
-        made = _planned(*key)
-        # A mode that replaces what tensors are made of must not reach the calls after it.
-        if type(made.start) is not Tensor or type(made.stop) is not Tensor:
-            return made
-        size = _bytes_of(made)
-        with self._lock:
-            if size <= self.most and key not in self._plans:
-                self._plans[key] = made
-                self.held += size
-                while self.held > self.most:
-                    self.held -= _bytes_of(self._plans.pop(next(iter(self._plans))))
-        return made
-
-
-def _bytes_of(bounds: KeyBounds) -> int:
-    """Return the memory of a plan, and what an entry of a table costs at least."""
-    return bounds.start.untyped_storage().nbytes() + bounds.stop.untyped_storage().nbytes() + 1024
-
-
-_KEPT = _Kept(KEPT_BYTES)
-
-
-def _planned(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
+def _computed(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
     row = torch.arange(queries, device=device)[None]
-    if not traced() and not keys:  # in a graph their number may be known only as it runs
+    if not traced() and not keys:  # a graph may know the number of keys only when it runs
         return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
-    start = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
+    first = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
     may_read = readable(device)
-    found = mask.bounds(Extent(row + start, keys, may_read))
-    empty = found.start >= found.stop
-    first, behind = found.start.masked_fill(empty, 0), found.stop.masked_fill(empty, 0)
-    if may_read and first.shape[0] > 1 and bool((first == first[:1]).all() & (behind == behind[:1]).all()):
-        first, behind = first[:1], behind[:1]
-    return KeyBounds(first, behind, found.remainder)
+    bounds = mask.bounds(Extent(row + first, keys, may_read))
+    empty = bounds.start >= bounds.stop
+    start, stop = bounds.start.masked_fill(empty, 0), bounds.stop.masked_fill(empty, 0)
+    if may_read and start.shape[0] > 1 and bool((start == start[:1]).all() & (stop == stop[:1]).all()):
+        start, stop = start[:1], stop[:1]
+    return KeyBounds(start, stop, bounds.remainder)

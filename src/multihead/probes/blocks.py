@@ -19,7 +19,7 @@ from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
 from multihead.probes.tile import RowTotals, head_indices, in_float64, is_large, row_totals
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.shapes import AttentionShape
 from multihead.tracing import traced
 
@@ -180,8 +180,7 @@ def _part(
         q=q,
         k=k,
         v=k,
-        shape=replace(
-            shape,
+        shape=shape._replace(
             num_heads=len(heads),
             num_kv_heads=k.shape[1],
             query_length=rows[1] - rows[0],
@@ -194,13 +193,12 @@ def _part(
         sinks=None,  # their share is in the logsumexp
         dropout=0.0,
         wanted=frozenset(),
-        packed_lengths=None,
-        continued=None,
+        origin=None,
     )
 
 
 def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]) -> Bias:
-    if isinstance(bias, Relative):
+    if isinstance(bias, RelativeBias):
         bias = bias.part(shape.query_length, rows, columns)
     else:
         bias = bias_tile(bias, shape, slice(*rows), slice(*columns))

@@ -16,7 +16,7 @@ from multihead.plan.bounds import bounds_of
 from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowTotals, in_float64, is_large, row_totals
 from multihead.scores.bias import values_of, with_values
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 ROWS = 256  # queries looked at in one step where each cell must be asked whether it may be seen
 
@@ -125,7 +125,7 @@ class MeasuredCall:
         if bias is None:
             return None
         keys = keys[:, None].expand(-1, shape.num_heads, -1, -1)
-        if isinstance(bias, Relative):
+        if isinstance(bias, RelativeBias):
             row = torch.arange(shape.query_length, device=shape.device)[:, None]
             diagonal = keys - row + shape.query_length - 1
             values = bias.values.detach().expand(shape.batch, shape.num_heads, -1)

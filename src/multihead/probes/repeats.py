@@ -12,7 +12,7 @@ from multihead.call import AttentionRequest
 from multihead.kernels.dense_tile import working_dtype
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Part
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.scores.softcap import softcapped
 
 CELLS = 1 << 19  # weights that are computed at once, over all heads
@@ -125,9 +125,9 @@ def _sums(subject: MeasuredCall, sample: AttentionRequest, index: int, alike: _A
     return logs.exp_().masked_fill_(~shown, 0).sum(-1)
 
 
-def _bias(bias: Tensor | Relative, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
+def _bias(bias: Tensor | RelativeBias, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
     """Look up what is added to the scores of some pairs, of one sample: (heads or 1, tokens, n, m)."""
-    if isinstance(bias, Relative):
+    if isinstance(bias, RelativeBias):
         return bias.values[0][:, keys - queries + rows - 1]
     whole = bias[0]
     queries = queries if whole.shape[1] > 1 else torch.zeros_like(queries)

@@ -159,7 +159,7 @@ def _groups(subject: MeasuredCall) -> Iterator[_Group]:
                 q=sample.q[:, heads],
                 k=sample.k[:, kv],
                 bias=bias,
-                shape=replace(shape, num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
+                shape=shape._replace(num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
             )
             yield _Group(index, heads, part, *_with_divisor(subject, part, index, heads))
 

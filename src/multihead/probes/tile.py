@@ -137,7 +137,7 @@ def in_float64(request: AttentionRequest) -> AttentionRequest:
         q=request.q.double(),
         k=request.k.double(),
         v=request.v.double(),
-        shape=replace(request.shape, dtype=torch.float64),
+        shape=request.shape._replace(dtype=torch.float64),
         bias=None if bias is None else with_values(bias, values_of(bias).double()),
         sinks=None if sinks is None else sinks.double(),
     )

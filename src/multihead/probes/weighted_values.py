@@ -63,7 +63,7 @@ def weighed(subject: MeasuredCall, columns: Tensor) -> Tensor:
         q=request.q.detach().to(dtype),  # half precision would round the sums
         k=request.k.detach().to(dtype),
         v=columns.to(dtype),
-        shape=replace(request.shape, value_dim=columns.shape[-1], dtype=dtype),
+        shape=request.shape._replace(value_dim=columns.shape[-1], dtype=dtype),
         dropout=0.0,
         wanted=frozenset(),
     )

@@ -121,7 +121,7 @@ class Segment:
         """Return the part with some of its queries and keys, (first, after the last) each, as indices in the sample."""
         if rows == (self.row_start, self.row_stop) and keys == (self.key_start, self.key_stop):
             return self
-        shape = replace(self.request.shape, query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
+        shape = self.request.shape._replace(query_length=rows[1] - rows[0], key_length=keys[1] - keys[0])
         start = self.query_start + rows[0] - self.row_start - keys[0]
         return Segment(replace(self.request, shape=shape, query_start=start), keys[0], rows[0])
 
@@ -141,8 +141,7 @@ def joined(segment: Segment, later: Segment) -> Segment | None:
         return None
     if later.query_start != segment.query_start + segment.num_queries or later.key_stop < segment.key_stop:
         return None
-    shape = replace(
-        first.shape,
+    shape = first.shape._replace(
         query_length=segment.num_queries + later.num_queries,
         key_length=later.key_stop - segment.key_start,
     )

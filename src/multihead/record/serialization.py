@@ -11,7 +11,7 @@ from multihead.errors import InputError, MaskError, MultiheadError
 from multihead.masks import Mask
 from multihead.masks.base import UnknownMask, registered
 from multihead.scores.bias import Bias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 DEPTH = 32  # masks within masks
 MOST_SIZE = (1 << 63) - 1  # an integer in a mask: a window of sys.maxsize keys has no end
@@ -124,8 +124,8 @@ def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, An
     """Convert a bias to JSON; its tensor is stored under `name`."""
     if bias is None:
         return None
-    if isinstance(bias, Relative):
-        return {"kind": "Relative", "tensor": tensors.put(name, bias.values)}
+    if isinstance(bias, RelativeBias):
+        return {"kind": "RelativeBias", "tensor": tensors.put(name, bias.values)}
     return {"kind": "Tensor", "tensor": tensors.put(name, bias)}
 
 
@@ -189,8 +189,8 @@ def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:
         return None
     try:
         values = tensors[said["tensor"]]
-        if said["kind"] == "Relative":
-            return Relative(values)
+        if said["kind"] == "RelativeBias":
+            return RelativeBias(values)
         if said["kind"] == "Tensor" and values.is_floating_point():
             return values
     except (KeyError, TypeError, MultiheadError) as error:

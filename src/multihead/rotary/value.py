@@ -48,10 +48,10 @@ class Rotary:
 
     >>> x = torch.randn(2, 8, 10, 64)  # (batch, heads, length, head_dim)
     >>> rotary = Rotary(base=10_000.0)
-    >>> x_turned = rotary.turned(x, 0)
+    >>> x_turned = rotary.rotate(x, 0)
     >>> torch.allclose(x_turned.norm(dim=-1), x.norm(dim=-1))
     True
-    >>> torch.equal(x_turned[:, :, 3:], rotary.turned(x[:, :, 3:], 3))
+    >>> torch.equal(x_turned[:, :, 3:], rotary.rotate(x[:, :, 3:], 3))
     True
     """
 
@@ -101,7 +101,7 @@ class Rotary:
         dim = self.dim or head_dim
         return frequencies_of(self.base, dim) if self.scaling is None else self.scaling.frequencies(self.base, dim)
 
-    def turned(self, x: Tensor, positions: int | Tensor) -> Tensor:
+    def rotate(self, x: Tensor, positions: int | Tensor) -> Tensor:
         """Turn queries or keys by the positions of their tokens.
 
         Args:
@@ -116,17 +116,17 @@ class Rotary:
         """
         return self._applied(x, self._waves(x, positions))
 
-    def both_turned(self, q: Tensor, k: Tensor, positions: int | Tensor) -> tuple[Tensor, Tensor]:
+    def rotate_both(self, q: Tensor, k: Tensor, positions: int | Tensor) -> tuple[Tensor, Tensor]:
         """Turn the queries and keys of the same tokens, looking their angles up once.
 
         Args:
             q: (batch, heads, length, head_dim).
             k: (batch, kv_heads, length, head_dim).
-            positions: see `turned`.
+            positions: see `rotate`.
 
         >>> q, k = torch.randn(2, 8, 10, 64), torch.randn(2, 2, 10, 64)
-        >>> _, k_turned = Rotary().both_turned(q, k, 0)
-        >>> torch.equal(k_turned, Rotary().turned(k, 0))
+        >>> _, k_turned = Rotary().rotate_both(q, k, 0)
+        >>> torch.equal(k_turned, Rotary().rotate(k, 0))
         True
         """
         waves = self._waves(q, positions)

@@ -1,8 +1,8 @@
 """What is done to scores before the softmax, and what takes part in it beside the keys."""
 
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.scores.t5 import T5Bias
 
-__all__ = ["Alibi", "LearnedBias", "Relative", "T5Bias"]
+__all__ = ["ALiBi", "LearnedBias", "RelativeBias", "T5Bias"]

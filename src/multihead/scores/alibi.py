@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import refuse_unless_integer
-from multihead.scores.relative import Relative, offsets
+from multihead.scores.relative import RelativeBias, offsets
 
 
 def slopes_of(num_heads: int) -> tuple[float, ...]:
@@ -29,7 +29,7 @@ def slopes_of(num_heads: int) -> tuple[float, ...]:
     return tuple((slopes + above)[:num_heads])
 
 
-class Alibi(nn.Module):
+class ALiBi(nn.Module):
     """A bias of -slope * |distance|, which has no parameters.
 
     Args:
@@ -41,7 +41,7 @@ class Alibi(nn.Module):
 
     Source: arXiv:2108.12409. Keys behind the query, which the paper hides, count less with their distance too.
 
-    >>> bias = Alibi(2)(queries=2, keys=3)
+    >>> bias = ALiBi(2)(queries=2, keys=3)
     >>> bias.tile(2, 3)[0, 0] * 16  # the first of two heads has the slope 1 / 16
     tensor([[-0., -1., -2.],
             [-1., -0., -1.]])
@@ -69,7 +69,7 @@ class Alibi(nn.Module):
         query_start: int | Tensor = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Relative:
+    ) -> RelativeBias:
         """Make the bias of a call.
 
         Args:
@@ -79,12 +79,12 @@ class Alibi(nn.Module):
             device: of the bias; that of the slopes if None.
             dtype: of the bias; float32 if None.
 
-        Returns: `Relative` with values (batch or 1, heads, queries + keys - 1).
+        Returns: `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         slopes = self.slopes.float() if device is None else self.slopes.to(device, torch.float32)
         distance = offsets(queries, keys, query_start=query_start, device=slopes.device).abs()
         values = distance[:, None] * -slopes[:, None]  # (batch or 1, heads, queries + keys - 1)
-        return Relative(values if dtype is None else values.to(dtype))
+        return RelativeBias(values if dtype is None else values.to(dtype))
 
     def extra_repr(self) -> str:
         """Say the number of heads."""

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.shapes import AttentionShape
 from multihead.tracing import traced
 
-Bias: TypeAlias = "Tensor | Relative"
+Bias: TypeAlias = "Tensor | RelativeBias"
 
 
 def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
-    """Refuse a bias that is no floating point tensor broadcasting to (batch, heads, queries, keys), nor a Relative."""
-    if isinstance(bias, Relative):
+    """Check that a bias is a RelativeBias or broadcasts to (batch, heads, queries, keys) in floating point."""
+    if isinstance(bias, RelativeBias):
         _refuse_unless_relative_fits(bias, shape)
         return
     sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
@@ -36,7 +36,7 @@ def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
         )
 
 
-def _refuse_unless_relative_fits(bias: Relative, shape: AttentionShape) -> None:
+def _refuse_unless_relative_fits(bias: RelativeBias, shape: AttentionShape) -> None:
     given, sizes = tuple(bias.values.shape), (shape.batch, shape.num_heads, shape.query_length + shape.key_length - 1)
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
@@ -44,7 +44,7 @@ def _refuse_unless_relative_fits(bias: Relative, shape: AttentionShape) -> None:
     fits = traced() or given[2] == max(sizes[2], 0)
     if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or not fits:
         raise ShapeError(
-            f"bias is Relative with values of shape {given}, and there are {shape.query_length} queries and "
+            f"bias is RelativeBias with values of shape {given}, and there are {shape.query_length} queries and "
             f"{shape.key_length} keys.",
             f"Give (batch or 1, heads or 1, queries + keys - 1) = {sizes}, or 1 for the first two.",
         )
@@ -52,12 +52,12 @@ def _refuse_unless_relative_fits(bias: Relative, shape: AttentionShape) -> None:
 
 def values_of(bias: Bias) -> Tensor:
     """Return the tensor that a bias is written in."""
-    return bias.values if isinstance(bias, Relative) else bias
+    return bias.values if isinstance(bias, RelativeBias) else bias
 
 
 def with_values(bias: Bias, values: Tensor) -> Bias:
     """Return a bias of the same kind, written in another tensor."""
-    return Relative(values) if isinstance(bias, Relative) else values
+    return RelativeBias(values) if isinstance(bias, RelativeBias) else values
 
 
 def written_out(bias: Bias, shape: AttentionShape) -> Tensor:
@@ -67,21 +67,21 @@ def written_out(bias: Bias, shape: AttentionShape) -> Tensor:
 
 def added(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
     """Add two biases; where both speak of the distance alone, so does their sum."""
-    if isinstance(bias, Relative) and isinstance(other, Relative):
-        return Relative(bias.values + other.values)
-    whole = [each.tile(queries, keys) if isinstance(each, Relative) else each for each in (bias, other)]
+    if isinstance(bias, RelativeBias) and isinstance(other, RelativeBias):
+        return RelativeBias(bias.values + other.values)
+    whole = [each.tile(queries, keys) if isinstance(each, RelativeBias) else each for each in (bias, other)]
     return whole[0] + whole[1]
 
 
 def shifted(bias: Bias, queries: int, keys: int) -> Tensor:
     """Put a column of 0 before a bias, for a key that is added before all others."""
-    whole = bias.tile(queries, keys) if isinstance(bias, Relative) else bias
+    whole = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
     return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
 
 
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
     """Cut a tile out of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
-    if isinstance(bias, Relative):
+    if isinstance(bias, RelativeBias):
         return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
     if bias.shape[2] > 1:
         bias = bias[:, :, queries]

@@ -11,7 +11,7 @@ from multihead.errors import DtypeError, ShapeError
 
 
 @dataclass(frozen=True, eq=False)
-class Relative:
+class RelativeBias:
     """What is added to the score of query i and key j is `values[..., j - i + queries - 1]`.
 
     Written down for every query and key such a bias would take queries x keys memory; along a diagonal it is one
@@ -25,7 +25,7 @@ class Relative:
         DtypeError: no floating point tensor.
         ShapeError: it has not three dimensions.
 
-    >>> bias = Relative(-offsets(3, 3).abs()[None].float())  # a key counts less the further away it is
+    >>> bias = RelativeBias(-offsets(3, 3).abs()[None].float())  # a key counts less the further away it is
     >>> bias.tile(3, 3)[0, 0]
     tensor([[-0., -1., -2.],
             [-1., -0., -1.],
@@ -42,12 +42,12 @@ class Relative:
                 else f"a {type(self.values).__name__}"
             )
             raise DtypeError(
-                f"Relative was given {given}, and it is added to floating point scores.",
+                f"RelativeBias was given {given}, and it is added to floating point scores.",
                 "Give a floating point tensor (batch, heads, queries + keys - 1).",
             )
         if self.values.dim() != 3:
             raise ShapeError(
-                f"Relative was given a tensor of shape {tuple(self.values.shape)}.",
+                f"RelativeBias was given a tensor of shape {tuple(self.values.shape)}.",
                 "Give (batch, heads, queries + keys - 1), with 1 for batch and heads where all have the same.",
             )
 
@@ -57,15 +57,15 @@ class Relative:
         column = torch.arange(keys, device=self.values.device)[columns]
         return self.values[:, :, column - row[:, None] + queries - 1]
 
-    def part(self, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> Relative:
+    def part(self, queries: int, rows: tuple[int, int], columns: tuple[int, int]) -> RelativeBias:
         """Keep what is added between some consecutive queries [first, behind) of all, and some consecutive keys."""
         first = columns[0] - rows[0] + queries - (rows[1] - rows[0])
         count = max(rows[1] - rows[0] + columns[1] - columns[0] - 1, 0)
-        return Relative(self.values[:, :, first : first + count])
+        return RelativeBias(self.values[:, :, first : first + count])
 
 
 def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: torch.device | str = "cpu") -> Tensor:
-    """Tell how far from its query's position the key of each entry of `Relative.values` stands.
+    """Tell how far from its query's position the key of each entry of `RelativeBias.values` stands.
 
     Args:
         queries: number of queries.

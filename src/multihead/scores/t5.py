@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, refuse_unless_integer
-from multihead.scores.relative import Relative, offsets
+from multihead.scores.relative import RelativeBias, offsets
 
 
 def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
@@ -106,7 +106,7 @@ class T5Bias(nn.Module):
         query_start: int | Tensor = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Relative:
+    ) -> RelativeBias:
         """Make the bias of a call; gradients flow to the weight.
 
         Args:
@@ -116,7 +116,7 @@ class T5Bias(nn.Module):
             device: of the bias; that of the weight if None.
             dtype: of the bias; that of the weight if None.
 
-        Returns: `Relative` with values (batch or 1, heads, queries + keys - 1).
+        Returns: `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         weight = self.weight.to(device=device, dtype=dtype)
         buckets = buckets_of(
@@ -125,7 +125,7 @@ class T5Bias(nn.Module):
             max_distance=self.max_distance,
             both_ways=self.both_ways,
         )  # (batch or 1, queries + keys - 1)
-        return Relative(nn.functional.embedding(buckets, weight).mT)
+        return RelativeBias(nn.functional.embedding(buckets, weight).mT)
 
     def extra_repr(self) -> str:
         """Say the sizes."""

@@ -317,7 +317,7 @@ def test_hooks_on_the_output_projection_fire_and_listeners_hear_the_layer_itself
     with listen(Ear()):
         ours(x, x, x)
         ours.eval().requires_grad_(False)(x, x, x)
-    assert [call.request.owner for call in heard] == [ours, ours]
+    assert [call.request.origin.layer for call in heard] == [ours, ours]
     assert shapes == [(2, 5, 12)] * 2
     weights = (heard[1].request.q @ heard[1].request.k.mT / 2 - heard[1].attended.logsumexp[..., None]).exp()
     torch.testing.assert_close(weights.mean(1), ours(x, x, x)[1])

@@ -14,7 +14,7 @@ from multihead.compat.torch_nn import MultiheadAttention, from_torch, to_torch
 from multihead.errors import ArgumentError
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
-from multihead.scores import Alibi
+from multihead.scores import ALiBi
 
 
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
@@ -80,7 +80,7 @@ def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
         ({"scale": 1.0}, "has the scale 1.0|the scale 1 / sqrt(head_dim) = 0.5"),
         ({"rotary": Rotary()}, "turns queries and keys (rotary)|rotary=None"),
         ({"qk_norm": QKNorm()}, "normalises queries and keys|qk_norm=None"),
-        ({"position_bias": Alibi(3)}, "has a position bias|position_bias=None"),
+        ({"position_bias": ALiBi(3)}, "has a position bias|position_bias=None"),
         ({"softcap": 5.0}, "has the softcap 5.0|softcap=None"),
         ({"sinks": True}, "has learned sinks|sinks=False"),
         ({"head_gates": True}, "has gates on its heads|head_gates=False"),

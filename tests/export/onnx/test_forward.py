@@ -24,7 +24,7 @@ from multihead.export.onnx import to_model
 from multihead.layer import MultiHeadAttention
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
 from multihead.scores.t5 import T5Bias
 from tests import drawing
@@ -58,7 +58,7 @@ def position_biases(size: drawing.Sizes) -> st.SearchStrategy[torch.nn.Module | 
     several = st.builds(T5Bias, st.just(size.heads), st.just(8), st.just(6), both_ways=st.booleans())
     table = st.just(2 * size.keys + size.queries)
     learned = st.builds(LearnedBias, st.just(size.heads), table, table)
-    return st.one_of(st.none(), st.builds(Alibi, st.just(size.heads)), several, learned)
+    return st.one_of(st.none(), st.builds(ALiBi, st.just(size.heads)), several, learned)
 
 
 @st.composite
@@ -153,7 +153,7 @@ def test_a_text_decoded_piece_by_piece_is_what_the_layer_makes_of_it_with_a_cach
     mask: masks.Mask, dtype: torch.dtype
 ) -> None:
     rotary = None if dtype == torch.float64 else Rotary(dim=2)
-    terms: dict[str, Any] = {"rotary": rotary, "qk_norm": QKNorm(), "position_bias": Alibi(3), "softcap": 2.0}
+    terms: dict[str, Any] = {"rotary": rotary, "qk_norm": QKNorm(), "position_bias": ALiBi(3), "softcap": 2.0}
     layer = MultiHeadAttention(12, 3, num_kv_heads=1, value_head_dim=5, head_gates=True, **terms)
     layer = layer.to(dtype).eval()
     wide, cache, wide_cache = deepcopy(layer).double(), KeyValueCache(), KeyValueCache()

@@ -15,14 +15,14 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.export.onnx import to_model
 from multihead.layer import MultiHeadAttention
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import Relative, offsets
+from multihead.scores.relative import RelativeBias, offsets
 from multihead.scores.t5 import T5Bias
 from tests.export.running import assert_same, ran
 
 BIASES = [
-    Alibi(3),
+    ALiBi(3),
     T5Bias(3),
     T5Bias(3, num_buckets=8, max_distance=5, both_ways=False),
     LearnedBias(3, 60, 60),
@@ -63,9 +63,9 @@ def test_buckets_are_the_same_as_far_as_texts_go() -> None:
 class Nearest(nn.Module):
     """Hide all keys further than one token away."""
 
-    def forward(self, queries: int, keys: int, *, query_start: int | Tensor = 0, **made: Any) -> Relative:
+    def forward(self, queries: int, keys: int, *, query_start: int | Tensor = 0, **made: Any) -> RelativeBias:
         far = offsets(queries, keys, query_start=query_start).abs() > 1
-        return Relative(torch.where(far, -torch.inf, 0.0)[:, None].to(**made))
+        return RelativeBias(torch.where(far, -torch.inf, 0.0)[:, None].to(**made))
 
 
 def test_a_bias_that_is_not_ours_is_written_down_for_one_size() -> None:

@@ -164,12 +164,12 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
     (
         {"query_start": "last"},
         ArgumentError,
-        "query_start is 'last'. Give an int, a tensor with one int a sample, or \"end\".",
+        "query_start is 'last'. Give an int, a tensor with one int per sample, or \"end\".",
     ),
     (
         {"query_start": torch.zeros(2)},
         ArgumentError,
-        "query_start is a torch.float32 tensor of shape (2,). Give one int a sample.",
+        "query_start is a torch.float32 tensor of shape (2,). Give one int per sample.",
     ),
     ({"query_start": -1}, ArgumentError, "query_start is -1. Give an integer of at least 0."),
     ({"mask": KEEP}, MaskError, f"{KEEP!r} has 3 heads, and the layer has 2. Give it as many, or 1."),

@@ -10,7 +10,7 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp
 from multihead.kernels.native import bias_gradient
 from multihead.kernels.native.bias_gradient import BiasGradient
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from tests import oracle
 from tests.agreeing import loss
 from tests.kernel_names import needs_native
@@ -27,7 +27,7 @@ MASKS = [
 def found(q: Tensor, k: Tensor, v: Tensor, values: Tensor, mask: masks.Mask) -> list[Tensor]:
     tensors = [each.clone().requires_grad_() for each in (q, k, v, values)]
     output, logsumexp = attention_with_logsumexp(
-        *tensors[:3], mask=mask, bias=Relative(tensors[3]), query_start=0, kernel="native"
+        *tensors[:3], mask=mask, bias=RelativeBias(tensors[3]), query_start=0, kernel="native"
     )
     return [output.detach(), *torch.autograd.grad(loss(output, logsumexp), tensors)]
 
@@ -87,7 +87,7 @@ def test_there_is_none_without_a_bias() -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(0, 1), (1, 0), (0, 0), (0, 3)])
 def test_a_relative_bias_without_queries_or_keys_is_read_nowhere(queries: int, keys: int) -> None:
     """Its first number would stand one before the memory of no numbers, at an address below 0."""
-    bias = Relative(torch.zeros(1, 1, max(queries + keys - 1, 0)))
+    bias = RelativeBias(torch.zeros(1, 1, max(queries + keys - 1, 0)))
     q, k = torch.randn(1, 2, queries, 4), torch.randn(1, 2, keys, 4)
     output, logsumexp = attention_with_logsumexp(q, k, k, bias=bias, kernel="native")
     assert output.shape == (1, 2, queries, 4)

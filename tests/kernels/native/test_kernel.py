@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.functional import attention, attention_with_logsumexp, explain, request_of, statistics, weights
+from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.kernels.native import kernel, library
 from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
@@ -297,7 +297,7 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
     attention(q, k, v, kernel="native").sum().backward()
     assert v.grad is not None
     assert torch.allclose(v.grad.sum(), torch.tensor(2.0 * 5 * 4))
-    assert torch.allclose(v.grad[..., 0], weights(q, k).sum(2), atol=1e-6)
+    assert torch.allclose(v.grad[..., 0], attention_weights(q, k).sum(2), atol=1e-6)
 
 
 def test_an_input_changed_before_the_backward_pass_is_refused() -> None:

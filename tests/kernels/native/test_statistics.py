@@ -148,7 +148,7 @@ def test_a_spread_stays_exact_far_away_from_the_query() -> None:
         with library.using(name):
             for some in (
                 request,
-                replace(request, q=request.q[:, :, :2], shape=replace(request.shape, query_length=2)),
+                replace(request, q=request.q[:, :, :2], shape=request.shape._replace(query_length=2)),
             ):
                 found = one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
                 rows = torch.arange(some.shape.query_length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
+from multihead.call import CallOrigin
 from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
 from multihead.compat.torch_nn.nested import beyond, nested_like
 from multihead.compat.torch_nn.weights import random_state, returned_weights
@@ -193,8 +193,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        request = request_of(q, k, v, told.mask, told.bias, None, None, None, dropout, told.query_start)
-        request = replace(request, owner=self)
+        terms = (told.mask, told.bias, None, None, None, dropout, told.query_start)
+        request = request_of(q, k, v, *terms, origin=CallOrigin(self))
         if suits(request, need_weights=need_weights):
             output, weights = attended_by_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights

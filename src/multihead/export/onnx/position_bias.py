@@ -7,9 +7,9 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.export.onnx.context import Ground
-from multihead.scores.alibi import Alibi
+from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.scores.t5 import T5Bias, buckets_of
 
 
@@ -26,7 +26,7 @@ def position_bias(ground: Ground) -> str | None:
     if module is None:
         return None
     with torch.no_grad():
-        if type(module) is Alibi:
+        if type(module) is ALiBi:
             return _alibi(ground, module)
         if type(module) is T5Bias:
             return _t5(ground, module)
@@ -37,7 +37,7 @@ def position_bias(ground: Ground) -> str | None:
 
 def may_hide(ground: Ground) -> bool:
     """Whether the position bias may hold -inf, which hides a key."""
-    return type(ground.layer.position_bias) not in (type(None), Alibi, T5Bias)
+    return type(ground.layer.position_bias) not in (type(None), ALiBi, T5Bias)
 
 
 def _distance(ground: Ground) -> str:
@@ -45,7 +45,7 @@ def _distance(ground: Ground) -> str:
     return ground.graph.node("Sub", ground.place.columns, ground.place.positions, name="distance")
 
 
-def _alibi(ground: Ground, module: Alibi) -> str:
+def _alibi(ground: Ground, module: ALiBi) -> str:
     graph = ground.graph
     distance = graph.cast(graph.node("Abs", _distance(ground)), torch.float32)
     slopes = graph.constant(-module.slopes.float().reshape(1, -1, 1, 1), name="slopes")
@@ -93,5 +93,5 @@ def _written_down(ground: Ground, module: torch.nn.Module) -> str:
         )
     first = keys - queries if start == "end" else start
     bias = module(queries, keys, query_start=first, device=ground.layer.q_proj.weight.device, dtype=ground.dtype)
-    found = bias.tile(queries, keys) if isinstance(bias, Relative) else bias
+    found = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
     return ground.graph.constant(found.to(ground.dtype), name="position_bias")

@@ -174,13 +174,13 @@ def _start(
         if query_start.dim() != 1 or query_start.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(
                 f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
-                "Give one int a sample.",
+                "Give one int per sample.",
             )
         return query_start
     if isinstance(query_start, str):
         if query_start != "end":
             raise ArgumentError(
-                f"query_start is {query_start!r}.", 'Give an int, a tensor with one int a sample, or "end".'
+                f"query_start is {query_start!r}.", 'Give an int, a tensor with one int per sample, or "end".'
             )
         return "end"
     refuse_unless_integer("query_start", query_start, least=0)

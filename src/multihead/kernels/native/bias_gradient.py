@@ -11,9 +11,9 @@ from multihead.errors import ArgumentError
 from multihead.kernels.native.call import Fields, Rows, put_broadcast, room
 from multihead.kernels.native.library import AT
 from multihead.scores.bias import values_of
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
-# The gradient of a Relative is written down for so many bytes of queries x keys at a time, and summed.
+# The gradient of a RelativeBias is written down for so many bytes of queries x keys at a time, and summed.
 LINES_BYTES = 32 << 20
 
 
@@ -25,7 +25,7 @@ class BiasGradient:
         request: the call.
         found: of the shape of the tensor that the bias is written in.
         height: most queries that may be handed to the kernel at once, or None for all.
-        lines: of a Relative: (batch or 1, heads or 1, rows, rows + keys), what the kernel writes for some queries.
+        lines: of a RelativeBias: (batch or 1, heads or 1, rows, rows + keys), what the kernel writes for some queries.
     """
 
     request: AttentionRequest
@@ -40,7 +40,7 @@ class BiasGradient:
         if bias is None:
             raise ArgumentError("There is no bias.", "Ask for the gradient of a bias where there is one.")
         found = room(*values_of(bias).shape).zero_()
-        if not isinstance(bias, Relative):
+        if not isinstance(bias, RelativeBias):
             return BiasGradient(request, found)
         a_row = 4 * found.shape[0] * found.shape[1] * max(request.shape.key_length, 1)
         return BiasGradient(request, found, max(64, LINES_BYTES // a_row))

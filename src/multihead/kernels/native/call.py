@@ -15,7 +15,7 @@ from multihead.kernels.native.library import AT
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.scores.bias import Bias
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # A part of the mask that is no interval is made dense for so many bytes of queries x keys at a time.
@@ -122,8 +122,8 @@ def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> 
 
 
 def put_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
-    """Put in the bias of some rows: along a diagonal of a Relative one number, a row further on one number back."""
-    if isinstance(bias, Relative):
+    """Put in the bias of some rows: along a diagonal of a RelativeBias one number, a row further on one number back."""
+    if isinstance(bias, RelativeBias):
         values = bias.values
         if not values.numel():
             return  # no query, and an address before no memory is none
@@ -136,11 +136,11 @@ def put_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
 
 
 def bias_as_read(bias: Bias) -> Bias:
-    """Return a bias in float32, a Relative's numbers one after the other: itself, if it is so already."""
-    if not isinstance(bias, Relative):
+    """Return a bias in float32, a RelativeBias's numbers one after the other: itself, if it is so already."""
+    if not isinstance(bias, RelativeBias):
         return bias.float()
     values = bias.values.float().contiguous()
-    return bias if values is bias.values else Relative(values)
+    return bias if values is bias.values else RelativeBias(values)
 
 
 def put(fields: Fields, name: str, tensor: Tensor) -> None:

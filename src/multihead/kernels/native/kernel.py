@@ -32,7 +32,7 @@ from multihead.kernels.native.library import AT
 from multihead.kernels.native.statistics import Measuring
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import values_of, with_values
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.tracing import intercepted, recorded, traced, transformed
 
 HANDLES_NONFINITE = True  # what is not finite is put away inside, key by key
@@ -124,7 +124,7 @@ def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
 def _operands(request: AttentionRequest, bounds: KeyBounds, seed: Tensor | None) -> tuple[Any, ...]:
     """List what the registered operator takes."""
     seen = None if bounds.remainder is None else dense(bounds.remainder, request)
-    relative = request.bias.values if isinstance(request.bias, Relative) else None
+    relative = request.bias.values if isinstance(request.bias, RelativeBias) else None
     bias = request.bias if relative is None else None
     visible = (bounds.start, bounds.stop, seen)
     numbers = (request.scale, request.softcap, request.dropout)
@@ -135,7 +135,7 @@ def _operands_of(request: AttentionRequest, rows: Rows) -> tuple[Any, ...]:
     """List what the registered operator takes of some consecutive queries, which no dense mask of all is made for."""
     shape, bias = request.shape, request.bias
     if rows.rows is not WHOLE:
-        if isinstance(bias, Relative):
+        if isinstance(bias, RelativeBias):
             bias = bias.part(shape.query_length, (rows.rows.start, rows.rows.stop), (0, shape.key_length))
         elif bias is not None and bias.shape[2] > 1:
             bias = bias[:, :, rows.rows]

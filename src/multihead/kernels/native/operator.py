@@ -15,7 +15,7 @@ from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import CallSize
 from multihead.scores.bias import Bias, refuse_unless_bias_fits
-from multihead.scores.relative import Relative
+from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import refuse_unless_sinks_fit
 from multihead.scores.softcap import refuse_unless_softcap
 from multihead.shapes import AttentionShape
@@ -51,7 +51,7 @@ def attention(
         stop: (batch or 1, queries) int64, the key behind the last one; equal to start where none is seen.
         seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, what may be seen of these keys, or None for all.
         bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None; -inf hides a key.
-        relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.Relative`, or None.
+        relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.RelativeBias`, or None.
         sinks: (heads,), a logit a head that takes weight and gives no value, or None.
         scale: what q . k is multiplied by.
         softcap: c of c * tanh(scores / c), before the bias, or None.
@@ -216,7 +216,7 @@ def _job(
     cells, relative = biases
     if cells is not None and relative is not None:
         raise ArgumentError("There are a bias and a relative one.", "Add them up and give one.")
-    bias: Bias | None = cells if relative is None else Relative(relative)
+    bias: Bias | None = cells if relative is None else RelativeBias(relative)
     if bias is not None:
         refuse_unless_bias_fits(bias, shape)
     if sinks is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
-from multihead.scores.relative import Relative, offsets
+from multihead.scores.relative import RelativeBias, offsets
 from tests import oracle
 
 EMBED, HEADS, KV_HEADS, DIM = 24, 4, 2, 6
@@ -114,8 +114,8 @@ class Nearness(nn.Module):
         super().__init__()
         self.written = written
 
-    def forward(self, queries: int, keys: int, *, query_start: Any, device: Any, dtype: Any) -> Relative | Tensor:
-        bias = Relative(-offsets(queries, keys, query_start=query_start, device=device).abs()[:, None].to(dtype))
+    def forward(self, queries: int, keys: int, *, query_start: Any, device: Any, dtype: Any) -> RelativeBias | Tensor:
+        bias = RelativeBias(-offsets(queries, keys, query_start=query_start, device=device).abs()[:, None].to(dtype))
         return bias.tile(queries, keys) if self.written else bias
 
 
@@ -127,7 +127,7 @@ def test_a_position_bias_is_added_beside_that_of_the_call(written: bool) -> None
     given = torch.randn(2, 1, 7, 1, dtype=torch.float64)
     along = torch.randn(1, HEADS, 13, dtype=torch.float64)
     diagonal = torch.arange(7) - torch.arange(7)[:, None] + 6
-    for bias, written_out in ((None, near), (given, near + given), (Relative(along), near + along[:, :, diagonal])):
+    for bias, written_out in ((None, near), (given, near + given), (RelativeBias(along), near + along[:, :, diagonal])):
         dense = oracle.attend(q, k, v, shown(masks.Causal()), bias=written_out.expand(2, HEADS, 7, 7))
         assert torch.allclose(made(X, mask=masks.Causal(), bias=bias), merged(made, dense.output), atol=1e-12)
 
@@ -157,8 +157,7 @@ def test_a_learned_key_and_a_position_bias_are_refused_together() -> None:
     with pytest.raises(ArgumentError) as refusal:
         layer(add_bias_kv=True, position_bias=Nearness(written=False))
     assert str(refusal.value) == (
-        "add_bias_kv and position_bias are both given, and the learned key stands at no position. "
-        "Leave one of them out."
+        "add_bias_kv and position_bias are both given, and the learned key has no position. Leave one of them out."
     )
 
 

@@ -1,0 +1,104 @@
+"""Positions of queries and keys: the first query's, rotation by positions, and the keys that a cache adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multihead.cache import KeyValueCache
+from multihead.masks import Mask
+from multihead.packing import Padding
+from multihead.rotary import Rotary
+from multihead.shapes import resolved_query_start
+
+
+def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
+    """Return the position of the first query among the keys, where it matters.
+
+    Args:
+        query_start: the argument of the call.
+        q: (batch, heads, queries, head_dim).
+        keys: number of keys.
+
+    Raises:
+        ArgumentError: it is missing, or out of range.
+    """
+    start = resolved_query_start(query_start, uses_positions=True, batch=q.shape[0], queries=q.shape[2], keys=keys)
+    if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
+        return torch.full((q.shape[0],), start, device=q.device)
+    return start
+
+
+def normalise(
+    norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *, cached: bool
+) -> tuple[Tensor, Tensor]:
+    """Normalise queries (batch, heads, queries, head_dim) and keys; keys from a cache are normalised already."""
+    if cached:
+        return norms(q, k[:, :, :0])[0], k
+    return norms(q, k)
+
+
+def rotate(
+    rotary: Rotary, q: Tensor, k: Tensor, start: int | Tensor, positions: Tensor | None, *, same: bool, cached: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions.
+
+    Args:
+        rotary: the rotation.
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        start: position of the first query.
+        positions: (1, tokens), of each query, where packed samples have positions of their own.
+        same: whether query i and key i have the same position; else the first key has position 0.
+        cached: whether the keys come from a cache and are rotated already.
+    """
+    if positions is None:
+        positions_of_queries = start
+        if isinstance(start, Tensor):
+            positions_of_queries = start[:, None] + torch.arange(q.shape[2], device=start.device)  # (batch, queries)
+    else:
+        positions_of_queries = positions
+    if cached:
+        return rotary.rotate(q, positions_of_queries), k
+    if same or (isinstance(positions_of_queries, int) and positions_of_queries == 0):
+        return rotary.rotate_both(q, k, positions_of_queries)
+    return rotary.rotate(q, positions_of_queries), rotary.rotate(k, 0)
+
+
+def extend(
+    cache: KeyValueCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    start: int | Tensor,
+    padding: Padding,
+    *,
+    within: bool,
+) -> tuple[Tensor, Tensor, Mask, int | Tensor]:
+    """Append keys and values to a cache, and return all that it holds.
+
+    Args:
+        cache: the cache; in cross-attention it keeps the projected memory, and counts the queries.
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        v: (batch, kv_heads, keys, value_head_dim).
+        mask: the mask of the whole sequence.
+        start: position of the first query.
+        padding: the padding of the call.
+        within: whether queries and keys are the same tokens.
+
+    Returns: keys and values, the mask for them without padding, and the position of the first query among them.
+    """
+    lengths = None if padding.rows is None else padding.rows.lengths
+    if within:
+        held = cache.extend(k, v, lengths=lengths)
+        mask = padding.hide(mask.after_dropping(held.key_start), held.lengths, held.k.shape[2])
+        return held.k, held.v, mask, held.query_start
+    memory = cache.memory
+    if memory is None:
+        memory = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
+    cache.advance(q.shape[2], lengths=lengths)
+    return memory.k, memory.v, padding.hide(mask, memory.lengths, memory.k.shape[2]), start
