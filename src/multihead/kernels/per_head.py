@@ -14,7 +14,7 @@ from multihead import listeners
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels.dense_tile import seen, without_autocast
 from multihead.kernels.native import library
-from multihead.scores.bias import written_out
+from multihead.scores.bias import dense_bias
 from multihead.tracing import traced
 
 # Weights computed together, over samples and heads. 1 MiB of float32: the matrix products are as fast as large ones,
@@ -194,7 +194,7 @@ def _tiles(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
 
 
 def _bias_of(request: AttentionRequest) -> Tensor | None:
-    return None if request.bias is None else written_out(request.bias, request.shape)
+    return None if request.bias is None else dense_bias(request.bias, request.shape)
 
 
 def _follows(request: AttentionRequest) -> bool:
