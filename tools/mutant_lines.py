@@ -104,7 +104,7 @@ MUTANTS = (
            "torch.view_as_real(pairs * waves)", "torch.view_as_real(pairs * waves.conj())",
            ("tests/rotary/test_value.py",)),
     Mutant("rotary", "the gradient rotates forward, not back", "rotary/waves.py",
-           "_Turn.apply(gradient, cosine, -sine)", "_Turn.apply(gradient, cosine, sine)", _layer("alone")),
+           "_Rotation.apply(gradient, cosine, -sine)", "_Rotation.apply(gradient, cosine, sine)", _layer("alone")),
     Mutant("rotary", "YaRN scales no attention", "rotary/scalings.py",
            "return stretched + 1.0", "return 1.0", _layer("alone")),
     Mutant("qk norm", "eps is left out", "qk_norm.py",
