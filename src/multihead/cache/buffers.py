@@ -46,7 +46,7 @@ class Buffers:
         k: the first keys, (batch, kv_heads, new tokens, head_dim), whose sizes, dtype and device all others must have.
         v: the first values, (batch, kv_heads, new tokens, value_dim).
         capacity: fixed number of slots; None = as many as needed.
-        window: number of keys that a query sees at most, after which older ones are dropped; None = keep all.
+        window: number of keys that a query sees at most; older ones are dropped. None = keep all.
 
     Raises:
         ShapeError: k and v do not match.

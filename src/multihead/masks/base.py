@@ -208,7 +208,10 @@ class Mask:
         """
 
     def after_dropping(self, count: int | Tensor) -> Mask:
-        """Return this mask for keys of which the first `count` were dropped: one number, or (batch,).
+        """Re-express this mask for a sequence whose first `count` keys were dropped.
+
+        Args:
+            count: number of dropped keys, one for all samples or (batch,).
 
         >>> from multihead import masks
         >>> (masks.Window(4) & masks.Prefix(10)).after_dropping(7)
