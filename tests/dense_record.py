@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
 from multihead.record.texts import Text
 
 
@@ -110,6 +112,9 @@ class DenseLayer:
 @dataclass
 class DenseRecord:
     layers: list[DenseLayer]
+
+    def statistic(self, name: str) -> Statistic:
+        return statistic(name)
 
 
 def record_of(

@@ -33,7 +33,7 @@ def test_each_line_says_one_thing() -> None:
             "skipped  25.0% of the score matrix; its intervals hide 50.0%, and part of the mask is no interval: "
             "it is read cell by cell"
         ),
-        "memory   about 1.0 KiB beside q, k and v",
+        "memory   about 1.0 KiB besides q, k and v",
         "waits    it waits",
     ]
 

@@ -81,3 +81,24 @@ def test_lengths_that_do_not_fit_are_refused_in_words(
 def test_the_first_token_of_every_sample_stands_at_0_whatever_its_padding(side: Literal["right", "left"]) -> None:
     packing = Packing.of((2, 0, 3), batch=3, length=3, side=side)
     assert packing.positions.tolist() == [[0, 1, 0, 1, 2]]
+
+
+def test_all_layers_share_the_padding_of_equal_lengths() -> None:
+    x = torch.zeros(2, 3, 1)
+    first = Padding.of(x, x, (2, 3), None, together=True)
+    assert Padding.of(x, x, [2, 3], None, together=True) is first
+    assert Padding.of(x, x, (3, 3), None, together=True) is not first
+    assert Padding.of(x, x, (2, 3), None, together=True, side="left") is not first
+    with pytest.raises(ArgumentError) as refusal:
+        Padding.of(x, x, (2, True), None, together=True)
+    assert str(refusal.value) == "lengths is (2, True). Give integers, one per sample."
+
+
+def test_a_padding_found_in_inference_mode_serves_training() -> None:
+    x = torch.randn(2, 7, 2, requires_grad=True)
+    with torch.inference_mode():
+        Padding.of(x, x, (7, 3), None, together=True)
+    padding = Padding.of(x, x, (7, 3), None, together=True)
+    padding.restore(padding.drop(x, x, x)[0]).sum().backward()
+    assert x.grad is not None
+    assert x.grad[1, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0]

@@ -32,7 +32,8 @@ from multihead import masks
 from multihead.call import Attended, AttentionRequest
 from multihead.functional import attend, request_of
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import ONE_PASS
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
+from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
 from multihead.probes.statistics import measured, possible
@@ -101,11 +102,11 @@ def _share(
     """Time the statistics of the kernel by how much longer its pass takes, and the others by themselves."""
     probes = possible(wanted, request, context)
     bounds = bounds_of(request)
-    on_the_way = frozenset[str]()
+    on_the_way = frozenset[Part]()
     if kernel.refusal(request, bounds) is None:
         # The special keys are known only after the call.
-        on_the_way = frozenset(probe.name for probe in probes) & (ONE_PASS - {"special_mass"})
-    left = [probe for probe in probes if probe.name not in on_the_way]
+        on_the_way = frozenset[Part]().union(*(probe.parts for probe in probes)) & (ONE_PASS - {SPECIAL_KEYS})
+    left = [probe for probe in probes if not probe.parts <= on_the_way]
     watched = replace(request, wanted=on_the_way)
 
     def forward() -> object:

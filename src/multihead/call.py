@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from multihead.masks import Mask
+from multihead.parts import Part
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 
@@ -62,7 +63,7 @@ class AttentionRequest:
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a learned logit per head that takes weight and has no value, or None.
         dropout: share of the weights dropped.
-        wanted: names of the statistics that the listeners want.
+        wanted: the parts of statistics that listeners want the kernel to measure.
         origin: where the call comes from, where a layer made it and somebody listens; else None.
     """
 
@@ -77,7 +78,7 @@ class AttentionRequest:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
-    wanted: frozenset[str] = frozenset()
+    wanted: frozenset[Part] = frozenset()
     origin: CallOrigin | None = None
 
     @property
@@ -98,12 +99,12 @@ class Attended:
     Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf where no key is seen.
-        statistics: those of the wanted ones that the kernel computed together with the output.
+        statistics: the wanted parts that the kernel measured together with the output.
     """
 
     output: Tensor
     logsumexp: Tensor
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[Part, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Say what a call will run, before it runs: nothing should be slow in silence."""
+"""Explain a call before it runs: which kernel, what it skips, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from multihead.plan.tiles import seen_share
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call will run, and why; `str()` says it in lines.
+    """The kernel of a call and why it is chosen; `str()` lists it in lines.
 
-    Fields:
+    Attributes:
         kernel: the kernel that would run.
-        refusals: the reason of each faster kernel that would not.
+        refusals: for each faster kernel, why it refuses.
         hidden_share: share of the score matrix that the mask's intervals hide, 0 to 1.
         skipped_share: share of the score matrix that the kernel does not compute, 0 to 1.
-        dense_remainder: whether part of the mask is no interval and is read cell by cell.
+        dense_remainder: whether part of the mask is no interval, and is evaluated cell by cell.
         work: cells computed and bytes held.
-        waits: what makes the host wait for the device, in one sentence, or None.
+        waits: why the host waits for the device, in one sentence, or None.
     """
 
     kernel: str
@@ -39,18 +39,18 @@ class Explanation:
             f"skipped  {self.skipped_share:.1%} of the score matrix; its intervals hide {self.hidden_share:.1%}"
             + (", and part of the mask is no interval: it is read cell by cell" if self.dense_remainder else "")
         )
-        lines.append(f"memory   about {_bytes(self.work.memory)} beside q, k and v")
+        lines.append(f"memory   about {_bytes(self.work.memory)} besides q, k and v")
         lines += [f"waits    {self.waits}"] if self.waits else []
         return "\n".join(lines)
 
 
 def explained(request: AttentionRequest, *, kernel: str | None = None, waits: str | None = None) -> Explanation:
-    """Plan a request, choose its kernel, and say what it will do; nothing is computed.
+    """Plan a request and choose its kernel without computing anything.
 
     Args:
         request: the call.
-        kernel: the name of a kernel that the caller insists on, or None.
-        waits: what is known to make the host wait beside the attention itself.
+        kernel: the name of the kernel that must run, or None.
+        waits: why the host waits for the device besides the attention itself, or None.
     """
     bounds = bounds_of(request)
     choice = choose(request, bounds, kernel=kernel)

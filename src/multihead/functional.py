@@ -268,7 +268,7 @@ def explain(
     >>> print(explain(q, k, v, mask=masks.Lengths((256,)), kernel="sdpa"))
     kernel   sdpa
     skipped  74.4% of the score matrix; its intervals hide 74.4%
-    memory   about 2.0 MiB beside q, k and v
+    memory   about 2.0 MiB besides q, k and v
     """
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
     request, _ = _request(explain, unknown, q, k, v, *given)
@@ -376,7 +376,8 @@ def request_of(
         start = resolved_query_start(
             query_start, uses_positions=mask.uses_positions, batch=batch, queries=queries, keys=keys
         )
-    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, frozenset[str](), origin)
+    unheard: frozenset[str] = frozenset()
+    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, unheard, origin)
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None, publish: bool = True) -> Attended:

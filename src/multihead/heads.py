@@ -1,4 +1,4 @@
-"""Split the columns of a tensor into heads, and merge the heads back."""
+"""Split the columns of a tensor into heads, and merge the heads again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multihead.tracing import untraced
 
 __all__ = ["head_counts", "head_dim_of", "merge_heads", "split_heads"]
 
-# A sentence that lists more head counts than this is not read to its end.
+# An error lists at most this many head counts.
 MOST_COUNTS_LISTED = 12
 
 
@@ -20,7 +20,7 @@ def head_counts(embed_dim: int) -> tuple[int, ...]:
     """List every number of heads that divides a width evenly, smallest first.
 
     Args:
-        embed_dim: the width to share out, in columns, at least 1.
+        embed_dim: the width to divide, in columns, at least 1.
 
     Raises:
         ArgumentError: if ``embed_dim`` is below 1.
@@ -34,19 +34,19 @@ def head_counts(embed_dim: int) -> tuple[int, ...]:
 
 
 def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> int:
-    """Give the width of each head, or refuse a number of heads that does not divide.
+    """Return the width of each head.
 
     Args:
-        embed_dim: the width to share out, in columns.
-        num_heads: how many heads share it.
-        name: what the width is called in the error.
+        embed_dim: the width to divide, in columns.
+        num_heads: number of heads.
+        name: name of the width in the error.
 
     Returns:
         The columns of one head.
 
     Raises:
         ArgumentError: if either is below 1, or the heads do not divide the width; the
-            sentence lists the head counts that fit.
+            error lists the head counts that fit.
 
     >>> head_dim_of(512, 8)
     64
@@ -62,23 +62,23 @@ def head_dim_of(embed_dim: int, num_heads: int, *, name: str = "embed_dim") -> i
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Give each head its own neighbouring columns, as a view that copies nothing.
+    """Split the columns into heads, as a view that copies nothing.
 
-    Head ``h`` takes the columns from ``h * head_dim`` up to ``(h + 1) * head_dim``. The columns
-    are cut first and the axes exchanged after; a bare ``reshape`` to the same shape would mix
+    Head ``h`` has the columns from ``h * head_dim`` up to ``(h + 1) * head_dim``. The columns
+    are split first and the axes swapped after; a bare ``reshape`` to the same shape would mix
     positions (see ``docs/split-of-heads.md``).
 
     Args:
         x: (batch, length, heads * head_dim), any dtype.
-        num_heads: how many heads share the columns.
+        num_heads: number of heads.
 
     Returns:
         (batch, heads, length, head_dim), a view of ``x``.
 
     Raises:
-        ShapeError: if ``x`` has not three axes.
+        ShapeError: if ``x`` does not have three axes.
         DtypeError: if it is no tensor.
-        ArgumentError: if ``num_heads`` is below 1 or does not divide the last axis; the sentence
+        ArgumentError: if ``num_heads`` is below 1 or does not divide the last axis; the error
             lists the head counts that fit.
 
     Source: Vaswani et al. 2017, section 3.2.2, arXiv:1706.03762.
@@ -108,11 +108,11 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat") -> Tensor:
-    """Put the heads back side by side, or average them.
+    """Concatenate the heads, or average them.
 
     Args:
         x_heads: (batch, heads, length, head_dim), floating point if ``merge`` is ``"mean"``.
-        merge: ``"concat"`` joins the heads' columns and undoes ``split_heads``; ``"mean"``
+        merge: ``"concat"`` concatenates the heads' columns and undoes ``split_heads``; ``"mean"``
             averages the heads, so that the width stays ``head_dim``.
 
     Returns:
@@ -120,7 +120,7 @@ def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat")
         ``"mean"``.
 
     Raises:
-        ShapeError: if ``x_heads`` has not four axes.
+        ShapeError: if ``x_heads`` does not have four axes.
         ArgumentError: if ``merge`` is neither of the two words.
 
     Source: concatenation, arXiv:1706.03762, section 3.2.2; mean, arXiv:1710.10903, equation 6.
@@ -154,7 +154,7 @@ def _check_at_least_one(name: str, value: int) -> None:
 
 
 def _listed(embed_dim: int, num_heads: int) -> str:
-    """Name the head counts that fit, the nearest to the one asked for if there are many."""
+    """List the head counts that fit, only the nearest ones if there are many."""
     counts = head_counts(embed_dim)
     nearest = sorted(counts, key=lambda count: abs(count - num_heads))[:MOST_COUNTS_LISTED]
     words = [str(count) for count in sorted(nearest)]

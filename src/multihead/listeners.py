@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from multihead.call import AttentionCall
+from multihead.parts import Part
 from multihead.tracing import runs_backward
 
 
@@ -17,8 +18,8 @@ class Listener(Protocol):
     """An object that receives every attention call while it is active."""
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """Names of the statistics that a kernel should compute together with the output if it can."""
+    def wanted(self) -> frozenset[Part]:
+        """The parts of statistics that a kernel should measure together with the output if it can."""
         ...
 
     def hear(self, call: AttentionCall) -> None:
@@ -44,9 +45,9 @@ def listeners() -> tuple[Listener, ...]:
     return () if torch.compiler.is_compiling() else _listeners.get()
 
 
-def wanted() -> frozenset[str]:
+def wanted() -> frozenset[Part]:
     """Return the union of the statistics that all listeners want."""
-    return frozenset[str]().union(*(listener.wanted for listener in listeners()))
+    return frozenset[Part]().union(*(listener.wanted for listener in listeners()))
 
 
 def publish(call: AttentionCall) -> None:

@@ -297,7 +297,7 @@ class Padding(NamedTuple):
         return memory if self.columns is None else self.columns.pack(memory)
 
     def place(
-        self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, cached: bool
+        self, x: Tensor, q: Tensor, memory: Tensor, k: Tensor, v: Tensor, *, fresh: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Unpack projected tokens into a right-padded batch, unless the attention takes them packed.
 
@@ -307,14 +307,14 @@ class Padding(NamedTuple):
             memory: (1, tokens, features), from which keys and values are projected.
             k: (1, tokens, width).
             v: (1, tokens, width).
-            cached: whether k and v come from a cache and have their places already.
+            fresh: whether this call projected k and v; those of a cache have their places already.
 
         Raises:
             ShapeError: a projection gathers tokens of other processes, whose padding is not known here.
         """
         _check_as_long("q_proj", x, q, self.rows)
         q = q if self.placed_rows is None else self.placed_rows.unpack(q)
-        if cached:
+        if not fresh:
             return q, k, v
         _check_as_long("k_proj", memory, k, self.columns)
         if self.placed_columns is None:

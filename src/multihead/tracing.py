@@ -1,4 +1,4 @@
-"""Tell whether the values of tensors may be read here, to check or to branch on them."""
+"""Whether the values of tensors may be read here, to check them or to branch on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.experimental import proxy_tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Looked up once: every call of an attention asks them. PyTorch has no public names for them.
+# Looked up once, because every attention call uses them. PyTorch has no public names for them.
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _jit_traces = torch._C._is_tracing  # noqa: SLF001
@@ -27,18 +27,18 @@ _KINDS_WITHOUT_VALUES = (
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a compiler call a function while it makes a graph, and not look into it.
+    """Mark a function as constant for torch.compile: evaluated at trace time, not traced.
 
-    `torch.compiler.assume_constant_result` does the same, and imports the compiler, which takes a second.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
     return function
 
 
 def traced() -> bool:
-    """Whether values must not be read, because they are missing or would become constants of what is recorded.
+    """Whether values must not be read, because they are missing or would become constants of a graph.
 
-    So it is in torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and the transforms of torch.func.
+    True in torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and the transforms of torch.func.
 
     >>> torch.func.vmap(lambda x: x + traced())(torch.zeros(2))
     tensor([1., 1.])
@@ -49,8 +49,8 @@ def traced() -> bool:
 def recorded() -> bool:
     """Whether a compiler, torch.jit.trace, make_fx or any dispatch mode observes the operations that run here.
 
-    None of them sees a kernel that is called with addresses: it is called as a registered operator there. No cache may
-    keep a tensor that is made there, because it may be a fake one.
+    None of them sees a kernel that is called with addresses, so a registered operator is called instead. No cache may
+    keep a tensor that is made there, because it may be a fake tensor.
 
     >>> from torch.utils.flop_counter import FlopCounterMode
     >>> with FlopCounterMode(display=False):
@@ -66,7 +66,7 @@ def recorded() -> bool:
 
 
 def intercepted() -> bool:
-    """Whether this code is `recorded` or `transformed`: one question for what every call asks."""
+    """Whether this code is `recorded` or `transformed`, in one check, because every call needs it."""
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
@@ -77,9 +77,9 @@ def intercepted() -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory to read."""
+    """Whether a transform of torch.func (vmap, grad, jacrev ...) runs this code: its tensors have no memory."""
     if torch.compiler.is_compiling():
-        return False  # a compiler traces a transform's inside as it is
+        return False  # a compiler traces through a transform
     return _transforms() is not None
 
 
@@ -96,13 +96,13 @@ def _without_values() -> bool:
 
 
 def _proxied() -> bool:
-    """Whether make_fx runs this code: with `pre_dispatch=True` its mode is on no stack that can be counted cheaply."""
-    return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - torch has no public word for it
+    """Whether make_fx runs this code: with `pre_dispatch=True` its mode is on no stack whose size is cheap to read."""
+    return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None  # noqa: SLF001 - torch has no public name for it
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Hide this code from torch.jit.trace, which makes tensors of sizes and warns of every comparison of them."""
+    """Hide this code from torch.jit.trace, which turns sizes into tensors and warns of every comparison of them."""
     state = _jit_state()
     if state is None:
         yield
@@ -115,16 +115,16 @@ def untraced() -> Iterator[None]:
 
 
 def runs_backward() -> bool:
-    """Whether a backward pass runs this code: activation checkpointing computes forward passes anew in it.
+    """Whether a backward pass runs this code: activation checkpointing recomputes forward passes in it.
 
     >>> runs_backward()
     False
     """
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public word for it
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
 
 
 def readable(device: torch.device) -> bool:
-    """Whether reading a value costs nothing: on the CPU, and where no values become part of a graph.
+    """Whether a value can be read without waiting: on the CPU, where it does not become part of a graph.
 
     On an accelerator the host would wait for the device.
     """

@@ -92,7 +92,7 @@ def test_layers_that_have_no_such_number_are_left_out() -> None:
 
 def test_a_head_reads_as_one_line() -> None:
     found = pointing(-1).find(previous_token=(0.5, None), entropy=(None, 1))[0]
-    assert str(found).startswith("L0 H0: previous_token 1.000, entropy 0.0")
+    assert str(found).startswith("L0 H0: previous token 100 %, entropy 0.0")
 
 
 class TestRefusals:

@@ -130,7 +130,7 @@ def test_the_strongest_previous_head_is_told_with_its_share() -> None:
 
 def test_the_first_token_is_called_by_its_name() -> None:
     by_topic = {one.topic: one for one in findings(a_record().layers, tokens=TOKENS, special=SPECIAL)}
-    assert by_topic["first"].sentence == "rests on [CLS]: 100\u00a0% goes to the first token."
+    assert by_topic["first"].sentence == "rests on [CLS]: 100\u00a0% of its attention is on the first token."
     assert by_topic["first"].count == "1 of 8 heads does so"
     nameless = {one.topic: one for one in findings(a_record().layers)}
     assert nameless["first"].sentence.startswith("rests on the first token: ")
@@ -139,8 +139,8 @@ def test_the_first_token_is_called_by_its_name() -> None:
 def test_a_weak_head_is_not_said_to_pass() -> None:
     found = {one.topic: one for one in findings(record_of(random_weights(8, LENGTH, LENGTH, sharpness=1.0)).layers)}
     assert found["self"].value < MASS_SHARE
-    assert found["self"].sentence.startswith("looks at itself most: ")
-    assert found["self"].count == "No head passes the threshold of 35\u00a0%"
+    assert found["self"].sentence.startswith("looks at itself the most: ")
+    assert found["self"].count == "No head reaches the threshold of 35\u00a0%"
 
 
 def test_a_causal_model_has_no_finding_about_the_next_token() -> None:
@@ -157,12 +157,12 @@ def test_cross_attention_gives_no_finding_about_neighbours() -> None:
 
 def test_the_findings_speak_chinese() -> None:
     found = findings(a_record().layers, tokens=TOKENS, special=SPECIAL, lang="zh")
-    assert found[0].sentence == "回看一个词元：100\u00a0% 的注意力落在前一个词元上。"
+    assert found[0].sentence == "回看一个词元：前一个词元的权重占比为 100\u00a0%。"
     assert str(found[0]) == "第 0 层第 0 头：100 % 落在前一个词元上"
 
 
 def test_an_unknown_language_is_refused() -> None:
-    sentence = 'lang is "fr", and the findings speak "en" or "zh". Give "en" or "zh".'
+    sentence = 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         findings(a_record().layers, lang="fr")
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from multihead.viewer.payload import Run
-from tests.browser.records import causal, hostile, inherited, other_run, partial, statistics_only, translating, whole
+from tests.browser.records import (
+    causal,
+    hostile,
+    inherited,
+    of_a_script,
+    other_run,
+    partial,
+    statistics_only,
+    translating,
+    whole,
+)
 from tests.browser.shown import Shown
 from tests.viewer.serving import TOKEN, serving
 
@@ -51,6 +61,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "translating": translating,
         "whole": whole,
         "inherited": inherited,
+        "of a script": of_a_script,
         "partial": partial,
     }
     with ExitStack() as servers:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from multihead import masks
 from multihead.observation.record import Record
+from multihead.parts import Part
+from multihead.probes import Probe
 from multihead.record.texts import Text
 from tests.viewer.watching import watch
 
@@ -81,3 +85,24 @@ def inherited() -> Record:
     names = ("entropy", "constructor", "__proto__", "toString", "hasOwnProperty")
     layer.samples[0].put(dict.fromkeys(names, layer.samples[0].statistics["entropy"]))
     return seen
+
+
+OWN_KEY: Part = ("offset_mass", 0)
+
+
+@cache
+def of_a_script() -> Record:
+    """Statistics that a script defines, in a record that was saved and opened again."""
+    other = Probe("other_mass", lambda parts: 1 - parts[OWN_KEY], {OWN_KEY}, label="other keys", number_format="share")
+    spread = Probe(
+        "relative_spread",
+        lambda parts: parts["distance_spread"] / parts["mean_distance"].clamp(min=1),
+        {"mean_distance", "distance_spread"},
+        label="relative <b>spread</b>",
+        unit="per token",
+        number_format=".3g",
+    )
+    seen = watch(30, mask=masks.Causal(), heads=2, layers=2, probes=("entropy", other, spread))
+    with TemporaryDirectory() as folder:
+        seen.save(Path(folder) / "run.safetensors")
+        return Record.load(Path(folder) / "run.safetensors", mapped=False)

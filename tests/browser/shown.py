@@ -120,8 +120,8 @@ SETTLED = """() => {
 }"""
 
 PANE = """async which => {
-  const { shown } = await import(new URL('static/map.js', document.baseURI));
-  const { state } = await import(new URL('static/permalink.js', document.baseURI));
+  const { shown } = await import(new URL('static/view/map.js', document.baseURI));
+  const { state } = await import(new URL('static/view/permalink.js', document.baseURI));
   const box = document.getElementById('map').getBoundingClientRect();
   const pane = shown.panes.find(each => each.which === which), { x, y, width, height } = pane;
   return { left: box.left + pane.left, top: box.top + pane.above, x, y, width, height, key: state.x, query: state.y };

@@ -77,7 +77,7 @@ def test_keys_that_may_not_be_seen_are_hatched_and_zero_is_paper(opened: Opened)
     found = shown.colours(102, 115)
     assert {(251, 250, 247), (226, 222, 213)} <= found  # the paper and the lines on it
     shown.point(103, 118)
-    assert shown.text("#read data") == "a later key: never seen"
+    assert shown.text("#read data") == "a later key: masked"
 
 
 def test_pointing_at_a_query_paints_its_weights_over_the_text(opened: Opened) -> None:
@@ -93,7 +93,7 @@ def test_pointing_at_a_query_paints_its_weights_over_the_text(opened: Opened) ->
     for place, (token, painted, title, classes) in enumerate(spans, start):
         assert token == words(LENGTH)[place]
         if place > query:
-            assert (painted, title) == ("", "a later key: never seen")
+            assert (painted, title) == ("", "a later key: masked")
             assert "unseen" in classes
             continue
         weight, tone = float(row[place]), logarithmic(float(row[place]))
@@ -146,7 +146,7 @@ def test_the_masked_sink_leaves_the_map_and_stays_in_words(opened: Opened) -> No
     plain = shown.colour(query + 0.5, 0.5)
     shown.at("#sink").click()
     shown.settle()
-    assert shown.text("#level").endswith("key 0 masked")
+    assert shown.text("#level").endswith("first key hidden")
     assert shown.place["s"] == "1"
     assert not near(shown.colour(query + 0.5, 0.5), plain)
     shown.point(query, 0)

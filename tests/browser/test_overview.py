@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from multihead.probes import PROBES
 from multihead.viewer.payload import Run, described
-from tests.browser.records import HEADS, LAYERS, causal
+from tests.browser.records import HEADS, LAYERS, causal, of_a_script
 from tests.browser.shown import Shown
 
 Opened = Callable[..., Shown]
@@ -63,12 +64,12 @@ def test_the_arrows_walk_over_the_grid_and_enter_opens(opened: Opened) -> None:
     assert shown.place["a"] == "L1H0"
 
 
-@pytest.mark.parametrize("column", ["entropy", "distance", "first"])
+@pytest.mark.parametrize("column", ["entropy", "mean_distance", "first_mass"])
 def test_a_column_sorts_both_ways(opened: Opened, column: str) -> None:
     shown = opened()
     values = numbers()["metrics"][column]
     order = sorted(range(len(values)), key=lambda n: values[n])
-    button = shown.at(f"#cols button:has-text('{column}')").first
+    button = shown.at(f"#cols button:has-text('{PROBES[column].label}')").first
     orders = []
     for _ in range(2):
         button.click()
@@ -87,7 +88,7 @@ def test_a_column_sorts_both_ways(opened: Opened, column: str) -> None:
         ("h1 l3", lambda layer, head, told, n: (layer, head) == (3, 1)),
         ("L2H0", lambda layer, head, told, n: (layer, head) == (2, 0)),
         ("entropy<{}", lambda layer, head, told, n: told["entropy"][n] < told["limit"]),
-        ("prev>0.4 L1", lambda layer, head, told, n: layer == 1 and told["previous"][n] > 0.004),
+        ("prev>0.4 L1", lambda layer, head, told, n: layer == 1 and told["previous_mass"][n] > 0.004),
     ],
 )
 def test_the_filter_keeps_what_fits_in_the_table_and_fades_the_rest_of_the_grid(
@@ -120,7 +121,7 @@ def test_a_kind_is_found_by_its_name_and_by_its_button(opened: Opened) -> None:
 def test_a_filter_that_nothing_fits_says_so_and_suggests(opened: Opened) -> None:
     shown = opened()
     shown.at("#filter").fill("entropy<0")
-    assert shown.text("#rows") == "No head fits this filter. Try L2, local, or prev>40."
+    assert shown.text("#rows") == "No head matches this filter. Try L2, local, or prev>40."
 
 
 def test_the_address_keeps_filter_kind_and_order(opened: Opened) -> None:
@@ -140,7 +141,7 @@ def test_the_numbers_of_the_table_are_those_of_the_record(opened: Opened) -> Non
     told, n = numbers(), 3 * HEADS + 2
     written = shown.texts("#rows td .v")
     for column, text in zip(told["columns"], written, strict=True):
-        value = told["metrics"][column["id"]][n] * (100 if column["unit"] == "share" else 1)
+        value = told["metrics"][column["id"]][n] * (100 if column["format"] == "share" else 1)
         assert math.isclose(float(text), value, abs_tol=0.06), column
 
 
@@ -174,6 +175,24 @@ def test_two_runs_of_other_layers_are_compared_by_number(opened: Opened) -> None
     shown = opened("whole", "partial", place="#a=L5H1")
     shown.press("c")
     assert (shown.place["a"], shown.place["b"], shown.place["rb"]) == ("L5H1", "L5H1", "1")
+
+
+def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(opened: Opened) -> None:
+    shown, record = opened("of a script"), of_a_script()
+    labels = ["entropy, nats", "other keys, %", "relative <b>spread</b>, per token"]
+    assert shown.texts("#cols button")[2:] == labels
+    assert shown.texts("#insp th") == [labels[0], "other keys", labels[2]]
+    shown.at("#filter").fill("L1H1")
+    means = {name: float(value[1]) for name, value in record.layers[1].means().items()}
+    expected = [record.statistic(name).number(value) for name, value in means.items()]
+    assert shown.texts("#rows td .v") == expected
+    shown.at("#filter").fill("other>0 relative<1000")
+    assert len(shown.texts("#rows tr")) == 4
+    assert opened("of a script", lang="zh").texts("#cols button")[2:] == [
+        "熵（奈特）",
+        "other keys（%）",
+        "relative <b>spread</b>（per token）",
+    ]
 
 
 def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) -> None:

@@ -177,7 +177,8 @@ class TestANarrowWindow:
         assert "key 112" in shown.text("#read")
         shown.at("#compare").tap()
         shown.settle()
-        panes = "async () => (await import(new URL('static/map.js', document.baseURI))).shown.panes.map(p => p.which)"
+        file = "new URL('static/view/map.js', document.baseURI)"
+        panes = f"async () => (await import({file})).shown.panes.map(pane => pane.which)"
         assert shown.page.evaluate(panes) == ["d"]
 
     def test_what_is_tapped_is_large_enough(self, opened: Opened) -> None:
@@ -189,10 +190,10 @@ class TestWhatIsNotThere:
     def test_without_q_and_k_there_are_numbers_and_no_map(self, opened: Opened) -> None:
         shown = opened("statistics")
         shown.page.wait_for_selector("#gridstate:not([hidden])")
-        assert "q and k were not kept, so there is no map." in shown.text("#gridstate")
+        assert "q and k were not recorded, so there is no map." in shown.text("#gridstate")
         shown.at("#grid [data-i='1']").click()
         shown.settle()
-        assert shown.text("#blank") == "q and k were not kept, so there is no map."
+        assert shown.text("#blank") == "q and k were not recorded, so there is no map."
         assert shown.at("#numbers tr").count() > 5
         assert not shown.at("#map").is_visible()
 
@@ -208,7 +209,7 @@ class TestWhatIsNotThere:
         shown.page.route("**/levels", lambda route: route.fulfill(body=json.dumps(told[0])))
         shown.page.reload()
         shown.page.wait_for_selector("#gridstate:not([hidden])")
-        assert shown.text("#gridstate") == "Building the coarse levels, 50 % (kept beside the record)"
+        assert shown.text("#gridstate") == "Computing the coarse levels, 50 % (saved next to the record)"
         told[0] = {"state": "ready", "done": 12, "total": 12}
         shown.page.wait_for_selector("#gridstate", state="hidden")
 
@@ -235,7 +236,7 @@ class TestWhatIsNotThere:
         shown.page.route(re.compile(r"/row\?"), lambda route: route.fulfill(**row))
         shown.page.reload()
         shown.page.wait_for_function("() => document.getElementById('level').textContent.includes('25')")
-        assert shown.text("#level") == "Building the coarse levels, 25 % (kept beside the record)"
+        assert shown.text("#level") == "Computing the coarse levels, 25 % (saved next to the record)"
         assert asked == []
         told[0] = {"state": "ready", "done": 12, "total": 12}
         shown.settle()
@@ -253,7 +254,7 @@ class TestWhatIsNotThere:
             shown.visit("#a=L0H0&x=0&y=0&n=40&q=20")
         shown.page.evaluate("location.hash = '#a=L3H1&x=0&y=0&n=40&q=20'")
         shown.page.wait_for_selector("#gone:not([hidden])")
-        assert shown.text("#gone") == "The viewer no longer answers. Start it again: multihead view run.safetensors"
+        assert shown.text("#gone") == "The viewer no longer responds. Start it again: multihead view run.safetensors"
         shown.close()
 
     def test_a_query_that_sees_no_key_says_so(self, opened: Opened) -> None:
@@ -276,15 +277,6 @@ class TestOtherLooks:
         assert shown.text("#rows").startswith("没有符合条件的头。")
         shown.visit("#a=L2H1&x=300&y=300&n=40&q=320")
         assert shown.text("#level") == "每格是一个权重，精确"
-
-    def test_every_sentence_has_its_twin(self, opened: Opened) -> None:
-        words = opened().page.evaluate("fetch(new URL('static/words.json', document.baseURI)).then(r => r.json())")
-        assert words["en"].keys() == words["zh"].keys()
-
-        def holes(lang: str) -> dict[str, set[str]]:
-            return {key: set(re.findall(r"\{(\w+)\}", sentence)) for key, sentence in words[lang].items()}
-
-        assert holes("en") == holes("zh")
 
     def test_in_the_dark_zero_is_the_colour_of_the_page(self, opened: Opened) -> None:
         shown = opened(place="#a=L2H1&x=100&y=300&n=30&q=310", color_scheme="dark")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from multihead.viewer import write_report
+from tests.browser.records import of_a_script
 from tests.dense_record import random_weights, record_of
 
 if TYPE_CHECKING:
@@ -77,3 +78,13 @@ def test_an_address_with_a_layers_number_opens_that_layer(written: Callable[...,
     assert shown(page, "#head .path") == [record.layers[1].name]
     page.keyboard.press("ArrowUp")
     page.wait_for_function("location.hash === '#L17H2'")
+
+
+def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(written: Callable[..., Page]) -> None:
+    record = of_a_script()
+    page = written(record, tokens=[f"w{place}" for place in range(30)])
+    labels = ["entropy, nats", "other keys, %", "relative <b>spread</b>, per token"]
+    assert shown(page, "#cols button")[2:] == labels
+    page.fill("#filter", "L1H1")
+    means = {name: float(value[1]) for name, value in record.layers[1].means().items()}
+    assert shown(page, "#rows td .v") == [record.statistic(name).number(value) for name, value in means.items()]

@@ -1,4 +1,4 @@
-"""The verb `doctor`: what it prints, where all is well and where something is missing."""
+"""The command `doctor`: what it prints, where all is well and where something is missing."""
 
 from __future__ import annotations
 

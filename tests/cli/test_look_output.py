@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from multihead.cli.look_output import tell_textbook, tell_where
+from multihead.cli.look_output import COLUMNS, tell_textbook, tell_where
 from multihead.observation.textbook import TextbookHead
+from multihead.probes import DEFAULT
 from multihead.record.memory_use import Memory
 from multihead.viewer.report import ReportSummary
 
@@ -19,8 +20,8 @@ HEADS = {
 }
 
 
-def summary(holds: str) -> ReportSummary:
-    return ReportSummary(Path("page.html"), 1_500_000, holds, 0, 0, 0.0, "")
+def summary(mode: str) -> ReportSummary:
+    return ReportSummary(Path("page.html"), 1_500_000, mode, 0, 0, 0.0, "", "en")
 
 
 def test_textbook_heads_are_those_with_half_of_their_attention_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,9 +30,9 @@ def test_textbook_heads_are_those_with_half_of_their_attention_there(capsys: pyt
         "",
         "Textbook heads, on a start token and 3 x 64 random tokens:",
         "  induction        L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %",
-        "  duplicate token  no head gives it half of its attention",
+        "  duplicate token  no head has half of its attention there",
         "  previous token   L2 H1 51 %",
-        "  first token      1 of 2 heads give it over half of their attention: L2 H1 75 %",
+        "  first token      1 of 2 heads have over half of their attention there: L2 H1 75 %",
     ]
 
 
@@ -44,13 +45,13 @@ def test_in_chinese_the_columns_stand_below_each_other(capsys: pytest.CaptureFix
     tell_textbook(HEADS, "zh")
     lines = capsys.readouterr().out.splitlines()[2:]
     assert lines[0] == "  归纳      L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %"
-    assert lines[1] == "  重复词元  没有头把一半注意力给它"
+    assert lines[1] == "  重复词元  没有头把一半的注意力放在这里"
 
 
 def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a record.safetensors"
     file.write_bytes(b"0" * 2_500_000)
-    tell_where(summary("pooled maps"), str(file), Memory(1, 1, 1), "en")
+    tell_where(summary("pooled"), str(file), Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
         "The page: page.html (1.5 MB, pooled maps)",
@@ -59,18 +60,18 @@ def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys
 
 
 def test_where_the_page_leaves_weights_out_it_is_said_how_to_have_them(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_where(summary("largest weights"), None, Memory(1, 1, 1), "en")
+    tell_where(summary("largest"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith(
-        "For every weight at every zoom: look with --record FILE, then multihead view FILE.\n"
+        "For every weight at every zoom: run look with --record FILE, then multihead view FILE.\n"
     )
-    tell_where(summary("every weight"), None, Memory(1, 1, 1), "en")
+    tell_where(summary("whole"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith("The page: page.html (1.5 MB, every weight)\n")
 
 
 def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_where(summary("every weight"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
+    tell_where(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
     assert capsys.readouterr().out.splitlines()[1] == (
-        "Peak memory 3.1 GB, the model with it; q and k of all heads take 755.0 MB, and their weights would take "
+        "Peak memory 3.1 GB, including the model; q and k of all heads take 755.0 MB, and their weights would take "
         "72.5 GB."
     )
 
@@ -79,5 +80,9 @@ def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.Ca
 def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_memory(
     memory: Memory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell_where(summary("every weight"), None, memory, "en")
+    tell_where(summary("whole"), None, memory, "en")
     assert "memory" not in capsys.readouterr().out
+
+
+def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
+    assert set(COLUMNS) == set(DEFAULT) - {"largest_key", "sink_mass"}  # an index has no mean; few heads have sinks

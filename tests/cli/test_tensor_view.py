@@ -9,12 +9,14 @@ from rich.console import Console
 
 from multihead.cli.tensor_view import draw, head_style, numbers, shape_lines, wrap
 from multihead.lab.walk import walk
-from multihead.lab.words_en import ENGLISH
 
 
 def test_each_head_keeps_its_colour_and_its_label() -> None:
     step = walk()["by_head"]
-    drawing = draw(step, num_heads=3, entries=ENGLISH.entries, width=80)
+    entries = {
+        axis: f"{name} {{}}".format for axis, name in {"batch": "sample", "length": "position", "heads": "head"}.items()
+    }
+    drawing = draw(step, num_heads=3, entries=entries, width=80)
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, color_system="standard", width=80)
     console.print(drawing.lines[1])

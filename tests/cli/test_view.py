@@ -1,4 +1,4 @@
-"""The verb `view`: what it prints, what it serves, how it ends, and how bad input is answered."""
+"""The command `view`: what it prints, what it serves, how it ends, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_it_says_its_address_serves_the_page_and_ends_cleanly(file: Path, tmp_pa
     watch(20, layers=2, lengths=(20, 7), mask=masks.Causal(), seed=1).save(other)
     started = Started(str(file), str(other), "--no-browser")
     assert started.lines[0] == f"Showing {file}, {other} at\n"
-    assert started.lines[2] == "Only this machine can open it. Ctrl-C ends it.\n"
+    assert started.lines[2] == "Only this machine can open it. Press Ctrl-C to stop.\n"
     assert started.get("")[0] == 200
     status, body = started.get("api/view")
     assert status == 200
@@ -172,11 +172,11 @@ def test_bad_input_is_one_sentence(file: Path, tmp_path: Path, monkeypatch: pyte
         (
             ("sums.safetensors",),
             (
-                "sums.safetensors holds no text, only what was summed up over all of them. "
+                "sums.safetensors holds no sample, only sums over all of them. "
                 'Observe with keep="cpu", or print its table.'
             ),
         ),
-        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Give --sample a number "),
+        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Leave out --sample."),
         ((str(file), "--port", "0"), "Invalid value for '--port': 0 is not in the range 1<=x<=65535."),
     ]
     for args, sentence in cases:
@@ -195,12 +195,11 @@ def test_a_port_that_is_taken_is_one_sentence(file: Path) -> None:
         result = run(str(file), "--no-browser", "--port", str(port))
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: Port {port} cannot be had: Address already in use. "
-        "Give another with --port, or none: then a free one is taken.\n"
+        f"error: Port {port} is already in use. Give another --port, or leave it out to use a free one.\n"
     )
 
 
-def test_a_record_opened_by_the_verb_is_what_was_saved(file: Path) -> None:
+def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
     (one,) = view._loaded([str(file)])
     assert one.name == "run.safetensors"
     assert one.folder == file.with_name("run.safetensors.levels")

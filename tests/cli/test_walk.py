@@ -1,4 +1,4 @@
-"""The verb `walk` and the group it hangs on: what is printed, and how bad input is answered."""
+"""The command `walk` and the group it hangs on: what is printed, and how bad input is answered."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.cells import cell_len
 
-from multihead.cli import VERBS, main
+from multihead.cli import COMMANDS, main
 from multihead.errors import MultiheadError
+from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import walk
-from multihead.lab.words import CHAPTERS
-from multihead.lab.words_en import ENGLISH
-from multihead.lab.words_zh import CHINESE
+from multihead.locale.texts import text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -80,8 +79,8 @@ def test_the_wrong_reshape_says_where_each_row_was_taken_from() -> None:
 
 @pytest.mark.parametrize(("page", "language", "fence"), [("", "en", "```text\n"), (".zh", "zh", "```text zh\n")])
 def test_the_pictures_of_the_docs_are_what_the_walk_prints(page: str, language: str, fence: str) -> None:
-    text = (DOCS / f"split-of-heads{page}.md").read_text(encoding="utf-8")
-    pictures = [rest.split("\n```")[0] for rest in text.split(fence)[1:]]
+    source = (DOCS / f"split-of-heads{page}.md").read_text(encoding="utf-8")
+    pictures = [rest.split("\n```")[0] for rest in source.split(fence)[1:]]
     printed = "\n".join(line.removeprefix("   ") for line in run("walk", "--lang", language).output.splitlines())
     assert len(pictures) == 5
     for picture in pictures:
@@ -90,7 +89,7 @@ def test_the_pictures_of_the_docs_are_what_the_walk_prints(page: str, language: 
 
 def test_with_nothing_to_mix_the_walk_says_so() -> None:
     output = said(run("walk", "--heads", "1").output)
-    assert ENGLISH.unmixed in output
+    assert text("walk.unmixed", "en") in output
     assert "<- p0" not in output
 
 
@@ -114,14 +113,14 @@ def test_a_score_a_weight_and_a_result_are_also_worked_out_by_hand() -> None:
 @pytest.mark.parametrize(("part", "shown"), [("split", {"split"}), ("attention", {"attention"})])
 def test_one_part_can_be_walked_alone(part: str, shown: set[str]) -> None:
     output = run("walk", "--part", part).output
-    for name, passage in ENGLISH.parts.items():
-        assert (passage.title in output) == (name in shown)
+    for name in ("split", "attention"):
+        assert (text(f"walk.part.{name}.title", "en") in output) == (name in shown)
 
 
 def test_chinese_speaks_every_chapter_and_no_english_sentence() -> None:
     output = run("walk", "--lang", "zh").output
     for chapter in CHAPTERS:
-        assert CHINESE.passages[chapter.name].title.format(joined="Z1 | Z2 | Z3") in output
+        assert text(f"walk.chapter.{chapter.name}.title", "zh", joined="Z1 | Z2 | Z3") in output
     assert "(批量, 序列长度, 头, 头维度)" in output
     assert "(批量, 头, 序列长度, 头维度)" in output
     for word in (" the ", " and ", "head 0", "sample", "position", "query", "key "):
@@ -153,14 +152,13 @@ def test_large_sizes_stay_readable_and_say_what_they_leave_out(language: str) ->
     sizes = ["--batch", "8", "--length", "64", "--model-dim", "512", "--heads", "8"]
     output = run("walk", "--lang", language, *sizes).output
     assert len(output.splitlines()) < 800
-    words = {"en": ENGLISH, "zh": CHINESE}[language]
-    said_in_full = words.elided.format(count="262,144").replace(" ", "")
-    assert output.replace(" ", "").replace("\n", "").count(said_in_full) == 1
-    assert output.count(words.elided_again.format(count="262,144")) > 5
+    explained = text("walk.elided", language, count="262,144").replace(" ", "")
+    assert output.replace(" ", "").replace("\n", "").count(explained) == 1
+    assert output.count(text("walk.elided again", language, count="262,144")) > 5
 
 
 def test_a_sample_without_tokens_is_explained() -> None:
-    assert ENGLISH.empty in said(run("walk", "--lengths", "3,0").output)
+    assert text("walk.empty", "en") in said(run("walk", "--lengths", "3,0").output)
 
 
 @pytest.mark.parametrize("given", ["3,1", "3, 1", "3，1"])
@@ -197,13 +195,13 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
         ),
         (
             ["walk", "--lengths", "3"],
-            "lengths has 1 entry, and the batch has 2 samples. Give 2 lengths, one a sample.",
+            "lengths has 1 entry, and the batch has 2 samples. Give 2 lengths, one per sample.",
         ),
         (
             ["walk", "--lengths", "3,x"],
             (
                 "lengths is '3,x', and must be whole numbers with commas between them. "
-                "Give one a sample, such as --lengths 3,2."
+                "Give one per sample, such as --lengths 3,2."
             ),
         ),
         (
@@ -211,6 +209,7 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
             "Invalid value for '--heads': 'two' is not a valid integer. See `multihead walk --help`.",
         ),
         (["stroll"], "No such command 'stroll'. See `multihead --help`."),
+        (["lok"], "No such command 'lok'. Did you mean 'look'? See `multihead --help`."),
         (["--loud"], "No such option '--loud'. See `multihead --help`."),
     ],
 )
@@ -231,24 +230,24 @@ def test_an_error_of_several_lines_is_told_in_one(monkeypatch: pytest.MonkeyPatc
     assert result.stderr == "error: The file 'a b' is missing. Give another.\n"
 
 
-def test_the_group_lists_its_verbs_and_its_version() -> None:
+def test_the_group_lists_its_commands_and_its_version() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for verb in VERBS:
-        assert f"\n  {verb} " in result.output
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.output
     assert run().output == result.output
     assert run("--version").output.startswith("multihead ")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_loads_and_its_help_shows_examples(verb: str) -> None:
-    result = run(verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_loads_and_its_help_shows_examples(command: str) -> None:
+    result = run(command, "--help")
     assert result.exit_code == 0
-    assert f"multihead {verb}" in result.output
+    assert f"multihead {command}" in result.output
 
 
-def test_the_help_of_the_group_imports_no_verb() -> None:
-    """Loading a verb may load torch, which takes seconds."""
+def test_the_help_of_the_group_imports_no_command() -> None:
+    """Loading a command may load torch, which takes seconds."""
     program = (
         "import sys\n"
         "from multihead.cli import main\n"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from multihead.errors import ArgumentError
+from multihead import masks
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError, SlowPathError
 from multihead.functional import request_of
-from multihead.kernels.choose import choose
+from multihead.kernels.choose import KERNELS, choose, plan
+from multihead.kernels.native import library
+from multihead.kernels.slow_paths import strict
 from multihead.plan.bounds import key_bounds
 from tests.kernel_names import EACH, needs_native
 
@@ -52,3 +58,44 @@ def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
     with pytest.raises(ArgumentError) as refusal:
         choose(request_of(Q, Q, Q), BOUNDS, kernel="fast")
     assert str(refusal.value) == "There is no kernel 'fast'. Give one of native, sdpa, flex, reference, or None."
+
+
+def equal_requests(**options: Any) -> tuple[AttentionRequest, AttentionRequest]:
+    first, second = (request_of(Q.clone(), Q.clone(), Q.clone(), masks.Causal(), **options) for _ in range(2))
+    return first, second
+
+
+def test_a_call_looks_up_what_was_planned_for_an_equal_one() -> None:
+    first, second = equal_requests()
+    assert plan(first) is plan(second)
+    for other in (
+        request_of(Q, Q, Q, masks.Causal() & masks.Window(2)),
+        request_of(Q, Q, Q, masks.Causal(), softcap=2.0),
+        request_of(Q, Q, Q, masks.Causal(), query_start=1),
+        request_of(DOUBLE, DOUBLE, DOUBLE, masks.Causal()),
+        request_of(Q.clone().requires_grad_(), Q, Q, masks.Causal()),
+    ):
+        assert plan(other) is not plan(first)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"sinks": torch.zeros(2)}, {"query_start": torch.tensor([0])}])
+def test_a_call_with_tensors_of_its_own_is_planned_each_time(options: dict[str, Any]) -> None:
+    first, second = equal_requests(**options)
+    assert plan(first) is not plan(second)
+
+
+@needs_native
+def test_the_instruction_set_takes_part_in_the_choice() -> None:
+    request, _ = equal_requests()
+    before = plan(request)
+    with library.using("scalar"):
+        assert plan(request).bounds is before.bounds
+        assert plan(request) is not before
+    assert plan(request) is before
+
+
+def test_no_slow_path_is_looked_up_past_strict() -> None:
+    request = request_of(DOUBLE, DOUBLE, DOUBLE, masks.Causal(), softcap=2.0)
+    assert plan(request).kernel is KERNELS["reference"]
+    with strict(), pytest.raises(SlowPathError):
+        plan(request)

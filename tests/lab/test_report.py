@@ -45,7 +45,8 @@ def test_the_count_of_parameters_is_told_as_it_was_counted() -> None:
     count = chapters()["count"]
     total = 4 * 16 * 16 + 4 * 16
     assert (
-        plain(count.answer) == f"No. With 1 or 2 heads the layer has the same 4 tensors and the same {total:,} numbers."
+        plain(count.answer)
+        == f"No. With 1 or 2 heads the layer has the same 4 tensors and the same {total:,} parameters."
     )
     assert count.tables[0].rows[0] == ("in_proj_weight", "(48, 16)", "(48, 16)")
 
@@ -58,7 +59,7 @@ def test_other_counts_would_be_told_otherwise() -> None:
     assert plain(told["count"].answer) == (
         "Yes. The layers have different numbers of parameters: 1 head 1,088 and 2 heads 768."
     )
-    assert told["count"].text[1].endswith("gives others.")
+    assert told["count"].text[1].endswith("have other names or shapes.")
     read = replace(two, features_read=(3, 16))
     told = chapters(replace(few_answers(), parameters=replace(found, counts=(one, read))))
     assert told["reads"].answer == "Not every head reads all 16 features: between 3 and 16."
@@ -109,9 +110,9 @@ def test_length_is_called_better_only_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("keys", "slope", "beginning"),
     [
-        (1.5, 0.05, "What does harm is leaving out the division by √columns."),
-        (40.0, 0.09, "Whether scores are divided by √columns makes no such difference here"),
-        (2.0, 0.12, "Whether scores are divided by √columns makes no such difference here"),
+        (1.5, 0.05, "The harm comes from leaving out the division by √columns."),
+        (40.0, 0.09, "Dividing scores by √columns makes no such difference here"),
+        (2.0, 0.12, "Dividing scores by √columns makes no such difference here"),
     ],
 )
 def test_leaving_out_the_division_is_called_harmful_only_where_it_was(

@@ -48,15 +48,15 @@ def plain(text: str) -> str:
             "two",
             {1: (0.1, 0.1), 2: (1.0, 1.0), 4: (0.9, 1.0)},
             (
-                "No, one head alone falls behind. Best: 2 heads, 100.0 ± 0.0 % right. Behind by more than the spread: "
-                "1 head (10.0 ± 0.0 %). Level with it: 4 heads (95.0 ± 7.1 %)."
+                "No, one head alone falls behind. Best: 2 heads, 100.0 ± 0.0 % correct. Behind by more than the "
+                "spread: 1 head (10.0 ± 0.0 %). Level with it: 4 heads (95.0 ± 7.1 %)."
             ),
         ),
         (
             "one",
             {1: (1.0, 1.0), 8: (0.5, 0.5)},
             (
-                "Not beyond the spread. Best: 1 head, 100.0 ± 0.0 % right. Behind by more than the spread: "
+                "Not beyond the spread. Best: 1 head, 100.0 ± 0.0 % correct. Behind by more than the spread: "
                 "8 heads (50.0 ± 0.0 %)."
             ),
         ),
@@ -64,11 +64,11 @@ def plain(text: str) -> str:
             "one",
             {1: (0.9, 0.9), 8: (0.9, 1.0)},
             (
-                "Not beyond the spread. No difference from the best is larger: 8 heads came out best with 95.0 ± 7.1 % "
-                "right, 1 head last with 90.0 ± 0.0 %."
+                "Not beyond the spread. No number of heads is ahead by more than the spread: 8 heads came first with "
+                "95.0 ± 7.1 % correct, 1 head last with 90.0 ± 0.0 %."
             ),
         ),
-        ("one", {2: (0.9, 0.9)}, "2 heads: 90.0 ± 0.0 % right."),
+        ("one", {2: (0.9, 0.9)}, "2 heads: 90.0 ± 0.0 % correct."),
     ],
 )
 def test_the_verdict_says_what_the_numbers_say(task: str, shares, answer: str) -> None:
@@ -104,7 +104,7 @@ def test_able_models_without_an_induction_head_are_counted() -> None:
     with_it = experiment("induction", {1: (0.95, 0.95)}, {1: looks(0.8)})
     assert told(with_it).looks == ()
     without = told(experiment("induction", {1: (0.95, 0.5)}, {1: looks(0.3)}))
-    assert without.looks[0].startswith("Of 1 models that answer 9 of 10 right, 1 have no head in layer 1")
+    assert without.looks[0].startswith("Of the 1 models with at least 90 % correct answers, 1 have no head in layer 1")
     assert plain(" | ".join(without.looks_tables[0].rows[0])) == "1 head | 70.0 ± 0.0 % | 30.0 ± 0.0 % | 0.0 ± 0.0"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import string
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 from multihead import attention, masks
 from multihead.errors import ArgumentError
 from multihead.heads import merge_heads, split_heads
+from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import Walk, walk
-from multihead.lab.words import CHAPTERS, Words
-from multihead.lab.words_en import ENGLISH
-from multihead.lab.words_zh import CHINESE
 
 SIZES: list[dict[str, Any]] = [
     {},
@@ -217,11 +213,11 @@ def test_a_step_that_is_not_there_is_a_missing_key() -> None:
         ),
         (
             {"lengths": (3, 2, 1)},
-            "lengths has 3 entries, and the batch has 2 samples. Give 2 lengths, one a sample.",
+            "lengths has 3 entries, and the batch has 2 samples. Give 2 lengths, one per sample.",
         ),
         (
             {"batch": 1, "lengths": ()},
-            "lengths has 0 entries, and the batch has 1 sample. Give 1 length, one a sample.",
+            "lengths has 0 entries, and the batch has 1 sample. Give 1 length, one per sample.",
         ),
         (
             {"lengths": (3, 4)},
@@ -260,37 +256,9 @@ def test_sizes_out_of_range_are_refused_in_words(options: dict[str, Any], senten
     assert str(refusal.value) == sentence
 
 
-def fields_of(sentence: str) -> set[str]:
-    return {name for _, name, _, _ in string.Formatter().parse(sentence) if name}
-
-
 def test_every_step_is_told_in_one_chapter_of_its_part() -> None:
     steps: Walk = walk()
     told = [name for chapter in CHAPTERS for name in chapter.steps]
     assert sorted([*told, "wrong_position", "wrong_head"]) == sorted(step.name for step in steps)
     for chapter in CHAPTERS:
         assert {steps[name].part for name in chapter.steps} == {chapter.part}
-
-
-@pytest.mark.parametrize("words", [ENGLISH, CHINESE])
-def test_a_language_has_words_for_every_chapter_part_and_axis(words: Words) -> None:
-    assert set(words.passages) == {chapter.name for chapter in CHAPTERS}
-    assert set(words.parts) == {chapter.part for chapter in CHAPTERS}
-    assert {axis for step in walk() for axis in step.axes} <= set(words.axes)
-
-
-def test_both_languages_name_the_same_sizes_in_every_sentence() -> None:
-    english, chinese = asdict(ENGLISH), asdict(CHINESE)
-    assert english.keys() == chinese.keys()
-    for name in ("intro", "same_shape", "mixed_compare", "elided", "elided_again", "checked"):
-        assert fields_of(english[name]) == fields_of(chinese[name]), name
-    for name, passage in ENGLISH.passages.items():
-        for sentence in ("title", "text"):
-            theirs = getattr(CHINESE.passages[name], sentence)
-            assert fields_of(getattr(passage, sentence)) == fields_of(theirs), name
-
-
-def test_chinese_sentences_are_chinese() -> None:
-    for passage in (*CHINESE.passages.values(), *CHINESE.parts.values()):
-        assert any("\u4e00" <= sign <= "\u9fff" for sign in passage.text)
-        assert not set(passage.text) & set(",;!?")

@@ -384,3 +384,26 @@ def test_the_end_of_fewer_keys_than_queries_stands_before_the_first_query(querie
     seen = torch.arange(2) <= torch.arange(2 - queries, 2)[:, None]
     expected = layer(x, memory, mask=masks.Keep(seen, "queries keys"))
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+def test_a_request_has_an_origin_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, requests = mh.MultiHeadAttention(12, 3), []
+    attend = layer._attend
+    monkeypatch.setattr(layer, "_attend", lambda request: (requests.append(request), attend(request))[1])
+    x = torch.randn(2, 5, 12)
+    layer(x, lengths=(5, 2))
+    with mh.observe(layer):
+        layer(x, lengths=(5, 2))
+    assert requests[0].origin is None
+    assert requests[1].origin.layer is layer
+    assert requests[1].origin.packed_lengths.tolist() == [5, 2]
+
+
+def test_explaining_a_call_leaves_its_cache_and_rejects_unknown_arguments() -> None:
+    layer, cache, x = mh.MultiHeadAttention(12, 3), mh.KeyValueCache(), torch.randn(2, 5, 12)
+    layer(x, cache=cache, mask=masks.Causal())
+    assert layer.explain(x, cache=cache, mask=masks.Causal()).kernel == layer.explain(x).kernel
+    assert cache.length == 5
+    with pytest.raises(ArgumentError):
+        layer.explain(x, is_causal=True)
+    assert layer(x).shape == x.shape

@@ -233,15 +233,16 @@ def test_an_attention_mask_is_measured_by_the_kernel_run_that_computes_it(name: 
 
 def test_statistics_that_mean_something_else_in_a_sample_are_left_out_of_it() -> None:
     call = call_of(masks.Window(2, after=1), query_start=2)
-    measured = dict.fromkeys(("entropy", "first_mass", "self_mass", "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
+    first, own = ("first_keys_mass", 1), ("offset_mass", 0)
+    measured = dict.fromkeys(("entropy", first, own, "largest_key"), torch.ones(BATCH, HEADS, QUERIES))
     call = AttentionCall(call.request, replace(call.attended, statistics=measured))
     part = Span(1, (2, 5), (2, 8))
     assert cut(call, part).attended.statistics.keys() == set()
-    assert cut(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {"first_mass"}
+    assert cut(call, replace(part, holds_all=True)).attended.statistics.keys() == measured.keys() - {first}
     both = replace(part, holds_all=True, holds_first=True)
     assert cut(call, both).attended.statistics.keys() == measured.keys()
     before = replace(both, keys=(6, 8))  # the first query stands before the first key
-    assert cut(call, before).attended.statistics.keys() == measured.keys() - {"self_mass"}
+    assert cut(call, before).attended.statistics.keys() == measured.keys() - {own}
 
 
 def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:

@@ -1,27 +1,47 @@
-"""The list of statistics, and the probes that are made."""
+"""The built-in statistics, and the functions that make probes."""
 
 from __future__ import annotations
 
+import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multihead.errors import ProbeError
 from multihead.kernels.native.statistics import ONE_PASS
+from multihead.parts import PART_FAMILIES, PARTS
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 
-def test_the_default_is_what_the_native_kernel_has_at_hand_and_the_mass_of_sinks() -> None:
-    assert set(DEFAULT) == ONE_PASS | {"sink_mass"}
+def test_the_default_is_what_the_native_kernel_measures_in_its_pass_and_the_mass_of_sinks() -> None:
+    assert {part for name in DEFAULT for part in PROBES[name].parts} == ONE_PASS | {"sink_mass"}
+
+
+def test_the_default_is_what_has_the_flag_in_any_order() -> None:
+    assert set(DEFAULT) == {name for name, probe in PROBES.items() if probe.default}
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_each_says_what_it_is_its_unit_and_its_source(name: str) -> None:
+def test_each_has_a_definition_a_label_and_a_unit_or_none(name: str) -> None:
     probe = PROBES[name]
     assert probe.name == name
-    assert name.isidentifier()
-    assert "\n\nReturns: (batch, heads, " in probe.about
-    assert "\nSource: " in probe.about
+    assert probe.about
+    assert probe.label
+    assert len(probe.short_label) <= len(probe.label)
+    assert probe.unit in ("", "nats", "tokens", "queries", "%")
+    assert (probe.unit == "%") == (probe.number_format == "share")
+
+
+def test_labels_are_unique() -> None:
+    assert len({probe.label for probe in PROBES.values()}) == len(PROBES)
+
+
+def test_a_made_probe_has_a_label_of_its_own() -> None:
+    assert offset_mass(-5).heading == "offset -5 (%)"
+    assert first_keys_mass(4).heading == "first 4 (%)"
+    assert tokens_mass("full_stops", [13]).heading == "full stops (%)"
 
 
 def test_probes_that_are_made_of_the_same_are_the_same() -> None:
@@ -76,3 +96,36 @@ def test_ids_that_are_no_integers_are_refused() -> None:
         str(refusal.value)
         == "tokens_mass('commas') was given ids that are no integers. Give token ids, such as [11, 13]."
     )
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def listed(page: str) -> list[list[str]]:
+    """The cells of the table of built-in statistics, without its head and the names of its groups."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| `entropy`"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    cells = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows)
+    return [row for row in cells if row[0].startswith("`")]
+
+
+def test_the_page_lists_every_statistic_as_the_catalogue_defines_it() -> None:
+    assert listed("probes.md") == [
+        [f"`{each.name}`", each.label, each.about.replace("|", "\\|"), each.unit, each.source]
+        for each in PROBES.values()
+    ]
+
+
+def test_the_chinese_page_lists_the_same_statistics_with_the_same_papers() -> None:
+    rows = listed("probes.zh.md")
+    assert [row[0] for row in rows] == [f"`{name}`" for name in PROBES]
+    papers = re.compile(r"[0-9]{4}\.[0-9]{5}")
+    assert [papers.findall(row[4]) for row in rows] == [papers.findall(each.source) for each in PROBES.values()]
+
+
+def test_both_pages_list_every_part() -> None:
+    for page in ("probes.md", "probes.zh.md"):
+        text = (DOCS / page).read_text(encoding="utf-8")
+        assert all(f'| `"{part}"` |' in text for part in PARTS)
+        assert all(f'| `("{family}", {kind.__name__})` |' in text for family, (kind, _) in PART_FAMILIES.items())

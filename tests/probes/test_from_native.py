@@ -1,4 +1,4 @@
-"""Statistics asked of the native kernel: those that tiles give, and cells counted one by one."""
+"""Parts measured by the native kernel, compared with those of the tiles and with cells counted one by one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from multihead import masks
 from multihead.call import Attended, AttentionCall
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.dense_tile import seen
+from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.parts import Part
 from multihead.probes.context import ProbeContext
-from multihead.probes.from_native import asked, given
+from multihead.probes.from_native import available, measure
 from multihead.probes.lookups import at_offset, on_first
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Part
 from multihead.probes.statistics import of_call
 from multihead.probes.streaming import STREAMED, streamed
 from tests.kernel_names import needs_native
@@ -27,8 +28,8 @@ MASKS = [
     masks.Window(30) | masks.Prefix(3),
     masks.Keep(torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(3)) < 0.3),
 ]
-GATHERED: set[Part] = {("at", 0), ("at", -1), ("at", 1), ("first", 1)}
-PARTS: set[Part] = GATHERED | (STREAMED - {"duplicate", "induction"})
+GATHERED: set[Part] = {("offset_mass", 0), ("offset_mass", -1), ("offset_mass", 1), FIRST_KEY}
+PARTS: set[Part] = GATHERED | (STREAMED - {"duplicate_mass", "induction_mass"})
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
@@ -40,12 +41,14 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
     _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
     subject = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special))
-    assert given(subject, PARTS | {("on", "special"), "duplicate"}) == PARTS | {("on", "special")}
-    found = asked(subject, PARTS | {("on", "special")})
+    assert available(subject, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
+        ("tokens_mass", "special")
+    }
+    found = measure(subject, PARTS | {("tokens_mass", "special")})
     tiled, on_special = streamed(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
     assert on_special is not None
-    tiled |= {part: at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "at"}
-    tiled |= {("first", 1): on_first(subject, 1), ("on", "special"): on_special[..., 0]}
+    tiled |= {part: at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}
+    tiled |= {FIRST_KEY: on_first(subject, 1), SPECIAL_KEYS: on_special[..., 0]}
     for part, value in tiled.items():
         # What a row that sees nothing comes to is decided later.
         left_out = torch.zeros_like(value, dtype=torch.bool)
@@ -56,11 +59,11 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True, msg=str(part))
 
 
-def test_the_kernel_is_not_asked_for_what_it_would_measure_otherwise() -> None:
+def test_parts_that_the_kernel_would_measure_otherwise_are_not_available() -> None:
     q = torch.zeros(1, 1, 2, 4)
     context = ProbeContext(first_key=1, map_pool="max")
     subject = MeasuredCall.of(request_of(q, q, q), torch.zeros(1, 1, 2), context)
-    assert given(subject, {("first", 1), "pooled", ("on", "special"), "received"}) == {"received"}
+    assert available(subject, {FIRST_KEY, "pooled_map", SPECIAL_KEYS, "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
@@ -70,15 +73,15 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     )
     output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
     assert output.shape == (1, 2, 70, 8)
-    found = asked(MeasuredCall.of(request, logsumexp, ProbeContext(map_size=16)), {"pooled"})["pooled"]
+    found = measure(MeasuredCall.of(request, logsumexp, ProbeContext(map_size=16)), {"pooled_map"})["pooled_map"]
     shown = seen(request).expand(1, 2, 70, 130)
     cells = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~shown, -torch.inf)
     weights = (cells - logsumexp.double()[..., None]).exp().nan_to_num(0)
     torch.testing.assert_close(found.double(), pooled(weights, shown, 16), atol=1e-6, rtol=1e-5, equal_nan=True)
 
 
-def test_a_first_key_that_is_told_is_not_the_one_that_the_kernel_took() -> None:
+def test_the_first_key_of_the_context_replaces_that_of_the_kernel() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    ready = Attended(q, torch.full((1, 1, 2), 2.0).log(), {"first_mass": torch.full((1, 1, 2), 0.5)})
+    ready = Attended(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY: torch.full((1, 1, 2), 0.5)})
     found = of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
     assert found["first_mass"].tolist() == [[[0, 0]]]

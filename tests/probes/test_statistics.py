@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from multihead.call import Attended, AttentionCall
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
 from multihead.kernels.native import kernel
+from multihead.parts import Part
 from multihead.probes import (
     DEFAULT,
     PROBES,
@@ -320,11 +322,12 @@ def test_of_nothing_all_statistics_are_empty(sizes: tuple[int, int, int], dtype:
 
 def test_what_a_kernel_had_at_hand_is_not_computed_again() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    marked = torch.full((1, 1, 2), 42.0)
+    marked = torch.full((1, 1, 2), 3.0)
     call = AttentionCall(request_of(q, q, q), Attended(q, torch.full((1, 1, 2), 2.0).log(), {"entropy": marked}))
-    found = of_call(call, ("entropy", "effective_keys"))
+    found = of_call(call, ("entropy", "effective_keys", "largest_weight"))
     assert found["entropy"] is marked
-    assert found["effective_keys"].flatten().tolist() == pytest.approx([2, 2])
+    assert found["effective_keys"].flatten().tolist() == pytest.approx([math.exp(3), math.exp(3)])
+    assert found["largest_weight"].flatten().tolist() == pytest.approx([0.5, 0.5])
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:
@@ -338,40 +341,38 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
     )
 
 
-def test_special_mass_is_refused_where_nobody_says_what_is_special() -> None:
+def test_special_mass_without_special_keys_is_refused() -> None:
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, probes=("special_mass",))
-    assert str(refusal.value) == (
-        "special_mass was asked for, and nothing says which keys are special. Give special_keys."
-    )
+    assert str(refusal.value) == "special_mass needs to know which keys are special. Give special_keys."
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "needed"),
     [
-        ("duplicate_mass", "nothing says which token each key is. Give ids."),
-        ("induction_mass", "nothing says which token each key is. Give ids."),
-        ("contribution", "nothing says what the heads' outputs are multiplied by. Give output_weight."),
-        ("sink_mass", "the heads have no learned sinks. Give sinks, or leave it out."),
+        ("duplicate_mass", "the token of each key. Give ids."),
+        ("induction_mass", "the token of each key. Give ids."),
+        ("contribution", "the output projection of the heads. Give output_weight."),
+        ("sink_mass", "the learned sinks of the heads. Give sinks, or leave it out."),
     ],
 )
-def test_a_statistic_of_which_something_is_missing_is_refused(name: str, said: str) -> None:
+def test_a_statistic_that_needs_what_is_missing_is_refused(name: str, needed: str) -> None:
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, v=q, probes=(name,))
-    assert str(refusal.value) == f"{name} was asked for, and {said}"
+    assert str(refusal.value) == f"{name} needs {needed}"
 
 
 def test_values_and_sets_that_are_missing_are_refused() -> None:
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, probes=("output_norm",), context=ProbeContext(output_weight=torch.ones(3, 4)))
-    assert str(refusal.value) == "output_norm was asked for, and there are no values. Give v."
+    assert str(refusal.value) == "output_norm needs the values. Give v."
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, probes=(tokens_mass("commas"),), context=ProbeContext(sets={"stops": torch.ones(1, 2) > 0}))
     assert str(refusal.value) == (
-        "commas_mass was asked for, and nothing says which keys belong to the set. Give sets, or ids to tokens_mass."
+        "commas_mass needs to know which keys belong to the set. Give sets, or ids to tokens_mass."
     )
 
 
@@ -408,3 +409,62 @@ def test_rows_of_nan_are_nan_and_count_as_nothing_where_rows_are_summed() -> Non
     assert found["largest_key"].tolist() == [[[0, -1, 0]]]
     assert found["received"].flatten().tolist() == pytest.approx([2 / 3] * 3)
     assert found["coverage"].flatten().tolist() == pytest.approx([2 / 3] * 3)
+
+
+def late_mass(**options: Any) -> Probe:
+    own: Part = ("offset_mass", 0)
+    return Probe("late_mass", options.pop("of", lambda parts: 1 - parts[own]), {own}, **options)
+
+
+def test_a_probe_of_a_script_has_zero_where_a_query_sees_no_key_and_nan_where_it_sees_nan() -> None:
+    q, k = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)
+    k[0, 0, 2] = torch.nan
+    found = statistics(q, k, mask=masks.Lengths(torch.tensor([[0, 2, 3]])), query_start=0, probes=(late_mass(),))
+    torch.testing.assert_close(found["late_mass"][0, 0], torch.tensor([0, 0.5, torch.nan]), equal_nan=True)
+
+
+def test_a_probe_of_a_script_is_computed_from_what_the_kernel_measured() -> None:
+    q, logsumexp = torch.zeros(1, 1, 2, 4), torch.tensor([[[-torch.inf, 0.5]]])
+    at_hand: dict[Part, Tensor] = {("offset_mass", 0): torch.tensor([[[0, 0.25]]])}
+    call = AttentionCall(request_of(q, q, q), Attended(q, logsumexp, at_hand))
+    assert of_call(call, (late_mass(),))["late_mass"].tolist() == [[[0, 0.75]]]
+
+
+def test_a_comparison_is_a_share_of_queries() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    focused = late_mass(of=lambda parts: parts["offset_mass", 0] > 0.9)
+    found = statistics(q, q, mask=masks.Causal(), probes=(focused,))
+    assert found["late_mass"].tolist() == [[[1.0, 0.0]]]
+
+
+@pytest.mark.parametrize(
+    ("of", "returned"),
+    [
+        (lambda parts: parts["offset_mass", 0].sum(), "a tensor of shape ()"),
+        (lambda parts: 3, "3"),
+    ],
+)
+def test_a_function_that_returns_another_shape_is_refused(of: Any, returned: str) -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=(late_mass(of=of),))
+    assert str(refusal.value) == (
+        f"The function of late_mass returned {returned}. Return a tensor of the shape of its parts, (1, 2, 3): one "
+        "number for each of theirs."
+    )
+
+
+def test_the_name_of_a_built_in_statistic_is_refused() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=(Probe("entropy", lambda parts: parts["entropy"] / 2, {"entropy"}),))
+    assert str(refusal.value) == "entropy is the name of a built-in statistic. Give your probe another name."
+
+
+def test_two_sets_of_one_name_are_refused() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    commas: Part = ("tokens_mass", "commas")
+    other = Probe("other_commas", lambda parts: parts[commas], {commas}, tokens=frozenset({7}))
+    with pytest.raises(ProbeError) as refusal:
+        statistics(q, q, probes=(tokens_mass("commas", [5]), other), context=ProbeContext(ids=torch.tensor([[5, 7]])))
+    assert str(refusal.value) == "Two sets of tokens are called 'commas'. Give one of them another name."

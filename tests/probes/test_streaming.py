@@ -21,9 +21,9 @@ def subject(mask: masks.Mask) -> MeasuredCall:
 
 
 def test_only_the_parts_that_are_needed_are_made() -> None:
-    found, weighed = streamed(subject(masks.Full()), ("largest",))
-    assert list(found) == ["largest"]
-    assert bool((found["largest"] > 1).all())
+    found, weighed = streamed(subject(masks.Full()), ("largest_weight",))
+    assert list(found) == ["largest_weight"]
+    assert bool((found["largest_weight"] > 1).all())
     assert weighed is None
 
 
@@ -49,7 +49,7 @@ def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPa
     request = request_of(q, k, k, mask=masks.Causal())
     logsumexp = torch.randn(2, 8, 9, dtype=torch.float64)
     together = MeasuredCall.of(request, logsumexp, ProbeContext(map_size=4))
-    parts = ("surprisal", "largest_key", "received", "pooled")
+    parts = ("entropy", "largest_key", "received", "pooled_map")
     whole, _ = streamed(together, parts)
     monkeypatch.setattr(streaming, "CELLS", streaming.ROWS * streaming.WIDTH * 6)
     assert [group.heads for group in streaming._groups(together)] == [slice(0, 6), slice(6, 8)] * 2

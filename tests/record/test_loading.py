@@ -67,7 +67,11 @@ class TestRefusals:
         (file := tmp_path / "notes").write_bytes(content)
         assert refusal(file) == "FILE is not a safetensors file. Give a file that Record.save wrote."
 
-    @pytest.mark.parametrize("share", [0, 0.00001, 0.1, 0.5, 0.9999])
+    def test_an_empty_file(self, tmp_path: Path) -> None:
+        (file := tmp_path / "empty.txt").touch()
+        assert refusal(file) == "FILE is empty. Give a file that Record.save wrote."
+
+    @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9999])
     def test_a_file_that_is_cut(self, share: float, good: Path, tmp_path: Path) -> None:
         (file := tmp_path / "cut").write_bytes(good.read_bytes()[: int(share * good.stat().st_size)])
         assert refusal(file) == (
@@ -364,3 +368,26 @@ def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: ob
         said["layers"][0]["number"] = number
 
     assert refusal(changed(good, tmp_path, renumbered)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("statistics", "what"),
+    [
+        ([], "the labels of statistics should be an object, and is a list"),
+        ({"late": "label"}, "the label of a statistic should be an object, and is a text"),
+        ({"late": {"label": 3}}, "the label of a statistic should be a text, and is an integer"),
+        ({"late": {"label": "a" * 101}}, "a label of a statistic has more than 100 characters"),
+        ({"late": {"number_format": ".99f"}}, "The number format of late is '.99f'"),
+        ({"late": {"of": "os.system"}}, "what it says does not fit together"),
+    ],
+)
+def test_a_label_of_a_statistic_that_is_none_is_refused(
+    good: Path, tmp_path: Path, statistics: object, what: str
+) -> None:
+    file = changed(good, tmp_path, lambda said, _: said.update(statistics=statistics))
+    assert refusal(file) == f"FILE is damaged: {what}. Save the record anew."
+
+
+def test_a_file_cannot_relabel_a_built_in_statistic(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, _: said.update(statistics={"entropy": {"label": "certainty"}}))
+    assert Record.load(file).statistic("entropy").heading == "entropy (nats)"

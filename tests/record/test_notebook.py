@@ -25,9 +25,9 @@ def test_a_record_shows_a_row_a_head_and_says_what_it_saw() -> None:
     shown = record._repr_html_()
     assert "Reader</strong>: 2 layers, 8 heads, 2 texts of up to 6 tokens." in shown
     table = rows(shown)
-    assert table[0][:5] == ["layer", "head", "name", "entropy (nats)", "keys"]
+    assert table[0][:5] == ["layer", "head", "name", "entropy (nats)", "effective keys"]
     assert [row[:3] for row in table[1:]] == [[str(i), str(j), f"layers.{i}"] for i in range(2) for j in range(4)]
-    assert table[1][3] == f"{record.table().rows[0]['entropy']:.3f}"
+    assert table[1][3] == f"{record.table().rows[0]['entropy']:.2f}"
 
 
 def test_many_heads_are_cut_and_counted() -> None:

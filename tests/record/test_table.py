@@ -40,10 +40,10 @@ def test_only_the_first_rows_are_kept_if_so_asked() -> None:
 
 def test_it_reads_in_aligned_columns() -> None:
     assert str(HeadTable.of(ROWS)).splitlines() == [
-        "layer  head  entropy (nats)  previous  name",
-        "    0     0           1.000     0.500  a",
-        "    0     1           3.000       nan  a",
-        "   10     0           2.000         -  b",
+        "layer  head  entropy (nats)  previous (%)  name",
+        "    0     0            1.00            50  a",
+        "    0     1            3.00             -  a",
+        "   10     0            2.00             -  b",
     ]
 
 
@@ -64,4 +64,4 @@ def test_a_number_of_rows_that_is_none_is_refused(top: Any) -> None:
 
 def test_a_name_cannot_act_on_the_terminal_it_is_printed_to() -> None:
     table = HeadTable.of([{"layer": 0, "head": 1, "name": "a\x1b[2J\n\u202eb", "x\x9b": 1.25}])
-    assert str(table).splitlines() == ["layer  head  x\\x9b  name", "    0     1  1.250  a\\x1b[2J\\n\\u202eb"]
+    assert str(table).splitlines() == ["layer  head  x\\x9b  name", "    0     1   1.25  a\\x1b[2J\\n\\u202eb"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jinja2
 import pytest
 
 import multihead as mh
-from multihead.viewer.page import allowed, json_in_script, static, template, version
-
-PACKAGE = "multihead.viewer"
+from multihead.viewer.page import allowed, json_in_script, modules, script, static, template, version
 
 
 @pytest.mark.parametrize("token", ["</script><script>alert(1)</script>", "<!--", "&amp;", "\u2028", "头 🎉", "\ud800"])
@@ -23,11 +22,11 @@ def test_data_comes_back_as_it_was_and_holds_no_markup(token: str) -> None:
 
 def test_a_template_asks_for_everything_it_shows() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        template(PACKAGE, "report.html").render()
+        template("viewer/static/report/report.html").render()
 
 
 def test_static_files_are_read_once() -> None:
-    assert static(PACKAGE, "report.css") is static(PACKAGE, "report.css")
+    assert static("viewer/static/report/report.css") is static("viewer/static/report/report.css")
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -36,3 +35,21 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_a_script_is_named_by_its_sha_256() -> None:
     assert allowed("alert(1)") == "sha256-bhHHL3z2vDgxUt0W3dWQOrprscmda2Y5pLsLg4GF+pI="
+
+
+def test_a_bundle_holds_each_module_once_after_the_modules_it_imports() -> None:
+    found = modules("viewer/static/report/page.js")
+    assert found[-1] == "viewer/static/report/page.js"
+    assert len(found) == len(set(found))
+    for place, path in enumerate(found):
+        imported = {each for each in found if f"'{each.rpartition('/')[2]}'" in static(path).replace("./", "'")}
+        assert imported <= set(found[:place]), path
+    bundle = script("viewer/static/report/page.js")
+    assert not re.search(r"^(import|export)\b", bundle, re.MULTILINE)
+    assert all(bundle.count(f"modules['{path}'] = ") == 1 for path in found)
+
+
+def test_a_form_of_export_that_a_bundle_does_not_know_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multihead.viewer.page.static", lambda path: "export default 3;\n")
+    with pytest.raises(ValueError, match=r"^a\.js: 'export default 3;' cannot be bundled\.$"):
+        script.__wrapped__("a.js")

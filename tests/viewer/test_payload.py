@@ -9,7 +9,8 @@ import pytest
 
 from multihead import masks
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, column, described, listed, rows_of
+from multihead.viewer.payload import Run, described, listed, rows_of
+from multihead.viewer.tokens import SPECIAL
 from tests.viewer.watching import watch
 
 
@@ -37,9 +38,8 @@ def test_a_sample_is_described_head_by_head() -> None:
     record.set_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
     told = described(Run("a", record), 0)
     json.dumps(told, allow_nan=False)
-    assert told["tokens"][:2] == ["t0", "t1"]
-    assert told["special"][:2] == [True, False]
-    assert told["texts"] == [{"tokens": told["tokens"], "special": told["special"]}]
+    (text,) = told["texts"]
+    assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL, 0])
     assert told["layers"][1] == {
         "number": 1,
         "name": "1",
@@ -56,12 +56,19 @@ def test_a_sample_is_described_head_by_head() -> None:
     }
     assert len(told["kinds"]) == 4
     ids = [each["id"] for each in told["columns"]]
-    assert {"entropy", "keys", "distance", "self", "previous", "first", "largest"} <= set(ids)
+    assert {
+        "entropy",
+        "effective_keys",
+        "mean_distance",
+        "self_mass",
+        "previous_mass",
+        "largest_weight",
+    } <= set(ids)
     assert sorted(ids) == sorted(told["metrics"])
     assert all(len(values) == 4 for values in told["metrics"].values())
     means = record.layers[1].sample().means
     assert told["metrics"]["entropy"][3] == pytest.approx(float(means["entropy"][1]))
-    assert {each["id"]: each["unit"] for each in told["columns"]}["distance"] == "tokens"
+    assert {each["id"]: each["unit"] for each in told["columns"]}["mean_distance"] == "tokens"
     assert set(told["thresholds"]) >= {"mass", "local", "broad", "reach"}
 
 
@@ -79,13 +86,6 @@ def test_a_number_that_is_none_is_null() -> None:
     told = described(Run("a", record), 0)["metrics"]["entropy"]
     assert told[2:] == [None, None]
     assert all(math.isfinite(value) for value in told[:2])
-
-
-def test_units_follow_the_statistics_name() -> None:
-    assert column("largest_weight") == ("largest", "share")
-    assert column("induction_mass") == ("induction", "share")
-    assert column("effective_keys") == ("keys", "keys")
-    assert column("something_new") == ("something_new", "number")
 
 
 def test_the_table_has_a_row_a_head_with_its_kind() -> None:

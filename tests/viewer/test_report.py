@@ -37,7 +37,7 @@ def test_the_page_holds_every_weight_of_a_short_text(tmp_path: Path) -> None:
         for head in range(heads):
             difference = page.weights(layer, head) - record.layers[layer].sample().weights(head)
             assert difference.abs().max() <= summary.rounding + 1e-12
-    assert (summary.holds, summary.bits, summary.left_out) == ("every weight", 16, "")
+    assert (summary.mode, summary.bits, summary.left_out) == ("whole", 16, "")
     assert summary.num_bytes == summary.path.stat().st_size
     assert str(summary) == f"{summary.path} ({summary.num_bytes / 1000:.0f} kB, every weight)"
 
@@ -55,14 +55,14 @@ def test_the_numbers_on_the_page_are_those_of_the_record(tmp_path: Path) -> None
     record = a_record(special=SPECIAL)
     data = Page(write(record, tmp_path / "report.html").path).data
     means = [layer.sample().means for layer in record.layers]
-    for column, name in {"entropy": "entropy", "largest": "largest_weight", "previous": "previous_mass"}.items():
+    for name in ("entropy", "largest_weight", "previous_mass"):
         expected = torch.cat([one[name] for one in means])
         torch.testing.assert_close(
-            torch.tensor(data["metrics"][column], dtype=torch.float64), expected, rtol=1e-5, atol=0
+            torch.tensor(data["metrics"][name], dtype=torch.float64), expected, rtol=1e-5, atol=0
         )
     separator = torch.cat([one["special_mass"] - one["first_mass"] for one in means])
     torch.testing.assert_close(
-        torch.tensor(data["metrics"]["separator"], dtype=torch.float64), separator, rtol=1e-5, atol=1e-9
+        torch.tensor(data["metrics"]["separator_mass"], dtype=torch.float64), separator, rtol=1e-5, atol=1e-9
     )
     assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in record.layers]
 
@@ -104,9 +104,9 @@ def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
 
 
 def test_no_script_of_the_page_sets_markup() -> None:
-    static = Path(__file__).parents[2] / "src" / "multihead" / "viewer" / "static"
-    scripts = sorted(static.glob("*.js"))
-    assert len(scripts) == 9
+    source = Path(__file__).parents[2] / "src" / "multihead"
+    scripts = sorted(source.rglob("*.js"))
+    assert len(scripts) > 30
     for script in scripts:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script.read_text()), (
             script.name
@@ -149,8 +149,8 @@ def test_a_record_of_statistics_gives_a_page_without_maps(tmp_path: Path) -> Non
     assert page.packs == {}
     assert page.data["store"]["reason"] == "no maps"
     assert len(page.data["metrics"]["entropy"]) == 5
-    assert summary.holds == "statistics"
-    assert summary.left_out == "q and k were not kept, so there is no map."
+    assert summary.mode == "none"
+    assert summary.left_out == "q and k were not recorded, so there is no map."
 
 
 class LazySample(DenseSample):
@@ -214,7 +214,7 @@ def test_a_long_text_stays_under_twenty_megabytes_and_is_never_held_whole(tmp_pa
     LazySample.largest_tile = 0
     summary = write(record, tmp_path / "report.html", tokens=[f"t{i}" for i in range(length)], special=None)
     assert 10_000_000 < summary.num_bytes <= 20_000_000
-    assert summary.holds == "largest weights"
+    assert summary.mode == "largest"
     assert summary.largest_per_query >= 8
     assert LazySample.largest_tile <= 1 << 20  # a tile; all weights would be 207 million
     page = Page(summary.path)
@@ -239,16 +239,16 @@ def test_a_page_that_holds_less_says_so_and_keeps_to_its_size(tmp_path: Path) ->
     length = 200
     record = record_of(random_weights(6, length, length))
     seen = set()
-    for most in (85_000, 95_000, 150_000, 300_000, 450_000, 700_000):
+    for most in (100_000, 110_000, 165_000, 300_000, 450_000, 700_000):
         summary = write(record, tmp_path / "report.html", tokens=["t"] * length, special=None, max_bytes=most)
         assert summary.num_bytes <= most
-        assert (summary.left_out == "") == (summary.holds == "every weight")
-        seen.add(summary.holds)
-    assert {"every weight", "largest weights"} <= seen
+        assert (summary.left_out == "") == (summary.mode == "whole")
+        seen.add(summary.mode)
+    assert {"whole", "largest"} <= seen
 
 
 REFUSALS = [
-    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and the page speaks "en" or "zh". Give "en" or "zh".'),
+    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'),
     ({"max_bytes": 0}, ArgumentError, "max_bytes is 0, and a page needs room. Give a positive number of bytes."),
     ({"sample": 1}, ArgumentError, "sample is 1, and the record has 1. Give 0 to 0."),
     ({"sample": -1}, ArgumentError, "sample is -1, and the record has 1. Give 0 to 0."),
@@ -263,7 +263,7 @@ REFUSALS = [
     (
         {"special": [True]},
         ShapeError,
-        "special has 1 entries, and there are 20 tokens. Give special one entry a token.",
+        "special has 1 entries, and there are 20 tokens. Give special one entry per token.",
     ),
 ]
 
@@ -345,5 +345,6 @@ def test_names_on_the_page_cannot_turn_it(tmp_path: Path) -> None:
     page = Page(tmp_path / "page.html")
     assert page.data["title"] == "\\u202emodel\\x1b"
     assert page.data["layers"][0]["name"] == "\\u202elayer"
-    assert page.data["separator"] == "\\u2067[SEP]"
+    labels = {each["id"]: each["label"] for each in page.data["columns"]}
+    assert labels["separator_mass"] == "\\u2067[SEP]"
     assert not re.search("[\u202a-\u202e\u2066-\u2069]", page.html + str(page.data))

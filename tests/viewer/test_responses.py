@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from importlib import resources
 
 import numpy as np
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from multihead.errors import ArgumentError
+from multihead.locale.texts import section
 from multihead.viewer import responses
 from multihead.viewer.query_params import AbsentError, LaterError
 
@@ -19,19 +21,37 @@ REQUEST = Request({"type": "http"})
 
 
 def test_every_file_of_the_page_is_served_with_its_type() -> None:
-    folder = resources.files("multihead.viewer") / "static" / "view"
-    names = [each.name for each in folder.iterdir() if each.is_file()]
-    assert "index.html" in names
-    for name in names:
-        answer = responses.page_file(name)
-        assert answer.body == (folder / name).read_bytes()
-        assert answer.headers["content-type"] == responses.TYPES[name[name.rindex(".") :]]
+    for folder in ("view", "shared"):
+        files = resources.files("multihead.viewer") / "static" / folder
+        names = [each.name for each in files.iterdir() if each.is_file() and each.name != "index.html"]
+        assert len(names) > 9
+        for name in names:
+            answer = responses.page_file(folder, name)
+            assert answer.body == (files / name).read_bytes()
+            assert answer.headers["content-type"] == responses.TYPES[name[name.rindex(".") :]]
 
 
-@pytest.mark.parametrize("name", ["../page.js", "..", "", "/etc/passwd", "none.js", "..%2fpage.js", "index.html\0"])
-def test_no_other_file_is_served(name: str) -> None:
+def test_the_page_carries_its_texts_in_its_language() -> None:
+    html = bytes(responses.page("zh").body).decode()
+    (found,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html)
+    assert json.loads(found) == section("zh", "common", "page", "viewer")
+    assert '<html lang="zh-CN">' in html
+    assert '<h2 id="hg">每个头</h2>' in html
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *(("view", name) for name in ("../page.js", "..", "", "/etc/passwd", "none.js", "..%2fpage.js", "main.js\0")),
+        ("view", "index.html"),  # a template
+        ("report", "page.js"),
+        ("..", "server.py"),
+        ("", "server.py"),
+    ],
+)
+def test_no_other_file_is_served(folder: str, name: str) -> None:
     with pytest.raises(AbsentError) as refused:
-        responses.page_file(name)
+        responses.page_file(folder, name)
     assert str(refused.value) == "The page has no such file. Open the address that `multihead view` printed."
 
 

@@ -52,18 +52,23 @@ def test_the_page_and_its_files_are_served(served: Served) -> None:
     page = served.get("")
     assert page.status == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert served.get("static/index.html").body == page.body
+    assert served.get("static/view/main.js").headers["content-type"] == "text/javascript; charset=utf-8"
+    assert served.get("static/shared/dom.js").status == 200
     assert served.ask(f"/{TOKEN}").headers["location"] == f"/{TOKEN}/"
 
 
 @pytest.mark.parametrize(
     "path",
     [
+        "static/view/../../server.py",
+        "static/view/index.html",
+        "static/report/page.js",
         "static/../server.py",
         "static/..%2f..%2fserver.py",
         "static/%2e%2e/server.py",
         "static//etc/passwd",
-        "static/none.js",
+        "static/view/none.js",
+        "static/view/",
         "static/",
         "..%2f..%2fserver.py",
         "api",
@@ -91,7 +96,7 @@ def test_the_view_lists_the_runs(served: Served) -> None:
 def test_a_sample_is_described_and_a_hostile_token_is_plain_json(served: Served) -> None:
     answer = served.get(SAMPLE)
     assert answer.headers["content-type"] == "application/json"
-    assert answer.json["tokens"] == TOKENS
+    assert answer.json["texts"][0]["shown"] == TOKENS
     assert [layer["levels"] for layer in answer.json["layers"]] == [4, 4]
     assert len(answer.json["kinds"]) == 4
     assert served.get(SAMPLE).body == answer.body

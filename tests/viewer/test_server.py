@@ -44,8 +44,7 @@ def test_a_port_that_is_taken_is_refused_in_words() -> None:
     with serving(Run("a", watch(5))) as served, pytest.raises(InputError) as refused:
         server.serve([], token="x", port=served.port)
     assert str(refused.value) == (
-        f"Port {served.port} cannot be had: Address already in use. "
-        "Give another with --port, or none: then a free one is taken."
+        f"Port {served.port} is already in use. Give another --port, or leave it out to use a free one."
     )
 
 

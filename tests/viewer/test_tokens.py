@@ -49,8 +49,8 @@ def test_the_space_before_a_word_is_no_part_of_what_is_painted() -> None:
 
 def test_a_token_cannot_turn_the_direction_of_the_page() -> None:
     page = reading(["\u202eabc", "\u2066"])
-    assert page["shown"] == ["�abc", "�"]
-    assert page["labels"] == ["�abc", "�"]
+    assert page["shown"] == ["U+202Eabc", "U+2066"]
+    assert page["labels"] == ["U+202Eabc", "U+2066"]
 
 
 def test_marks_and_unknown_tokens_are_flagged() -> None:
@@ -64,11 +64,34 @@ def test_a_token_of_spaces_has_a_label_that_can_be_seen() -> None:
 
 @pytest.mark.parametrize("name", ["special", "unknown", "offsets"])
 def test_what_is_not_one_a_token_is_refused(name: str) -> None:
-    sentence = f"{name} has 1 entries, and there are 2 tokens. Give {name} one entry a token."
+    sentence = f"{name} has 1 entries, and there are 2 tokens. Give {name} one entry per token."
     with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):
         reading(["a", "b"], **{name: [(0, 1)] if name == "offsets" else [True]})
 
 
 def test_what_stands_between_tokens_cannot_turn_the_direction_of_the_page() -> None:
     page = reading(["a", "b"], text="\u200fa\u202e b\u2067", offsets=[(1, 2), (4, 5)])
-    assert (page["gaps"], page["shown"], page["tail"]) == (["�", "� "], ["a", "b"], "�")
+    assert (page["gaps"], page["shown"], page["tail"]) == (["U+200F", "U+202E "], ["a", "b"], "U+2067")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["The", "Ġcaf", "Ã©", "Ċ", "Ġå¥½", "!"], "The café\n 好!"),  # byte-level (GPT-2)
+        (["▁The", "▁cat", "s", "."], "The cats."),  # SentencePiece
+        (["the", "gu", "##ll", ",", "flies"], "the gull, flies"),  # WordPiece
+        (["注", "意", "力", "。"], "注意力。"),
+    ],
+)
+def test_entries_of_a_vocabulary_are_joined_as_their_tokenizer_joins_them(tokens: list[str], text: str) -> None:
+    assert joined(reading(tokens)).strip() == text
+
+
+def test_a_byte_level_piece_of_a_character_is_flagged() -> None:
+    page = reading(["Ġa", "å¥", "½"])
+    assert page["flags"] == [0, PART, PART]
+
+
+def test_a_special_token_is_set_apart_and_never_split() -> None:
+    page = reading(["<s>", "▁a", "</s>"], special=[True, False, True])
+    assert (page["gaps"], page["shown"]) == (["", " ", " "], ["<s>", "a", "</s>"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from multihead.analysis.highlights import layer_profiles
 from multihead.analysis.visibility import near_mass
 from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import SHARE, Statistic
 from multihead.record.layer import LayerRecord
 from multihead.record.summaries import Of
 
@@ -44,18 +46,21 @@ class FoundHead:
         layer: the layer's number.
         head: the head's index in its layer.
         name: the layer's name.
-        values: what was asked for -> the head's number.
+        values: statistic or kind -> the head's number.
+        statistics: how each of them is shown.
     """
 
     layer: int
     head: int
     name: str
     values: dict[str, float]
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
-        """The head in a line: "L16 H0: previous_token 0.883"."""
+        """The head in a line: "L16 H0: previous token 88 %, entropy 0.52 nats"."""
+        shown = (statistic(name, self.statistics) for name in self.values)
         return f"L{self.layer} H{self.head}: " + ", ".join(
-            f"{visible(name)} {value:.3f}" for name, value in self.values.items()
+            visible(f"{each.label} {each.text(self.values[each.name])}") for each in shown
         )
 
 
@@ -63,8 +68,15 @@ Range = tuple[float | None, float | None]
 """Lowest and highest value of a statistic, both included; None for no limit."""
 
 
-def find(layers: Sequence[LayerRecord], wanted: Mapping[str, Range], *, of: Of = "mean") -> list[FoundHead]:
-    """Find heads; see `Record.find`."""
+def find(
+    layers: Sequence[LayerRecord],
+    wanted: Mapping[str, Range],
+    *,
+    of: Of = "mean",
+    statistics: Mapping[str, Statistic] | None = None,
+) -> list[FoundHead]:
+    """Find heads; see `Record.find`. `statistics` says how the statistics that are not built in are shown."""
+    shown = {**{kind: Statistic(kind, number_format=SHARE) for kind in SCORES}, **(statistics or {})}
     if not wanted:
         raise ArgumentError(
             "find has no condition.", "Give the range of a statistic, for example find(previous_token=(0.8, 1))."
@@ -81,7 +93,7 @@ def find(layers: Sequence[LayerRecord], wanted: Mapping[str, Range], *, of: Of =
         for head in range(layer.num_heads):
             values = {name: float(each[name][head]) for name in wanted}
             if all(_is_within(values[name], limits) for name, limits in ranges.items()):
-                found.append(FoundHead(layer.number, head, layer.name, values))
+                found.append(FoundHead(layer.number, head, layer.name, values, shown))
     first, (lowest, _) = next(iter(ranges.items()))
     sign = 1 if lowest is None else -1
     return sorted(found, key=lambda one: sign * one.values[first])
@@ -97,13 +109,14 @@ def _numbers(layer: LayerRecord, wanted: tuple[str, ...], of: Of) -> dict[str, T
     summary = layer.summary(of)
     found = {}
     for name in wanted:
-        statistic = SCORES.get(name, name)
-        if statistic in summary:
-            found[name] = summary[statistic]
+        if name in summary:
+            found[name] = summary[name]
         elif name in ("broad", "local", "separator"):
             score = _score(layer, name)
             if score is not None:
                 found[name] = score
+        elif SCORES.get(name) in summary:
+            found[name] = summary[SCORES[name]]
     return found
 
 

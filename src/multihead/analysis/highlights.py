@@ -1,4 +1,4 @@
-"""Say in words what the heads of a record do: the kind of each head, and the findings worth a look."""
+"""Name the kind of each head, and find the heads worth a look."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.analysis.speech import SPEECH
 from multihead.analysis.visibility import Visibility, near_mass, visibility_of
-from multihead.errors import ArgumentError
 from multihead.escaping import visible
+from multihead.locale.texts import section
 from multihead.record.layer import LayerRecord
 
 KINDS = ("previous", "next", "self", "first", "separator", "duplicate", "induction", "local", "broad", "mixed")
@@ -24,7 +23,7 @@ MASS_SHARE = 0.35
 its attention on, the mean over the queries that have such a key."""
 
 LOCAL_SHARE = 0.5
-"""A head is local if at least this share of its attention stays within `seeing.LOCAL_REACH` tokens."""
+"""A head is local if at least this share of its attention stays within `visibility.LOCAL_REACH` tokens."""
 
 BROAD_SHARE = 0.85
 """A head is broad if its entropy is at least this share of the largest that its mask allows."""
@@ -99,7 +98,7 @@ def kinds(
     Args:
         means: statistic -> (heads,) means over queries; missing statistics name no head.
         largest_entropy: (heads,) nats, the entropy of an even spread over all that may be seen.
-        near: (heads,) share of attention within `seeing.LOCAL_REACH` tokens of the query.
+        near: (heads,) share of attention within `visibility.LOCAL_REACH` tokens of the query.
         crosses: whether the keys are another text, where previous, next, self and local mean nothing.
 
     >>> shares = {"entropy": torch.tensor([0.2, 4.1, 2.0]), "previous_mass": torch.tensor([0.91, 0.02, 0.1])}
@@ -172,12 +171,10 @@ def findings(
         lang: "en" or "zh".
         profiles: the result of `layer_profiles`, where it is at hand already.
     """
-    if lang not in SPEECH:
-        raise ArgumentError(f'lang is "{lang}", and the findings speak {_languages()}.', f"Give {_languages()}.")
+    words = section(lang, "common", "findings")
     read = profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special)
     heads = _HeadList(read)
-    words = SPEECH[lang]
-    first = words["first token"].format(token=visible(tokens[0])) if tokens else words["a first token"]
+    first = visible(tokens[0]) if tokens else words["a first token"]
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
     separators -= {tokens[0]} if tokens else set()
     separator = visible(separators.pop()) if len(separators) == 1 else words["separators"]
@@ -190,16 +187,18 @@ def findings(
         layer, head, value = best
         number = read[layer].number
         passed = topic.kind is None or heads.kind(layer, head) == topic.kind or value >= topic.threshold
-        texts = words[topic.name if passed else f"{topic.name} weak"].split("|")
-        given = {
+        short = words[f"{topic.name}.short"]
+        short = short if passed else words.get(f"{topic.name}.short weak", short)
+        values = {
             "share": percent(value),
             "value": f"{value:.0f}" if value >= 9.95 else f"{value:.1f}",
             "keys": f"{float(read[layer].visibility.mean_keys[head]):.0f}",
             "first": first,
             "separator": separator,
         }
-        sentence, short = (text.format(**given) for text in texts)
-        brief = f"{words['place'].format(layer=number, head=head)}{short}".replace("\u00a0", " ")
+        sentence = words[f"{topic.name}.{'strong' if passed else 'weak'}"].format(**values)
+        place = words["place"].format(layer=number, head=head)
+        brief = (place + words["join.sentences"] + short.format(**values)).replace("\u00a0", " ")
         found.append(Finding(topic.name, number, head, value, sentence, _count(topic, heads, words), brief))
         taken.add((layer, head))
         if len(found) == 6:
@@ -288,16 +287,12 @@ def _count(topic: _Topic, heads: _HeadList, words: Mapping[str, str]) -> str:
     if topic.kind is None:
         values = [heads.value(*place, topic.statistic) for place in heads.places]
         values = [value for value in values if not math.isnan(value)]
-        return words["mean"].format(value=f"{sum(values) / len(values):.1f}")
+        return words["count.mean"].format(value=f"{sum(values) / len(values):.1f}")
     layers = Counter(layer for layer, head in heads.places if heads.kind(layer, head) == topic.kind)
     number = sum(layers.values())
     share = percent(BROAD_SHARE if topic.kind == "broad" else MASS_SHARE)
     if not number:
-        return words["none"].format(share=share)
+        return words["count.none"].format(share=share)
+    key = "count.one" if number == 1 else "count.most" if number > 4 and len(layers) > 1 else "count.some"
     most = min(layers, key=lambda layer: (-layers[layer], layer))
-    tail = words["most"].format(layer=heads.profiles[most].number) if number > 4 and len(layers) > 1 else ""
-    return words["one" if number == 1 else "some"].format(number=number, heads=len(heads.places)) + tail
-
-
-def _languages() -> str:
-    return " or ".join(f'"{name}"' for name in SPEECH)
+    return words[key].format(number=number, heads=len(heads.places), layer=heads.profiles[most].number)

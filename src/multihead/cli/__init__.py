@@ -1,4 +1,4 @@
-"""The command `multihead`: one verb a file, loaded only when it is called."""
+"""The command line `multihead`: one file per command, imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
@@ -14,10 +15,10 @@ import click
 from multihead.errors import MultiheadError
 from multihead.escaping import visible
 
-__all__ = ["VERBS", "Verbs", "main"]
+__all__ = ["COMMANDS", "Commands", "main"]
 
-# A new verb is a file of this folder with a click command of its own name, and one line here.
-VERBS = {
+# A new command is a file of this folder with a click command of the same name, and one line here.
+COMMANDS = {
     "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
@@ -30,24 +31,30 @@ INTERRUPTED = 130
 STREAM_ENDED = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
-class Verbs(click.Group):
-    """A group whose verbs are imported when they run, and whose errors are one line."""
+class Commands(click.Group):
+    """A group whose commands are imported when they run, and whose errors are one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name the verbs in the order of VERBS."""
-        return list(VERBS)
+        """Return the names in the order of COMMANDS."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one verb, or give None for a word that is none."""
-        if cmd_name not in VERBS:
+        """Import a command; None if there is no such command.
+
+        Raises:
+            click.UsageError: there is none, and the name resembles that of a command.
+        """
+        if cmd_name not in COMMANDS:
+            if similar := get_close_matches(cmd_name, COMMANDS, n=1):
+                raise click.UsageError(f"No such command {cmd_name!r}. Did you mean {similar[0]!r}?", ctx)
             return None
         command: click.Command = getattr(import_module(f"multihead.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs without importing them."""
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def main(  # type: ignore[override]  # click overloads it on standalone_mode, and this one exits anyway
         self,
@@ -56,7 +63,7 @@ class Verbs(click.Group):
         complete_var: str | None = None,
         **extra: Any,
     ) -> NoReturn:
-        """Run the command line; any refusal is one line on stderr and exit status 2."""
+        """Run the command line; any error is one line on stderr and exit status 2."""
         _open_closed_streams()
         for stream in (sys.stdout, sys.stderr):
             _never_fail_on_a_sign(stream)
@@ -123,13 +130,13 @@ def _never_fail_on_a_sign(stream: TextIO | None) -> None:
         reconfigure(errors="replace")
 
 
-@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="multihead", message="multihead %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Look into multi-head attention, head by head.
 
-    `multihead VERB --help` tells what a verb takes and shows examples.
+    `multihead COMMAND --help` lists the options of a command and shows examples.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

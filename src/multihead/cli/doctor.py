@@ -1,4 +1,4 @@
-"""The verb `doctor`: which kernels run here, on which instructions and threads, and why the others refuse."""
+"""The command `doctor`: which kernels run here, on which instructions and threads, and why the others refuse."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _entry(console: Console, label: str, text: str) -> None:
-    """Print a label and what belongs to it, wrapped beside the label."""
+    """Print a label and its text, wrapped next to the label."""
     from multihead.cli.tensor_view import wrap
 
     for number, line in enumerate(wrap(text, _width(console) - 15)):

@@ -1,4 +1,4 @@
-"""The verb `lab`: count, train and measure what the number of heads changes."""
+"""The command `lab`: count, train and measure what the number of heads changes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,23 @@ MOST_TABLE_WIDTH = 110
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="The language to speak.")
+@click.option(
+    "--lang",
+    type=click.Choice(["en", "zh"]),
+    default="en",
+    show_default=True,
+    help="Language of the page and the terminal output.",
+)
 @click.option(
     "--only",
     type=click.Choice(["parameters", "tasks", "vectors"]),
     help="Only what can be counted, what must be trained, or the matching of vectors.  [default: all]",
 )
 @click.option("--heads", metavar="N,N,...", default="1,2,4,8", show_default=True, help="Head counts to compare.")
-@click.option("--seeds", type=int, default=5, show_default=True, help="Models a head count.")
+@click.option("--seeds", type=int, default=5, show_default=True, help="Models per head count.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The first seed.")
 @click.option("--quick", is_flag=True, help="Train half as long, and match fewer vectors.")
-@click.option("--workers", type=int, help="Processes that train side by side.  [default: one a core, at most 8]")
+@click.option("--workers", type=int, help="Processes that train side by side.  [default: one per core, at most 8]")
 @click.option("--out", default="lab.html", show_default=True, metavar="FILE", help="Where the page goes.")
 def lab(
     *,
@@ -137,7 +143,7 @@ class _Bars:
         from rich.progress import TaskID
 
         if name not in self.ids:
-            self.ids[name] = self.shown.add_task(self.phrases.words[f"doing {name}"], total=of)
+            self.ids[name] = self.shown.add_task(self.phrases.words[f"doing.{name}"], total=of)
         self.shown.update(TaskID(self.ids[name]), completed=done)
 
 
@@ -159,7 +165,7 @@ def _tell(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> 
         _draw(console, one)
     if chapter.looks_tables:
         console.print()
-        _say(console, phrases.words["looks heading"], style="bold", indent=3)
+        _say(console, phrases.words["looks.heading"], style="bold", indent=3)
         for sentence in chapter.looks:
             _say(console, sentence, indent=3)
         for one in chapter.looks_tables:

@@ -1,4 +1,4 @@
-"""The verb `look`: run a model on a text, and show every head in the terminal and as one page."""
+"""The command `look`: run a model on a text, and show every head in the terminal and as one page."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from multihead.cli.look_output import COLUMNS, tell, tell_textbook, tell_where
 from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
 from multihead.files import readable_text, refuse_unless_writable, write_whole
+from multihead.locale.texts import text as locale
 from multihead.optional import require
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ MODEL is a folder that a model was saved to, a GGUF file, the name of an install
 or a name on the Hugging Face hub.
 """
 
-STAGES = {"weights": "its weights", "tokenizer": "its words"}
-FACTS = {"en": ("Head size", "Precision"), "zh": ("头大小", "精度")}
+STAGES = ("weights", "tokenizer")
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 SORTS = ["layer", *COLUMNS]
 
@@ -54,7 +54,7 @@ SORTS = ["layer", *COLUMNS]
 @click.option("--text", "text_file", metavar="FILE", help="Read this text file (UTF-8); - reads standard input.")
 @click.option("--prompt", metavar="TEXT", help="Read this text.")
 @click.option(
-    "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, the model's own marks with."
+    "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, special tokens included."
 )
 @click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
 @click.option("--device", default="cpu", show_default=True, help="Where the model computes.")
@@ -71,14 +71,14 @@ SORTS = ["layer", *COLUMNS]
     metavar="NAME",
     default="layer",
     show_default=True,
-    help=f"What the table goes by: {', '.join(SORTS)}.",
+    help=f"Sort the table by: {', '.join(SORTS)}.",
 )
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV too; - prints it and nothing else.")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
 @click.option(
-    "--record", "record_file", metavar="FILE", help="Save all that was seen, q and k with it, for multihead view."
+    "--record", "record_file", metavar="FILE", help="Save everything recorded, including q and k, for multihead view."
 )
 @click.option(
     "--textbook",
@@ -90,7 +90,7 @@ SORTS = ["layer", *COLUMNS]
     type=click.Choice(["en", "zh"]),
     default="en",
     show_default=True,
-    help="Language of the page and of what stands out.",
+    help="Language of the page and the terminal output.",
 )
 def look(
     *,
@@ -112,9 +112,9 @@ def look(
 ) -> None:
     """Look at every head of a model as it reads one text.
 
-    Prints a table of all heads and what stands out, and writes one page that opens offline: the map of every
-    head, every number, and each weight on hover. Of a long text the page holds pooled maps and each query's
-    largest weights; --record keeps everything for the viewer.
+    Prints a table of all heads and highlights, and writes one page that opens offline: the map of every head, every
+    number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
+    --record keeps everything for the viewer.
     """
     if (text_file is None) == (prompt is None):
         raise click.UsageError("Give the text to read: either --text FILE or --prompt TEXT.")
@@ -137,26 +137,28 @@ def look(
     watched = sys.stderr is not None and sys.stderr.isatty()
     notes = Console(stderr=True, highlight=False, quiet=not watched)  # bars are for people to watch
     with _bar(notes) as progress:
-        task = progress.add_task(f"Loading {visible(model)}", total=len(STAGES))
+        task = progress.add_task(locale("look.doing.loading", lang, model=visible(model)), total=len(STAGES))
         loaded = load(
             model,
             device=device,
             dtype=dtype,
             stage=lambda stage: progress.update(
-                task, description=f"Loading {visible(model)}: {STAGES[stage]}", completed=list(STAGES).index(stage)
+                task,
+                description=locale(f"look.doing.{stage}", lang, model=visible(model)),
+                completed=STAGES.index(stage),
             ),
         )
         _refuse_unless_layers(chosen, loaded)
         encoded = encode(loaded, text or "", tokens=tokens)
     if tokens is not None and encoded.stop:
         text = (text or "")[: encoded.stop]
-    heads = _of_textbook(loaded, notes) if textbook else None  # first, because it may be refused
-    record = _watched(loaded, encoded, chosen, notes)
+    heads = _of_textbook(loaded, notes, lang) if textbook else None  # first, because it may be refused
+    record = _watched(loaded, encoded, chosen, notes, lang)
     memory = memory_of(record.layers)
     if record_file is not None:
-        with notes.status(Text(f"Saving {visible(record_file)} …")):
+        with notes.status(Text(locale("look.doing.saving", lang, file=visible(record_file)))):
             _save(record, loaded, encoded, record_file)
-    with notes.status("Reading the heads …"):
+    with notes.status(locale("look.doing.reading", lang)):
         profiles = layer_profiles(record.layers, special=encoded.special)
     page = _written_page(record, profiles, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
     table = record.table(sort=sort, top=top)
@@ -174,7 +176,7 @@ def look(
         tell_where(page, record_file, memory, lang)
 
 
-def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console) -> Record:
+def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console, lang: str) -> Record:
     """Run the model on the text and watch its heads; a bar counts the layers."""
     import torch
 
@@ -184,10 +186,10 @@ def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None
 
     with _bar(notes) as progress:
         total = getattr(loaded.model.config, "num_hidden_layers", None)
-        task = progress.add_task("Watching the heads", total=total)
+        task = progress.add_task(locale("look.doing.watching", lang), total=total)
 
         class Counter:
-            wanted: frozenset[str] = frozenset()
+            wanted: frozenset[Any] = frozenset()
 
             def hear(self, call: Any) -> None:
                 progress.advance(task)
@@ -222,9 +224,12 @@ def _written_page(
     from multihead.viewer.report import write_report
 
     one = record.layers[0].sample()
-    facts = (str(one.head_dim), str(one.dtype).removeprefix("torch."))
+    facts = {
+        locale("report.fact.head size", lang): str(one.head_dim),
+        locale("report.fact.precision", lang): str(one.dtype).removeprefix("torch."),
+    }
     with _bar(notes) as progress:
-        task = progress.add_task("Storing the maps", total=None)
+        task = progress.add_task(locale("look.doing.storing", lang), total=None)
         return write_report(
             record,
             out,
@@ -234,7 +239,7 @@ def _written_page(
             text=text,
             offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
             unknown=encoded.unknown,
-            facts=dict(zip(FACTS[lang], facts, strict=True)),
+            facts=facts,
             lang=lang,
             profiles=profiles,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
@@ -250,16 +255,16 @@ def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> N
     record.save(file)
 
 
-def _of_textbook(loaded: LoadedModel, notes: Console) -> dict[str, list[TextbookHead]]:
+def _of_textbook(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, list[TextbookHead]]:
     from multihead.observation.textbook import start_of, textbook_heads, words_of
 
-    with notes.status("Reading random tokens …"), _text_alone(loaded):
+    with notes.status(locale("look.doing.textbook", lang)), _text_alone(loaded):
         return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
 
 
 @contextmanager
 def _text_alone(loaded: LoadedModel) -> Iterator[None]:
-    """Say in words that a model takes more than the tokens of a text, where it fails without the rest.
+    """Explain the failure of a model that needs other inputs than the tokens of a text.
 
     Raises:
         ModelError: it failed, and its forward takes images, sounds or the like.
@@ -292,7 +297,7 @@ def _bar(notes: Console) -> Any:
 
 
 def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a list of objects, one a head; what is no number (a head whose queries see no key) is null."""
+    """Write a list of objects, one per head; NaN (a head whose queries see no key) becomes null."""
     plain = [
         {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
         for row in rows
@@ -303,7 +308,7 @@ def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a line a head under a line of names."""
+    """Write a line of names and one line per head."""
     from multihead.viewer.downloads import cell
 
     def safe(value: object) -> object:

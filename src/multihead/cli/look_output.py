@@ -1,4 +1,4 @@
-"""What the verb `look` prints: the table of heads, what stands out, what it took and where to see the rest."""
+"""Print the results of the command `look`: the table of heads, the highlights, memory use and where the files are."""
 
 from __future__ import annotations
 
@@ -10,64 +10,34 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from multihead.escaping import visible
+from multihead.locale.texts import section, short_statistic_label, text, unit_label
 
 if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.record import Record
     from multihead.observation.textbook import TextbookHead
+    from multihead.probes.probe import Statistic
     from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
 
-SHORT = "one digit behind the point below ten, none above"
-# Statistic, heading, how a mean is written; a terminal of 80 columns has room for all but the spread.
-COLUMNS = {
-    "entropy": ("entropy\nnats", "{:.2f}"),
-    "effective_keys": ("eff.\nkeys", SHORT),
-    "mean_distance": ("dist.\ntok.", SHORT),
-    "distance_spread": ("spread\ntok.", SHORT),
-    "self_mass": ("self\n%", SHORT),
-    "previous_mass": ("prev.\n%", SHORT),
-    "next_mass": ("next\n%", SHORT),
-    "first_mass": ("first\n%", SHORT),
-    "special_mass": ("spec.\n%", SHORT),
-    "largest_weight": ("max\n%", SHORT),
-}
+# The statistics that the terminal shows; 80 columns have room for all but the spread.
+COLUMNS = (
+    "entropy",
+    "effective_keys",
+    "mean_distance",
+    "distance_spread",
+    "self_mass",
+    "previous_mass",
+    "next_mass",
+    "first_mass",
+    "special_mass",
+    "largest_weight",
+)
 NARROW = 90
 HALF = 0.5  # of its attention makes a textbook head
 NAMED = 4  # of the textbook heads of a kind
-HEAVY = 1_000_000_000  # bytes of weights from which on it is told what they would take
-WORDS = {
-    "en": {
-        "out": "What stands out:",
-        "textbook": "Textbook heads, on a start token and {times} x {length} random tokens:",
-        "induction": "induction",
-        "duplicate": "duplicate token",
-        "previous": "previous token",
-        "first": "first token",
-        "none": "no head gives it half of its attention",
-        "first count": "{number} of {heads} heads give it over half of their attention: ",
-        "memory": "Peak memory {peak}, the model with it; q and k of all heads take {kept}, "
-        "and their weights would take {weights}.",
-        "page": "The page: {page}",
-        "more": "For every weight at every zoom: look with --record FILE, then multihead view FILE.",
-        "record": "The record: {file} ({size}). Every head down to single weights: multihead view {quoted}",
-    },
-    "zh": {
-        "out": "发现：",
-        "textbook": "教科书式的头（开始标记加 {times} × {length} 个随机词元）：",
-        "induction": "归纳",
-        "duplicate": "重复词元",
-        "previous": "前一词元",
-        "first": "首词元",
-        "none": "没有头把一半注意力给它",
-        "first count": "{heads} 个头中有 {number} 个把一半以上的注意力给它：",
-        "memory": "内存峰值 {peak}（含模型）；全部头的 q 与 k 占 {kept}，而它们的权重将占 {weights}。",
-        "page": "页面：{page}",
-        "more": "要逐级缩放到每个权重：look 时加 --record FILE，然后 multihead view FILE。",
-        "record": "记录：{file}（{size}）。查看每个头直至单个权重：multihead view {quoted}",
-    },
-}
+HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 
 def tell(
@@ -79,20 +49,21 @@ def tell(
     *,
     lang: str,
 ) -> None:
-    """Print what was read, the table, and what stands out."""
+    """Print the text that was read, the table, and the highlights."""
     from rich.console import Console
 
     from multihead.analysis.highlights import findings
 
     console = Console(highlight=False)
-    part = "" if loaded.reader is loaded.model else "The encoder of "
-    console.print(
-        f"{part}{visible(loaded.title)} read {len(encoded.tokens)} tokens with {_counted(record)}.\n", markup=False
-    )
-    console.print(_drawn(rows, console.width))
+    key = "look.read" if loaded.reader is loaded.model else "look.read by encoder"
+    number = len(encoded.tokens)
+    tokens = text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
+    first = text(key, lang, model=visible(loaded.title), tokens=tokens, heads=_counted(record, lang))
+    console.print(first + "\n", markup=False)
+    console.print(_drawn(rows, console.width, lang))
     found = findings(record.layers, tokens=encoded.tokens, special=encoded.special, lang=lang, profiles=profiles)
     if found:
-        click.echo(f"\n{WORDS[lang]['out']}")
+        click.echo("\n" + text("look.highlights", lang))
     for finding in found:
         console.print(f"  {finding}", markup=False)
 
@@ -104,31 +75,31 @@ def tell_textbook(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> Non
     from multihead.analysis.highlights import percent
     from multihead.observation.textbook import LENGTH, TIMES
 
-    words = WORDS[lang]
-    click.echo("\n" + words["textbook"].format(times=TIMES, length=LENGTH))
-    width = max(cell_len(words[kind]) for kind in found)  # a Chinese sign is two columns wide
+    click.echo("\n" + text("look.textbook.title", lang, times=TIMES, length=LENGTH))
+    names = {kind: text(f"look.textbook.{kind}", lang) for kind in found}
+    width = max(cell_len(name) for name in names.values())  # a Chinese character is two columns wide
     for kind, heads in found.items():
         half = [each for each in heads if each.share > HALF]
         named = ", ".join(f"L{each.layer} H{each.head} {percent(each.share)}" for each in half[:NAMED])
         if kind == "first" and half:
-            named = words["first count"].format(number=len(half), heads=len(heads)) + named
+            count = text("look.textbook.count", lang, number=len(half), heads=len(heads))
+            named = f"{count}{section(lang, 'common')['join.sentences']}{named}"
         more = ", …" if len(half) > NAMED else ""
-        name = words[kind] + " " * (width - cell_len(words[kind]))
-        click.echo(f"  {name}  {(named + more or words['none'])}".replace("\u00a0", " "))
+        name = names[kind] + " " * (width - cell_len(names[kind]))
+        click.echo(f"  {name}  {named + more or text('look.textbook.none', lang)}".replace("\u00a0", " "))
 
 
 def tell_where(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
-    """Print what was written, what it took, and how to see the rest."""
-    words = WORDS[lang]
+    """Print the memory used, the files written, and how to see more."""
     if memory.weights >= HEAVY and memory.peak is not None:
         sizes = {name: _size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
-        click.echo("\n" + words["memory"].format(**sizes))
-    click.echo("\n" + words["page"].format(page=page))
+        click.echo("\n" + text("look.memory", lang, **sizes))
+    click.echo("\n" + text("look.page", lang, page=page))
     if record_file is not None:
         size = _size(Path(record_file).stat().st_size)
-        click.echo(words["record"].format(file=visible(record_file), size=size, quoted=_quoted(record_file)))
-    elif page.holds != "every weight":
-        click.echo(words["more"])
+        click.echo(text("look.record", lang, file=visible(record_file), size=size, quoted=_quoted(record_file)))
+    elif page.mode != "whole":
+        click.echo(text("look.more", lang))
 
 
 def _quoted(file: str) -> str:
@@ -141,36 +112,37 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _drawn(rows: Sequence[Mapping[str, Any]], width: int) -> Any:
-    """Lay the table out: a head a row, its kind, its means."""
+def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
+    """Lay out the table: one row per head, with its kind and its means."""
     from rich import box
     from rich.table import Table
 
-    shown = [name for name in COLUMNS if any(name in row for row in rows)]
+    from multihead.probes.catalogue import PROBES
+
+    shown = [PROBES[name] for name in COLUMNS if any(name in row for row in rows)]
     if width < NARROW:
-        shown = [name for name in shown if name != "distance_spread"]
+        shown = [each for each in shown if each.name != "distance_spread"]
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    drawn.add_column("head\n", no_wrap=True)
-    drawn.add_column("kind\n", no_wrap=True)
-    for name in shown:
-        drawn.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
+    for name in ("head", "kind"):
+        drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=True)
+    for each in shown:
+        drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
-        numbers = [_written(name, row[name]) if name in row else "" for name in shown]
-        drawn.add_row(f"L{row['layer']} H{row['head']}", row["kind"], *numbers)
+        numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
+        drawn.add_row(f"L{row['layer']} H{row['head']}", text(f"common.kind.{row['kind']}", lang), *numbers)
     return drawn
 
 
-def _written(name: str, mean: float) -> str:
-    """Write one mean: shares in per cent, one digit behind the point below ten."""
-    heading, form = COLUMNS[name]
-    value = 100 * mean if heading.endswith("%") else mean
-    if form == SHORT:
-        form = "{:.1f}" if value < 9.95 else "{:.0f}"
-    return form.format(value)
+def _heading(shown: Statistic, lang: str) -> str:
+    """Return the two lines above a column: the short label and the unit, or a label of two words."""
+    label = short_statistic_label(shown.name, lang, shown.short_label)
+    return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 
 
-def _counted(record: Record) -> str:
-    heads = [layer.num_heads for layer in record.layers]
-    if len(set(heads)) == 1:
-        return f"{len(heads)} layers of {heads[0]} heads"
-    return f"{sum(heads)} heads in {len(heads)} layers"
+def _counted(record: Record, lang: str) -> str:
+    layers, heads = len(record.layers), [layer.num_heads for layer in record.layers]
+    if len(set(heads)) > 1:
+        return text("look.heads in layers", lang, heads=sum(heads), layers=layers)
+    if layers == 1:
+        return text("look.1 layer of heads", lang, heads=heads[0])
+    return text("look.layers of heads", lang, layers=layers, heads=heads[0])

@@ -24,6 +24,7 @@ HEAD_STYLES = ("cyan", "magenta", "green", "yellow", "blue")
 PIECES = re.compile(r"[（“]*[\u2e80-\uffef“][，。；：、）”？！]*|\s+|[^\s\u2e80-\uffef“]+[，。；：、）”？！]*")
 
 Notes = Mapping[tuple[int, int], tuple[str, int]]
+Entries = Mapping[str, Callable[[int], str]]
 
 
 @dataclass(frozen=True)
@@ -98,23 +99,20 @@ def draw(
     step: Step,
     *,
     num_heads: int,
-    entries: Mapping[str, str],
+    entries: Entries,
     width: int,
     notes: Notes | None = None,
-    head_label: str | None = None,
 ) -> Drawing:
     """Draw one step's tensor.
 
     Args:
         step: the tensor, with its axes and heads.
         num_heads: how many blocks of a folded batch belong to one sample.
-        entries: what one entry along an axis is called, such as ``{"heads": "head {}"}``.
+        entries: the function that names an entry along an axis by its index, by the name of the axis.
         width: columns of the terminal.
         notes: for (block, row), a word beside the row and the head that colours it.
-        head_label: what a head's block or columns are called, if not ``entries["heads"]``.
     """
-    names = {**entries, "heads": head_label or entries["heads"]}
-    return _Painter(step, _framed(step, num_heads), names, width, notes or {}).drawing()
+    return _Painter(step, _framed(step, num_heads), entries, width, notes or {}).drawing()
 
 
 def _framed(step: Step, num_heads: int) -> Frame:
@@ -149,7 +147,7 @@ def _ends(size: int, edge: int) -> list[int | None]:
 class _Painter:
     """Hold what the pieces of one drawing share."""
 
-    def __init__(self, step: Step, frame: Frame, names: Mapping[str, str], width: int, notes: Notes) -> None:
+    def __init__(self, step: Step, frame: Frame, names: Entries, width: int, notes: Notes) -> None:
         self.heads, self.frame, self.names, self.notes = step.heads, frame, names, notes
         self.tensor, self.axes = frame.tensor, frame.axes
         big = self.tensor.numel() > FULL_VALUES
@@ -166,7 +164,7 @@ class _Painter:
         axis = self.axes[place]
         if axis == "heads*head_dim" and place == self.frame.head_place == 2:
             axis, index = "heads", self.heads[index]
-        return self.names[axis].format(index, index + 1) if axis and axis in self.names else ""
+        return self.names[axis](index) if axis and axis in self.names else ""
 
     def _gutter_width(self) -> int:
         labels = [self._entry(0, index) for index in self.lines if index is not None]
@@ -194,14 +192,14 @@ class _Painter:
         return shown
 
     def _widest_label(self) -> int:
-        """The cell width that the labels above or below the columns ask for."""
+        """Return the cell width that the labels above or below the columns need."""
         if self.axes[3] == "keys":
             return max(cell_len(self._entry(3, column)) for column in self.columns if column is not None)
         if self.frame.head_place != 3:
             return 0
         widest = 0
         for head, columns in self._column_groups():
-            label, count = cell_len(self.names["heads"].format(head, head + 1)), len(columns)
+            label, count = cell_len(self.names["heads"](head)), len(columns)
             widest = max(widest, -(-(label - (count - 1)) // count))
         return widest
 
@@ -293,7 +291,7 @@ class _Painter:
             if before is not None:
                 below.append("   ")
             wide = len(columns) * self.cell + len(columns) - 1
-            label = self.names["heads"].format(head, head + 1)
+            label = self.names["heads"](head)
             below.append(_centred(label, wide), style=f"bold {head_style(head)}")
             before = columns[-1]
         return below
@@ -341,7 +339,7 @@ class _Painter:
         return joined
 
     def _painted_labels(self, line: int) -> list[Text]:
-        """The left edge: the line's label beside the titles, then a label a row."""
+        """Return the left edge: the line's label next to the titles, then a label per row."""
         titled = bool(self._entry(1, 0))
         labels = [Text(self._entry(0, line), style="bold")] if titled else []
         if self.axes[3] == "keys":

@@ -1,4 +1,4 @@
-"""The verb `view`: show every head of saved records in the browser, down to single weights."""
+"""The command `view`: show every head of saved records in the browser, down to single weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import click
 
 from multihead.errors import InputError
 from multihead.escaping import visible
+from multihead.locale.texts import text
 from multihead.optional import require
 
 if TYPE_CHECKING:
@@ -40,22 +41,19 @@ Coarse levels of long texts are built once and kept beside it, in RECORD.levels.
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "safetensors")
 
-WORDS = {
-    "en": {
-        "open": "Showing {names} at",
-        "end": "Only this machine can open it. Ctrl-C ends it.",
-        "bar": "Coarse levels",
-    },
-    "zh": {"open": "正在显示 {names}：", "end": "只有本机可以打开。按 Ctrl-C 结束。", "bar": "粗略层级"},
-}
-
 
 @click.command(epilog=EXAMPLES)
 @click.argument("records", metavar="RECORD...", nargs=-1, required=True)
 @click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Where to listen.  [default: a free one]")
 @click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
 @click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text to open.  [default: 0]")
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the page.")
+@click.option(
+    "--lang",
+    type=click.Choice(["en", "zh"]),
+    default="en",
+    show_default=True,
+    help="Language of the page and the terminal output.",
+)
 def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: int, lang: str) -> None:
     """Show every head of one or more saved records in the browser.
 
@@ -72,27 +70,28 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
     for run in runs:
         if not run.num_samples:
             raise InputError(
-                f"{run.name} holds no text, only what was summed up over all of them.",
+                f"{run.name} holds no sample, only sums over all of them.",
                 'Observe with keep="cpu", or print its table.',
             )
         if sample >= run.num_samples:
             raise InputError(
                 f"There is no sample {sample} in {run.name}; it has {run.num_samples}.",
-                f"Give --sample a number from 0 to {run.num_samples - 1}.",
+                "Leave out --sample."
+                if run.num_samples == 1
+                else f"Give --sample a number from 0 to {run.num_samples - 1}.",
             )
-    words = WORDS[lang]
     console = Console(highlight=False, soft_wrap=True)
 
     def ready(address: str) -> None:
         names = ", ".join(visible(run.name) for run in runs)
         address += f"#t={sample}" if sample else ""
-        console.print(words["open"].format(names=names), markup=False)
+        console.print(text("view.open", lang, names=names), markup=False)
         console.print(f"  {address}", markup=False)
-        console.print(words["end"], markup=False)
+        console.print(text("view.end", lang), markup=False)
         if browser:
             webbrowser.open(redirect(address))
 
-    with _ending_on_sigterm(), _redirect() as redirect, _Bar(words["bar"]) as told:
+    with _ending_on_sigterm(), _redirect() as redirect, _Bar(text("view.bar", lang)) as told:
         serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, told=told)
 
 
@@ -140,7 +139,7 @@ def _loaded(files: Sequence[str]) -> list[Run]:
     paths = [Path(file) for file in files]
     names = [path.name for path in paths]
     return [
-        # Two files of one name are told apart by their folders.
+        # Files with the same name are shown with their folders.
         Run(
             path.name if names.count(path.name) == 1 else str(path),
             Record.load(path, mapped=False),

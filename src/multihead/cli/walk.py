@@ -1,24 +1,31 @@
-"""The verb `walk`: print the split of heads and a whole attention, step by step."""
+"""The command `walk`: print the split of heads and a whole attention, step by step."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from multihead.errors import ArgumentError
+from multihead.locale.texts import text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from multihead.cli.tensor_view import Notes
+    from multihead.lab.chapters import Chapter
     from multihead.lab.walk import Step, Walk
-    from multihead.lab.words import Chapter, Words
 
 INDENT = 3
-# A line by hand is read only while it is short.
-MOST_TERMS = 4
+MOST_TERMS = 4  # of a sum that is written out
+
+# The commands to try next, without --lang.
+NEXT = ("--heads 2", "--lengths 3,0", "--length 4 --model-dim 8 --heads 4 --bias none")
+AXES = ("batch", "length", "heads", "queries", "keys")  # those whose entries have names
 
 EXAMPLES = """
 \b
@@ -34,7 +41,9 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="The language to speak.")
+@click.option(
+    "--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the output."
+)
 @click.option(
     "--part",
     type=click.Choice(["all", "split", "attention"]),
@@ -49,16 +58,16 @@ Examples:
 @click.option(
     "--lengths",
     metavar="N,N,...",
-    help="Tokens of each sample that are no padding, such as 3,2.  [default: one fewer a sample]",
+    help="Tokens of each sample that are not padding, such as 3,2.  [default: one fewer per sample]",
 )
 @click.option(
     "--bias",
     type=click.Choice(["distance", "none"]),
     default="distance",
     show_default=True,
-    help="What is added to the scores.",
+    help="The term added to the scores.",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="What the projections are drawn with.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the random projections.")
 def walk(
     *,
     lang: str,
@@ -81,8 +90,6 @@ def walk(
     from rich.console import Console
 
     from multihead.lab.walk import walk as walked
-    from multihead.lab.words_en import ENGLISH
-    from multihead.lab.words_zh import CHINESE
 
     steps = walked(
         batch=batch,
@@ -93,8 +100,7 @@ def walk(
         bias=bias,
         seed=seed,
     )
-    words = {"en": ENGLISH, "zh": CHINESE}[lang]
-    _Teller(steps, words, Console(highlight=False, soft_wrap=True)).tell(part)
+    _Printer(steps, lang, Console(highlight=False, soft_wrap=True)).print(part)
 
 
 def _parsed(lengths: str) -> tuple[int, ...]:
@@ -103,17 +109,17 @@ def _parsed(lengths: str) -> tuple[int, ...]:
     except ValueError:
         raise ArgumentError(
             f"lengths is {lengths!r}, and must be whole numbers with commas between them.",
-            "Give one a sample, such as --lengths 3,2.",
+            "Give one per sample, such as --lengths 3,2.",
         ) from None
 
 
-class _Teller:
-    """Print a walk in the words of one language."""
+class _Printer:
+    """Print a walk in one language."""
 
-    def __init__(self, steps: Walk, words: Words, console: Console) -> None:
-        self.steps, self.words, self.console = steps, words, console
+    def __init__(self, steps: Walk, lang: str, console: Console) -> None:
+        self.steps, self.lang, self.console = steps, lang, console
         self.width = max(console.width, 40)
-        self.said_elided = False
+        self.explained_elision = False
         sizes = steps.sizes
         joined = [f"Z{head + 1}" for head in range(sizes.num_heads)]
         shown = joined if len(joined) <= MOST_TERMS else [*joined[:2], "…", joined[-1]]
@@ -121,34 +127,45 @@ class _Teller:
             **asdict(sizes),
             "flat": sizes.flat,
             "scale": sizes.scale,
-            "heads_of": words.heads_of(sizes.num_heads, sizes.head_dim),
+            "heads_of": self._text(
+                "heads and columns",
+                heads=self._counted("head", sizes.num_heads),
+                columns=self._counted("column", sizes.head_dim),
+            ),
             "last": steps["x"].tensor.numel() - 1,
             "smaller": steps["inputs"].code.rpartition(" ")[2],
             "joined": " | ".join(shown),
         }
 
-    def tell(self, part: str) -> None:
-        """Print the title, the chapters of one part or of both, and where to go on."""
-        from multihead.lab.words import CHAPTERS
+    def _text(self, key: str, **values: Any) -> str:
+        return text(f"walk.{key}", self.lang, **values)
 
-        self._say(self.words.title, style="bold")
-        self._say(self.words.intro.format(**self.fields))
-        told = {step.name for step in self.steps}
+    def _counted(self, noun: str, number: int) -> str:
+        return self._text(f"1 {noun}") if number == 1 else self._text(f"{noun}s", n=number)
+
+    def print(self, part: str) -> None:
+        """Print the title, the chapters of one part or of both, and the commands to try next."""
+        from multihead.lab.chapters import CHAPTERS
+
+        self._say(self._text("title"), style="bold")
+        self._say(self._text("intro", **self.fields))
+        computed = {step.name for step in self.steps}
         current = ""
-        for number, chapter in enumerate((chapter for chapter in CHAPTERS if chapter.steps[0] in told), start=1):
+        for number, chapter in enumerate((chapter for chapter in CHAPTERS if chapter.steps[0] in computed), start=1):
             if part not in ("all", chapter.part):
                 continue
             if chapter.part != current:
                 current = chapter.part
                 self._open_part(current)
-            self._tell_chapter(number, chapter)
+            self._print_chapter(number, chapter)
         self.console.print()
         self.console.rule(style="dim")
         if part != "split":
-            self._say(self.words.checked.format(difference=self.steps.sdpa_difference), style="green")
-        self._say(self.words.farewell)
-        for command in self.words.commands:
-            self._say(command, indent=INDENT)
+            self._say(self._text("checked", difference=self.steps.sdpa_difference), style="green")
+        self._say(self._text("farewell"))
+        command = "multihead walk" if self.lang == "en" else f"multihead walk --lang {self.lang}"
+        for options in NEXT:
+            self._say(f"{command} {options}", indent=INDENT)
 
     def _say(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
         from multihead.cli.tensor_view import wrap
@@ -157,36 +174,35 @@ class _Teller:
             self.console.print(" " * indent + line, style=style, markup=False)
 
     def _open_part(self, part: str) -> None:
-        passage = self.words.parts[part]
         self.console.print()
-        self.console.rule(f"[bold]{passage.title}[/bold]", align="left", style="dim")
-        self._say(passage.text.format(**self.fields))
+        self.console.rule(f"[bold]{self._text(f'part.{part}.title')}[/bold]", align="left", style="dim")
+        self._say(self._text(f"part.{part}.text", **self.fields))
 
-    def _tell_chapter(self, number: int, chapter: Chapter) -> None:
-        passage = self.words.passages[chapter.name]
+    def _print_chapter(self, number: int, chapter: Chapter) -> None:
+        title, passage = (self._text(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text"))
         self.console.print()
-        self.console.print(f"{number:>2} {passage.title.format(**self.fields)}", style="bold", markup=False)
-        self._say(passage.text.format(**self.fields), indent=INDENT)
+        self.console.print(f"{number:>2} {title}", style="bold", markup=False)
+        self._say(passage, indent=INDENT)
         for sentence in self._asides(chapter):
             self._say(sentence, indent=INDENT)
         for name in chapter.steps:
             self._show(self.steps[name])
         for line in self._by_hand(chapter.name):
-            self._say(f"{self.words.by_hand}{line}", indent=INDENT)
+            self._say(self._text("by hand") + line, indent=INDENT)
 
     def _asides(self, chapter: Chapter) -> list[str]:
-        """What is worth saying only at these sizes."""
-        sizes, words = self.steps.sizes, self.words
+        """Return the remarks that apply only at these sizes."""
+        sizes = self.steps.sizes
         if chapter.name == "by_head" and sizes.length == sizes.num_heads:
-            return [words.same_shape.format(shape=tuple(self.steps["by_head"].tensor.shape))]
+            return [self._text("same shape", shape=tuple(self.steps["by_head"].tensor.shape))]
         if chapter.name == "wrong":
             if self._nothing_to_mix():
-                return [words.unmixed]
+                return [self._text("unmixed")]
             right, wrong = (self.steps[name].tensor[0, 0] for name in ("by_head", "wrong"))
-            said = [words.mixed_compare.format(right=right.tolist(), wrong=wrong.tolist())]
-            return [*(said if right.numel() <= 2 * MOST_TERMS else []), words.mixed_legend]
+            compared = [self._text("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
+            return [*(compared if right.numel() <= 2 * MOST_TERMS else []), self._text("mixed legend")]
         if chapter.name == "weights" and 0 in sizes.lengths:
-            return [words.empty]
+            return [self._text("empty")]
         return []
 
     def _show(self, step: Step) -> None:
@@ -195,7 +211,6 @@ class _Teller:
 
         from multihead.cli.tensor_view import draw, shape_lines, wrap
 
-        words = self.words
         self.console.print()
         # Break code at an operator, not within a list of arguments.
         code = f"{step.name} = {step.code}".replace(", ", ",¤")
@@ -203,25 +218,28 @@ class _Teller:
             self.console.print(
                 " " * (2 * INDENT if number else INDENT) + line.replace("¤", " "), style="bold", markup=False
             )
-        shape, axes = shape_lines(tuple(step.tensor.shape), tuple(words.axes[axis] for axis in step.axes))
+        shape, axes = shape_lines(tuple(step.tensor.shape), tuple(self._text(f"axis.{axis}") for axis in step.axes))
         self.console.print(" " * INDENT + shape, markup=False)
         self.console.print(" " * INDENT + axes, markup=False)
+        entries: dict[str, Callable[[int], str]] = {axis: partial(self._entry, axis) for axis in AXES}
+        if step.name in ("z", "concat"):
+            entries["heads"] = lambda head: self._text("entry.result", n=head, number=head + 1)
         drawing = draw(
             step,
             num_heads=self.steps.sizes.num_heads,
-            entries=words.entries,
+            entries=entries,
             width=self.width - INDENT,
             notes=self._mixed() if step.name == "wrong" and not self._nothing_to_mix() else None,
-            head_label=f"Z{{1}} {words.entries['heads'].replace('{}', '{0}')}"
-            if step.name in ("z", "concat")
-            else None,
         )
         for row in drawing.lines:
             self.console.print(Text(" " * INDENT).append_text(row))
         if drawing.elided:
-            sentence = words.elided_again if self.said_elided else words.elided
-            self._say(sentence.format(count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
-            self.said_elided = True
+            key = "elided again" if self.explained_elision else "elided"
+            self._say(self._text(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
+            self.explained_elision = True
+
+    def _entry(self, axis: str, index: int) -> str:
+        return self._text(f"entry.{axis}", n=index)
 
     def _nothing_to_mix(self) -> bool:
         return 1 in (self.steps.sizes.length, self.steps.sizes.num_heads)
@@ -247,22 +265,22 @@ class _Teller:
         def written(name: str, *index: int) -> str:
             return numbers(steps[name].tensor)(steps[name].tensor[index].item())
 
-        query, key = (self.words.entries[axis] for axis in ("queries", "keys"))
+        query, key = (partial(self._entry, axis) for axis in ("queries", "keys"))
         if chapter == "scores" and sizes.head_dim <= MOST_TERMS:
             terms = [
                 f"{written('q_heads', 0, last, column)} x {written('k_heads', 0, 0, column)}"
                 for column in range(sizes.head_dim)
             ]
-            where = f"[0] {query.format(last)}, {key.format(0)}"
+            where = f"[0] {query(last)}, {key(0)}"
             return [f"{where}: {' + '.join(terms)} = {written('scores', 0, last, 0)}"]
         if chapter == "weights" and sizes.length <= MOST_TERMS and sizes.lengths[-1] > 0:
             powers = [f"e^{written('masked', block, 0, entry)}" for entry in range(sizes.length)]
-            where = f"[{block}] {query.format(0)}, {key.format(0)}"
+            where = f"[{block}] {query(0)}, {key(0)}"
             return [f"{where}: {powers[0]} / ({' + '.join(powers)}) = {written('weights', block, 0, 0)}"]
         if chapter == "z" and sizes.length <= MOST_TERMS:
             terms = [
                 f"{written('weights', block, 0, entry)} x {written('v_heads', block, entry, 0)}"
                 for entry in range(sizes.length)
             ]
-            return [f"[{block}] {query.format(0)}: {' + '.join(terms)} = {written('z', block, 0, 0)}"]
+            return [f"[{block}] {query(0)}: {' + '.join(terms)} = {written('z', block, 0, 0)}"]
         return []

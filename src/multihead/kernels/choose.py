@@ -11,14 +11,14 @@ from multihead.call import Attended, AttentionRequest, Work
 from multihead.errors import ArgumentError
 from multihead.kernels import (
     flex,
-    flops,  # noqa: F401 - PyTorch's counter finds the formulas registered
+    flops,  # noqa: F401 - the import registers the formulas for PyTorch's counter
     reference,
     sdpa,
 )
 from multihead.kernels.native import (
     kernel,
     library,
-    operator,  # noqa: F401 - a graph finds the operator registered
+    operator,  # noqa: F401 - the import registers the operator for graphs
 )
 from multihead.kernels.native_vs_sdpa import slower
 from multihead.kernels.slow_paths import refuse_if_strict

@@ -38,7 +38,7 @@ def backward_flops(
     return 2 * _cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-# PyTorch counts its fused kernels of other devices, and not those that kernel "sdpa" calls.
+# PyTorch counts its fused kernels of other devices, but not those that the kernel "sdpa" calls.
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 for _operator, _formula in ((_fused, sdpa_flop), (_fused_backward, sdpa_backward_flop)):
@@ -52,8 +52,8 @@ def _cells(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, seen: Tensor | Non
         q: (batch, heads, queries, head_dim).
         k: (batch, kv_heads, keys, head_dim).
         start: (batch or 1, queries), the first key that a query may see.
-        stop: (batch or 1, queries), the key after the last one.
-        seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, what may be seen of these keys, or None for all.
+        stop: (batch or 1, queries), one past the last one.
+        seen: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible; None = all.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     if traced() or any(tensor is not None and type(tensor) is not Tensor for tensor in (start, stop, seen)):

@@ -13,17 +13,17 @@ from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.tracing import readable
 
-ROWS = 256  # queries looked at in one step where cells must be read: the memory stays O(keys)
+ROWS = 256  # queries per step where cells must be read: the memory stays O(keys)
 
 
 def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[AttentionRequest, Tensor | None]:
-    """Put zeros for what is not finite, and name the queries that were meant to see it.
+    """Replace non-finite entries by zero and return the query rows that must become NaN.
 
     0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward.
-    A sum tells at the price of reading the tensors once that there is nothing to do, which is the usual case; where
-    values cannot be read, everything is done as if there were.
+    Usually a sum, which reads the tensors once, shows that all entries are finite; where values cannot be read,
+    entries are replaced in any case.
 
-    Returns: the request, cleaned where needed, and (batch, heads, queries) bool, the rows that are NaN, or None.
+    Returns: the request, with finite entries, and (batch, heads, queries) bool, the rows that become NaN, or None.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()
@@ -50,7 +50,7 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
 
 
 def restore_nan(attended: Attended, rows: Tensor) -> Attended:
-    """Make the named rows NaN: (batch, heads, queries) bool. Adding leaves the gradient's path as it was."""
+    """Make rows NaN, (batch, heads, queries) bool, by an addition, so that the gradient is the same."""
     nan = torch.zeros_like(attended.logsumexp).masked_fill(rows, torch.nan)
     return replace(
         attended,
@@ -60,13 +60,13 @@ def restore_nan(attended: Attended, rows: Tensor) -> Attended:
 
 
 def _sees(request: AttentionRequest, bounds: KeyBounds, bad_keys: Tensor, bad_bias: Bias | None) -> Tensor:
-    """Tell which queries see a bad key or a bad bias: (batch, heads, queries)."""
+    """Return which queries see a non-finite key or bias: (batch, heads, queries) bool."""
     shape = request.shape
     if bounds.remainder is None and request.bias is None:
         counts = torch.nn.functional.pad(bad_keys.long().cumsum(-1), (1, 0))  # (batch, heads, keys + 1)
         size = (shape.batch, shape.num_heads, shape.query_length)
-        before, behind = (edge[:, None].expand(size) for edge in (bounds.start, bounds.stop))
-        return counts.gather(2, behind) > counts.gather(2, before)
+        start, stop = (edge[:, None].expand(size) for edge in (bounds.start, bounds.stop))
+        return counts.gather(2, stop) > counts.gather(2, start)
     found = []
     for first in range(0, shape.query_length, ROWS):
         rows = slice(first, first + ROWS)

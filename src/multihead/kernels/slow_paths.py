@@ -1,4 +1,4 @@
-"""Refuse slow paths where somebody asked for that, and say when one is taken."""
+"""Raise (under strict()) or warn when a call falls back to a slow path."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _strict: ContextVar[bool] = ContextVar("strict", default=False)
 def strict() -> Iterator[None]:
     """Raise in this context instead of taking a slow path: the reference kernel, which holds queries x keys.
 
-    A call that names its kernel is obeyed. Inside torch.compile it holds while the graph is made.
+    A call that names its kernel runs it. Inside torch.compile the context counts while the graph is made.
 
     Raises:
-        SlowPathError: from the call that would be slow, with each faster kernel's reason.
+        SlowPathError: a call would be slow; the error lists why each faster kernel refuses.
 
     >>> import torch, multihead as mh
     >>> q = torch.randn(1, 2, 4, 8, dtype=torch.float64)
@@ -37,14 +37,14 @@ def strict() -> Iterator[None]:
         _strict.reset(token)
 
 
-@constant_in_graphs  # a compiler cannot trace a ContextVar; what holds while a graph is made holds for the graph
+@constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time holds for the graph
 def refuse_if_strict(finding: str, mend: str) -> None:
-    """Refuse a slow path in a strict context."""
+    """Raise in a strict context."""
     if _strict.get():
         raise SlowPathError(finding, mend)
 
 
 def warn_of_slow_path(finding: str, mend: str) -> None:
-    """Refuse a slow path in a strict context, and warn of it elsewhere."""
+    """Raise in a strict context, and warn elsewhere."""
     refuse_if_strict(finding, mend)
     warnings.warn(f"{finding} {mend}", SlowPathWarning, stacklevel=2)

@@ -14,12 +14,12 @@ from multihead.lab.run import Answers
 from multihead.lab.tasks import ROWS
 from multihead.lab.text import Phrases, language
 from multihead.lab.training import Experiment
-from multihead.viewer.page import allowed, json_in_script, static, template, version
+from multihead.viewer.page import allowed, json_in_script, script, static, template, version
 
 __all__ = ["page", "write_page"]
 
 _IN_SCRIPT = (
-    "head", "heads", "choose heads", "layer head", "only head", "step", "at the end", "point", "hidden", "scale",
+    "1 head", "heads", "choose heads", "layer head", "only head", "step", "at the end", "point", "hidden", "scale",
     "value lookup", "value induction",
 )  # fmt: skip
 
@@ -42,19 +42,20 @@ def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "e
 
 
 def page(answers: Answers, *, lang: str = "en") -> str:
-    """Make the page: one HTML file with its style, its script and its data, that asks nothing of the network."""
+    """Make the page: one HTML file with its style, its script and its data, that makes no network requests."""
     phrases = language(lang)
-    script = static(__package__, "lab.js")
-    return template(__package__, "lab.html").render(
+    source = script("lab/static/lab.js")
+    return template("lab/static/lab.html").render(
         lang=lang,
         words=phrases.words,
         quick=answers.quick,
         facts=_facts(answers, phrases),
         chapters=tell(answers, phrases),
         foot=phrases.say("foot", version=version(), seed=answers.seed),
-        style=Markup(static(__package__, "lab.css")),
-        script=Markup(script),
-        script_hash=allowed(script),
+        style=Markup(static("lab/static/lab.css")),
+        script=Markup(source),
+        script_hash=allowed(source),
+        texts=Markup(json_in_script(_texts_of_script(phrases))),
         data=Markup(json_in_script(_data(answers, phrases))),
     )
 
@@ -62,19 +63,22 @@ def page(answers: Answers, *, lang: str = "en") -> str:
 def _facts(answers: Answers, phrases: Phrases) -> list[tuple[str, str]]:
     experiments = [*answers.experiments, *([answers.copies] if answers.copies is not None else [])]
     trained = sum(len(experiment.trainings) for experiment in experiments)
-    facts = [(phrases.say("fact models"), str(trained))] if trained else []
+    facts = [(phrases.say("fact.models"), str(trained))] if trained else []
     return [
         *facts,
-        (phrases.say("fact seeds"), str(answers.seeds)),
-        (phrases.say("fact time"), phrases.say("seconds", n=f"{answers.seconds:.0f}")),
-        (phrases.say("fact torch"), answers.torch_version),
+        (phrases.say("fact.seeds"), str(answers.seeds)),
+        (phrases.say("fact.time"), phrases.say("seconds", n=f"{answers.seconds:.0f}")),
+        (phrases.say("fact.torch"), answers.torch_version),
     ]
 
 
 def _data(answers: Answers, phrases: Phrases) -> dict[str, Any]:
-    """Gather what the script draws: the heads of the first seed at some moments, and its words."""
-    words = {key: text for key, text in phrases.words.items() if key in _IN_SCRIPT or key.startswith("measure ")}
-    return {"words": words, "tasks": [_drawn(experiment, answers, phrases) for experiment in answers.experiments]}
+    """Return what the script draws: the heads of the first seed at some steps of training."""
+    return {"tasks": [_drawn(experiment, answers, phrases) for experiment in answers.experiments]}
+
+
+def _texts_of_script(phrases: Phrases) -> dict[str, str]:
+    return {key: text for key, text in phrases.words.items() if key in _IN_SCRIPT or key.startswith("measure.")}
 
 
 def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[str, Any]:
@@ -100,8 +104,8 @@ def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[s
         ]
         courses.append({"heads": num_heads, "moments": moments})
     if experiment.task == "induction":
-        note = phrases.say("looks induction", seed=answers.seed)
+        note = phrases.say("looks.induction", seed=answers.seed)
     else:
-        second = phrases.say("looks lookup second") if experiment.task == "two" else ""
-        note = phrases.say("looks lookup", rows=ROWS, second=second, seed=answers.seed)
+        second = phrases.say("looks.lookup second") if experiment.task == "two" else ""
+        note = phrases.say("looks.lookup", rows=ROWS, second=second, seed=answers.seed)
     return {"name": experiment.task, "note": note, "courses": courses}

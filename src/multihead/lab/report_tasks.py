@@ -35,11 +35,11 @@ def told_experiment(experiment: Experiment, answers: Answers, phrases: Phrases) 
     looks, tables = told(experiment, phrases)
     return Chapter(
         name=name,
-        title=say(f"{name} title"),
+        title=say(f"{name}.title"),
         answer=_verdict(experiment, phrases),
-        text=(say("two task" if name == "two" else f"{name} task", facts=facts), settings),
+        text=(say(f"{name}.task", facts=facts), settings),
         tables=(_results(experiment, phrases),),
-        chart=(_course(experiment, phrases), say("course caption")),
+        chart=(_course(experiment, phrases), say("course.caption")),
         task=name,
         looks=looks,
         looks_tables=tables,
@@ -47,7 +47,7 @@ def told_experiment(experiment: Experiment, answers: Answers, phrases: Phrases) 
 
 
 def told_copies(copies: Experiment, experiments: Sequence[Experiment], phrases: Phrases) -> Chapter:
-    """Tell how two heads fare that start alike, beside two that do not."""
+    """Compare two heads that start as copies with two that do not."""
     say = phrases.say
     drawn = [each for one in experiments if one.task == copies.task for each in one.of(2)]
     groups = [("drawn", drawn), ("copied", list(copies.trainings))]
@@ -59,27 +59,29 @@ def told_copies(copies: Experiment, experiments: Sequence[Experiment], phrases: 
         before, after = (
             Spread.of([getattr(each, side) for each in trainings]) for side in ("apart_before", "apart_after")
         )
-        rows.append((say(name), phrases.number(before, 2), phrases.number(after, 2), phrases.spread(right[name])))
+        rows.append(
+            (say(f"start.{name}"), phrases.number(before, 2), phrases.number(after, 2), phrases.spread(right[name]))
+        )
     apart = max(each.apart_after for each in copies.trainings)
     shares = {name: phrases.spread(share) for name, share in right.items()}
-    key = "copies answer" if apart == 0 else "copies answer other"
-    columns = (say("start"), say("apart before"), say("apart after"), say("right"))
+    key = "copies.answer" if apart == 0 else "copies.answer other"
+    columns = (say("start.column"), say("apart before"), say("apart after"), say("right"))
     return Chapter(
         "copies",
-        say("copies title"),
+        say("copies.title"),
         say(key, apart=f"{apart:.2g}", copied=shares["copied"], drawn=shares.get("drawn", "–")),
-        (say("copies text"), *([say("copies equal")] if apart == 0 else [])),
-        (Table(say("copies caption"), columns, tuple(rows)),),
+        (say("copies.text"), *([say("copies.equal")] if apart == 0 else [])),
+        (Table(say("copies.caption"), columns, tuple(rows)),),
     )
 
 
 def _verdict(experiment: Experiment, phrases: Phrases) -> str:
-    """Say who was best, and from whom that can be told apart."""
+    """Name the best number of heads, and those that differ from it by more than the spread."""
     say, verdict = phrases.say, experiment.verdict()
     found = {summary.num_heads: summary.right for summary in experiment.summaries()}
     best, share = phrases.heads(verdict.best), phrases.spread(found[verdict.best])
     if len(found) == 1:
-        return say("verdict alone", best=best, share=share)
+        return say("verdict.alone", best=best, share=share)
 
     def listed(heads: Sequence[int]) -> str:
         return phrases.listed(
@@ -90,11 +92,11 @@ def _verdict(experiment: Experiment, phrases: Phrases) -> str:
     if not verdict.behind:
         worst = min(found, key=lambda each: found[each].mean)
         low = phrases.spread(found[worst])
-        level = say("verdict level all", best=best, share=share, worst=phrases.heads(worst), low=low)
+        level = say("verdict.level all", best=best, share=share, worst=phrases.heads(worst), low=low)
         return phrases.joined([single, level])
-    sentences = [single, say("verdict apart", best=best, share=share, behind=listed(verdict.behind))]
+    sentences = [single, say("verdict.apart", best=best, share=share, behind=listed(verdict.behind))]
     if verdict.level:
-        sentences.append(say("verdict level some", level=listed(verdict.level)))
+        sentences.append(say("verdict.level some", level=listed(verdict.level)))
     return phrases.joined(sentences)
 
 
@@ -103,7 +105,7 @@ def _of_one_head(experiment: Experiment, phrases: Phrases) -> str:
     if 1 not in experiment.heads:
         return ""
     behind = 1 in experiment.verdict().behind
-    return phrases.say(f"{experiment.task} {'behind' if behind else 'level'}")
+    return phrases.say(f"{experiment.task}.{'behind' if behind else 'level'}")
 
 
 def _results(experiment: Experiment, phrases: Phrases) -> Table:
@@ -119,8 +121,8 @@ def _results(experiment: Experiment, phrases: Phrases) -> Table:
         )
         for summary in experiment.summaries()
     )
-    columns = tuple(say(key) for key in ("pair", "right", "worst seed", "best seed", "learned", "learned at"))
-    return Table(say("result caption", tested=TESTED), columns, rows)
+    columns = tuple(say(key) for key in ("heads column", "right", "worst seed", "best seed", "learned", "learned at"))
+    return Table(say("result.caption", tested=TESTED), columns, rows)
 
 
 def _course(experiment: Experiment, phrases: Phrases) -> str:
@@ -142,7 +144,7 @@ def _course(experiment: Experiment, phrases: Phrases) -> str:
     ticks = sorted({round(experiment.steps * part / 4) for part in range(5)})
     return chart(
         curves,
-        label=phrases.say("course label"),
+        label=phrases.say("course.label"),
         x_label=phrases.say("steps axis"),
         x_ticks=ticks,
         level=(experiment.chance, phrases.say("guess")),
@@ -150,7 +152,7 @@ def _course(experiment: Experiment, phrases: Phrases) -> str:
 
 
 def _told_lookup(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
-    """Count the heads that look at each thing asked for, and the seeds in which two share two."""
+    """Count the heads that attend to each name asked for, and the seeds in which two heads share two names."""
     say, two = phrases.say, experiment.task == "two"
     asked = ("first asked", "second asked") if two else ("first asked",)
     rows, items = [], []
@@ -163,11 +165,11 @@ def _told_lookup(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, .
         rows.append((phrases.heads(num_heads), *cells, phrases.number(Spread.of(entropy), 2)))
         shared = sum(all(each) for each in zip(*counts, strict=True))
         if two and num_heads > 1:
-            items.append(say("looks two item", heads=phrases.heads(num_heads), yes=shared, of=len(trainings)))
+            items.append(say("looks.two item", heads=phrases.heads(num_heads), yes=shared, of=len(trainings)))
     named = ("on first", "on second", "on neither") if two else ("on asked", "not on it")
-    columns = (say("pair"), *(say(key) for key in named), say("entropy"))
-    sentences = (say("looks two", list=phrases.listed(items)),) if items else ()
-    return sentences, (Table(say("looks caption lookup"), columns, tuple(rows)),)
+    columns = (say("heads column"), *(say(key) for key in named), say("entropy"))
+    sentences = (say("looks.two", list=phrases.listed(items)),) if items else ()
+    return sentences, (Table(say("looks.caption lookup"), columns, tuple(rows)),)
 
 
 def _told_induction(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
@@ -186,11 +188,11 @@ def _told_induction(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str
                 phrases.number(Spread.of(many)),
             )
         )
-    columns = (say("pair"), say("strongest previous"), say("strongest induction"), say("many induction"))
+    columns = (say("heads column"), say("strongest previous"), say("strongest induction"), say("many induction"))
     able = [training for training in experiment.trainings if training.right >= REACHED]
     without = sum(not _has_induction_head(training) for training in able)
-    sentences = (say("looks induction count", of=len(able), without=without),) if without else ()
-    return sentences, (Table(say("looks caption induction"), columns, tuple(rows)),)
+    sentences = (say("looks.induction count", of=len(able), without=without),) if without else ()
+    return sentences, (Table(say("looks.caption induction"), columns, tuple(rows)),)
 
 
 def _has_induction_head(training: Training) -> bool:

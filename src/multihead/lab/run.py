@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Answers:
-    """What the lab found out; a part that was not asked for is None or empty.
+    """The results of the lab; a part that did not run is None or empty.
 
     Attributes:
         parameters: what the number of heads changes in a layer.
@@ -83,7 +83,7 @@ def answer(
         raise ArgumentError(f"The number of seeds is {seeds}.", "Give at least 1.")
     if seed < 0:
         raise ArgumentError(f"seed is {seed}.", "Give 0 or more.")
-    if "tasks" in parts:  # said now, and not after a minute of other work
+    if "tasks" in parts:  # rejected now, not after a minute of other work
         for name in TAUGHT:
             for num_heads in heads:
                 head_dim_of(task_named(name).embed_dim, num_heads)

@@ -1,4 +1,4 @@
-"""The tasks of the lab: what is asked, the small model that learns it, and what its heads look at."""
+"""The tasks of the lab: their questions, the small model that learns them, and what its heads attend to."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Lookup:
 
     @property
     def chance(self) -> float:
-        """Share of right answers of a blind guess: every value asked for must be right."""
+        """Share of correct answers of random guessing: every value of a question must be correct."""
         return float((1 / self.values) ** self.asked)
 
     def build(self, num_heads: int) -> nn.Module:
@@ -128,7 +128,7 @@ class Lookup:
         return _LookupModel(self, num_heads)
 
     def draw(self, samples: int, generator: torch.Generator) -> Batch:
-        """Draw facts with different names, and ask for some of them."""
+        """Draw facts with different names, and questions about some of them."""
         names = torch.rand(samples, self.names, generator=generator).argsort(1)[:, : self.facts]
         values = torch.randint(self.values, (samples, self.facts), generator=generator)
         targets = torch.rand(samples, self.facts, generator=generator).argsort(1)[:, : self.asked]
@@ -139,7 +139,7 @@ class Lookup:
         return float((logits.argmax(-1) == batch.answers).all(1).double().mean())
 
     def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
-        """Put what is asked first, and say how much of each head's weight lies on it."""
+        """Sort the facts asked for first, and measure the share of each head's weight on them."""
         maps, means = _watched(model, batch)
         (weights,), (entropy,) = maps, means["entropy"]
         weights = weights[:, :, 0]  # (batch, heads, facts): the question is the only query

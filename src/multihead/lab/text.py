@@ -1,16 +1,14 @@
-"""Fill the lab's sentences with numbers, in one of two languages."""
+"""Fill the lab's texts with numbers, in one of two languages."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
-from multihead.errors import ArgumentError
 from multihead.lab.matching import Spread
+from multihead.locale.texts import section
 
 __all__ = ["NBSP", "Chapter", "Phrases", "Table", "language", "percent", "shape", "small"]
 
@@ -31,15 +29,15 @@ class Chapter:
     """One question and its answer.
 
     Attributes:
-        name: what the page's links call it.
+        name: its anchor on the page.
         title: the question.
-        answer: the answer in a sentence or two, made of what was measured.
-        text: what there is to know beside it.
+        answer: the answer in a sentence or two, with the measured numbers.
+        text: paragraphs that explain the answer.
         tables: the numbers.
         chart: a drawing as SVG with its caption, or None.
         task: the task whose heads' pictures belong here, or "".
-        looks: what there is to say about these.
-        looks_tables: and their numbers.
+        looks: paragraphs about these pictures.
+        looks_tables: their numbers.
     """
 
     name: str
@@ -55,27 +53,27 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Phrases:
-    """The words of one language.
+    """The lab's texts in one language.
 
     Attributes:
         lang: "en" or "zh".
-        words: sentence by its key, with {holes}.
+        words: text by its key, with {placeholders}.
     """
 
     lang: str
-    words: dict[str, str]
+    words: Mapping[str, str]
 
-    def say(self, key: str, **given: Any) -> str:
-        """Fill the holes of a sentence."""
-        return self.words[key].format(**given)
+    def say(self, key: str, **values: Any) -> str:
+        """Return a text with its placeholders filled in."""
+        return self.words[key].format(**values)
 
     def heads(self, number: int) -> str:
-        """Say a number of heads.
+        """Write a number of heads.
 
         >>> language("en").heads(2).replace(NBSP, " ")
         '2 heads'
         """
-        return self.words["head"] if number == 1 else self.say("heads", n=number)
+        return self.words["1 head"] if number == 1 else self.say("heads", n=number)
 
     def listed(self, items: Iterable[str], last: str = "and") -> str:
         """Join items: "1, 2 or 4".
@@ -84,25 +82,25 @@ class Phrases:
         '1, 2 or 4'
         """
         *before, final = items
-        return self.words["comma"].join(before) + self.words[last] + final if before else final
+        return self.words["join.comma"].join(before) + self.words[f"join.{last}"] + final if before else final
 
     def joined(self, sentences: Iterable[str]) -> str:
-        """Set sentences behind each other."""
-        return self.words["sentence gap"].join(sentence for sentence in sentences if sentence)
+        """Join sentences into a paragraph."""
+        return self.words["join.sentences"].join(sentence for sentence in sentences if sentence)
 
     def spread(self, value: Spread) -> str:
-        """Say a share and its spread over seeds in percent.
+        """Write a share and its spread over seeds in percent.
 
         >>> language("en").spread(Spread(0.5, 0.01)).replace(NBSP, " ")
         '50.0 ± 1.0 %'
         """
         mean, deviation = f"{100 * value.mean:.1f}", f"{100 * value.deviation:.1f}{NBSP}%"
-        return self.say("share", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
+        return self.say("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
     def number(self, value: Spread, digits: int = 1) -> str:
-        """Say a number and its spread over seeds."""
-        given = self.say("share", mean=f"{value.mean:.{digits}f}", deviation=f"{value.deviation:.{digits}f}")
-        return given.replace(" ± ", f"{NBSP}±{NBSP}")
+        """Write a number and its spread over seeds."""
+        mean, deviation = f"{value.mean:.{digits}f}", f"{value.deviation:.{digits}f}"
+        return self.say("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -134,12 +132,9 @@ def shape(sizes: Sequence[int]) -> str:
 
 @cache
 def language(lang: str) -> Phrases:
-    """Read the words of a language.
+    """Return the lab's texts in a language.
 
     Raises:
-        ArgumentError: the lab does not speak it.
+        ArgumentError: there are no texts in this language.
     """
-    words = json.loads((resources.files("multihead.lab") / "static" / "words.json").read_text("utf-8"))
-    if lang not in words:
-        raise ArgumentError(f'lang is "{lang}", and the lab speaks "en" or "zh".', 'Give "en" or "zh".')
-    return Phrases(lang, words[lang])
+    return Phrases(lang, section(lang, "common", "lab"))

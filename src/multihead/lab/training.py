@@ -23,7 +23,7 @@ __all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "c
 Progress = Callable[[int, int], None]
 Start = Literal["drawn", "copied"]
 
-POINTS = 20  # of a learning curve, beside its start
+POINTS = 20  # of a learning curve, besides its start
 TESTED = 500  # questions a point
 WATCHED = 64  # questions that the heads are watched on
 REACHED = 0.9  # share of right answers that counts as learned
@@ -97,7 +97,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which number of heads was best, and from which it can be told apart.
+    """The best number of heads, and those that differ from it by more than the spread.
 
     Two are told apart where their means differ by more than both standard deviations together.
 
@@ -154,7 +154,7 @@ class Experiment:
         return tuple(found)
 
     def verdict(self) -> Verdict:
-        """Say which number of heads was best at the end, and from which others it can be told apart."""
+        """Return which number of heads was best at the end, and which others differ by more than the spread."""
         found = {summary.num_heads: summary.right for summary in self.summaries()}
         best = max(found, key=lambda num_heads: found[num_heads].mean)
         others = [num_heads for num_heads in found if num_heads != best]

@@ -29,7 +29,7 @@ class Sizes:
         batch, length, model_dim, num_heads: as given; length and model_dim are in tokens and
             columns.
         head_dim: columns of one head, ``model_dim / num_heads``.
-        lengths: the tokens of each sample that are no padding, (batch,).
+        lengths: the tokens of each sample that are not padding, (batch,).
         seed: what the projections are drawn with.
     """
 
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return 1 / math.sqrt(self.head_dim)
 
     @property
@@ -60,7 +60,7 @@ class Step:
         part: the part of the walk it belongs to.
         name: what the code of later steps calls it.
         code: the line that made it; ``seeded`` stands for the walk's random generator.
-        axes: one name an axis.
+        axes: one name per axis.
         tensor: the values.
         head_axis: the axis along which heads lie, or None where heads are mixed.
         heads: the head of each entry along ``head_axis``.
@@ -122,7 +122,7 @@ def walk(
         length: tokens of each sample, padding included, at least 1.
         model_dim: columns of the input, at least 1.
         num_heads: heads, at least 1; they must divide ``model_dim``.
-        lengths: the tokens of each sample that are no padding, from 0 to ``length``, (batch,);
+        lengths: the tokens of each sample that are not padding, from 0 to ``length``, (batch,);
             by default each sample is one token shorter than the one before.
         bias: what is added to the scaled scores: ``"distance"`` takes 1/2, 1/4, 1/8, ... off a
             token of distance in head 0, 1, 2, ... (in the manner of ALiBi, arXiv:2108.12409), ``"none"``
@@ -184,7 +184,7 @@ def _checked(
         raise ArgumentError(
             f"lengths has {len(lengths)} {'entry' if len(lengths) == 1 else 'entries'}, and the "
             f"batch has {batch} {'sample' if batch == 1 else 'samples'}.",
-            f"Give {batch} {'length' if batch == 1 else 'lengths'}, one a sample.",
+            f"Give {batch} {'length' if batch == 1 else 'lengths'}, one per sample.",
         )
     for sample, given in enumerate(lengths):
         if not 0 <= given <= length:
@@ -242,7 +242,7 @@ def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
     m, h = sizes.model_dim, sizes.num_heads
     per_column = tuple(column // sizes.head_dim for column in range(m))
     columns = ("batch", "length", "model_dim")
-    # Powers of ten keep the decimals few, and the scores near 1, where softmax says the most.
+    # Powers of ten keep the decimals few, and the scores near 1, where softmax varies the most.
     smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
     finer = 10 if m <= 16 else 100 if m <= 1600 else 1000
     inputs = x.double() / smaller

@@ -243,31 +243,29 @@ class MultiHeadAttention(nn.Module):
             x, memory, values, padding, batched = self._inputs(x, memory, values, *given)
             within = memory is x  # self-attention
             cached = None if cache is None or within else cache.memory  # keys and values of an earlier call
+            fresh = cached is None
+            plain = within and cache is None and query_start is None
             modules: Any = self._modules  # reading it directly saves 0.5 us per module over nn.Module.__getattr__
 
             q = modules["q_proj"](x)  # (batch, queries, heads * head_dim)
             k = modules["k_proj"](memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
             v = modules["v_proj"](values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
             if padding is not NO_PADDING:
-                q, k, v = padding.place(x, q, memory, k, v, cached=cached is not None)
+                q, k, v = padding.place(x, q, memory, k, v, fresh=fresh)
             part: MultiHeadAttention | LayerPart = self
-            if not self._holds_all_heads(q, k, v, cached=cached is not None):  # other processes hold the others
-                part, k, v, mask, bias, head_gates = local_part(
-                    self, q, k, v, mask, bias, head_gates, cached=cached is not None
-                )
+            if not self._holds_all_heads(q, k, v, fresh=fresh):  # other processes hold the others
+                part, k, v, mask, bias, head_gates = local_part(self, q, k, v, mask, bias, head_gates, fresh=fresh)
 
             q = _split(q, part.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
-            if cached is None:
+            if fresh:
                 k = _split(k, part.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
                 v = _split(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
             if part.qk_norm is not None:
-                q, k = normalise(part.qk_norm, q, k, cached=cached is not None)
-            start: int | Tensor = 0
-            if query_start is not None or cache is not None or not within:
-                start = self._first_position(query_start, cache, mask, q, k, within=within)
+                q, k = normalise(part.qk_norm, q, k, fresh=fresh)
+            start = 0 if plain else self._first_position(query_start, cache, mask, q, k, within=within)
             if self.rotary is not None:
                 same = padding.documents is not None or (within and cache is not None)
-                q, k = rotate(self.rotary, q, k, start, padding.positions, same=same, cached=cached is not None)
+                q, k = rotate(self.rotary, q, k, start, padding.positions, same=same, fresh=fresh)
             if cache is None:
                 mask = padding.hide(mask)
             else:
@@ -342,13 +340,13 @@ class MultiHeadAttention(nn.Module):
             padding = Padding.of_packed(packing, together=together)
         return *padding.drop(x, memory, values), padding, batched
 
-    def _holds_all_heads(self, q: Tensor, k: Tensor, v: Tensor, *, cached: bool) -> bool:
+    def _holds_all_heads(self, q: Tensor, k: Tensor, v: Tensor, *, fresh: bool) -> bool:
         """Whether the projections (batch, length, width) of this process hold all heads of the layer."""
         return (
             type(q) is Tensor
             and q.shape[2] == self.num_heads * self.head_dim
-            and (cached or k.shape[2] == self.num_kv_heads * self.head_dim)
-            and (cached or v.shape[2] == self.num_kv_heads * self.value_head_dim)
+            and (not fresh or k.shape[2] == self.num_kv_heads * self.head_dim)
+            and (not fresh or v.shape[2] == self.num_kv_heads * self.value_head_dim)
         )
 
     def _first_position(
@@ -426,7 +424,7 @@ class MultiHeadAttention(nn.Module):
         >>> print(layer.explain(torch.zeros(2, 100, 32), lengths=(100, 20)))
         kernel   native
         skipped  ...% of the score matrix; its intervals hide 27.8%
-        memory   about ... beside q, k and v
+        memory   about ... besides q, k and v
         """
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters

@@ -32,16 +32,14 @@ def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int)
 
 
 def normalise(
-    norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *, cached: bool
+    norms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, *, fresh: bool
 ) -> tuple[Tensor, Tensor]:
-    """Normalise queries (batch, heads, queries, head_dim) and keys; keys from a cache are normalised already."""
-    if cached:
-        return norms(q, k[:, :, :0])[0], k
-    return norms(q, k)
+    """Normalise queries (batch, heads, queries, head_dim), and keys unless a cache holds them normalised."""
+    return norms(q, k) if fresh else (norms(q, k[:, :, :0])[0], k)
 
 
 def rotate(
-    rotary: Rotary, q: Tensor, k: Tensor, start: int | Tensor, positions: Tensor | None, *, same: bool, cached: bool
+    rotary: Rotary, q: Tensor, k: Tensor, start: int | Tensor, positions: Tensor | None, *, same: bool, fresh: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions.
 
@@ -52,7 +50,7 @@ def rotate(
         start: position of the first query.
         positions: (1, tokens), of each query, where packed samples have positions of their own.
         same: whether query i and key i have the same position; else the first key has position 0.
-        cached: whether the keys come from a cache and are rotated already.
+        fresh: whether this call projected the keys; those of a cache are rotated already.
     """
     if positions is None:
         positions_of_queries = start
@@ -60,7 +58,7 @@ def rotate(
             positions_of_queries = start[:, None] + torch.arange(q.shape[2], device=start.device)  # (batch, queries)
     else:
         positions_of_queries = positions
-    if cached:
+    if not fresh:
         return rotary.rotate(q, positions_of_queries), k
     if same or (isinstance(positions_of_queries, int) and positions_of_queries == 0):
         return rotary.rotate_both(q, k, positions_of_queries)

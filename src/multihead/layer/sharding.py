@@ -216,7 +216,7 @@ def local_part(
     bias: Bias | None,
     head_gates: Tensor | None,
     *,
-    cached: bool,
+    fresh: bool,
 ) -> tuple[L | LayerPart, Tensor, Tensor, Mask, Bias | None, Tensor | None]:
     """Slice everything that belongs to single heads to the heads that this process computes.
 
@@ -228,14 +228,14 @@ def local_part(
         mask: the mask of all heads.
         bias: the bias of all heads, or None.
         head_gates: the gates of all heads, or None.
-        cached: whether a cache holds k and v, those of this process alone.
+        fresh: whether this call projected k and v; a cache holds those of this process alone.
 
     Returns: the part of the layer, keys, values, mask, bias and gates; all as they are where all heads are here.
     """
-    local = local_heads(layer, q) if cached else local_heads(layer, q, k, v)
+    local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
     if local is None:
         return layer, k, v, mask, bias, head_gates
-    if not cached:
+    if fresh:
         k = local.of_keys(k, layer.num_kv_heads, layer.head_dim)
         v = local.of_keys(v, layer.num_kv_heads, layer.value_head_dim)
     bias = None if bias is None else local.of_bias(bias, "bias")

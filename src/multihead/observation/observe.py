@@ -17,7 +17,7 @@ from multihead.hooks.inputs import noticed
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
-from multihead.probes.catalogue import DEFAULT
+from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, resolved
@@ -81,7 +81,10 @@ def observe(
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
     layer_filter = LayerFilter.of(layers)
     layer_filter.refuse_unless_modules(list(names.values()))
-    record = Record(title=type(root).__name__)
+    record = Record(
+        title=type(root).__name__,
+        statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
+    )
     with ExitStack() as stack:
         stack.enter_context(huggingface.installed(root))
         if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls

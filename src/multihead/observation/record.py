@@ -13,6 +13,8 @@ from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError
 from multihead.escaping import visible
 from multihead.optional import require
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
 from multihead.record import loading, notebook, saving
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
@@ -35,6 +37,7 @@ class Record:
         title: what was watched, such as the name of the model's class.
         id: a random name that it keeps when it is saved.
         calls: of each call that ran its sample, and which call of that sample it is.
+        statistics: label, unit and number format of the statistics that are not built in, by name.
 
     >>> import torch
     >>> import multihead as mh
@@ -49,6 +52,7 @@ class Record:
     title: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
+    statistics: dict[str, Statistic] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[SampleRecord]:
         """Go through the calls in the order they ran, a sample of a batch at a time."""
@@ -72,7 +76,7 @@ class Record:
 
     @property
     def _parts(self) -> RecordParts:
-        return RecordParts(self.layers, self.title, self.id, self.calls)
+        return RecordParts(self.layers, self.title, self.id, self.calls, self.statistics)
 
     @property
     def keeps_weights(self) -> bool:
@@ -155,7 +159,15 @@ class Record:
             for head in range(layer.num_heads):
                 values = {name: float(value[head]) for name, value in summary.items()}
                 rows.append({"layer": layer.number, "head": head, "name": layer.name, **values})
-        return HeadTable.of(rows, sort=sort, top=top)
+        return HeadTable.of(rows, sort=sort, top=top, statistics=self.statistics)
+
+    def statistic(self, name: str) -> Statistic:
+        """Return the label, unit and number format of a statistic.
+
+        >>> Record().statistic("mean_distance").heading
+        'distance (tokens)'
+        """
+        return statistic(name, self.statistics)
 
     def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
         """Find the heads whose statistics lie within ranges, the best first.
@@ -183,7 +195,7 @@ class Record:
         >>> [(one.layer, one.head) for one in seen.find(broad=(0.9, None), entropy=(None, 2))]
         [(0, 0), (0, 1)]
         """
-        return find(self.layers, ranges, of=of)
+        return find(self.layers, ranges, of=of, statistics=self.statistics)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -225,7 +237,9 @@ class Record:
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head."""
         rows = self.table().rows if self.layers else []
-        return notebook.table(self.title or "Record", self._contents(), rows, ["layer", "head", "name"])
+        return notebook.table(
+            self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
+        )
 
     def _contents(self) -> str:
         if not self.layers:

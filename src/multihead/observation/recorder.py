@@ -17,11 +17,12 @@ from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
 from multihead.observation.record import Record
-from multihead.observation.slicing import SampleSpans, cut, moved, part_of, sliceable, spans, without_queries
+from multihead.observation.slicing import SampleSpans, cut, moved_together, part_of, sliceable, spans, without_queries
 from multihead.observation.token_ids import read_ids
+from multihead.parts import Part
 from multihead.probes.context import Pool, ProbeContext
 from multihead.probes.probe import Need, Probe
-from multihead.probes.statistics import of_call, possible, without_positions
+from multihead.probes.statistics import from_kernel, of_call, possible, without_positions
 from multihead.probes.tile import tile
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
@@ -31,7 +32,7 @@ from multihead.record.summaries import Measured, queries_that_count
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
-OF_TOKENS = frozenset({"duplicate", "induction"})
+OF_TOKENS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
 
 
 @dataclass(eq=False)
@@ -78,9 +79,11 @@ class Recorder:
     _pass_goes_on: bool = False  # whether self-attention in this pass went on from a cache
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """What a kernel may compute on the way: what needs no knowledge of tokens."""
-        return frozenset(probe.name for probe in self.probes if not probe.needs and probe.axes != "map")
+    def wanted(self) -> frozenset[Part]:
+        """The parts that a kernel may measure while it computes: those of probes that need nothing but q and k."""
+        return frozenset[Part]().union(
+            *(probe.parts for probe in self.probes if not probe.needs and probe.axes == "queries")
+        )
 
     def hear(self, call: AttentionCall) -> None:
         """Take note of one call."""
@@ -211,9 +214,13 @@ class Recorder:
             known.add("sinks")
         if any(sample.keys_read.ids is not None for sample in samples):
             known |= {"ids", "special_keys"} if self.special_ids else {"ids"}
-        wanted = {
-            probe.name for probe in self.probes if probe.needs <= known and not (crosses and probe.parts & OF_TOKENS)
-        }
+        wanted = frozenset[Part]().union(
+            *(
+                probe.parts
+                for probe in self.probes
+                if probe.needs <= known and not (crosses and probe.parts & OF_TOKENS)
+            )
+        )
         return all(wanted == sliceable(request, span, at_hand) & wanted for span in found)
 
     def _add_together(
@@ -221,9 +228,10 @@ class Recorder:
     ) -> None:
         """Add a call that begins all its samples, and that the kernel has measured whole: a few steps for the batch."""
         request, attended = call.request, call.attended
-        wanted = {probe.name for probe in self.probes}
-        statistics = {name: value for name, value in attended.statistics.items() if name in wanted}
-        logsumexp = attended.logsumexp.detach()
+        logsumexp, at_hand = attended.logsumexp.detach(), moved_together(attended.statistics, places.found)
+        statistics = {
+            probe.name: from_kernel(probe, at_hand, logsumexp) for probe in self.probes if probe.parts <= at_hand.keys()
+        }
         if layer.running_summary is not None:
             real, positions, num_keys = places.queries
             sees = real & (logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
@@ -235,8 +243,7 @@ class Recorder:
             layer.running_summary.add(counted, samples=len(places.found))
             return
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        names = [name for name in (probe.name for probe in self.probes) if name in statistics]
-        alike = [name for name in names if statistics[name].dtype == logsumexp.dtype]
+        alike = [name for name, value in statistics.items() if value.dtype == logsumexp.dtype]
         stacked = torch.stack([logsumexp, *(statistics[name] for name in alike)])  # (1 + names, batch, heads, queries)
         if not places.parts:
             bare = self._bare(request, device)
@@ -253,10 +260,9 @@ class Recorder:
             own = stacked[:, span.sample, :, rows]  # (1 + names, heads, rows)
             own = own if shared else own.clone()
             measured = dict(zip(alike, own[1:].unbind(), strict=True))
-            for name in names:
-                if name not in measured:
-                    value = statistics[name][span.sample, :, rows]
-                    measured[name] = moved(name, value if len(samples) == 1 else value.clone(), span)
+            for name in statistics.keys() - measured.keys():
+                value = statistics[name][span.sample, :, rows]
+                measured[name] = value if len(samples) == 1 else value.clone()
             own_q, own_k = q[one, :, rows], k[one, :, slice(*span.keys)]
             if sample.k is not None:
                 sample.k.add(own_k if shared else kept(own_k, device))
@@ -264,7 +270,7 @@ class Recorder:
             sample.add(
                 Segment(part),
                 own[:1].to(device),
-                {name: measured[name].cpu() for name in names},
+                {name: measured[name].cpu() for name in statistics},
                 None if sample.q is None else own_q,
             )
 

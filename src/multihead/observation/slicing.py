@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.masks import Keep
 from multihead.masks.counts import as_tensor
 from multihead.masks.place import Span
+from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes.statistics import OF_POSITIONS
 from multihead.scores.bias import Bias
@@ -171,9 +173,9 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
         k=request.k[sample, :, columns],
         v=request.v[sample, :, columns],
     )
-    names = sliceable(request, span, attended.statistics)
+    parts = sliceable(request, span, attended.statistics)
     kept = {
-        name: moved(name, value[sample, :, rows], span) for name, value in attended.statistics.items() if name in names
+        part: moved(part, value[sample, :, rows], span) for part, value in attended.statistics.items() if part in parts
     }
     return AttentionCall(part, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
@@ -201,25 +203,37 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
     )
 
 
-def sliceable(request: AttentionRequest, span: Span, names: Iterable[str]) -> frozenset[str]:
-    """Return which per-query statistics of a whole call are valid for one of its samples.
+def sliceable(request: AttentionRequest, span: Span, parts: Iterable[Part]) -> frozenset[Part]:
+    """Return which parts that a kernel measured of a whole call are valid for one of its samples.
 
     Sums over a row of weights are valid if the sample's queries see its own keys only. Distances are valid too, since
-    queries and keys of a sample shift together, unless a query is before the first key. `first_mass` depends on which
-    key counted as the first.
+    queries and keys of a sample shift together, unless a query is before the first key. The weight on the first key
+    depends on which key counted as the first.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all or (whole and request.packed_lengths is None)):
         return frozenset()
-    left_out = frozenset[str]() if span.holds_first else frozenset({"first_mass"})
+    left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY})
     if position_of(request, span) < 0:
         left_out |= OF_POSITIONS
-    return frozenset(names) - left_out
+    return frozenset(parts) - left_out
 
 
-def moved(name: str, value: Tensor, span: Span) -> Tensor:
-    """Shift a statistic that holds key indices so that the first key of the sample is 0."""
-    return value - span.keys[0] * (value >= 0) if name == "largest_key" and span.keys[0] else value
+def moved(part: Part, value: Tensor, span: Span) -> Tensor:
+    """Shift a part that holds key indices so that the first key of the sample is 0."""
+    return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
+
+
+def moved_together(parts: Mapping[Part, Tensor], found: Sequence[Span]) -> Mapping[Part, Tensor]:
+    """Shift the key indices among the parts of a whole call so that the first key of each sample is 0."""
+    keys = parts.get("largest_key")
+    if keys is None or not any(span.keys[0] for span in found):
+        return parts
+    keys = keys.clone()
+    for span in found:
+        rows = keys[span.sample, :, slice(*span.queries)]
+        rows -= span.keys[0] * (rows >= 0)
+    return {**parts, "largest_key": keys}
 
 
 def position_of(request: AttentionRequest, span: Span) -> int:
@@ -241,8 +255,8 @@ def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
     logsumexp = call.attended.logsumexp.masked_fill(~real, -torch.inf)
     mask = call.request.mask & Keep(real, "queries")
     statistics = {
-        name: value.masked_fill(~real, 0 if value.is_floating_point() else -1)
-        for name, value in call.attended.statistics.items()
+        part: value.masked_fill(~real, 0 if value.is_floating_point() else -1)
+        for part, value in call.attended.statistics.items()
     }
     return AttentionCall(replace(call.request, mask=mask), Attended(call.attended.output, logsumexp, statistics))
 

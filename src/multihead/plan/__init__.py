@@ -1,1 +1,1 @@
-"""Plans: from what a mask means to what a kernel computes."""
+"""Plans: convert a mask to intervals, tiles and rectangles that a kernel computes."""

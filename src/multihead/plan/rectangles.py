@@ -1,4 +1,4 @@
-"""Cover what the bounds allow by few rectangles that a fused kernel can compute whole."""
+"""Cover the visible cells by few rectangles that a fused kernel computes whole."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Rule = Literal["constant", "growing", "any"]
 _STAY, _GROW, _SLIDE, _JUMP = range(4)
 _NAMES: tuple[Rule, ...] = ("constant", "growing", "any", "any")
 
-# Rows a block where every row's interval differs (a window): small blocks compute fewer hidden cells,
-# large ones make fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
+# Rows per block where every row's interval differs (a window): small blocks compute fewer hidden cells,
+# large ones need fewer calls. 128 was the fastest of 64, 128 and 256 at 8,192 keys and a window of 256.
 BLOCK_ROWS = 128
-# What one fused call costs beside its cells, in cells of the score matrix of one head: about 15 microseconds.
+# The fixed cost of a fused call, in cells of the score matrix of one head: about 15 microseconds.
 CALL_CELLS = 1024
-# A masked cell costs more than a free one: the mask is made and read.
+# A masked cell costs more than an unmasked one: the mask is built and read.
 MASKED_CELL = 1.5
 
 
@@ -29,11 +29,11 @@ MASKED_CELL = 1.5
 class Rectangle:
     """Some rows of some keys, to be computed by one call.
 
-    Fields:
+    Attributes:
         sample: the sample it belongs to, None for all at once.
-        rows: first query and the one behind the last.
-        columns: first key and the one behind the last.
-        kind: "full" every cell is seen; "causal" row i of it sees its first i + 1 keys; "partial" a mask says.
+        rows: first query and one past the last.
+        columns: first key and one past the last.
+        kind: "full" every cell is seen; "causal" row i of it sees its first i + 1 keys; "partial" it needs a mask.
     """
 
     sample: int | None
@@ -43,13 +43,13 @@ class Rectangle:
 
     @property
     def cells(self) -> int:
-        """How many cells of the score matrix it spans, a head and sample."""
+        """The number of cells of the score matrix that it spans, per head and sample."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive rows with a rule: the interval stays, its end moves by one a row, or anything."""
+    """Consecutive rows whose interval follows a rule: it stays, its end moves by one per row, or anything."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -64,16 +64,16 @@ class _Run:
         return CALL_CELLS + height * width * (MASKED_CELL if self.rule == "any" else 1)
 
 
-# For each plan that is in use, with a bias or without. A plan is compared by identity, and kept alive by nothing here.
+# For each plan that is in use, with a bias or without. Plans are compared by identity, and not kept alive here.
 _COVERS: WeakKeyDictionary[KeyBounds, dict[bool, tuple[Rectangle, ...]]] = WeakKeyDictionary()
 
 
 def rectangles(bounds: KeyBounds, *, biased: bool = False) -> tuple[Rectangle, ...]:
-    """Cover the bounds by rectangles; several of them may share rows and are then merged by their logsumexp.
+    """Cover the bounds by rectangles; the results of those that share rows are merged by their logsumexp.
 
     Args:
-        bounds: what each query may see.
-        biased: whether a bias is added to each cell, so that no call goes without a mask.
+        bounds: which keys each query may see.
+        biased: whether a bias is added to each cell, so that every call needs a mask.
 
     >>> from multihead import masks
     >>> from multihead.plan.bounds import key_bounds
@@ -102,7 +102,7 @@ def _covered(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
 
 
 def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
-    """Cut the rows wherever the rule by which their interval moves changes."""
+    """Split the rows where the rule of their intervals changes."""
     queries = start.shape[0]
     steps = _steps(start, stop)
     changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
@@ -113,7 +113,7 @@ def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
         while changes[change] <= row and change + 1 < len(changes):
             change += 1
         rule = _JUMP if row == queries - 1 else rules[row]
-        end = row + 1 if rule == _JUMP else changes[change] + 1  # behind the last row of this rule
+        end = row + 1 if rule == _JUMP else changes[change] + 1  # one past the last row of this rule
         height = BLOCK_ROWS if rule == _SLIDE else end - row
         for first in range(row, end, height):
             last = min(first + height, end) - 1
@@ -126,7 +126,7 @@ def _runs(start: Tensor, stop: Tensor) -> list[_Run]:
 
 
 def _steps(start: Tensor, stop: Tensor) -> Tensor:
-    """Name the rule by which the interval moves from each row to the next: (queries - 1,)."""
+    """Return the rule by which the interval moves from each row to the next: (queries - 1,)."""
     start_step, stop_step = start.diff(), stop.diff()
     steps = torch.full_like(start_step, _JUMP)
     steps[(start_step == 0) & (stop_step == 0)] = _STAY
@@ -155,7 +155,7 @@ def _merged(runs: list[_Run]) -> list[_Run]:
 
 
 def _covering(run: _Run, sample: int | None) -> list[Rectangle]:
-    """Turn a run into the calls that compute it."""
+    """Return the rectangles of a run."""
     if run.rule != "growing":
         return [Rectangle(sample, run.rows, run.columns, "full" if run.rule == "constant" else "partial")]
     # Rows that see s, s + 1, ... keys: a full rectangle of the keys before the diagonal, and a causal triangle.
@@ -167,7 +167,7 @@ def _covering(run: _Run, sample: int | None) -> list[Rectangle]:
 
 
 def _blocks(run: _Run, sample: int | None) -> list[Rectangle]:
-    """Cut a run whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
+    """Split a run whose cells are all masked into blocks of rows, each with the keys that its rows may see."""
     blocks = []
     for row in range(run.rows[0], run.rows[1], BLOCK_ROWS):
         last = min(row + BLOCK_ROWS, run.rows[1])

@@ -1,4 +1,4 @@
-"""Sort the tiles of a score matrix into full, partial and skipped ones."""
+"""Classify the tiles of a score matrix as full, partial or skipped."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2
 class Tiles:
     """The tiles of a score matrix.
 
-    Fields:
+    Attributes:
         kinds: (batch or 1, query tiles, key tiles), int8: SKIPPED no cell is seen, FULL all are, PARTIAL some may be.
-        query_block: queries a tile.
-        key_block: keys a tile.
+        query_block: queries per tile.
+        key_block: keys per tile.
     """
 
     kinds: Tensor
@@ -29,9 +29,9 @@ class Tiles:
 
 
 def tiles(bounds: KeyBounds, *, keys: int, query_block: int = 64, key_block: int = 64) -> Tiles:
-    """Sort tiles by the bounds of their rows, in a byte for each query and tile of keys.
+    """Classify tiles by the bounds of their rows, in one byte per query and tile of keys.
 
-    A tile under a remainder is never FULL: what the remainder hides is read tile by tile.
+    A tile under a remainder is never FULL: the remainder is evaluated tile by tile.
 
     >>> from multihead import masks
     >>> from multihead.plan.bounds import key_bounds
@@ -41,14 +41,14 @@ def tiles(bounds: KeyBounds, *, keys: int, query_block: int = 64, key_block: int
             [2, 2, 1]], dtype=torch.int8)
     """
     first = torch.arange(0, max(keys, 1), key_block, device=bounds.start.device)  # (key tiles,)
-    behind = (first + key_block).clamp(max=keys)
-    # The last tile of queries is filled up with copies of the last row, which change neither any() nor all().
+    last = (first + key_block).clamp(max=keys)  # one past the last key
+    # The last tile of queries is padded with copies of the last row, which change neither any() nor all().
     missing = -bounds.start.shape[1] % query_block
     start, stop = (
         _filled(edge, missing).unflatten(1, (-1, query_block))[..., None] for edge in (bounds.start, bounds.stop)
     )  # (batch or 1, query tiles, query_block, 1)
-    touched = ((start < behind) & (stop > first) & (start < stop)).any(2)
-    covered = ((start <= first) & (stop >= behind) & (start < stop)).all(2)
+    touched = ((start < last) & (stop > first) & (start < stop)).any(2)
+    covered = ((start <= first) & (stop >= last) & (start < stop)).all(2)
     if bounds.remainder is not None:
         covered = torch.zeros_like(covered)
     kinds = torch.where(covered, FULL, torch.where(touched, PARTIAL, SKIPPED)).to(torch.int8)

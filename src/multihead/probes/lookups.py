@@ -14,28 +14,28 @@ KEYS = 32  # keys whose weights are held at once
 FEW = 16  # one key in so many makes a set small
 
 
-def at_offset(subject: MeasuredCall, offset: int) -> Tensor:
+def at_offset(call: MeasuredCall, offset: int) -> Tensor:
     """Return the weight on the key at an offset from each query's position: (batch, heads, queries), 0 if hidden."""
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ArgumentError(f"offset is {offset!r}.", "Give an integer, such as -1 for the key before the query.")
-    request, shape = subject.cleaned, subject.request.shape
+    request, shape = call.cleaned, call.request.shape
     if not shape.key_length:
-        return torch.zeros_like(subject.divisor)
-    keys = (subject.positions + offset)[..., None]  # (batch, queries, 1)
+        return torch.zeros_like(call.divisor)
+    keys = (call.positions + offset)[..., None]  # (batch, queries, 1)
     clamped = keys.clamp(0, shape.key_length - 1)
     dtype = working_dtype(shape.dtype)
     index = clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim)
     k = request.k.to(dtype).gather(2, index)[:, :, None]  # (batch, kv_heads, 1, queries, head_dim)
     q = request.q.to(dtype).unflatten(1, (shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
-    return _weights(subject, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
+    return _weights(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
 
 
-def on_first(subject: MeasuredCall, count: int) -> Tensor:
+def on_first(call: MeasuredCall, count: int) -> Tensor:
     """Sum the weights on the first keys of each sample: (batch, heads, queries)."""
-    least, most = (int(edge) for edge in subject.first_keys.aminmax()) if len(subject.first_keys) else (0, 0)
+    least, most = (int(edge) for edge in call.first_keys.aminmax()) if len(call.first_keys) else (0, 0)
     # The others exist in no sample.
-    places = torch.arange(max(0, -most), max(0, -most, min(count, subject.request.shape.key_length - least)))
-    return on_keys(subject, subject.first_keys[:, None] + places.to(subject.first_keys.device))
+    places = torch.arange(max(0, -most), max(0, -most, min(count, call.request.shape.key_length - least)))
+    return on_keys(call, call.first_keys[:, None] + places.to(call.first_keys.device))
 
 
 def is_small(flags: Tensor) -> bool:
@@ -43,20 +43,20 @@ def is_small(flags: Tensor) -> bool:
     return int(flags.sum(-1).max()) * FEW <= flags.shape[1] if flags.numel() else True
 
 
-def on_set(subject: MeasuredCall, flags: Tensor) -> Tensor:
+def on_set(call: MeasuredCall, flags: Tensor) -> Tensor:
     """Sum the weights on a small set of keys, (batch, keys) bool: (batch, heads, queries)."""
     most = int(flags.sum(-1).max()) if flags.numel() else 0
     keys = (~flags).int().argsort(stable=True, dim=-1)[:, :most]  # those of the set before the others
-    return on_keys(subject, keys.masked_fill(~flags.gather(-1, keys), -1))
+    return on_keys(call, keys.masked_fill(~flags.gather(-1, keys), -1))
 
 
-def on_keys(subject: MeasuredCall, keys: Tensor) -> Tensor:
+def on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     """Sum the weights on some keys of each sample: (batch, heads, queries) of (batch, n); keys outside count for none.
 
     What is held at once is a few numbers a query.
     """
-    request, shape = subject.cleaned, subject.request.shape
-    total = torch.zeros_like(subject.divisor)
+    request, shape = call.cleaned, call.request.shape
+    total = torch.zeros_like(call.divisor)
     if not shape.key_length:
         return total
     dtype = working_dtype(shape.dtype)
@@ -65,14 +65,14 @@ def on_keys(subject: MeasuredCall, keys: Tensor) -> Tensor:
         index = some.clamp(0, shape.key_length - 1)[:, None, :, None]
         k = request.k.to(dtype).gather(2, index.expand(-1, shape.num_kv_heads, -1, shape.head_dim))
         product = (q @ k.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
-        total += _weights(subject, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
+        total += _weights(call, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
     return total
 
 
-def _weights(subject: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
+def _weights(call: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
     """Turn q . k into weights: (batch, heads, queries, n) of keys (batch, queries, n), 0 where hidden."""
-    cells = softcapped(product * subject.request.scale, subject.request.softcap)
-    bias = subject.bias_at(keys.clamp(0, subject.request.shape.key_length - 1))
+    cells = softcapped(product * call.request.scale, call.request.softcap)
+    bias = call.bias_at(keys.clamp(0, call.request.shape.key_length - 1))
     if bias is not None:
         cells = cells + bias.to(cells.dtype)
-    return (cells - subject.divisor[..., None]).exp_().masked_fill_(~subject.shown_at(keys), 0)
+    return (cells - call.divisor[..., None]).exp_().masked_fill_(~call.shown_at(keys), 0)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.dense_tile import working_dtype
+from multihead.parts import Part
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Part
 from multihead.scores.relative import RelativeBias
 from multihead.scores.softcap import softcapped
 
 CELLS = 1 << 19  # weights that are computed at once, over all heads
-SHIFTS: dict[Part, int] = {"duplicate": 0, "induction": 1}
+SHIFTS: dict[Part, int] = {"duplicate_mass": 0, "induction_mass": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,31 +32,31 @@ class _Alike:
     keys: Tensor
 
 
-def takes(subject: MeasuredCall) -> bool:
+def supports(call: MeasuredCall) -> bool:
     """Tell whether the pairs can be looked up one by one: each query sees one interval of keys."""
-    return subject.bounds.remainder is None
+    return call.bounds.remainder is None
 
 
-def repeated(subject: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
+def repeated(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Sum the weights on the keys that a query's token points back to, token by token.
 
     Args:
-        subject: a call that `takes` says yes to; it knows ids.
-        parts: "duplicate", "induction" or both.
+        call: a call that `takes` says yes to; it knows ids.
+        parts: "duplicate_mass", "induction_mass" or both.
 
     Returns: (batch, heads, queries) each. Of queries x keys only the pairs of equal tokens are computed: about one in a
         hundred in a text.
     """
-    shape, ids = subject.request.shape, subject.context.ids
+    shape, ids = call.request.shape, call.context.ids
     assert ids is not None
-    found = {part: torch.zeros_like(subject.divisor) for part in parts}
+    found = {part: torch.zeros_like(call.divisor) for part in parts}
     for index in range(shape.batch):
-        sample = subject.sample(index)
-        for alike in _alike(ids[index].to(shape.device), subject.positions[index]):
+        sample = call.sample(index)
+        for alike in _alike(ids[index].to(shape.device), call.positions[index]):
             for chunk in _chunks(alike, shape.num_heads):
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
-                    sums = _sums(subject, sample, index, chunk, SHIFTS[part]).flatten(1)  # (heads, tokens * n)
+                    sums = _sums(call, sample, index, chunk, SHIFTS[part]).flatten(1)  # (heads, tokens * n)
                     total[index].index_add_(1, queries.clamp(min=0), sums.to(total.dtype))
     return found
 
@@ -102,9 +102,9 @@ def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
             yield _Alike(alike.queries[some, row : row + rows], alike.keys[some])
 
 
-def _sums(subject: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
+def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:
     """Sum each query's weights on the keys that stand `shift` behind an earlier one: (heads, tokens, n)."""
-    shape, bounds = subject.request.shape, subject.bounds
+    shape, bounds = call.request.shape, call.bounds
     queries, earlier = alike.queries.clamp(min=0), alike.keys
     keys = (earlier + shift).clamp(0, shape.key_length - 1)
     dtype = working_dtype(shape.dtype)
@@ -118,10 +118,10 @@ def _sums(subject: MeasuredCall, sample: AttentionRequest, index: int, alike: _A
         cells = cells + _bias(bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
-    place = subject.positions[index, queries][..., None]
+    place = call.positions[index, queries][..., None]
     told = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
     shown = told & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
-    logs = cells - subject.divisor[index][:, queries][..., None]
+    logs = cells - call.divisor[index][:, queries][..., None]
     return logs.exp_().masked_fill_(~shown, 0).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Measure the statistics of a call: as the native kernel has them, by few weights, or tile by tile."""
+"""Measure the statistics of a call: in the native kernel, by few single weights, or tile by tile."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from torch import Tensor
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ProbeError
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.probes import lookups, repeats, weighted_values
+from multihead.kernels.native.statistics import FIRST_KEY
+from multihead.parts import Part
+from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, refuse_unless_output_weight_fits
-from multihead.probes.from_native import asked, given, takes
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Need, Part, Probe
+from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, streamed
 
 Wanted: TypeAlias = "str | Probe"
-OF_POSITIONS = frozenset({"mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass"})
+OF_POSITIONS: frozenset[Part] = frozenset(
+    {"mean_distance", "distance_spread", *(("offset_mass", offset) for offset in (0, -1, 1))}
+)
+"""The parts of the native kernel that depend on the positions of the queries among the keys."""
+
 NOTHING = ProbeContext()
 
 _MISSING: dict[Need, tuple[str, str]] = {
-    "special_keys": ("nothing says which keys are special", "Give special_keys."),
-    "ids": ("nothing says which token each key is", "Give ids."),
-    "sets": ("nothing says which keys belong to the set", "Give sets, or ids to tokens_mass."),
-    "output_weight": ("nothing says what the heads' outputs are multiplied by", "Give output_weight."),
-    "values": ("there are no values", "Give v."),
-    "sinks": ("the heads have no learned sinks", "Give sinks, or leave it out."),
+    "special_keys": ("to know which keys are special", "Give special_keys."),
+    "ids": ("the token of each key", "Give ids."),
+    "sets": ("to know which keys belong to the set", "Give sets, or ids to tokens_mass."),
+    "output_weight": ("the output projection of the heads", "Give output_weight."),
+    "values": ("the values", "Give v."),
+    "sinks": ("the learned sinks of the heads", "Give sinks, or leave it out."),
 }
 
 
 def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
-    """Turn names into their probes, each once.
+    """Return the probes of some names and probes, each once.
 
     Raises:
-        ProbeError: a name is unknown, or two probes that are not the same have one name.
+        ProbeError: a name is unknown, or two different probes have one name.
 
     >>> [probe.name for probe in resolved(("entropy", PROBES["received"], "entropy"))]
     ['entropy', 'received']
@@ -54,6 +59,8 @@ def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
         if not isinstance(each, (Probe, str)) or (isinstance(each, str) and each not in PROBES):
             raise ProbeError(f"There is no statistic {each!r}.", f"Give some of {', '.join(PROBES)}.")
         probe = each if isinstance(each, Probe) else PROBES[each]
+        if PROBES.get(probe.name, probe) != probe:
+            raise ProbeError(f"{probe.name} is the name of a built-in statistic.", "Give your probe another name.")
         if found.setdefault(probe.name, probe) != probe:
             raise ProbeError(f"Two statistics are called {probe.name!r}.", "Give one of them another name.")
     return tuple(found.values())
@@ -62,11 +69,13 @@ def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
 def missing(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Need, ...]:
-    """Tell what a probe needs of a call and does not have."""
+    """Return what a probe needs and the call does not have."""
+    if not probe.needs:
+        return ()
     there: dict[Need, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
-        "sets": probe.name.removesuffix("_mass") in context.sets,
+        "sets": all(name in context.sets for name in _sets_of(probe)),
         "output_weight": context.output_weight is not None,
         "values": has_values,
         "sinks": request.sinks is not None,
@@ -77,22 +86,22 @@ def missing(
 def possible(
     wanted: Iterable[Wanted], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
-    """Keep the probes of which nothing is missing."""
+    """Return the probes that have all they need."""
     return tuple(probe for probe in resolved(wanted) if not missing(probe, request, context, has_values=has_values))
 
 
 def refuse_unless_possible(
     probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> None:
-    """Refuse a probe of which something is missing.
+    """Reject a probe that needs what the call does not have.
 
     Raises:
-        ProbeError: in words.
+        ProbeError: with what is missing and where to pass it.
     """
     for probe in probes:
         for need in missing(probe, request, context, has_values=has_values):
-            finding, mend = _MISSING[need]
-            raise ProbeError(f"{probe.name} was asked for, and {finding}.", mend)
+            absent, mend = _MISSING[need]
+            raise ProbeError(f"{probe.name} needs {absent}.", mend)
 
 
 def measured(
@@ -104,21 +113,21 @@ def measured(
     output: Tensor | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
-    """Compute statistics without ever holding queries x keys: by the native kernel if it takes the call, else by tiles.
+    """Compute statistics without ever holding queries x keys, in the native kernel if it supports the call.
 
     Args:
         request: the call; gradients are not followed.
         logsumexp: (batch, heads, queries), nats, in float32 or float64.
         wanted: names of statistics, or probes.
-        context: what is known beside q and k.
-        output: (batch, heads, queries, value_dim) of the call without dropout, if it is at hand.
+        context: further inputs of the probes.
+        output: (batch, heads, queries, value_dim) of the call without dropout, if it is known.
         has_values: whether the request holds values, and not keys in their place.
 
     Returns: a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`),
         and counts as 0 in what keys receive and in a map.
 
     Raises:
-        ProbeError: a statistic is unknown, or needs what is not there; what is beside does not fit the call.
+        ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
     """
     probes = resolved(wanted)
     check_context_fits(context, request.shape)
@@ -126,100 +135,147 @@ def measured(
     if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
         refuse_unless_output_weight_fits(context.output_weight, request.shape)
     with torch.no_grad(), without_autocast(request.shape.device):
-        subject = MeasuredCall.of(request, logsumexp, context, output=output)
-        parts = _measured(subject, probes)
-        bad, empty = logsumexp.isnan(), logsumexp == -torch.inf
+        call = MeasuredCall.of(request, logsumexp, context, output=output)
+        parts = _measured(call, probes)
+        empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
-            value = probe.of(parts)
+            value = _computed(probe, parts)
             if value.is_floating_point():
                 value = value.to(working_dtype(request.shape.dtype))
-            if probe.axes == "queries":
-                of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
-                value = value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)
-            found[probe.name] = value
+            found[probe.name] = _masked(value, empty, bad) if probe.axes == "queries" else value
     return found
 
 
-def _measured(subject: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
-    """Measure what the probes are made of, each part by what gives it with the least work."""
+def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor) -> Tensor:
+    """Compute a statistic with a number per query from parts that the kernel measured: (batch, heads, queries).
+
+    A statistic that is one part costs nothing: the kernel has written what empty rows and rows of NaN have.
+    """
+    value = _computed(probe, parts)
+    if any(value is parts[part] for part in probe.parts):
+        return value
+    return _masked(value, logsumexp == -torch.inf, logsumexp.isnan())
+
+
+def _computed(probe: Probe, parts: Parts) -> Tensor:
+    """Apply the function of a probe.
+
+    Raises:
+        ProbeError: it returns something other than a tensor of the shape of its parts.
+    """
+    value = probe.of(parts)
+    expected = parts[next(iter(probe.parts))].shape
+    if not isinstance(value, Tensor) or value.shape != expected:
+        returned = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ProbeError(
+            f"The function of {probe.name} returned {returned}.",
+            f"Return a tensor of the shape of its parts, {tuple(expected)}: one number for each of theirs.",
+        )
+    return value.float() if value.dtype == torch.bool else value
+
+
+def _masked(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
+    """Set queries that see no key to 0, and those that see NaN to NaN; both to -1 in a tensor of indices."""
+    of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
+    return value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)
+
+
+def _measured(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+    """Measure the parts of the probes, each in the way that takes the least work."""
     parts = frozenset[Part]().union(*(probe.parts for probe in probes))
-    sets = _sets(subject, probes)
+    sets = _key_sets(call, probes)
     found: dict[Part, Tensor] = {
-        part: lookups.on_set(subject, sets[part]) for part in sets if lookups.is_small(sets[part])
+        part: lookups.on_set(call, sets[part]) for part in sets if lookups.is_small(sets[part])
     }
-    if takes(subject):
-        found |= asked(subject, given(subject, parts - found.keys()))
+    if from_native.supports(call):
+        found |= from_native.measure(call, from_native.available(call, parts - found.keys()))
     for part in parts - found.keys():
-        if isinstance(part, tuple) and part[0] == "at":
-            found[part] = lookups.at_offset(subject, int(part[1]))
-        elif isinstance(part, tuple) and part[0] == "first":
-            found[part] = lookups.on_first(subject, int(part[1]))
-    if "sink" in parts and subject.request.sinks is not None:
-        sinks = subject.request.sinks.detach().to(subject.divisor.dtype)
-        found["sink"] = (sinks[:, None] - subject.divisor).exp()
-    if "output_norm" in parts and subject.context.output_weight is not None:
-        found["output_norm"] = weighted_values.output_norms(subject, subject.context.output_weight)
-    repeated = parts & {"duplicate", "induction"}
-    if repeated and repeats.takes(subject):
-        found |= repeats.repeated(subject, repeated)
-    return found | _over_all_keys(subject, parts - found.keys(), sets)
+        match part:
+            case ("offset_mass", int(offset)):
+                found[part] = lookups.at_offset(call, offset)
+            case ("first_keys_mass", int(count)):
+                found[part] = lookups.on_first(call, count)
+    if "sink_mass" in parts and call.request.sinks is not None:
+        sinks = call.request.sinks.detach().to(call.divisor.dtype)
+        found["sink_mass"] = (sinks[:, None] - call.divisor).exp()
+    if "output_norm" in parts and call.context.output_weight is not None:
+        found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
+    repeated = parts & {"duplicate_mass", "induction_mass"}
+    if repeated and repeats.supports(call):
+        found |= repeats.repeated(call, repeated)
+    return found | _over_all_keys(call, parts - found.keys(), sets)
 
 
-def _sets(subject: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
-    """Find the sets of keys that are asked for: (batch, keys) bool each."""
-    return {
-        part: subject.keys_of_set(str(part[1]), probe.tokens)
-        for probe in probes
-        for part in probe.parts
-        if isinstance(part, tuple) and part[0] == "on"
-    }
+def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
+    """Return the sets of keys that the probes count: (batch, keys) bool each.
+
+    Raises:
+        ProbeError: two probes have different sets of one name.
+    """
+    found: dict[Part, Tensor] = {}
+    tokens: dict[str, frozenset[int] | None] = {}
+    for probe in probes:
+        for part in probe.parts:
+            match part:
+                case ("tokens_mass", str(name)):
+                    if name != "special" and tokens.setdefault(name, probe.tokens) != probe.tokens:
+                        raise ProbeError(f"Two sets of tokens are called {name!r}.", "Give one of them another name.")
+                    if part not in found:
+                        found[part] = call.keys_of_set(name, probe.tokens)
+    return found
 
 
-def _over_all_keys(subject: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
-    """Measure what takes every weight of a query: in one walk over the tiles, or by one call with other values."""
+def _sets_of(probe: Probe) -> list[str]:
+    """Return the names of the sets of keys that the context must hold for a probe."""
+    return [str(part[1]) for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"]
+
+
+def _over_all_keys(call: MeasuredCall, parts: Collection[Part], sets: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
+    """Measure what needs every weight of a query: in one walk over the tiles, or by one call with other values."""
     left = [part for part in sets if part in parts]
-    numbers = [weighted_values.of_set(subject, sets[part]) for part in left]
-    weight = subject.context.output_weight
+    numbers = [weighted_values.of_set(call, sets[part]) for part in left]
+    weight = call.context.output_weight
     if "contribution" in parts and weight is not None:
-        numbers.append(weighted_values.norms(subject, weight))  # (batch, kv_heads, keys, group)
+        numbers.append(weighted_values.norms(call, weight))  # (batch, kv_heads, keys, group)
     stacked = torch.cat(numbers, -1) if numbers else None
     walk = [part for part in parts if part in STREAMED]
     found: dict[Part, Tensor] = {}
     weighed = None
     if walk:
-        found, weighed = streamed(subject, walk, stacked)
+        found, weighed = streamed(call, walk, stacked)
     elif stacked is not None:
-        weighed = weighted_values.weighed(subject, stacked)
+        weighed = weighted_values.weighed(call, stacked)
     if weighed is not None:
         found |= {part: weighed[..., index] for index, part in enumerate(left)}
         if "contribution" in parts:
-            found["contribution"] = weighted_values.own_of_group(subject, weighed[..., len(left) :])
+            found["contribution"] = weighted_values.own_of_group(call, weighed[..., len(left) :])
     return found
 
 
 def without_positions(attended: Attended) -> Attended:
-    """Leave out the statistics that depend on where the queries stand among the keys."""
-    kept = {name: value for name, value in attended.statistics.items() if name not in OF_POSITIONS}
+    """Leave out the parts that depend on the positions of the queries among the keys."""
+    kept = {part: value for part, value in attended.statistics.items() if part not in OF_POSITIONS}
     return replace(attended, statistics=kept)
 
 
 def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING) -> dict[str, Tensor]:
-    """Give statistics of a call that has run: those its kernel had at hand, the others measured now.
+    """Return statistics of a call that has run: from the parts that its kernel measured, or measured now.
 
-    Takes what `measured` takes, and gives what it gives, in the order of the statistics asked for.
+    Arguments and results are those of `measured`, in the order of `wanted`.
     """
     probes = resolved(wanted)
     refuse_unless_possible(probes, call.request, context)
-    at_hand = call.attended.statistics
-    own_first_key = context.first_key is not None  # the kernel's is the first that some query may see
-    ready = {
-        probe.name: at_hand[probe.name]
-        for probe in probes
-        if probe.name in at_hand and not (own_first_key and probe.name == "first_mass")
+    # The kernel takes the first key that some query may see; the context may know of an earlier one.
+    parts = {
+        part: value
+        for part, value in call.attended.statistics.items()
+        if context.first_key is None or part != FIRST_KEY
     }
+    logsumexp = call.attended.logsumexp.detach()
+    ready = {probe.name: from_kernel(probe, parts, logsumexp) for probe in probes if probe.parts <= parts.keys()}
     left = [probe for probe in probes if probe.name not in ready]
     if left:
         output = None if call.request.dropout else call.attended.output
-        ready |= measured(call.request, call.attended.logsumexp.detach(), left, context, output=output)
+        ready |= measured(call.request, logsumexp, left, context, output=output)
     return {probe.name: ready[probe.name] for probe in probes}

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, seen, working_dtype
+from multihead.parts import Part
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import PART, Moments
 from multihead.probes.pooling import PooledMap
-from multihead.probes.probe import Part
 from multihead.scores.bias import values_of, with_values
 
 ROWS = 64  # queries a tile
 WIDTH = 512  # keys a tile
 CELLS = 1 << 19  # weights a tile, over the heads that are taken together: small enough to stay in a cache
-_A_QUERY: tuple[Part, ...] = ("surprisal", "largest", "largest_key", "mean_distance", "distance_spread")
-_MASSES: tuple[Part, ...] = ("duplicate", "induction")
-STREAMED: frozenset[Part] = frozenset((*_A_QUERY, *_MASSES, "received", "pooled"))
+_A_QUERY: tuple[Part, ...] = ("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread")
+_MASSES: tuple[Part, ...] = ("duplicate_mass", "induction_mass")
+STREAMED: frozenset[Part] = frozenset((*_A_QUERY, *_MASSES, "received", "pooled_map"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class _Stream:
     """One walk over the map of a call.
 
     Fields:
-        subject: the call.
+        call: the call.
         parts: what is kept, some of STREAMED.
         columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
         found: (batch, heads, queries) of each part that has a number a query.
@@ -79,7 +79,7 @@ class _Stream:
         maps: the maps of the groups of heads, sample after sample.
     """
 
-    subject: MeasuredCall
+    call: MeasuredCall
     parts: frozenset[Part]
     columns: Tensor | None
     found: dict[Part, Tensor]
@@ -89,25 +89,25 @@ class _Stream:
 
 
 def streamed(
-    subject: MeasuredCall, parts: Collection[Part], columns: Tensor | None = None
+    call: MeasuredCall, parts: Collection[Part], columns: Tensor | None = None
 ) -> tuple[dict[Part, Tensor], Tensor | None]:
     """Measure a call tile by tile.
 
     Args:
-        subject: the call.
+        call: the call.
         parts: some of STREAMED.
         columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
 
     Returns: the parts, and sum_j p_ij c_j as (batch, heads, queries, n) or None; in float64.
     """
-    shape = subject.request.shape
+    shape = call.request.shape
     size = (shape.batch, shape.num_heads, shape.query_length)
 
     def zeros(*more: int) -> Tensor:
         return torch.zeros(*size, *more, dtype=torch.float64, device=shape.device)
 
     stream = _Stream(
-        subject,
+        call,
         frozenset(parts),
         columns,
         {part: zeros() for part in (*_A_QUERY, *_MASSES) if part in parts},
@@ -116,38 +116,38 @@ def streamed(
     )
     if "largest_key" in stream.found:
         stream.found["largest_key"] = torch.full(size, -1, device=shape.device)
-    for group in _groups(subject):
+    for group in _groups(call):
         _walk(stream, group)
     found = dict(stream.found)
     if "received" in parts:
         found["received"] = stream.received
-    if "pooled" in parts:
-        found["pooled"] = _joined(stream)
+    if "pooled_map" in parts:
+        found["pooled_map"] = _joined(stream)
     return found, stream.weighed
 
 
 def _joined(stream: _Stream) -> Tensor:
     """Join the maps of all groups: (batch, heads, rows, columns)."""
-    shape = stream.subject.request.shape
-    pooled = [each.maxima() if stream.subject.context.map_pool == "max" else each.means() for each in stream.maps]
+    shape = stream.call.request.shape
+    pooled = [each.maxima() if stream.call.context.map_pool == "max" else each.means() for each in stream.maps]
     if not pooled:  # an empty batch has maps of a size too
-        empty = _blank(stream.subject, shape.num_heads).sums
+        empty = _blank(stream.call, shape.num_heads).sums
         return empty.new_empty(shape.batch, *empty.shape)
     return torch.cat(pooled).view(shape.batch, shape.num_heads, *pooled[0].shape[1:])
 
 
-def _blank(subject: MeasuredCall, heads: int) -> PooledMap:
-    shape = subject.request.shape
-    size = subject.context.map_size
+def _blank(call: MeasuredCall, heads: int) -> PooledMap:
+    shape = call.request.shape
+    size = call.context.map_size
     return PooledMap.zero(heads, shape.query_length, shape.key_length, size=size, device=shape.device)
 
 
-def _groups(subject: MeasuredCall) -> Iterator[_Group]:
+def _groups(call: MeasuredCall) -> Iterator[_Group]:
     """Cut a call into samples, and its heads into groups whose tiles are small enough."""
-    shape = subject.request.shape
+    shape = call.request.shape
     most = max(1, CELLS // (ROWS * WIDTH * shape.group))  # key/value heads taken together
     for index in range(shape.batch):
-        sample = subject.sample(index)
+        sample = call.sample(index)
         for first in range(0, shape.num_kv_heads, most):
             kv = slice(first, min(first + most, shape.num_kv_heads))
             heads = slice(kv.start * shape.group, kv.stop * shape.group)
@@ -161,17 +161,17 @@ def _groups(subject: MeasuredCall) -> Iterator[_Group]:
                 bias=bias,
                 shape=shape._replace(num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
             )
-            yield _Group(index, heads, part, *_with_divisor(subject, part, index, heads))
+            yield _Group(index, heads, part, *_with_divisor(call, part, index, heads))
 
 
 def _with_divisor(
-    subject: MeasuredCall, part: AttentionRequest, sample: int, heads: slice
+    call: MeasuredCall, part: AttentionRequest, sample: int, heads: slice
 ) -> tuple[Tensor | None, Tensor | None]:
     """Append -L to q and 1 to k: their product is ln p = s - L in one step."""
     if part.bias is not None or part.softcap is not None:
         return None, None
     dtype = working_dtype(part.shape.dtype)
-    minus = -subject.divisor[sample, heads, :, None].to(dtype)  # (heads, queries, 1)
+    minus = -call.divisor[sample, heads, :, None].to(dtype)  # (heads, queries, 1)
     q = torch.cat([part.q[0].to(dtype) * part.scale, minus], -1).unflatten(0, (part.shape.num_kv_heads, -1))
     k = part.k[0].to(dtype)
     return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
@@ -179,8 +179,8 @@ def _with_divisor(
 
 def _walk(stream: _Stream, group: _Group) -> None:
     """Measure one group of heads."""
-    subject, shape = stream.subject, stream.subject.request.shape
-    pooled = _blank(subject, group.heads.stop - group.heads.start) if "pooled" in stream.parts else None
+    call, shape = stream.call, stream.call.request.shape
+    pooled = _blank(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
     for first in range(0, shape.query_length, ROWS):
         rows = slice(first, min(first + ROWS, shape.query_length))
         block = _Block.zero(stream, group, rows)
@@ -189,20 +189,20 @@ def _walk(stream: _Stream, group: _Group) -> None:
             place = (group.sample, group.heads, slice(*tile.columns))
             if "received" in stream.parts:
                 stream.received[place] += tile.weights.sum(-2)
-            if pooled is not None and subject.context.map_pool == "mean":
+            if pooled is not None and call.context.map_pool == "mean":
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
                 pooled.raise_to(tile.weights, tile.shown, rows, tile.columns)
         block.put(stream, group)
     if pooled is not None:
-        if subject.context.map_pool == "mean":
-            pooled.count(subject.request, subject.bounds, group.sample, heads=group.heads)
+        if call.context.map_pool == "mean":
+            pooled.count(call.request, call.bounds, group.sample, heads=group.heads)
         stream.maps.append(pooled)
 
 
 def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Cut the keys that some of the rows see into spans: their ends, whether every cell is seen, and their side."""
-    bounds = stream.subject.bounds
+    bounds = stream.call.bounds
     plan_row = 0 if bounds.shared else group.sample
     start, stop = bounds.start[plan_row, rows], bounds.stop[plan_row, rows]
     seeing = start < stop
@@ -213,7 +213,7 @@ def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[
     behind = max(int(stop.min()), free)  # [free, behind) is seen by all that see anything
     if bounds.remainder is not None or group.request.bias is not None:
         free = behind = most
-    before, after = (int(stream.subject.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
+    before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
     # Cuts a whole number of parts apart: what stands between them is seen by all, or on one side of all.
     wanted = (least - (least - free) // PART * PART, least + (behind - least) // PART * PART)
     sides = (least + (before + 1 - least) // PART * PART, least - (least - after) // PART * PART)
@@ -226,14 +226,14 @@ def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[
 
 def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that the bounds do not hide."""
-    subject, request = stream.subject, group.request
-    bounds, plan_row = subject.bounds, 0 if subject.bounds.shared else group.sample
+    call, request = stream.call, group.request
+    bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
-    divisor = subject.divisor[group.sample, group.heads, rows, None]
+    divisor = call.divisor[group.sample, group.heads, rows, None]
     for columns, free, side in _spans(stream, group, rows):
         shown: Tensor | None = None
         if every_cell_read:
-            cells = seen(subject.request, rows, slice(*columns))
+            cells = seen(call.request, rows, slice(*columns))
             cells = cells[group.sample if cells.shape[0] > 1 else 0]
             shown = cells[group.heads] if cells.shape[0] > 1 else cells
         elif not free:
@@ -280,10 +280,10 @@ class _Block:
         """Make the sums of nothing."""
         size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
         nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
-        summed: tuple[Part, ...] = ("surprisal", *_MASSES)
+        summed: tuple[Part, ...] = ("entropy", *_MASSES)
         return _Block(
             rows,
-            stream.subject.positions[group.sample, rows],
+            stream.call.positions[group.sample, rows],
             {part: nothing.clone() for part in summed if part in stream.parts},
             Moments.zero(nothing) if {"mean_distance", "distance_spread"} & stream.parts else None,
             torch.full_like(nothing, -torch.inf),
@@ -293,29 +293,29 @@ class _Block:
 
     def add(self, tile: _Tile, stream: _Stream, group: _Group) -> None:
         """Add a tile."""
-        if "surprisal" in self.sums:
-            self.sums["surprisal"] -= torch.linalg.vecdot(tile.weights, tile.logs)
+        if "entropy" in self.sums:
+            self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.logs)
         if self.moments is not None:
             self.moments.add(tile.weights, self.positions, tile.columns, tile.side)
-        if {"largest", "largest_key"} & stream.parts:
+        if {"largest_weight", "largest_key"} & stream.parts:
             self._keep_largest(tile)
         for part in _MASSES:
             if part in self.sums:
                 self.sums[part] += (tile.weights * self._alike(part, tile, stream, group)).sum(-1)
         if self.weighed is not None and stream.columns is not None:
             columns = stream.columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
-            per = stream.subject.request.shape.group
+            per = stream.call.request.shape.group
             columns = columns[group.heads.start // per : group.heads.stop // per]  # (kv_heads, columns, n)
             by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
             self.weighed += (by_kv @ columns).view(self.weighed.shape)
 
     def _alike(self, part: Part, tile: _Tile, stream: _Stream, group: _Group) -> Tensor:
         """Tell which keys are earlier ones of the query's token, or stand right after one: (rows, columns) bool."""
-        assert stream.subject.context.ids is not None
-        ids = stream.subject.context.ids[group.sample].to(self.positions.device)
+        assert stream.call.context.ids is not None
+        ids = stream.call.context.ids[group.sample].to(self.positions.device)
         known = (self.positions >= 0) & (self.positions < len(ids))
         own = ids[self.positions.clamp(0, len(ids) - 1)]
-        key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction")
+        key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction_mass")
         alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
         return alike & known[:, None] & (key < self.positions[:, None])
 
@@ -328,9 +328,11 @@ class _Block:
         self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
 
     def put(self, stream: _Stream, group: _Group) -> None:
-        """Bring what was found home."""
+        """Write the results of this block into the full-size tensors."""
         place = (group.sample, group.heads, self.rows)
-        found: dict[Part, Tensor] = {"largest": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
+        found: dict[Part, Tensor] = {"largest_weight": self.largest.exp(), "largest_key": self.largest_key, **self.sums}
+        if "entropy" in found:
+            found["entropy"].clamp_(min=0)  # that of one key alone can come out at -1e-7 by rounding
         if self.moments is not None:
             found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
         for part, tensor in stream.found.items():

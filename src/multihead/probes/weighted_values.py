@@ -13,50 +13,50 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.streaming import streamed
 
 
-def of_set(subject: MeasuredCall, flags: Tensor) -> Tensor:
+def of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
     """Write a set of keys as a column: (batch, kv_heads, keys, 1) of (batch, keys) bool."""
-    return flags.to(working_dtype(subject.request.shape.dtype))[:, None, :, None].expand(
-        -1, subject.request.shape.num_kv_heads, -1, -1
+    return flags.to(working_dtype(call.request.shape.dtype))[:, None, :, None].expand(
+        -1, call.request.shape.num_kv_heads, -1, -1
     )
 
 
-def norms(subject: MeasuredCall, output_weight: Tensor) -> Tensor:
+def norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Write ||f_h(x_j)|| as columns, one a head of each group: (batch, kv_heads, keys, group)."""
-    shape = subject.request.shape
-    factors = _factors(subject, output_weight).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, rank, dim)
-    v = subject.cleaned.v.detach().to(factors.dtype)
+    shape = call.request.shape
+    factors = _factors(call, output_weight).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, rank, dim)
+    v = call.cleaned.v.detach().to(factors.dtype)
     found = [_norm(v @ factors[:, index].mT) for index in range(shape.group)]
     return torch.stack(found, -1)
 
 
-def own_of_group(subject: MeasuredCall, weighed: Tensor) -> Tensor:
+def own_of_group(call: MeasuredCall, weighed: Tensor) -> Tensor:
     """Pick each head's own column out of those of its group: (batch, heads, queries) of one axis more."""
-    shape = subject.request.shape
+    shape = call.request.shape
     own = torch.arange(shape.num_heads, device=shape.device) % shape.group
     return weighed.gather(-1, own[:, None, None].expand(*weighed.shape[:3], 1))[..., 0]
 
 
-def output_norms(subject: MeasuredCall, output_weight: Tensor) -> Tensor:
+def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return the norm of what each head adds to the layer's output: (batch, heads, queries)."""
-    factors = _factors(subject, output_weight)
-    output = subject.output
+    factors = _factors(call, output_weight)
+    output = call.output
     if output is None:
-        output = weighed(subject, subject.cleaned.v.detach())
+        output = weighed(call, call.cleaned.v.detach())
     return _norm(output.detach().to(factors.dtype) @ factors.mT)
 
 
-def weighed(subject: MeasuredCall, columns: Tensor) -> Tensor:
+def weighed(call: MeasuredCall, columns: Tensor) -> Tensor:
     """Sum numbers of the keys, weighed: (P c)_i = sum_j p_ij c_j.
 
     Args:
-        subject: the call.
+        call: the call.
         columns: (batch, kv_heads, keys, n).
 
     Returns: (batch, heads, queries, n).
 
     Source: P c is attention with values c, so a kernel does it; by tiles where only the reference kernel would.
     """
-    request = subject.cleaned
+    request = call.cleaned
     dtype = working_dtype(request.shape.dtype)
     wide = replace(
         request,
@@ -71,16 +71,16 @@ def weighed(subject: MeasuredCall, columns: Tensor) -> Tensor:
     padding = columns.shape[-1] * 2 < request.shape.head_dim
     for name in ("native", "sdpa"):
         kernel = KERNELS[name]
-        if kernel.refusal(wide, subject.bounds) is None and not (name == "sdpa" and padding):
-            return kernel.attend(wide, subject.bounds).output
-    _, found = streamed(subject, (), columns)
+        if kernel.refusal(wide, call.bounds) is None and not (name == "sdpa" and padding):
+            return kernel.attend(wide, call.bounds).output
+    _, found = streamed(call, (), columns)
     assert found is not None
     return found
 
 
-def _factors(subject: MeasuredCall, output_weight: Tensor) -> Tensor:
+def _factors(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return R_h of W_O^h = Q_h R_h, (heads, rank, value_dim): ||W_O^h v|| = ||R_h v||, in fewer rows."""
-    shape = subject.request.shape
+    shape = call.request.shape
     weight = output_weight.detach().to(device=shape.device, dtype=working_dtype(shape.dtype)).contiguous()
     heads = weight.view(-1, shape.num_heads, shape.value_dim).transpose(0, 1)  # (heads, embed_dim, value_dim)
     if shape.value_dim >= heads.shape[1]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
+from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.notebook import many
 from multihead.record.running_summary import RunningSummary
@@ -145,12 +146,14 @@ class RecordParts(NamedTuple):
         title: what was recorded, such as the name of the model's class.
         id: a random name of 32 hexadecimal digits that the record keeps when it is saved.
         calls: per call, its sample and its index among the calls of that sample.
+        statistics: label, unit and number format of the statistics that are not built in, by name.
     """
 
     layers: list[LayerRecord]
     title: str
     id: str
     calls: list[tuple[SampleRecord, int]]
+    statistics: dict[str, Statistic]
 
     @property
     def keeps_weights(self) -> bool:

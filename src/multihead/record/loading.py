@@ -18,6 +18,7 @@ from multihead.errors import InputError, MultiheadError
 from multihead.files import Parts, is_folder, refuse_unless_name
 from multihead.functional import request_of
 from multihead.optional import require
+from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordParts
 from multihead.record.running_summary import BINS, RunningSummary, Sketch, bin_of
 from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
@@ -39,6 +40,9 @@ file, but time wherever they are listed."""
 
 MOST_WIDTH = 1 << 20
 """Limit of head_dim and value_dim; models have 2^9 at most."""
+
+MOST_LABEL = 100
+"""Characters of the label or the unit of a statistic, which pages show in the head of a column."""
 
 _BINS_1 = 2095  # of a summary in a file of version 1
 _NAMED = {name: dtype for dtype, name in STORED.items()}
@@ -121,6 +125,8 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
             raise InputError(f"{target!r} is a folder.", "Give a file that Record.save wrote.") from None
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"{target!r} cannot be read: {error.strerror}.", "Check its name and rights.") from None
+        if not Path(target).stat().st_size:
+            raise InputError(f"{target!r} is empty.", "Give a file that Record.save wrote.") from None
         if _begins_as_safetensors(target):
             raise InputError(
                 f"{target!r} is truncated or damaged: it starts as a safetensors file but does not continue as one.",
@@ -200,7 +206,21 @@ def _record(
         one = layers[_within(layer, len(layers))].samples
         chosen = one[_within(sample, len(one))]
         calls.append((chosen, _within(call, len(chosen.calls))))
-    return RecordParts(layers, _of(said["title"], str, "its title"), metadata["id"], calls)
+    return RecordParts(layers, _of(said["title"], str, "its title"), metadata["id"], calls, _statistics(said))
+
+
+def _statistics(said: dict[str, Any]) -> dict[str, Statistic]:
+    """Read how the statistics that are not built in are shown; files without any have no such entry."""
+    found = {}
+    for name, fields in _of(said.get("statistics", {}), dict, "the labels of statistics").items():
+        shown = {
+            key: _of(value, str, f"the {key} of a statistic")
+            for key, value in _of(fields, dict, "the label of a statistic").items()
+        }
+        if any(len(text) > MOST_LABEL for text in shown.values()):
+            raise _WrongError(f"a label of a statistic has more than {MOST_LABEL} characters")
+        found[name] = Statistic(name, **shown)
+    return found
 
 
 def _refused_constant(name: str) -> float:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from multihead.record.table import HEADINGS
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
 
 ROWS = 24
 """Heads that a notebook shows; `print(record.table())` shows all."""
 
 
-def table(title: str, caption: str, rows: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
+def table(
+    title: str,
+    caption: str,
+    rows: Sequence[dict[str, Any]],
+    places: Sequence[str],
+    statistics: Mapping[str, Statistic] | None = None,
+) -> str:
     """Return a title, a caption, and a table with one row per head.
 
     Args:
@@ -21,12 +28,13 @@ def table(title: str, caption: str, rows: Sequence[dict[str, Any]], places: Sequ
         caption: one sentence without its full stop.
         rows: one dict per head: "layer", "head", "name", and its statistics.
         places: which of "layer", "head" and "name" are columns.
+        statistics: label, unit and number format of the statistics that are not built in.
 
     >>> table("<b>", "nothing was recorded yet", [], [])
     '<div><p><strong>&lt;b&gt;</strong>: nothing was recorded yet.</p></div>'
     """
     heading = f"<p><strong>{escape(title)}</strong>: {escape(caption)}.</p>" if title else ""
-    return f"<div>{heading}{_rows(rows, places) if rows else ''}</div>"
+    return f"<div>{heading}{_rows(rows, places, statistics) if rows else ''}</div>"
 
 
 def many(number: int, noun: str) -> str:
@@ -39,13 +47,14 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("layer", "head", "name")))
-    head = "".join(f"<th>{escape(HEADINGS.get(name, name))}</th>" for name in [*places, *names])
+def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None) -> str:
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("layer", "head", "name"))
+    columns = [statistic(name, statistics) for name in names]
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in [*places, *(each.heading for each in columns)])
     body = "".join(
         "<tr>"
         + "".join(f"<td>{escape(str(row[place]))}</td>" for place in places)
-        + "".join(f"<td>{_number(row.get(name))}</td>" for name in names)
+        + "".join(f"<td>{_number(each, row.get(each.name))}</td>" for each in columns)
         + "</tr>"
         for row in rows[:ROWS]
     )
@@ -54,5 +63,5 @@ def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+def _number(shown: Statistic, value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else shown.number(value)

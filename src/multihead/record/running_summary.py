@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,8 @@ class Sketch:
     def zero(heads: int) -> Sketch:
         """Return an empty sketch."""
         blank = torch.zeros(heads, dtype=torch.float64)
-        return Sketch(blank, blank.clone(), torch.zeros(heads, BINS, dtype=torch.int64))
+        # NumPy's zeros come from calloc: only the pages that are written to take time and memory.
+        return Sketch(blank, blank.clone(), torch.from_numpy(np.zeros((heads, BINS), np.int64)))
 
     def add(self, values: Tensor, counted: Tensor) -> None:
         """Add queries.

@@ -106,6 +106,7 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
     said = {
         "title": record.title,
         "keep": "all" if keep == "all" and record.keeps_weights else "statistics",
+        "statistics": {name: each.display() for name, each in record.statistics.items()},
         "texts": texts.written(tensors),
         "layers": layers,
     }

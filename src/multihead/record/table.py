@@ -1,57 +1,51 @@
-"""A table of all heads: one row a head, and a column a statistic."""
+"""A table of all heads: one row per head, and one column per statistic."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
 
-PLACES = ("layer", "head", "name")  # told in their own order; statistics are told from the largest
-HEADINGS = {
-    "entropy": "entropy (nats)",
-    "effective_keys": "keys",
-    "mean_distance": "distance (tokens)",
-    "distance_spread": "spread (tokens)",
-    "self_mass": "self",
-    "previous_mass": "previous",
-    "next_mass": "next",
-    "first_mass": "first",
-    "special_mass": "special",
-    "largest_weight": "largest",
-    "sink_mass": "sink",
-    "duplicate_mass": "duplicate",
-    "induction_mass": "induction",
-    "contribution": "contribution",
-    "output_norm": "output norm",
-}
+PLACES = ("layer", "head", "name")  # sorted ascending; statistics are sorted descending
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """One row a head; `str()` is the table in aligned columns.
+    """One row per head; `str()` is the table in aligned columns.
 
-    Fields:
-        rows: a dict a head: layer, head, name, and the mean of each statistic.
+    Attributes:
+        rows: one dict per head: layer, head, name, and the mean of each statistic.
+        statistics: label, unit and number format of the statistics that are not built in.
 
     >>> print(HeadTable.of([{"layer": 0, "head": 1, "name": "attention", "entropy": 1.25}]))
     layer  head  entropy (nats)  name
-        0     1           1.250  attention
+        0     1            1.25  attention
     """
 
     rows: list[dict[str, Any]]
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(rows: Sequence[dict[str, Any]], *, sort: str = "layer", top: int | None = None) -> HeadTable:
+    def of(
+        rows: Sequence[dict[str, Any]],
+        *,
+        sort: str = "layer",
+        top: int | None = None,
+        statistics: Mapping[str, Statistic] | None = None,
+    ) -> HeadTable:
         """Sort rows and keep the first.
 
         Args:
-            rows: a dict a head.
-            sort: the column: "layer", "head" and "name" rise, statistics fall, so that the largest is on top.
+            rows: one dict per head.
+            sort: the column: "layer", "head" and "name" in ascending order, a statistic from its largest value.
             top: how many rows to keep; None keeps all.
+            statistics: label, unit and number format of the statistics that are not built in.
 
         Raises:
             ArgumentError: there is no such column, or top is less than 1.
@@ -66,13 +60,19 @@ class HeadTable:
             ordered.sort(key=lambda row: row[sort])
         elif sort != "layer":
             ordered.sort(key=lambda row: _falling(row.get(sort)))
-        return HeadTable(ordered[:top])
+        return HeadTable(ordered[:top], statistics or {})
 
     def __str__(self) -> str:
-        names = list(dict.fromkeys(name for row in self.rows for name in row if name not in PLACES))
-        head = ["layer", "head", *(visible(HEADINGS.get(name, name)) for name in names), "name"]
+        names = dict.fromkeys(name for row in self.rows for name in row if name not in PLACES)
+        columns = [statistic(name, self.statistics) for name in names]
+        head = ["layer", "head", *(visible(each.heading) for each in columns), "name"]
         lines = [
-            [str(row["layer"]), str(row["head"]), *(_number(row.get(name)) for name in names), visible(row["name"])]
+            [
+                str(row["layer"]),
+                str(row["head"]),
+                *(each.number(row.get(each.name)) for each in columns),
+                visible(row["name"]),
+            ]
             for row in self.rows
         ]
         widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
@@ -83,9 +83,5 @@ class HeadTable:
 
 
 def _falling(value: float | None) -> float:
-    """Order from the largest; what is missing or NaN comes last."""
+    """Return a key that sorts from the largest value on; missing values and NaN come last."""
     return math.inf if value is None or math.isnan(value) else -value
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

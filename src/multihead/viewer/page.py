@@ -1,10 +1,13 @@
-"""What every self-contained page shares: its files, its template, and data that cannot become markup."""
+"""Build self-contained pages: read their files, bundle their scripts, and write data that cannot become markup."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import posixpath
+import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any
@@ -14,8 +17,12 @@ from multihead.optional import require
 if TYPE_CHECKING:
     import jinja2
 
+# The forms of import and export that bundled modules may use.
+_IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
 
-def json_in_script(data: dict[str, Any]) -> str:
+
+def json_in_script(data: Mapping[str, Any]) -> str:
     r"""Write JSON that is safe inside a script tag: no `<`, `>` or `&`, nothing beyond ASCII.
 
     >>> json_in_script({"token": "</script>"})
@@ -25,28 +32,68 @@ def json_in_script(data: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def allowed(script: str) -> str:
-    """Name a script by its hash, so that the page's policy lets it run and nothing else."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+def allowed(source: str) -> str:
+    """Return the hash that allows a script, and no other one, in a page's Content-Security-Policy."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 @cache
-def static(package: str, name: str) -> str:
-    """Read a file of a package's folder `static`."""
-    return (resources.files(package) / "static" / name).read_text("utf-8")
+def static(path: str) -> str:
+    """Read a file of multihead, such as "viewer/static/report/report.css"."""
+    return (resources.files("multihead") / path).read_text("utf-8")
 
 
 @cache
-def template(package: str, name: str) -> jinja2.Template:
-    """Read a template of a package's folder `static`; what is put into it is escaped, and nothing may be missing."""
+def template(path: str) -> jinja2.Template:
+    """Read a template; values are escaped when they are filled in, and none may be missing."""
     require("jinja2", purpose="Writing a page", extra="view")
     import jinja2
 
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(static(package, name))
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(static(path))
+
+
+@cache
+def script(path: str) -> str:
+    """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
+
+    Each module becomes a function that runs after those it imports, and returns what it exports.
+
+    Raises:
+        ValueError: a module imports or exports in a form that cannot be bundled.
+    """
+    return "\n".join(["'use strict';", "const modules = {};", *(_bundled(each) for each in modules(path))])
+
+
+def modules(path: str) -> list[str]:
+    """Return a JavaScript module and all modules it imports, each after those it imports."""
+    found: list[str] = []
+
+    def visit(path: str) -> None:
+        if path not in found:
+            for imported in _IMPORT.finditer(static(path)):
+                visit(_imported(path, imported["path"]))
+            found.append(path)
+
+    visit(path)
+    return found
+
+
+def _imported(path: str, relative: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), relative))
+
+
+def _bundled(path: str) -> str:
+    source = static(path)
+    body = _IMPORT.sub(lambda found: f"const {found['names']} = modules['{_imported(path, found['path'])}'];", source)
+    names = ", ".join(found["name"] for found in _EXPORT.finditer(source))
+    body = _EXPORT.sub("", body)
+    if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
+        raise ValueError(f"{path}: {rest[0]!r} cannot be bundled.")
+    return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
 
 
 def version() -> str:
-    """Return the version that is installed, for the foot of a page."""
+    """Return the installed version, for the foot of a page."""
     try:
         return metadata.version("multihead")
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed

@@ -1,4 +1,4 @@
-"""What the page is told of a record and of one sample: its texts, its layers, every head's numbers and kind."""
+"""The data that the viewer's page shows of a record and of one sample: texts, layers, every head's numbers and kind."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
 from multihead.escaping import visible
 from multihead.record.texts import Text
+from multihead.viewer.columns import column, names_of
 from multihead.viewer.levels import SIDE, count
+from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
-
-_COLUMNS = {
-    "effective_keys": ("keys", "keys"),
-    "entropy": ("entropy", "nats"),
-    "mean_distance": ("distance", "tokens"),
-    "distance_spread": ("spread", "tokens"),
-    "largest_weight": ("largest", "share"),
-    "contribution": ("contribution", "norm"),
-    "output_norm": ("output_norm", "norm"),
-}
-"""Statistic -> its column and unit, where its name does not say them: `first_mass` is the share `first`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +41,12 @@ class Run:
         return min((len(layer.samples) for layer in self.record.layers), default=0)
 
     def keeps(self, sample: int) -> bool:
-        """Whether q and k of a sample were kept, so that its maps can be had."""
+        """Whether q and k of a sample were kept, so that its maps can be computed."""
         return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
 
 
 def listed(run: Run) -> dict[str, Any]:
-    """Say what a run is: its name, what was kept, and how long its texts are."""
+    """Describe a run: its name, what was kept, and how long its texts are."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
         "name": visible(run.name),
@@ -65,21 +56,19 @@ def listed(run: Run) -> dict[str, Any]:
     }
 
 
-def described(run: Run, sample: int) -> dict[str, Any]:
-    """Say all of a sample but its maps: texts, layers, and the numbers and the kind of every head."""
+def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
+    """Return everything about a sample but its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_text(run, sample)
     profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
     texts: list[Text] = [main]
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
-    names = list(dict.fromkeys(name for one in profiles for name in one.means))
+    columns = [column(run.record.statistic(name), lang) for name in names_of(profiles)]
     return {
-        "tokens": main.tokens,
-        "special": main.special,
-        "texts": [{"tokens": each.tokens, "special": each.special} for each in texts],
+        "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
         "layers": layers,
         "kinds": [kind for one in profiles for kind in one.kinds],
-        "metrics": {column(name)[0]: _numbers(profiles, name) for name in names},
-        "columns": [dict(zip(("id", "unit", "statistic"), (*column(name), name), strict=True)) for name in names],
+        "metrics": {one["id"]: _numbers(profiles, one["id"]) for one in columns},
+        "columns": columns,
         "thresholds": {
             "mass": MASS_SHARE,
             "local": LOCAL_SHARE,
@@ -117,7 +106,7 @@ def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[st
 
 
 def has_maps(one: SampleRecord) -> bool:
-    """Whether the small maps of a layer can be had: kept as they are, or made of q and k."""
+    """Whether the small maps of a layer are available: stored as they are, or computed from q and k."""
     pooled = one.statistics.get("pooled_map")
     return one.keeps_weights or (pooled is not None and max(pooled.shape[1:]) <= SIDE)
 
@@ -126,16 +115,6 @@ def main_text(run: Run, sample: int) -> Text:
     """Return the text that the page is about: the keys of the first layer that reads its own text."""
     ones = [layer.sample(sample) for layer in run.record.layers]
     return next((one for one in ones if not one.crosses), ones[0]).text
-
-
-def column(statistic: str) -> tuple[str, str]:
-    """Name a statistic's column and unit.
-
-    >>> column("first_mass"), column("entropy")
-    (('first', 'share'), ('entropy', 'nats'))
-    """
-    name = statistic.removesuffix("_mass")
-    return _COLUMNS.get(statistic, (name, "share" if name != statistic else "number"))
 
 
 def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
@@ -160,7 +139,7 @@ def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list
 
 
 def _place(text: Text, texts: list[Text]) -> int:
-    """Say which of the texts one is, and add it where it is none of them yet."""
+    """Return the index of a text in the list, and append it where it is not there yet."""
     for index, each in enumerate(texts):
         if (each.length, each.tokens, each.special) == (text.length, text.tokens, text.special):
             return index

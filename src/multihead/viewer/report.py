@@ -1,11 +1,10 @@
-"""Write what was observed as one page that opens offline: every head, its numbers, its map."""
+"""Write a record as one page that opens offline: every head, its numbers, its map."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,46 +14,45 @@ from multihead.analysis.highlights import LayerProfile, findings, layer_profiles
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.escaping import visible
 from multihead.files import is_folder, refuse_unless_writable, write_whole
+from multihead.locale.texts import check_language, section, text
 from multihead.viewer import report_data
-from multihead.viewer.page import allowed, json_in_script, static, template, version
+from multihead.viewer.page import allowed, json_in_script, script, static, template, version
 from multihead.viewer.page_budget import Progress, Store, fill
 from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
 
-SCRIPTS = ("words.js", "colour.js", "maps.js", "text.js", "grid.js", "table.js", "bigmap.js", "head.js", "page.js")
-"""The page's script, in the order in which its files build on each other."""
-
-_HOLDS = {"whole": "every weight", "largest": "largest weights", "pooled": "pooled maps", "none": "statistics"}
-
 
 @dataclass(frozen=True)
 class ReportSummary:
-    """What was written.
+    """The page that was written and what it holds.
 
     Attributes:
         path: the page.
         num_bytes: its size.
-        holds: "every weight", "largest weights", "pooled maps" or "statistics".
-        bits: bits of a weight where every weight is there, else 0.
-        largest_per_query: weights kept of each query where the largest are, else 0.
-        rounding: the largest difference between a weight and what the page says, as a share.
-        left_out: what the page does not hold and why, a sentence; empty if nothing is left out.
+        mode: the weights it stores: "whole" (all), "largest" (of each query), "pooled" (only maps of means) or "none".
+        bits: bits per weight where every weight is stored, else 0.
+        largest_per_query: number of weights stored per query where only the largest are, else 0.
+        rounding: the largest difference between a weight and its stored value, as a share.
+        left_out: a sentence on what the page leaves out and why; empty if nothing is left out.
+        lang: the language of the page and of this summary.
     """
 
     path: Path
     num_bytes: int
-    holds: str
+    mode: str
     bits: int
     largest_per_query: int
     rounding: float
     left_out: str
+    lang: str
 
     def __str__(self) -> str:
-        """One line: the path, the size, what it holds or leaves out."""
-        size = report_data.size(self.num_bytes, report_data.all_words()["en"])
-        return f"{visible(self.path)} ({size}, {self.holds}){' ' + self.left_out if self.left_out else ''}"
+        """Return one line: the path, the size, and what the page holds or leaves out."""
+        size = report_data.size(self.num_bytes, self.lang)
+        holds = text(f"report.holds.{self.mode}", self.lang)
+        return f"{visible(self.path)} ({size}, {holds}){' ' + self.left_out if self.left_out else ''}"
 
 
 def write_report(
@@ -102,23 +100,23 @@ def write_report(
     """
     path = Path(path)
     _check(record, path, tokens, sample, max_bytes, lang)
-    title, words = visible(title), report_data.all_words()[lang]
+    title = visible(title)
     read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
     if key_tokens is not None:
         texts["keys"] = reading(key_tokens)
-    data = report_data.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, words=words)
+    data = report_data.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, lang=lang)
     found = findings(record.layers, sample=sample, tokens=tokens, special=special, lang=lang, profiles=read)
-    data |= {"findings": [asdict(one) for one in found], "title": title, "lang": lang, "words": words}
+    data |= {"findings": [asdict(one) for one in found], "title": title}
     shell = {
         "title": title,
         "lang": lang,
-        "words": words,
-        "lead": report_data.lead(read, len(tokens), words),
-        "facts": [*report_data.facts(record, read, texts, sample=sample, words=words), *(facts or {}).items()],
-        "ends": "previous" in data["metrics"] and "next" in data["metrics"],
+        "words": section(lang, "common", "page", "report"),
+        "lead": report_data.lead(read, len(tokens), lang),
+        "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
+        "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
     }
-    # The maps take what the rest of the page leaves; some is kept for what is said about them.
+    # The maps take what the rest of the page leaves; some is reserved for the sentences about them.
     bare = len(_render(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
     if bare > max_bytes:
         raise ArgumentError(
@@ -128,22 +126,21 @@ def write_report(
     store = fill(record, sample=sample, room=max_bytes - bare, progress=progress)
     page = _render(data, shell, store, max_bytes)
     write_whole(path, page)
-    english = report_data.foot(store, max_bytes=max_bytes, version="", words=report_data.all_words()["en"])
     return ReportSummary(
         path=path,
         num_bytes=len(page),
-        holds=_HOLDS[store.mode],
+        mode=store.mode,
         bits=store.bits if store.mode == "whole" else 0,
         largest_per_query=store.number,
         rounding=store.rounding,
-        left_out="" if store.mode == "whole" else english.split(". ", 2)[-1],
+        left_out="" if store.mode == "whole" else report_data.stored(store, max_bytes=max_bytes, lang=lang),
+        lang=lang,
     )
 
 
 def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_bytes: int, lang: str) -> None:
     """Refuse what cannot become a page, before anything is read or written."""
-    if lang not in report_data.all_words():
-        raise ArgumentError(f'lang is "{lang}", and the page speaks "en" or "zh".', 'Give "en" or "zh".')
+    check_language(lang)
     if max_bytes <= 0:
         raise ArgumentError(f"max_bytes is {max_bytes}, and a page needs room.", "Give a positive number of bytes.")
     if not is_folder(path.parent):
@@ -166,22 +163,24 @@ def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_b
 
 
 def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
-    """The whole page as bytes. Data stands in JSON that cannot end its script tag; nothing of it is HTML."""
-    words = shell["words"]
+    """Return the whole page as bytes. Data is JSON that cannot end its script tag; nothing of it is HTML."""
+    words, lang = shell["words"], shell["lang"]
     layers = [
         layer | kept for layer, kept in zip(data["layers"], _layer_stores(store, len(data["layers"])), strict=True)
     ]
     reason = {"room": "no room", "statistics": "no maps", "": ""}[store.reason]
     store_data = {"mode": store.mode, "bits": store.bits, "number": store.number, "reason": reason}
-    script = _script()
-    html = template(__package__, "report.html").render(
+    foot = text("report.foot", lang, version=version()), report_data.stored(store, max_bytes=max_bytes, lang=lang)
+    source = script("viewer/static/report/page.js")
+    html = template("viewer/static/report/report.html").render(
         **shell,
-        style=Markup(static(__package__, "report.css")),
-        script=Markup(script),
-        script_hash=allowed(script),
+        style=Markup(static("viewer/static/report/report.css")),
+        script=Markup(source),
+        script_hash=allowed(source),
+        texts=Markup(json_in_script(words)),
         data=Markup(json_in_script(data | {"layers": layers, "store": store_data})),
         packs=[(name, Markup(packed)) for name, packed in store.packs],
-        foot=report_data.foot(store, max_bytes=max_bytes, version=version(), words=words),
+        foot=words["join.sentences"].join(foot),
     )
     return html.encode("utf-8", "replace")  # a lone surrogate in a title has no place in UTF-8
 
@@ -190,8 +189,3 @@ def _layer_stores(store: Store, layers: int) -> list[dict[str, Any]]:
     names = {"row_block": "rowBlock", "col_block": "colBlock"}
     kept = [{names.get(key, key): value for key, value in asdict(one).items()} for one in store.layers]
     return kept or [{}] * layers
-
-
-@cache
-def _script() -> str:
-    return "\n".join(static(__package__, name) for name in SCRIPTS)

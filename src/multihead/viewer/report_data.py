@@ -1,48 +1,26 @@
-"""Say what a report's page says: its words in each language, its facts, and the data its script reads."""
+"""The contents of a report's page: its facts, its sentences, and the data its script reads."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from multihead.analysis import visibility
-from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile, percent
+from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile
 from multihead.escaping import visible
+from multihead.locale.texts import section, text
+from multihead.probes.catalogue import SEPARATOR
+from multihead.viewer.columns import column, names_of
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
-
-_COLUMNS = {
-    "entropy": "entropy",
-    "keys": "effective_keys",
-    "distance": "mean_distance",
-    "spread": "distance_spread",
-    "self": "self_mass",
-    "previous": "previous_mass",
-    "next": "next_mass",
-    "first": "first_mass",
-    "separator": "separator_mass",
-    "largest": "largest_weight",
-}
-
-
-@cache
-def all_words() -> dict[str, dict[str, str]]:
-    """The page's words, language -> name -> sentence with {holes}."""
-    found: dict[str, dict[str, str]] = json.loads(
-        (resources.files(__package__) / "static" / "words.json").read_text("utf-8")
-    )
-    return found
 
 
 def page_data(
@@ -53,13 +31,23 @@ def page_data(
     sample: int,
     special: Sequence[bool] | None,
     tokens: Sequence[str],
-    words: dict[str, str],
+    lang: str,
 ) -> dict[str, Any]:
-    """All that the page's script needs to know, the maps and the findings aside."""
+    """Return the data that the page's script reads, except for the maps and the findings."""
+    names = names_of(profiles)
+    if SEPARATOR.name in names:  # the first token has a column of its own
+        names.remove("special_mass")
+    columns = [column(record.statistic(name), lang) for name in names]
+    separator = _separator(tokens, special)
+    for one in columns:
+        if one["id"] == SEPARATOR.name and separator:
+            one["label"] = separator
     return {
         "texts": texts,
         "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
-        "metrics": {column: values for column, name in _COLUMNS.items() if (values := _column(profiles, name))},
+        "columns": columns,
+        "labels": {name: column(record.statistic(name), lang)["label"] for name in ("entropy", "received")},
+        "metrics": {one["id"]: _column(profiles, one["id"]) for one in columns},
         "kinds": [kind for one in profiles for kind in one.kinds],
         "top": _numbers(torch.cat([one.visibility.largest_entropy for one in profiles])),
         "sight": {
@@ -69,62 +57,62 @@ def page_data(
         },
         "received": _received(record, sample, len(tokens)),
         "bound": not keeps_weights(record, sample),
-        "separator": _separator(tokens, special) or words["special"],
         "thresholds": {
-            "mass": percent(MASS_SHARE),
-            "local": percent(LOCAL_SHARE),
-            "broad": percent(BROAD_SHARE),
+            "mass": MASS_SHARE,
+            "local": LOCAL_SHARE,
+            "broad": BROAD_SHARE,
             "reach": visibility.LOCAL_REACH,
         },
     }
 
 
 def facts(
-    record: Record, profiles: Sequence[LayerProfile], texts: dict[str, Any], *, sample: int, words: dict[str, str]
+    record: Record, profiles: Sequence[LayerProfile], texts: dict[str, Any], *, sample: int, lang: str
 ) -> list[tuple[str, str]]:
-    """The row of facts under the title: label and value, each read off the record."""
+    """Return the row of facts under the title: label and value, each read off the record."""
+    words = section(lang, "report")
     heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
-        found = [(words["fact grid"], f"{len(heads)} × {heads[0]}")]
+        found = [(words["fact.grid"], f"{len(heads)} × {heads[0]}")]
     else:
-        found = [(words["fact layers"], str(len(heads))), (words["fact heads"], str(sum(heads)))]
-    found.append((words["fact tokens"], f"{len(texts['main']['shown']):,}"))
+        found = [(words["fact.layers"], str(len(heads))), (words["fact.heads"], str(sum(heads)))]
+    found.append((words["fact.tokens"], f"{len(texts['main']['shown']):,}"))
     if "keys" in texts:
-        found.append((words["fact keys"], f"{len(texts['keys']['shown']):,}"))
-    found.append((words["fact attention"], _attention(profiles, words)))
+        found.append((words["fact.keys"], f"{len(texts['keys']['shown']):,}"))
+    found.append((words["fact.attention"], _attention(profiles, lang)))
     kinds = {kind for one in profiles for kind in one.kinds}
     # Separators need marks after the first token, others token ids; without them they are no kinds that could be there.
     missing = ("separator_mass", "duplicate_mass", "induction_mass")
     possible = len(KINDS) - sum(all(name not in one.means for one in profiles) for name in missing)
-    found.append((words["fact kinds"], words["{kinds} of {all} present"].format(kinds=len(kinds), all=possible)))
+    found.append((words["fact.kinds"], words["kinds present"].format(kinds=len(kinds), all=possible)))
     return found
 
 
-def lead(profiles: Sequence[LayerProfile], tokens: int, words: dict[str, str]) -> str:
-    """The sentence under the title."""
+def lead(profiles: Sequence[LayerProfile], tokens: int, lang: str) -> str:
+    """Return the sentence under the title."""
     heads = sum(len(one.kinds) for one in profiles)
-    return words["lead" if heads > 1 and tokens > 1 else "lead one"].format(heads=f"{heads:,}", tokens=f"{tokens:,}")
+    key = "report.lead" if heads > 1 and tokens > 1 else "report.lead one"
+    return text(key, lang, heads=f"{heads:,}", tokens=f"{tokens:,}")
 
 
-def foot(store: Store, *, max_bytes: int, version: str, words: dict[str, str]) -> str:
-    """The last line: who made the page, what it holds, how far a stored weight may be off, what is left out."""
+def stored(store: Store, *, max_bytes: int, lang: str) -> str:
+    """Return a sentence on what the page stores, how exact a weight is, and what is left out and why."""
     rows, columns = store.map_size
-    given = {
-        "bits": store.bits,
-        "rounding": rounding(store),
-        "rows": rows,
-        "columns": columns,
-        "n": store.number,
-        "size": size(max_bytes, words),
-    }
-    holds = {"whole": "foot whole", "largest": "foot largest", "pooled": "foot pooled", "none": "foot no room"}[
-        store.mode
-    ]
+    key = store.mode
     if store.mode == "largest" and store.number == 1:
-        holds = "foot largest one"
+        key = "largest 1"
     if store.reason == "statistics":
-        holds = "foot statistics maps" if store.mode == "pooled" else "foot statistics"
-    return words["foot"].format(version=version) + words["between sentences"] + words[holds].format(**given)
+        key = f"{store.mode} statistics"
+    return text(
+        f"report.stored.{key}",
+        lang,
+        bits=store.bits,
+        rounding=rounding(store),
+        rows=rows,
+        columns=columns,
+        n=store.number,
+        size=size(max_bytes, lang),
+    )
 
 
 def rounding(store: Store) -> str:
@@ -140,11 +128,11 @@ def rounding(store: Store) -> str:
     return f"{math.ceil(points * 10**decimals) / 10**decimals:.{max(0, decimals)}f}"
 
 
-def size(num_bytes: int, words: dict[str, str]) -> str:
-    """A size in MB, or below one in kB."""
+def size(num_bytes: int, lang: str) -> str:
+    """Write a size in MB, or in kB below 1 MB."""
     if num_bytes < 1_000_000:
-        return words["kilobytes"].format(n=f"{num_bytes / 1e3:.0f}")
-    return words["megabytes"].format(n=f"{num_bytes / 1e6:.1f}".removesuffix(".0"))
+        return text("report.kilobytes", lang, n=f"{num_bytes / 1e3:.0f}")
+    return text("report.megabytes", lang, n=f"{num_bytes / 1e6:.1f}".removesuffix(".0"))
 
 
 def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> dict[str, Any]:
@@ -162,21 +150,19 @@ def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> 
 
 
 def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Which text a layer's queries and keys are, told by length; none where no text has that length."""
-    for text, length in lengths.items():
+    """Find by length which text a layer's queries and keys are; "none" where no text has that length."""
+    for name, length in lengths.items():
         if one.num_keys == length and one.query_start + one.num_queries == length:
-            return {"text": text, "from": one.query_start}, {"text": text, "from": 0}
+            return {"text": name, "from": one.query_start}, {"text": name, "from": 0}
 
     def called(count: int, order: Sequence[str]) -> dict[str, Any]:
-        return {"text": next((text for text in order if lengths.get(text) == count), "none"), "from": 0}
+        return {"text": next((name for name in order if lengths.get(name) == count), "none"), "from": 0}
 
     return called(one.num_queries, ("main", "keys")), called(one.num_keys, ("keys", "main"))
 
 
 def _column(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
-    """One statistic of every head, layer after layer; empty if no layer has it."""
-    if not any(name in one.means for one in profiles):
-        return []
+    """Return one statistic of every head, layer after layer."""
     return _numbers(
         torch.cat([one.means.get(name, torch.full((len(one.kinds),), math.nan)).double() for one in profiles])
     )
@@ -192,34 +178,33 @@ def _received(record: Record, sample: int, tokens: int) -> list[float | None] | 
     return _numbers(total / heads) if heads else None
 
 
-def _attention(profiles: Sequence[LayerProfile], words: dict[str, str]) -> str:
-    """What the masks of the layers are, the commonest first."""
+def _attention(profiles: Sequence[LayerProfile], lang: str) -> str:
+    """Name the masks of the layers, the most common first."""
+    words = section(lang, "common", "page", "report")
 
     def called(one: LayerProfile) -> str:
         seen = one.visibility
         name = "cross" if one.crosses and seen.pattern == "full" else seen.pattern
-        return words[f"pattern {name}"].format(tokens=seen.before, before=seen.before, after=seen.after)
+        return words[f"pattern.{name}"].format(tokens=seen.before, before=seen.before, after=seen.after)
 
     patterns = Counter(called(one) for one in profiles)
     if len(patterns) == 1:
         return next(iter(patterns))
     parts = [
-        words["{pattern} in one layer" if layers == 1 else "{pattern} in {layers} layers"].format(
-            pattern=name, layers=layers
-        )
+        words["pattern in 1 layer" if layers == 1 else "pattern in layers"].format(pattern=name, layers=layers)
         for name, layers in patterns.most_common()
     ]
-    return words["between parts"].join(parts)
+    return words["join.parts"].join(parts)
 
 
 def _separator(tokens: Sequence[str], special: Sequence[bool] | None) -> str:
-    """The one mark that stands after the first token, or nothing where there are several kinds or none."""
+    """Return the only special token after the first token; "" where there are several kinds or none."""
     marks = {token for token, mark in list(zip(tokens, special or (), strict=False))[1:] if mark}
     return visible(marks.pop()) if len(marks) == 1 else ""
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Numbers for JSON with six digits; None for what is no number."""
+    """Return numbers for JSON with six digits; None where a value is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 

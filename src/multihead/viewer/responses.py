@@ -7,10 +7,13 @@ from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from multihead.errors import InputError
+from multihead.locale.texts import section
+from multihead.viewer.page import json_in_script, template
 from multihead.viewer.query_params import AbsentError, LaterError
 from multihead.viewer.security import HEADERS, refusal
 
@@ -19,14 +22,11 @@ if TYPE_CHECKING:
 
     from multihead.viewer.levels import Array
 
-TYPES = {
-    ".css": "text/css; charset=utf-8",
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".svg": "image/svg+xml",
-}
-"""What a file of the page is, by the end of its name; other files are not served."""
+FOLDERS = ("view", "shared")
+"""The folders of `static` whose files are served."""
+
+TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+"""Media type by the end of a file's name; other files are not served."""
 
 FORMS = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
 
@@ -34,10 +34,19 @@ GONE = 499
 """The status of an answer to a client that went away; nobody reads it."""
 
 
-def page_file(name: str) -> Response:
+def page(lang: str) -> Response:
+    """Answer with the page in a language, its texts included."""
+    texts = section(lang, "common", "page", "viewer")
+    html = template("viewer/static/view/index.html").render(
+        lang="zh-CN" if lang == "zh" else lang, words=texts, texts=Markup(json_in_script(texts))
+    )
+    return Response(html, media_type="text/html; charset=utf-8")
+
+
+def page_file(folder: str, name: str) -> Response:
     """Answer with a file of the page; only the names that its folder lists are known."""
-    folder = resources.files(__package__) / "static" / "view"
-    listed = {each.name: each for each in folder.iterdir()} if folder.is_dir() else {}
+    files = resources.files(__package__) / "static" / folder
+    listed = {each.name: each for each in files.iterdir()} if folder in FOLDERS else {}
     kind = TYPES.get(PurePosixPath(name).suffix)
     if name not in listed or kind is None:
         raise AbsentError("The page has no such file.", "Open the address that `multihead view` printed.")
@@ -63,7 +72,7 @@ async def until_gone(request: Request) -> None:
 
 
 async def in_words(request: Request, error: Exception) -> Response:
-    """Answer a request that cannot be met with the sentence that says why."""
+    """Answer a request that cannot be fulfilled with the sentence that says why."""
     if isinstance(error, LaterError):
         return refusal(503, str(error), {"Retry-After": "1"})
     # A file that cannot be read, or was cut, is no fault of the request.

@@ -1,4 +1,4 @@
-"""What the viewer's page asks for, address by address: the records, their numbers, and any part of any map."""
+"""The routes of the viewer: the records, their numbers, and any part of any map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multihead.viewer.page import version
 from multihead.viewer.payload import Run, described, listed, near, rows_of
 from multihead.viewer.pyramid import Builder, Pyramid, state
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
-from multihead.viewer.responses import GONE, download, floats, page_file, until_gone
+from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
 from multihead.viewer.security import said
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
 
@@ -32,7 +32,7 @@ Written = TypeVar("Written")
 
 
 class Viewer:
-    """Answers what the page asks of some records.
+    """Answers the requests of the page for some records.
 
     Args:
         runs: the records.
@@ -52,12 +52,12 @@ class Viewer:
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
-        """Say what is at which address, behind the token."""
+        """Return the routes, relative to the token."""
         sample = "/api/runs/{run}/samples/{sample}"
         head = f"{sample}/heads/{{layer}}/{{head}}"
         return [
             Route("/", self.index),
-            Route("/static/{name}", self.static),
+            Route("/static/{folder}/{name}", self.static),
             Route("/api/view", self.view),
             Route(sample, self.sample),
             Route(f"{sample}/levels", self.levels),
@@ -70,18 +70,18 @@ class Viewer:
         ]
 
     def close(self) -> None:
-        """Give up what is under way, and let go of whoever waits for it."""
+        """Cancel running computations and release the requests that wait for them."""
         self.closing.set()
         self.workers.close()
         self.slow.close()
 
     async def index(self, request: Request) -> Response:
-        """Give the page."""
-        return page_file("index.html")
+        """Return the page."""
+        return page(self.lang)
 
     async def static(self, request: Request) -> Response:
-        """Give a file of the page."""
-        return page_file(request.path_params["name"])
+        """Return a file of the page."""
+        return page_file(request.path_params["folder"], request.path_params["name"])
 
     async def view(self, request: Request) -> Response:
         """List the records."""
@@ -93,9 +93,9 @@ class Viewer:
         self._levels(*place)
 
         def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            # Kept even if nobody waits for it any more: whoever loads the page again need not wait as long.
+            # Kept even if the request was cancelled: loading the page again is then faster.
             if place not in self._described:
-                self._described[place] = described(self.runs[run], sample)
+                self._described[place] = described(self.runs[run], sample, self.lang)
             return self._described[place]
 
         if place not in self._described:
@@ -226,7 +226,7 @@ class Viewer:
 
     def _built(self, run: int, sample: int) -> Pyramid:
         pyramid = self._levels(run, sample)
-        assert pyramid is not None  # whoever asks for levels has made sure of q and k
+        assert pyramid is not None  # callers check that q and k were kept
         return pyramid
 
     def _later(self, run: int, sample: int) -> MultiheadError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -90,7 +91,7 @@ def serve(
         told: called with (heads done, heads in all) while coarse levels are built.
 
     Raises:
-        InputError: the port cannot be had.
+        InputError: the port is in use or may not be opened.
     """
     # Named TCP, its connections send small answers at once; else each waits 40 ms for the browser's word.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as taken:
@@ -99,9 +100,9 @@ def serve(
             taken.bind(("127.0.0.1", port))
             taken.listen()
         except OSError as error:
+            reason = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be opened: {error.strerror}"
             raise InputError(
-                f"Port {port} cannot be had: {error.strerror}.",
-                "Give another with --port, or none: then a free one is taken.",
+                f"Port {port} {reason}.", "Give another --port, or leave it out to use a free one."
             ) from None
         port = taken.getsockname()[1]
         app = application(runs, token=token, hosts=hosts_of(port), lang=lang, told=told)

@@ -1,19 +1,26 @@
-"""Set tokens as reading matter: what stands between them, what each shows, and a label for a ruler."""
+"""Lay out tokens as running text: the gap before each token, the text it shows, and its label on a ruler."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from multihead.errors import ShapeError
 
 SPECIAL, UNKNOWN, PART = 1, 2, 4
-"""Flags of a token: a mark of the model's own, not in the vocabulary, a further piece of the character before."""
+"""Flags of a token: a special token, a token that is not in the vocabulary, a piece of a character."""
 
 _VISIBLE = {" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥", "\u00a0": "␣", "\u3000": "␣"}
 
-# Characters that turn the direction of the text after them. Neither a token nor what is between two may turn the page.
-_TURNS = dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "�")
+# Control characters, marks that turn the direction of the text after them, and characters without a shape. Neither a
+# token nor the text between two tokens may act on the page, so each is replaced by its name.
+_ACTING = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
+)
+_CLOSING = re.compile("[.,;:!?)\\]}’”%。，、；：！？）】」』]+")
+_CJK = re.compile("[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 
 
 def reading(
@@ -24,11 +31,17 @@ def reading(
     text: str | None = None,
     offsets: Sequence[tuple[int, int]] | None = None,
 ) -> dict[str, Any]:
-    """Lay out the tokens of a text for the page; with `text` and `offsets` in the text's own spelling.
+    """Lay out the tokens of a text for a page.
 
-    Returns: gaps (what stands before each token), shown, labels and flags, one a token, and the tail of
-        the text behind the last token. Slices are made here because a page counts offsets in UTF-16 units.
-    Raises: ShapeError if special, unknown or offsets are not one a token.
+    With `text` and `offsets` the text keeps its own spelling. Otherwise the tokens may be pieces of text with their
+    spaces, words, or entries of a vocabulary such as "Ġthe", "▁the" and "##ing".
+
+    Returns:
+        gaps (the text before each token), shown, labels and flags, one per token, and the tail of the text after the
+        last token. Slices are made here because a page counts offsets in UTF-16 units.
+
+    Raises:
+        ShapeError: special, unknown or offsets do not have one entry per token.
 
     >>> page = reading(
     ...     ["[CLS]", "hello", "🎉"], special=[True, False, False], text="Hello 🎉!", offsets=[(0, 0), (0, 5), (6, 7)]
@@ -36,11 +49,11 @@ def reading(
     >>> page["gaps"], page["shown"], page["flags"], page["tail"]
     (['', ' ', ' '], ['[CLS]', 'Hello', '🎉'], [1, 0, 0], '!')
     """
-    for name, given in (("special", special), ("unknown", unknown), ("offsets", offsets)):
-        if given is not None and len(given) != len(tokens):
+    for name, values in (("special", special), ("unknown", unknown), ("offsets", offsets)):
+        if values is not None and len(values) != len(tokens):
             raise ShapeError(
-                f"{name} has {len(given)} entries, and there are {len(tokens)} tokens.",
-                f"Give {name} one entry a token.",
+                f"{name} has {len(values)} entries, and there are {len(tokens)} tokens.",
+                f"Give {name} one entry per token.",
             )
     flags = [
         (SPECIAL if special is not None and special[i] else 0) | (UNKNOWN if unknown is not None and unknown[i] else 0)
@@ -49,22 +62,62 @@ def reading(
     if text is not None and offsets is not None:
         gaps, shown, tail = _from_text(tokens, flags, text, offsets)
     else:
-        gaps, shown, tail = _from_tokens(tokens)
-    gaps, shown, tail = (
-        [each.translate(_TURNS) for each in gaps],
-        [each.translate(_TURNS) for each in shown],
-        tail.translate(_TURNS),
-    )
-    labels = [_label(token.translate(_TURNS)) for token in tokens]
-    return {"gaps": gaps, "shown": shown, "labels": labels, "flags": flags, "tail": tail}
+        gaps, shown, tail = _from_tokens(tokens, flags)
+        tokens = shown
+    return {
+        "gaps": [_harmless(each) for each in gaps],
+        "shown": [_harmless(each) for each in shown],
+        "labels": [_label(_harmless(token)) for token in tokens],
+        "flags": flags,
+        "tail": _harmless(tail),
+    }
 
 
-def _from_tokens(tokens: Sequence[str]) -> tuple[list[str], list[str], str]:
-    """Tokens that carry their own spaces keep them as gaps; word pieces without any get one between."""
-    carry = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
-    words = [token.lstrip(" ") or token for token in tokens]
-    gaps = [token[: len(token) - len(word)] if carry else " " for token, word in zip(tokens, words, strict=True)]
-    return gaps, words, ""
+def _from_tokens(tokens: Sequence[str], flags: list[int]) -> tuple[list[str], list[str], str]:
+    """Split each token into the gap before it and its text, by the convention that the tokens follow."""
+    byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
+    sentencepiece = any(token.startswith("▁") for token in tokens)
+    word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)
+    spaced = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
+    gaps, shown = [], []
+    for place, token in enumerate(tokens):
+        gap, piece = "", token
+        if flags[place] & SPECIAL:
+            gaps.append(" " if place else "")
+            shown.append(token)
+            continue
+        if byte_level:
+            piece = _decoded(token)
+        elif sentencepiece:
+            piece = token.replace("▁", " ")
+        elif not spaced or word_pieces:
+            joined = _CJK.search(token) and (not word_pieces or (place and _CJK.search(tokens[place - 1])))
+            continues = word_pieces and token.startswith("##")
+            gap = "" if not place or continues or joined or _CLOSING.fullmatch(token) else " "
+            piece = token.removeprefix("##") if continues else token
+        bare = piece.lstrip()
+        if bare and bare != piece:
+            gap, piece = piece[: len(piece) - len(bare)], bare
+        if "\ufffd" in piece:
+            flags[place] |= PART
+        gaps.append(gap)
+        shown.append(piece)
+    return gaps, shown, ""
+
+
+def _decoded(token: str) -> str:
+    """Return the text of a byte-level token, which writes each byte as a printable character."""
+    codes = [_bytes().get(letter) for letter in token]
+    known = [code for code in codes if code is not None]
+    return bytes(known).decode("utf-8", "replace") if len(known) == len(codes) else token
+
+
+@cache
+def _bytes() -> dict[str, int]:
+    """Return the byte of each printable character of byte-level tokenizers (GPT-2)."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _from_text(
@@ -91,7 +144,12 @@ def _from_text(
     return [gaps[0].strip() if gaps else "", *gaps[1:]], shown, text[at:]
 
 
+def _harmless(text: str) -> str:
+    """Replace each character that would act on the page by its name."""
+    return _ACTING.sub(lambda found: f"U+{ord(found[0]):04X}", text)
+
+
 def _label(token: str) -> str:
-    """A token on a ruler: without the spaces around it, or those spaces made visible."""
+    """Return a token for a ruler: without the spaces around it, or those spaces made visible."""
     bare = token.strip()
     return bare or "".join(_VISIBLE.get(letter, letter) for letter in token) or "∅"

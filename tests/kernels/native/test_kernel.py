@@ -20,6 +20,7 @@ from multihead.functional import attention, attention_weights, attention_with_lo
 from multihead.kernels.native import kernel, library
 from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
+from multihead.probes import PROBES
 from tests import oracle
 from tests.agreeing import assert_within_budget
 from tests.drawing import LAYOUTS, Drawn, Sizes, calls, laid_out
@@ -208,6 +209,7 @@ def everything(case: Drawn, **options: Any) -> list[Tensor]:
 
 
 STATISTICS = ("entropy", "mean_distance", "distance_spread", "self_mass", "first_mass", "largest_weight", "largest_key")
+PARTS = frozenset().union(*(PROBES[name].parts for name in STATISTICS))
 
 
 def equal(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -242,10 +244,10 @@ def test_train_and_eval_and_a_listener_give_the_same_bits(instructions: str) -> 
         case = long(queries=queries, mask=masks.Causal())
         request = request_of(case.q, case.k, case.v, case.mask, query_start=case.query_start)
         quiet = kernel.attend(request, bounds_of(request))
-        watched = kernel.attend(replace(request, wanted=frozenset(STATISTICS)), bounds_of(request))
+        watched = kernel.attend(replace(request, wanted=PARTS), bounds_of(request))
         assert torch.equal(watched.output, quiet.output)
         assert torch.equal(watched.logsumexp, quiet.logsumexp)
-        assert watched.statistics.keys() == set(STATISTICS)
+        assert watched.statistics.keys() == PARTS
 
 
 # ------------------------------------------------------------------------------------------- explained and refused

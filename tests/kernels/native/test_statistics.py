@@ -16,17 +16,21 @@ from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.call import WHOLE, Rows, call_fields
 from multihead.kernels.native.library import AT
-from multihead.kernels.native.statistics import ONE_PASS, Measuring, first_keys, one_pass, second_pass
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, Measuring, first_keys, one_pass, second_pass
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
+from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
+from multihead.probes import PROBES
 from tests import oracle
 from tests.drawing import Drawn, calls
 from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native
 SETS = [each.name for each in library.instruction_sets() if each.runs]
-IN_THE_PASS = ONE_PASS - {"special_mass"}
+IN_THE_PASS = ONE_PASS - {SPECIAL_KEYS}
+# Part -> the statistic of the dense definitions that is this part alone.
+STATISTIC = {part: name for name, probe in PROBES.items() for part in probe.parts if name != "effective_keys"}
 
 
 def dense(request: AttentionRequest, seen: Tensor) -> oracle.Dense:
@@ -36,9 +40,11 @@ def dense(request: AttentionRequest, seen: Tensor) -> oracle.Dense:
     return oracle.attend(q, k, v, seen, bias=bias, sinks=sinks, softcap=request.softcap, scale=request.scale)
 
 
-def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], weights: Tensor, tolerance: float) -> None:
+def assert_close(found: dict[Part, Tensor], exact: dict[str, Tensor], weights: Tensor, tolerance: float) -> None:
     """Compare within a tolerance, distances within that share of the keys, the largest key but for ties."""
-    for name, value in found.items():
+    values = {STATISTIC[part]: value for part, value in found.items()}
+    values["effective_keys"] = values["entropy"].exp().masked_fill(exact["largest_key"] < 0, 0)
+    for name, value in values.items():
         if name == "largest_key":
             seeing = exact[name] >= 0
             assert torch.equal(value >= 0, seeing)
@@ -188,7 +194,7 @@ def test_the_first_key_of_each_sample_is_the_first_that_some_query_sees() -> Non
 
 def test_only_what_is_wanted_is_measured() -> None:
     request = long(6, masks.Causal())
-    made = Measuring.of(request, bounds_of(request), ("received", "entropy", "self_mass", "special_mass"))
-    assert made.names == ("entropy", "self_mass")
+    made = Measuring.of(request, bounds_of(request), ("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS))
+    assert made.parts == ("entropy", ("offset_mass", 0))
     assert set(made.raw) == {"entropy", "at_offsets"}
-    assert made.found(torch.zeros(2, 4, 6)).keys() == {"entropy", "self_mass"}
+    assert made.found().keys() == {"entropy", ("offset_mass", 0)}

@@ -98,7 +98,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         output, logsumexp = compute(job)
     if measuring is None:
         return Attended(output, logsumexp)
-    return Attended(output, logsumexp, measuring.found(logsumexp.detach()))
+    return Attended(output, logsumexp, measuring.found())
 
 
 def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:

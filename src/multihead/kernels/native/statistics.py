@@ -1,9 +1,9 @@
-"""Statistics that the native kernel takes while it computes, under the names of the probes."""
+"""The parts of statistics that the native kernel measures while it computes, or in a second pass over q and k."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,71 +14,69 @@ from multihead.kernels.native import library
 from multihead.kernels.native.call import WHOLE, Fields, blocks, call_fields, contiguous_features, room
 from multihead.kernels.native.library import AT
 from multihead.masks.base import KeyBounds
+from multihead.parts import Part
 
-# What each statistic is made of, by the names of csrc/call.h.
-_FIELD = {
+FIRST_KEY: Part = ("first_keys_mass", 1)
+SPECIAL_KEYS: Part = ("tokens_mass", "special")
+_OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
+# Part -> the field of csrc/call.h that it is written to.
+_FIELD: dict[Part, str] = {
     "entropy": "entropy",
-    "effective_keys": "entropy",
     "mean_distance": "mean_distance",
     "distance_spread": "distance_spread",
-    "self_mass": "at_offsets",
-    "previous_mass": "at_offsets",
-    "next_mass": "at_offsets",
-    "first_mass": "on_given_key",
-    "special_mass": "on_special_keys",
+    **dict.fromkeys(_OFFSETS, "at_offsets"),
+    FIRST_KEY: "on_given_key",
+    SPECIAL_KEYS: "on_special_keys",
     "largest_weight": "largest_weight",
     "largest_key": "largest_key",
 }
-_OFFSETS = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
-_OF_OFFSETS = array("q", _OFFSETS.values())  # no tensor: the mode under which it were made could be any
-ONE_PASS = frozenset(_FIELD)
-SECOND_PASS = frozenset({"received", "pooled_map"})
+_OF_OFFSETS = array("q", _OFFSETS.values())  # no tensor, which the caller's dispatch mode could turn into a fake one
+ONE_PASS: frozenset[Part] = frozenset(_FIELD)
+SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
 @dataclass(eq=False)
 class Measuring:
-    """The statistics of one call while it runs.
+    """What the kernel measures of one call while it runs.
 
     Fields:
-        names: which ones, of ONE_PASS.
+        parts: which parts, of ONE_PASS.
         raw: (batch, heads, queries) each, by the names of csrc/call.h; at_offsets has its offsets in front.
         needs: tensors that the kernel reads for them.
-        packed: whether `first_mass` has a key for each packed sample: they are marked as special keys, since each query
-            sees only the one of its own sample.
+        packed: whether each packed sample has a first key of its own: these are marked as special keys, since each
+            query sees only the one of its own sample.
     """
 
-    names: tuple[str, ...]
+    parts: tuple[Part, ...]
     raw: dict[str, Tensor] = field(default_factory=dict)
     needs: dict[str, Tensor] = field(default_factory=dict)
     packed: bool = False
 
     @staticmethod
     def of(
-        request: AttentionRequest, bounds: KeyBounds, wanted: Iterable[str], special_keys: Tensor | None = None
+        request: AttentionRequest, bounds: KeyBounds, wanted: Collection[Part], special_keys: Tensor | None = None
     ) -> Measuring:
-        """Make room for those of the wanted statistics that can be had in one pass.
+        """Allocate the outputs of those of the wanted parts that one pass measures.
 
         Args:
             request: the call.
             bounds: its plan.
-            wanted: any names.
-            special_keys: (batch, keys) bool, or None where nobody asks for `special_mass`.
+            wanted: any parts.
+            special_keys: (batch, keys) bool, or None: then SPECIAL_KEYS is left out.
         """
         shape = request.shape
-        names = tuple(sorted(name for name in wanted if name in ONE_PASS))
-        if special_keys is None:
-            names = tuple(name for name in names if name != "special_mass")
-        packed = request.packed_lengths is not None and special_keys is None and "first_mass" in names
+        parts = tuple(part for part in _FIELD if part in wanted and (part != SPECIAL_KEYS or special_keys is not None))
+        packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in parts
         if packed:
             special_keys = _first_keys_of_packed(request, bounds)
-        made = Measuring(names, packed=packed)
+        made = Measuring(parts, packed=packed)
         rows = (shape.batch, shape.num_heads, shape.query_length)
-        for name in {made.source(name) for name in names}:
+        for name in {made.source(part) for part in parts}:
             size = (len(_OFFSETS), *rows) if name == "at_offsets" else rows
             dtype = torch.int64 if name == "largest_key" else torch.float32
             made.raw[name] = torch.empty(size, dtype=dtype, device="cpu")
         start = request.query_start
-        if names:
+        if parts:
             whole = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
             made.needs["query_start"] = whole.to(torch.int64).contiguous()
         if "on_given_key" in made.raw:
@@ -87,36 +85,34 @@ class Measuring:
             made.needs["special_keys"] = special_keys.contiguous()
         return made
 
-    def source(self, name: str) -> str:
-        """Return the field of csrc/call.h that a statistic is made of."""
-        return "on_special_keys" if self.packed and name == "first_mass" else _FIELD[name]
+    def source(self, part: Part) -> str:
+        """Return the field of csrc/call.h that a part is written to."""
+        return "on_special_keys" if self.packed and part == FIRST_KEY else _FIELD[part]
 
     def part(self, rows: slice) -> Measuring:
-        """Make room for some rows of it: the kernel writes them, and `put` brings them home."""
+        """Allocate the outputs of some rows, which `put` copies into the whole."""
         count = rows.stop - rows.start
         raw = {name: tensor.new_empty((*tensor.shape[:-1], count)) for name, tensor in self.raw.items()}
         return replace(self, raw=raw)
 
     def put(self, part: Measuring, rows: slice) -> None:
-        """Take over what was written of some rows."""
+        """Copy what the kernel wrote of some rows."""
         for name, tensor in part.raw.items():
             self.raw[name][..., rows] = tensor
 
     def put_into(self, fields: Fields) -> None:
-        """Say where the statistics go."""
+        """Set the addresses that the kernel writes to and reads from."""
         for name, tensor in {**self.raw, **self.needs}.items():
             fields[AT[name]] = tensor.data_ptr()
         if "at_offsets" in self.raw:
             fields[AT["offsets"]], fields[AT["num_offsets"]] = _OF_OFFSETS.buffer_info()
 
-    def found(self, logsumexp: Tensor) -> dict[str, Tensor]:
-        """Return the statistics by the names of the probes."""
-        result = {name: self.raw[self.source(name)] for name in self.names if name not in _OFFSETS}
-        if "effective_keys" in result:
-            result["effective_keys"] = result["effective_keys"].exp().masked_fill(logsumexp == -torch.inf, 0)
-        for index, name in enumerate(_OFFSETS):
-            if name in self.names:
-                result[name] = self.raw["at_offsets"][index]
+    def found(self) -> dict[Part, Tensor]:
+        """Return what was measured: (batch, heads, queries) each."""
+        result = {part: self.raw[self.source(part)] for part in self.parts if part not in _OFFSETS}
+        for index, part in enumerate(_OFFSETS):
+            if part in self.parts:
+                result[part] = self.raw["at_offsets"][index]
         return result
 
 
@@ -142,21 +138,21 @@ def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tenso
 
 
 def one_pass(
-    request: AttentionRequest, bounds: KeyBounds, names: Iterable[str], special_keys: Tensor | None
-) -> dict[str, Tensor]:
+    request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
+) -> dict[Part, Tensor]:
     """Measure a call again, without its values.
 
     Args:
-        request: the call; what it has of dropout counts for nothing.
+        request: the call; its dropout is ignored.
         bounds: its plan.
-        names: some of ONE_PASS.
+        parts: some of ONE_PASS.
         special_keys: (batch, keys) bool, or None.
 
     Returns: (batch, heads, queries) each.
     """
     shape = request.shape
-    measuring = Measuring.of(request, bounds, names, special_keys)
-    logsumexp = room(shape.batch, shape.num_heads, shape.query_length)
+    measuring = Measuring.of(request, bounds, parts, special_keys)
+    logsumexp = room(shape.batch, shape.num_heads, shape.query_length)  # written, and not read
     q, k = contiguous_features(request.q), contiguous_features(request.k)
     for rows in blocks(request, bounds):
         fields = call_fields(request, rows, q, k)
@@ -170,9 +166,8 @@ def one_pass(
         part.put_into(fields)
         library.run(library.FORWARD, fields)
         if part is not measuring:
-            logsumexp[:, :, rows.rows] = row_logsumexp
             measuring.put(part, rows.rows)
-    return measuring.found(logsumexp)
+    return measuring.found()
 
 
 def second_pass(

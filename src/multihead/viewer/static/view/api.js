@@ -1,4 +1,4 @@
-// What is asked of the server, and what to say when it no longer answers.
+// Requests to the server, and what happens when it no longer responds.
 const BASE = new URL('.', document.baseURI);
 export const sampleAt = (run, sample) => `api/runs/${run}/samples/${sample}`;
 export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l}/${h}`;

@@ -1,9 +1,10 @@
-// The largest differences in view, as a table beside the three maps.
-import { shown } from './map.js';
+// The largest differences in view, as a table next to the three maps.
+import { $, el, say } from '../shared/dom.js';
+import { count, short } from '../shared/numbers.js';
 import { centre } from './geometry.js';
+import { shown } from './map.js';
 import { state } from './permalink.js';
 import { label } from './record.js';
-import { $, count, el, say, short } from './words.js';
 
 // The places of the largest |values|, without sorting all of them.
 function farthestPlaces(values, most) {

@@ -1,4 +1,4 @@
-// Where the view stands on the map, and where the map stands on the screen.
+// The part of the map in view, and the place of the map on the screen.
 import { state } from './permalink.js';
 
 const LEAST = 12;  // keys across at the deepest zoom

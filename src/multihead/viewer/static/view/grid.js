@@ -1,15 +1,16 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as the window has room for.
+import { bitmap, css, hatching, sized } from '../shared/colour.js';
+import { $, el, say } from '../shared/dom.js';
+import { glyph } from '../shared/kinds.js';
+import { known } from '../shared/numbers.js';
 import { floats, Later, sampleAt } from './api.js';
-import { bitmap, css, hatching, sized } from './colour.js';
 import { state, toHead } from './permalink.js';
-import { glyph, kindName } from './record.js';
-import { $, el, known, say } from './words.js';
 
 const LABEL = 30;
 const maps = new Map();  // "run sample layer" -> { rows, cols, heads: [values] }, or null where there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
 export const topWeight = { value: 0 };
-export const told = { pointed: () => {}, arrived: () => {} };
+export const listeners = { pointed: () => {}, arrived: () => {} };
 
 const nameOf = (record, l) => `${record.run} ${record.sample} ${l}`;
 function mapOf(record, i) {
@@ -22,7 +23,7 @@ const queue = [], asked = new Set();
 let busy = 0;
 function fetchMaps(record, l) {
   const name = nameOf(record, l);
-  if (!record.numbered.get(l).maps) { maps.set(name, null); told.arrived(record, l); return; }
+  if (!record.numbered.get(l).maps) { maps.set(name, null); listeners.arrived(record, l); return; }
   if (!record.mapped(l) || maps.has(name) || asked.has(name)) return;
   asked.add(name);
   queue.push({ record, l, name });
@@ -37,10 +38,10 @@ async function next() {
     const top = values.reduce((most, w) => w > most ? w : most, 0);
     maps.set(name, { rows, cols, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
     if (record === current) topWeight.value = Math.max(topWeight.value, top);
-    told.arrived(record, l);
+    listeners.arrived(record, l);
   } catch (error) {
     if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
-    else { maps.set(name, null); told.arrived(record, l); }
+    else { maps.set(name, null); listeners.arrived(record, l); }
   } finally {
     busy--;
     asked.delete(name);
@@ -67,7 +68,6 @@ export function grid(record, passes, goTo) {
   shape = fitted(record, $('gridbox').clientWidth);
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
   const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
-  box.setAttribute('aria-label', say('grid label'));
   Object.entries({ '--cell': `${cell}px`, '--gap': `${gap}px`, '--H': record.widest, '--rows': perColumn + 1, '--columns': columns }).forEach(([name, value]) => box.style.setProperty(name, value));
   box.classList.toggle('small', cell < 30);
   const step = cell < 17 ? 4 : 1, rows = [];
@@ -86,24 +86,24 @@ export function grid(record, passes, goTo) {
 
 // The first to be looked at: the head with the lowest entropy.
 function sharpest(record) {
-  const values = record.metrics.find(one => one.name === 'entropy')?.values ?? [];
+  const values = record.metrics.find(one => one.id === 'entropy')?.values ?? [];
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
 }
 
 function gridRow(record, layer, l) {
-  const entropy = record.metrics.find(one => one.name === 'entropy');
+  const entropy = record.metrics.find(one => one.id === 'entropy');
   const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (shape.cell < 30 ? '' : 'L') + l, title: layer.name, 'aria-label': `L${l} ${layer.name}` }), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
   made.dataset.l = l;
   for (let h = 0; h < layer.heads; h++) {
-    const i = record.index(l, h), said = record.told(i) + (entropy && known(entropy.values[i]) ? say(', entropy', { n: entropy.number(i) }) : '');
-    const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': said, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
+    const i = record.index(l, h), name = record.named(i) + (entropy && known(entropy.values[i]) ? say('and entropy', { n: entropy.number(i) }) : '');
+    const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': name, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
     link.dataset.i = i;
     made.append(el('span', { role: 'gridcell' }, link));
   }
   return made;
 }
 
-// Only the rows near the window are asked for and drawn.
+// Only the rows near the window are requested and drawn.
 function watching(record) {
   watch?.disconnect();
   seen = new Set();
@@ -169,7 +169,7 @@ function point(i) {
   for (const link of $('grid').querySelectorAll('a[tabindex="0"]')) link.tabIndex = -1;
   const link = $('grid').querySelector(`[data-i="${i}"]`);
   if (link) link.tabIndex = 0;
-  told.pointed(i);
+  listeners.pointed(i);
 }
 export const litHead = () => lit;
 export function focusHead(i, options) {
@@ -183,4 +183,4 @@ export function neighbour(record, i, key) {
   const near = other => other ? record.index(other.number, Math.min(h, other.heads - 1)) : -1;
   return { ArrowLeft: record.index(l, h - 1), ArrowRight: record.index(l, h + 1), ArrowUp: near(record.layers[place - 1]), ArrowDown: near(record.layers[place + 1]), Home: record.index(l, 0), End: record.index(l, layer.heads - 1) }[key];
 }
-export const kindTag = (record, i) => el('span', { className: 'kind', k: record.kinds[i] }, glyph(record.kinds[i]), kindName(record.kinds[i]));
+export const headLink = (record, i) => el('a', { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) }, thumb(record, i, 26), record.short(i));

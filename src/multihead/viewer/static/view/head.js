@@ -1,18 +1,21 @@
 // The page of one head, or of two: what is drawn where, and what the pointer does on the map.
+import { $, el, say } from '../shared/dom.js';
+import { kindName } from '../shared/kinds.js';
+import { scaleChoice } from '../shared/legend.js';
+import { count } from '../shared/numbers.js';
+import { numberRows } from '../shared/statistics.js';
 import { address, headAt, server } from './api.js';
 import { differences } from './compare.js';
-import { building, numberRows } from './overview.js';
 import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
-import { legend, scaleChoice } from './legend.js';
+import { legend } from './legend.js';
 import { draw, mini, shown } from './map.js';
 import { navigator } from './navigator.js';
 import { nearest } from './nearest.js';
+import { building } from './overview.js';
 import { forgetPanel, panel } from './panel.js';
 import { save, state, unsaved } from './permalink.js';
-import { kindName } from './record.js';
 import { row } from './rows.js';
 import { arrived } from './tiles.js';
-import { $, count, el, say } from './words.js';
 
 const MOST_CELLS = 1 << 20;
 let scene = null, pointed = null, raf = 0, listed = '';
@@ -41,16 +44,16 @@ export function headPage(record, other) {
   forgetPanel();
   const { i } = scene, drawable = scene.layer.levels > 0;
   $('one').classList.toggle('mapless', !drawable);
-  $('headname').textContent = record.told(i);
+  $('headname').textContent = record.named(i);
   $('shownhead').textContent = kindName(record.kinds[i]);
   $('map').setAttribute('aria-label', say('map label', { layer: state.a.l, head: state.a.h }));
   $('mini').setAttribute('aria-label', say('mini label'));
-  $('numbers').replaceChildren(...numberRows(record, i));
+  $('numbers').replaceChildren(...numberRows(record.metrics, i));
   if (listed !== `${record.run} ${record.sample} ${i}`) { listed = `${record.run} ${record.sample} ${i}`; nearest(scene); }
   navigator(scene);
   for (const part of ['scales', 'sink', 'compare']) $(part).hidden = !drawable;
   $('blank').hidden = drawable;
-  $('blank').textContent = say('statistics only');
+  $('blank').textContent = say('no maps');
   redraw();
 }
 export const sceneNow = () => scene;
@@ -76,7 +79,7 @@ function drawAll() {
   panel(scene, pointed);
   const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
-  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.compare ? '' : say('exact')) + (state.masked ? say('key masked') : '') : '', words, scene.strange ? say('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(say('between parts'));
+  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.compare ? '' : say('exact')) + (state.masked ? say('first key hidden') : '') : '', words, scene.strange ? say('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(say('join.parts'));
   $('where').textContent = `1 : ${block}`;
   $('map').dataset.level = String(level);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));
@@ -87,7 +90,7 @@ function controls() {
   $('compare').setAttribute('aria-pressed', String(state.compare));
   $('sink').setAttribute('aria-pressed', String(state.masked));
   const held = $('scales').contains(document.activeElement);
-  $('scales').replaceChildren(scaleChoice(name => { state.scale = name; redraw(); }));
+  $('scales').replaceChildren(scaleChoice(state.scale, name => { state.scale = name; redraw(); }));
   if (held) $('scales').querySelector('[aria-pressed=true]').focus();
 }
 

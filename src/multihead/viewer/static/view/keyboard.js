@@ -1,8 +1,8 @@
 // The keyboard: on the map it moves and zooms, among the heads it walks, and each key is listed on the page.
+import { $, el, say } from '../shared/dom.js';
 import { focusHead, litHead, neighbour } from './grid.js';
 import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { state } from './permalink.js';
-import { $, el, say } from './words.js';
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
@@ -13,8 +13,8 @@ export function keyboard(page) {
     if (handled) event.preventDefault();
   });
   const key = (...names) => names.flatMap(name => [el('kbd', { textContent: name }), ' ']), line = (names, words) => [...key(...names), say(words), el('br')];
-  $('keys').replaceChildren(...line(['+', '−'], 'key zoom'), ...line(['0'], 'key whole'), ...line(['1'], 'key one'), ...line(['←', '→', '↑', '↓'], 'key move'),
-    ...line(['⇧', '←'], 'key cell'), ...line(['Enter'], 'key keep'), ...line(['[', ']'], 'key heads'), ...line(['l'], 'key log'), ...line(['s'], 'key sink'), ...line(['c'], 'key compare'), ...line(['Esc'], 'key back'));
+  $('keys').replaceChildren(...line(['+', '−'], 'press.zoom'), ...line(['0'], 'press.whole'), ...line(['1'], 'press.one'), ...line(['←', '→', '↑', '↓'], 'press.move'),
+    ...line(['⇧', '←'], 'press.cell'), ...line(['Enter'], 'press.keep'), ...line(['[', ']'], 'press.heads'), ...line(['l'], 'press.log'), ...line(['s'], 'press.first key'), ...line(['c'], 'press.compare'), ...line(['Esc'], 'press.back'));
 }
 
 function onHead(event, page) {

@@ -1,21 +1,23 @@
 // The start, and which of the two pages is shown: all heads, or the map of one.
+import { dark, palette } from '../shared/colour.js';
+import { $, el, say } from '../shared/dom.js';
+import { kindName } from '../shared/kinds.js';
+import { count } from '../shared/numbers.js';
 import { json, sampleAt, server } from './api.js';
-import { dark, palette } from './colour.js';
 import { askAgain, focusHead } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
 import { read, save, saveNow, state, toAll, toHead, unsaved } from './permalink.js';
-import { kindName, sampleOf, view } from './record.js';
+import { sampleOf, view } from './record.js';
 import { heard } from './rows.js';
 import { forget } from './tiles.js';
-import { $, count, el, say, speak } from './words.js';
 
 let record = null, other = null, turn = 0, drawnWidth = 0, begun = false;
 const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
-// The address says what to show; what it says wrongly is mended, never an error.
+// The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
   const mine = ++turn, asked = read(location.hash), wasHead = state.a;
   unsaved();
@@ -75,7 +77,7 @@ function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
   fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => say('text n', { n: n + 1, tokens: count(one.keys) })), state.sample);
-  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [say('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(say('between facts'));
+  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [say('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(say('join.facts'));
   if (!head) return;
   $('back').textContent = say('all heads', { n: count(record.heads.length) });
   $('back').href = toAll();
@@ -133,9 +135,6 @@ function buttons() {
   $('zoomout').onclick = () => zoomBy(2);
   $('zoomwhole').onclick = zoomWhole;
   $('zoomone').onclick = zoomOne;
-  for (const [id, words] of [['zoomin', 'zoom in'], ['zoomout', 'zoom out'], ['zoomone', 'zoom one']]) $(id).setAttribute('aria-label', say(words));
-  $('zooms').setAttribute('aria-label', say('zoom'));
-  for (const id of ['left', 'right']) $(id).setAttribute('aria-label', say(id + ' part'));
   $('skip').onclick = event => { event.preventDefault(); if (state.a) $('map').focus(); else focusHead(0); };
   $('link').onclick = async () => {
     saveNow();
@@ -158,7 +157,7 @@ async function watchLevels(of) {
       if (of.progress.state !== 'building') return;
       await new Promise(done => setTimeout(done, 700));
     }
-  } catch { watched.delete(of); }  // the server is gone; asked again with the next page
+  } catch { watched.delete(of); }  // the server is gone; requested again with the next page
 }
 
 server.changed = () => {
@@ -168,9 +167,7 @@ server.changed = () => {
 };
 
 async function start() {
-  const [words, told] = await Promise.all([json('static/words.json'), json('api/view')]);
-  Object.assign(view, told);
-  speak(words, told.lang);
+  Object.assign(view, await json('api/view'));
   palette();
   keyboard(page);
   buttons();

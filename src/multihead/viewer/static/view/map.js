@@ -1,11 +1,11 @@
 // The large canvas: panes of cells, hatching where a query may not look, the chosen query, the cell pointed at.
+import { bitmap, css, dark, hatching, sized } from '../shared/colour.js';
+import { $, say } from '../shared/dom.js';
 import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
-import { bitmap, css, dark, hatching, sized } from './colour.js';
 import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
 import { state } from './permalink.js';
 import { captions, rulers, WORDS } from './rulers.js';
 import { arrived, want } from './tiles.js';
-import { $, say } from './words.js';
 
 export const shown = { panes: [], span: null, tops: { ink: 1, apart: 1 }, a: null, b: null, d: null };
 let before = '';

@@ -1,7 +1,7 @@
 // All heads in small, coloured by kind: the one in view is outlined, the second one dashed.
-import { toHead, state } from './permalink.js';
-import { kindName } from './record.js';
-import { $, el, say } from './words.js';
+import { $, el, say } from '../shared/dom.js';
+import { kindName } from '../shared/kinds.js';
+import { state, toHead } from './permalink.js';
 
 let built = '';
 export function navigator(scene) {
@@ -14,7 +14,7 @@ export function navigator(scene) {
     box.setAttribute('role', 'group');
     box.setAttribute('aria-label', say('all heads', { n: record.heads.length }));
     box.replaceChildren(...record.heads.map((head, n) => {
-      const link = el('a', { k: record.kinds[n], 'aria-label': record.told(n), title: `${record.short(n)}, ${kindName(record.kinds[n])}`, tabIndex: -1 });
+      const link = el('a', { k: record.kinds[n], 'aria-label': record.named(n), title: `${record.short(n)}, ${kindName(record.kinds[n])}`, tabIndex: -1 });
       link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;
       link.style.gridColumn = head.h + 1;
       return link;

@@ -1,18 +1,18 @@
-// Heads that look where this one looks: asked for on demand, because the answer may take seconds.
+// Heads that attend like this one: computed on demand, because it may take seconds.
+import { $, el, say } from '../shared/dom.js';
+import { glyph, kindName } from '../shared/kinds.js';
 import { headAt, json } from './api.js';
 import { toHead } from './permalink.js';
-import { glyph, kindName } from './record.js';
-import { $, el, say } from './words.js';
 
 let turn = 0;
 export function nearest(scene) {
   const mine = ++turn, { run, sample, l, h } = scene.a, box = $('nearest');
   const ask = async () => {
     box.replaceChildren(el('p', { className: 'note', role: 'status', textContent: say('comparing') }));
-    const told = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
+    const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
     if (mine !== turn) return;
-    const found = Array.isArray(told) ? told : told.heads ?? [], every = told.every ?? 1;
-    if (!found.length) { box.replaceChildren(el('p', { className: 'note', textContent: told.error || say('no nearest') })); return; }
+    const found = Array.isArray(answer) ? answer : answer.heads ?? [], every = answer.every ?? 1;
+    if (!found.length) { box.replaceChildren(el('p', { className: 'note', textContent: answer.error || say('no nearest') })); return; }
     const rows = found.map(one => {
       const i = scene.record.index(one.layer, one.head), kind = scene.record.kinds[i];
       return el('li', {}, el('a', { href: toHead(run, sample, one.layer, one.head), k: kind }, glyph(kind), scene.record.short(i), el('small', { textContent: kindName(kind) }), el('span', { className: 'num', textContent: one.divergence?.toFixed(3) ?? '–' })));

@@ -1,12 +1,13 @@
 // The reading panel: the value, the strip along the text, the strongest keys in context, the text around the query.
-import { css, hatching, paint, rgb, sized, tone } from './colour.js';
+import { css, hatching, paint, rgb, sized, tone } from '../shared/colour.js';
+import { $, el, say } from '../shared/dom.js';
+import { count, exact, short } from '../shared/numbers.js';
+import { phrase, setText } from '../shared/tokens.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
 import { label } from './record.js';
 import { row, wantRows } from './rows.js';
-import { phrase, span } from './tokens.js';
-import { $, count, el, exact, say, short } from './words.js';
 
 const STRONGEST = 9, BEFORE = 120, AFTER = 30, WHOLE = 400;
 let redraw = () => {}, spans = { key: '', list: [] }, drawn = '';
@@ -27,7 +28,7 @@ export function panel(scene, pointed) {
   const a = row(scene.a, q), b = state.compare ? row(scene.b, q) : null;
   const here = a && (places.length < 2 || b);
   $('read').setAttribute('aria-busy', String(!here));
-  if (!here) return;  // what stands there stays until the whole row is here
+  if (!here) return;  // the panel stays as it is until the whole row has arrived
   const told = summary(a, scene), now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth, drawn.split(' ')[0]].join();
   valueOf(scene, q, pointed ? pointed[1] : told.best[0] ?? -1, { a, b, told });
   if (now !== drawn || !pointed) {
@@ -62,7 +63,7 @@ function summary(a, scene) {
 function valueOf(scene, q, key, { a, b, told }) {
   const side = (which, p, name) => [el('bdi', { className: 'tok', textContent: label(which, p) }), el('small', { textContent: ` ${say(name)} ${count(p)}` })];
   const blind = !told.sees, w = key >= 0 ? a[key] : NaN, hidden = w !== w;
-  const words = blind ? say('sees none') : hidden ? say(told.causal && key > told.last ? 'later key' : 'hidden key') : exact(w);
+  const words = blind ? say('no keys visible') : hidden ? say(told.causal && key > told.last ? 'later key' : 'masked') : exact(w);
   const notes = blind || hidden ? [] : [say('effective keys', { n: told.keys.toFixed(1) })];
   if (b && !blind) notes.unshift(`${scene.titles.b[0]} ${b[key] === b[key] ? exact(b[key]) : say('absent')}`);
   const mean = blockMean(q, key);
@@ -72,7 +73,7 @@ function valueOf(scene, q, key, { a, b, told }) {
     el('div', { className: 'w' + (blind || hidden ? ' worded' : '') }, el('data', { value: hidden ? '' : String(w), textContent: words }), ...notes.map(note => el('small', { textContent: note }))));
 }
 
-// What the cell under the pointer shows, where it stands for more than one weight.
+// The mean that the cell under the pointer shows, where it covers more than one weight.
 function blockMean(q, key) {
   const one = shown.a, level = shown.span?.level ?? 0, r = (q >> level) - (one?.r0 ?? 0), c = (key >> level) - (one?.c0 ?? 0);
   if (!one || !level || r < 0 || c < 0 || r >= one.rows || c >= one.cols) return '';
@@ -102,7 +103,7 @@ function strip(scene, q, a, told) {
   $('rowtop').textContent = state.scale === 'linear' ? `0–${short(told.top)}` : say(state.scale === 'log' ? 'log' : 'root');
 }
 
-// The strongest keys set one under the other with what stands around each: the best single view of an induction head.
+// The largest weights with the text around their keys, one per line: the best single view of an induction head.
 function context(scene, q, a, told) {
   const { text, from } = scene.sides.key;
   const cell = (name, ...children) => el('span', { className: name }, ...children);
@@ -115,7 +116,7 @@ function context(scene, q, a, told) {
     return [cell('n', count(j)), cell('l', el('bdi', { textContent: text ? phrase(text, j + from - 5, j + from) : '' })), go,
       cell('r', el('bdi', { textContent: text ? phrase(text, j + from + 1, j + from + 6) : '' })), cell('p', short(a[j]))];
   }));
-  if (!told.sees) $('kwic').replaceChildren(el('p', { className: 'note', textContent: say('sees none') }));
+  if (!told.sees) $('kwic').replaceChildren(el('p', { className: 'note', textContent: say('no keys visible') }));
 }
 
 function textAround(scene, q, a, told) {
@@ -124,15 +125,8 @@ function textAround(scene, q, a, told) {
   const start = n <= WHOLE ? 0 : Math.max(0, Math.min(n - BEFORE - AFTER, at - (told.causal ? BEFORE : (BEFORE + AFTER) / 2))), end = n <= WHOLE ? n : Math.min(n, start + BEFORE + AFTER);
   const key = [scene.a.run, scene.a.sample, scene.a.l, start, end].join();
   if (key !== spans.key) {
-    const parts = [], list = [];
-    for (let j = start; j < end; j++) {
-      if (text.gaps[j + from] && j > start) parts.push(text.gaps[j + from]);
-      const one = span(text, j + from);
-      one.onclick = () => { if (!scene.layer.crosses && j >= (scene.layer.queryStart ?? 0)) { state.q = j - (scene.layer.queryStart ?? 0); redraw(); } };
-      list.push(one);
-      parts.push(one);
-    }
-    box.replaceChildren(...parts);
+    const list = setText(box, text, start + from, end + from);
+    list.forEach((one, k) => { one.onclick = () => { const q = start + k - (scene.layer.queryStart ?? 0); if (!scene.layer.crosses && q >= 0) { state.q = q; redraw(); } }; });
     spans = { key, list };
   }
   spans.list.forEach((one, k) => {

@@ -1,4 +1,4 @@
-// One query's weights on all keys: the latest query asked for wins, the one before it is given up.
+// One query's weights on all keys: a newer request cancels the older one.
 import { floats, headAt } from './api.js';
 
 const MOST = 32 << 20;
@@ -13,7 +13,7 @@ export function row(where, q) {
   return found;
 }
 
-// Asks for the rows of these heads, all of query q.
+// Request the rows of these heads, all of query q.
 export function wantRows(places, q) {
   const names = new Set(places.map(where => nameOf(where, q)));
   for (const [name, control] of asked) if (!names.has(name)) { control.abort(); asked.delete(name); }

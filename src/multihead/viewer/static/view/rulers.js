@@ -1,20 +1,12 @@
 // The rulers of a pane: tokens from 10.5 pixels a cell on, round positions before that.
-import { css } from './colour.js';
-import { label } from './record.js';
+import { css } from '../shared/colour.js';
+import { say } from '../shared/dom.js';
+import { clip, niceStep, upright } from '../shared/labels.js';
+import { count } from '../shared/numbers.js';
 import { state } from './permalink.js';
-import { count, say } from './words.js';
+import { label } from './record.js';
 
-const UPRIGHT = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
 export const WORDS = 10.5;
-const niceStep = least => { const ten = 10 ** Math.floor(Math.log10(Math.max(1, least))); return [1, 2, 5, 10].find(m => m * ten >= least) * ten; };
-
-function clip(pen, words, most) {
-  if (pen.measureText(words).width <= most) return words;
-  const letters = [...words].slice(0, 60);
-  while (letters.length > 1 && pen.measureText(letters.join('') + '…').width > most) letters.pop();
-  return letters.join('') + '…';
-}
-
 const face = (pen, on, colour) => { pen.font = `${on ? 650 : 420} 11px ${css('sans')}`; pen.fillStyle = css(colour); };
 
 export function rulers(pen, pane, layer, { query, key }, pointed) {
@@ -48,13 +40,13 @@ function above(pen, pane, layer, side, pointed) {
   const at = j => pane.left + (j - state.x) * pane.x, end = Math.min(layer.keys, state.x + pane.width / pane.x), room = pane.top - (pane.two ? 38 : 14);
   if (pane.x >= WORDS && side.text && !pane.phone) {
     for (let j = Math.ceil(state.x - .5); j + .5 < end; j++) {
-      const words = label(side, j), upright = UPRIGHT.test(words), on = pointed?.[1] === j;
+      const words = label(side, j), level = upright(words), on = pointed?.[1] === j;
       face(pen, on, on ? 'ink' : 'soft');
       pen.save();
       pen.translate(at(j + .5), pane.above - 7);
-      if (!upright) pen.rotate(-Math.PI / 2);
-      pen.textAlign = upright ? 'center' : 'left';
-      pen.fillText(clip(pen, words, room), 0, upright ? -4 : 0);
+      if (!level) pen.rotate(-Math.PI / 2);
+      pen.textAlign = level ? 'center' : 'left';
+      pen.fillText(clip(pen, words, room), 0, level ? -4 : 0);
       pen.restore();
     }
     return;
@@ -70,7 +62,7 @@ function above(pen, pane, layer, side, pointed) {
   }
 }
 
-// What the axes are, and which part of them is in view where words stand on them.
+// The names of the axes; where tokens label an axis, the range in view.
 export function captions(pen, pane, layer, sides) {
   const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
   face(pen, false, 'faint');
@@ -85,7 +77,7 @@ export function captions(pen, pane, layer, sides) {
   }
   if (worded.y) {
     pen.textAlign = 'right';
-    pen.fillText(to(state.y, pane.height / pane.y, layer.queries), pane.left - 8, pane.above + pane.height + 12);
+    pen.fillText(say('queries range', { range: to(state.y, pane.height / pane.y, layer.queries) }), pane.left - 8, pane.above + pane.height + 12);
   } else if (pane.which === 'a') {
     pen.save();
     pen.translate(pane.left - 66, pane.above + 2);

@@ -1,4 +1,4 @@
-// Tiles of the maps: the wanted ones are asked for, nearest to the middle first; the others are given up.
+// Tiles of the maps: those in view are requested, nearest to the middle first; other requests are cancelled.
 import { floats, headAt, Later } from './api.js';
 
 export const SIDE = 256;  // cells a side; a cell of level k is the mean of 2^k x 2^k weights

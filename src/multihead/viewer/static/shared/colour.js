@@ -1,5 +1,5 @@
 // Two ramps, three scales, and fast pictures of many cells.
-export const dark = matchMedia('(prefers-color-scheme: dark)');
+export const dark = matchMedia('screen and (prefers-color-scheme: dark)');  // paper is never dark
 const RAMPS = {
   ink: {
     light: '#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C',
@@ -12,7 +12,7 @@ const RAMPS = {
 };
 const LEAST = 1e-5;  // the log scale runs from 0.001 % to 100 %, the same at every zoom
 export const SCALES = {
-  linear: { at: (w, top) => top > 0 ? w / top : 0, ticks: top => [0, top / 2, top] },
+  linear: { at: (w, top) => top > 0 ? w / top : 0, ticks: top => [0, top / 4, top / 2, top * 3 / 4, top] },
   root: { at: w => Math.sqrt(w), ticks: () => [0, .01, .1, .25, .5, 1] },
   log: { at: w => w <= LEAST ? 0 : 1 + Math.log10(w) / 5, ticks: () => [LEAST, 1e-4, 1e-3, .01, .1, 1] },
 };
@@ -77,7 +77,7 @@ function table(lut, scale, top) {
   return colours;
 }
 
-// Cells as pixels, one each. An absent cell (NaN) is left clear, so that the hatching beneath shows.
+// Cells as pixels, one each. A masked cell (NaN) is left clear, so that the hatching beneath shows.
 export function bitmap({ rows, cols, values }, lut, scale, top) {
   const canvas = document.createElement('canvas');
   canvas.width = Math.max(1, cols);
@@ -90,7 +90,7 @@ export function bitmap({ rows, cols, values }, lut, scale, top) {
   return canvas;
 }
 
-// A canvas of so many CSS pixels, sharp on any screen, with its pen.
+// Give a canvas a size in CSS pixels, sharp on any screen; returns its 2D context.
 export function sized(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(width * ratio));

@@ -1,35 +1,50 @@
-// The page itself: which of its two faces is shown, the keyboard, and the start.
+// The start, the keyboard, and which of the two pages is shown: all heads, or one.
+import { dark, palette } from '../shared/colour.js';
+import { $, say } from '../shared/dom.js';
+import { showRows } from '../shared/table.js';
+import { chips, defined, findings, grid, gridNote, headsTable, inspect, legend, state } from './grid.js';
+import { closeHead, headPage, shownHead, show } from './head.js';
+import { loadThumbs, thumbs } from './maps.js';
+import { paintedText } from './text.js';
+import { addressOf, D, HEADS, indexOf, longName, numbered } from './record.js';
+
 let failure = '';
 const mapState = () => failure || (D.store.mode === 'none' ? say(D.store.reason) : '');
+
+// Choose a colour scale; the page is drawn again, and the button keeps the focus.
+function choose(name) {
+  state.scale = name;
+  draw();
+  document.querySelector('main:not([hidden]) .seg [aria-pressed=true]').focus();
+}
+const openHead = i => headPage(i, { mapState: mapState(), choose });
 
 function overview() {
   paintedText();
   findings();
   chips();
   grid();
-  inspect(lit);
-  if (thumbs.length) $('scale').replaceChildren(...legend(320, gridNote()));
-  else $('scale').replaceChildren(el('div', { className: 'note' }, gridNote()));
+  inspect(state.lit);
+  $('scale').replaceChildren(...(thumbs.length ? legend(320, gridNote(), choose) : [gridNote()]));
   $('mapstate').hidden = !mapState();
   $('mapstate').textContent = mapState();
-  table();
+  headsTable();
 }
 
 function route() {
-  const asked = location.hash.match(/^#L(\d+)H(\d+)$/), i = asked ? numbered(+asked[1], +asked[2]) : -1, before = shownHead;
+  const asked = location.hash.match(/^#L(\d+)H(\d+)$/), i = asked ? numbered(+asked[1], +asked[2]) : -1, before = shownHead();
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the first page
   $('all').hidden = i >= 0;
   $('head').hidden = i < 0;
   document.title = (i >= 0 ? longName(i) + ' · ' : '') + D.title + ' · multihead';
   if (i >= 0) {
     if (before < 0) scrollTo(0, 0);
-    headPage(i);
+    openHead(i);
     return;
   }
-  shownHead = -1;
-  opening++;
+  closeHead();
   if (before < 0) return;
-  lit = before;
+  state.lit = before;
   overview();
   const link = $('grid').querySelector(`[data-i="${before}"]`);
   link.focus({ preventScroll: true });
@@ -38,7 +53,7 @@ function route() {
 
 function draw() {
   palette();
-  if (shownHead >= 0) headPage(shownHead); else overview();
+  if (shownHead() >= 0) openHead(shownHead()); else overview();
 }
 
 // Arrows walk over the heads, in the grid and on a head's page; layers may differ in heads.
@@ -48,36 +63,34 @@ function neighbour(i, key) {
 }
 addEventListener('keydown', event => {
   if (/INPUT|TEXTAREA/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
-  if (event.key === 'Escape' && shownHead >= 0) { location.hash = ''; return; }
+  if (event.key === 'Escape' && shownHead() >= 0) { location.hash = ''; return; }
   const inGrid = $('grid').contains(event.target), box = event.target.closest?.('.reading');
   const scrolls = box && box.scrollHeight > box.clientHeight && /Up|Down/.test(event.key);
-  const next = shownHead >= 0 && !scrolls ? neighbour(shownHead, event.key) : inGrid ? neighbour(lit, event.key) : undefined;
+  const next = shownHead() >= 0 && !scrolls ? neighbour(shownHead(), event.key) : inGrid ? neighbour(state.lit, event.key) : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;
-  if (shownHead >= 0) location.replace(address(next)); else $('grid').querySelector(`[data-i="${next}"]`).focus();
+  if (shownHead() >= 0) location.replace(addressOf(next)); else $('grid').querySelector(`[data-i="${next}"]`).focus();
 });
 addEventListener('hashchange', route);
 dark.addEventListener('change', draw);
 let width = innerWidth;
 addEventListener('resize', () => {
-  if (shownHead >= 0) show();
+  if (shownHead() >= 0) show();
   else if (innerWidth <= 640 !== width <= 640) grid();
   width = innerWidth;
 });
-$('filter').oninput = table;
-$('more').onclick = () => { showAll = !showAll; table(); };
-let wasAll = false;
-addEventListener('beforeprint', () => { wasAll = showAll; showAll = true; table(); });
-addEventListener('afterprint', () => { showAll = wasAll; table(); });
+$('filter').oninput = headsTable;
+addEventListener('beforeprint', () => { showRows(true); headsTable(); });
+addEventListener('afterprint', () => { showRows(false); headsTable(); });
 
 async function start() {
   palette();
-  definitions();
+  defined();
   if (D.store.mode !== 'none' && typeof DecompressionStream === 'undefined') failure = say('old browser');
   else await loadThumbs();
-  lit = D.findings.length ? numbered(D.findings[0].layer, D.findings[0].head) : 0;
+  state.lit = D.findings.length ? numbered(D.findings[0].layer, D.findings[0].head) : 0;
   overview();
   route();
 }
-start().catch(error => { failure = String(error); thumbs = []; overview(); throw error; });
+start().catch(error => { failure = String(error); thumbs.length = 0; overview(); throw error; });

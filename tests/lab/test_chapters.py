@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import walk
-from multihead.lab.words import CHAPTERS
 
 
 def test_a_walk_has_every_tensor_that_the_chapters_tell_of_in_their_order() -> None:

@@ -1,16 +1,15 @@
-"""The chapters of the walk, and the form of the words that each language fills in."""
+"""The chapters of the walk and the tensors each of them shows; their texts are `walk.chapter` in the locale."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["CHAPTERS", "Chapter", "Passage", "Words"]
+__all__ = ["CHAPTERS", "Chapter"]
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """One numbered halt of the walk: the part it belongs to and the tensors it shows."""
+    """One numbered chapter of the walk: the part it belongs to and the tensors it shows."""
 
     part: str
     name: str
@@ -38,35 +37,3 @@ CHAPTERS = (
     Chapter("attention", "concat", ("concat",)),
     Chapter("attention", "output", ("output",)),
 )
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A title and what there is to see below it; both take the walk's sizes by name."""
-
-    title: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Words:
-    """Everything the walk says, in one language."""
-
-    title: str
-    intro: str
-    parts: dict[str, Passage]
-    passages: dict[str, Passage]
-    axes: dict[str, str]  # what an axis is called in a shape
-    entries: dict[str, str]  # what one entry along an axis is called
-    heads_of: Callable[[int, int], str]  # a number of heads, and the columns of each
-    by_hand: str
-    same_shape: str
-    unmixed: str
-    mixed_legend: str
-    mixed_compare: str
-    empty: str
-    elided: str
-    elided_again: str
-    checked: str
-    farewell: str
-    commands: tuple[str, ...]

@@ -1,9 +1,12 @@
 // The large map of a head's page: cells, token rulers, margin strips, crosshair. It draws; head.js decides.
-const UPRIGHT = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
-const niceStep = least => { const ten = 10 ** Math.floor(Math.log10(Math.max(1, least))); return [1, 2, 5, 10].find(m => m * ten >= least) * ten; };
+import { css, hatching, sized } from '../shared/colour.js';
+import { say } from '../shared/dom.js';
+import { clip, niceStep, upright } from '../shared/labels.js';
+import { percent } from '../shared/numbers.js';
+import { D, tokensOf } from './record.js';
 
-// Where things stand: left and top of the map, the size of a cell, the room for strips.
-function geometry(head, width) {
+// The layout: left and top of the map, the size of a cell, the space for strips.
+export function geometry(head, width) {
   const wide = innerWidth > 640, { rows, cols } = head.map;
   const left = wide ? 92 : 30, top = wide ? 82 : 22, strip = wide ? 56 : 24, room = Math.max(120, width - left - strip);
   const most = Math.max(12, Math.min(44, 480 / Math.max(rows, cols)));
@@ -11,21 +14,6 @@ function geometry(head, width) {
   // Few queries over many keys (or the other way round) may not become a thread.
   const y = rows * x > 1100 ? Math.max(1100 / rows, .2) : rows * x < 90 && cols > 2 * rows ? Math.min(24, 90 / rows) : x;
   return { left, top, strip, x, y, wide, width: left + x * cols + strip, height: top + y * rows + strip, mapWidth: x * cols, mapHeight: y * rows };
-}
-
-function hatching(pen) {
-  const tile = el('canvas', { width: 12, height: 12 }), line = tile.getContext('2d');
-  line.strokeStyle = css('hatch');
-  line.lineWidth = 1.5;
-  for (const at of [-6, 0, 6, 12]) { line.beginPath(); line.moveTo(at - 1, 13); line.lineTo(at + 13, -1); line.stroke(); }
-  return pen.createPattern(tile, 'repeat');
-}
-
-function clip(pen, words, most) {
-  if (pen.measureText(words).width <= most) return words;
-  const letters = [...words];
-  while (letters.length > 1 && pen.measureText(letters.join('') + '…').width > most) letters.pop();
-  return letters.join('') + '…';
 }
 
 function rulers(pen, head, g, at) {
@@ -44,12 +32,12 @@ function rulers(pen, head, g, at) {
   }
   const column = (label, x, on) => {
     face(on, words.x ? Math.max(9, Math.min(11, g.x - .5)) : 11);
-    const upright = !words.x || UPRIGHT.test(label);
+    const level = !words.x || upright(label);
     pen.save();
     pen.translate(x, g.top - 6);
-    if (!upright) pen.rotate(-Math.PI / 2);
-    pen.textAlign = upright ? 'center' : 'left';
-    pen.fillText(words.x ? clip(pen, label, g.top - 10) : label, 0, upright ? -5 : 0);
+    if (!level) pen.rotate(-Math.PI / 2);
+    pen.textAlign = level ? 'center' : 'left';
+    pen.fillText(words.x ? clip(pen, label, g.top - 10) : label, 0, level ? -5 : 0);
     pen.restore();
   };
   if (words.x) for (let c = 0; c < cols; c++) column(keys.label(c), g.left + (c + .5) * g.x, c === at.c);
@@ -70,22 +58,17 @@ function strips(pen, head, g, at) {
   if (head.received) {
     const top = Math.max(...head.received, 1e-9);
     draw(head.received, top, g.mapWidth, (at.c + .5) / head.map.cols, (on, x, size, long) => bar(on, g.left + x, g.top + g.mapHeight + 5, size, long));
-    if (g.wide) { faint(say('received'), 'right', g.left - 6, g.top + g.mapHeight + 11); faint(say('max', { share: percent(top) }), 'right', g.left - 6, g.top + g.mapHeight + 26); }
+    if (g.wide) { faint(D.labels.received, 'right', g.left - 6, g.top + g.mapHeight + 11); faint(say('max', { share: percent(top) }), 'right', g.left - 6, g.top + g.mapHeight + 26); }
   }
   if (head.entropy) {
     const top = head.layer.strips.find(strip => strip.id === 'entropy').top || 1;
     draw(head.entropy, top, g.mapHeight, (at.r + .5) / head.map.rows, (on, y, size, long) => bar(on, g.left + g.mapWidth + 5, g.top + y, long, size));
-    if (g.wide) { faint(say('entropy'), 'left', g.left + g.mapWidth + 5, g.top - 22); faint(`0–${top.toFixed(1)}`, 'left', g.left + g.mapWidth + 5, g.top - 8); }
+    if (g.wide) { faint(D.labels.entropy, 'left', g.left + g.mapWidth + 5, g.top - 22); faint(`0–${top.toFixed(1)}`, 'left', g.left + g.mapWidth + 5, g.top - 8); }
   }
 }
 
-function drawMap(canvas, head, pixels, g, at) {
-  const ratio = devicePixelRatio || 1, pen = canvas.getContext('2d');
-  canvas.width = Math.ceil(g.width * ratio);
-  canvas.height = Math.ceil(g.height * ratio);
-  canvas.style.width = g.width + 'px';
-  canvas.style.height = g.height + 'px';
-  pen.scale(ratio, ratio);
+export function drawMap(canvas, head, pixels, g, at) {
+  const ratio = devicePixelRatio || 1, pen = sized(canvas, g.width, g.height);
   pen.fillStyle = hatching(pen);
   pen.fillRect(g.left, g.top, g.mapWidth, g.mapHeight);
   pen.imageSmoothingEnabled = Math.min(g.x, g.y) * ratio < 1;

@@ -1,15 +1,18 @@
-// Unpack the maps that the page holds: base64 in script tags, raw deflate, planes of bytes.
-const cache = new Map();  // the unpacked heads last looked at
-let thumbs = [];          // a small map of every head: { rows, cols, values }, NaN = forbidden; undefined where there is none
+// Decompress the maps that the page stores: base64 in script tags, raw deflate, planes of bytes.
+import { $ } from '../shared/dom.js';
+import { D, HEADS, indexOf } from './record.js';
 
-async function unpack(id) {
+const cache = new Map();  // the heads opened last
+export const thumbs = [];  // a small map per head: { rows, cols, values }, NaN = masked; undefined where there is none
+
+async function decompressed(id) {
   const text = atob($(id).textContent), raw = new Uint8Array(text.length);
   for (let i = 0; i < raw.length; i++) raw[i] = text.charCodeAt(i);
   const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream('deflate-raw'));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Code 0 is a forbidden cell, code 1 is zero; the rest is a share on a square-root scale.
+// Code 0 is a masked cell, code 1 is zero; the others are shares on a square-root scale.
 function weightsFrom(bytes, count, bits) {
   const values = new Float32Array(count), steps = 2 ** bits - 2;
   for (let i = 0; i < count; i++) {
@@ -22,12 +25,12 @@ function weightsFrom(bytes, count, bits) {
 
 async function everyWeight(i) {
   const { l, h } = HEADS[i], layer = D.layers[l];
-  return { rows: layer.queries, cols: layer.keys, values: weightsFrom(await unpack(`w${l}.${h}`), layer.queries * layer.keys, D.store.bits) };
+  return { rows: layer.queries, cols: layer.keys, values: weightsFrom(await decompressed(`w${l}.${h}`), layer.queries * layer.keys, D.store.bits) };
 }
 
 async function largestWeights(i) {
   const { l, h } = HEADS[i], layer = D.layers[l], each = Math.min(D.store.number, layer.keys), count = layer.queries * each;
-  const bytes = await unpack(`k${l}.${h}`), wide = bytes.length / count - 2;  // bytes a key step takes
+  const bytes = await decompressed(`k${l}.${h}`), wide = bytes.length / count - 2;  // bytes a key step takes
   const keys = new Int32Array(count), values = weightsFrom(bytes, count, 16);
   for (let i = 0; i < count; i++) {
     let step = 0;
@@ -37,20 +40,19 @@ async function largestWeights(i) {
   return { each, keys, values };
 }
 
-async function loadThumbs() {
-  if (D.store.mode === 'none') return;
+export async function loadThumbs() {
   await Promise.all(D.layers.map(async (layer, l) => {
     if (layer.direct) {
       for (let h = 0; h < layer.heads; h++) thumbs[indexOf(l, h)] = await everyWeight(indexOf(l, h));
     } else if ($(`m${l}`)) {
-      const size = layer.rows * layer.cols, values = weightsFrom(await unpack(`m${l}`), size * layer.heads, 16);
+      const size = layer.rows * layer.cols, values = weightsFrom(await decompressed(`m${l}`), size * layer.heads, 16);
       for (let h = 0; h < layer.heads; h++) thumbs[indexOf(l, h)] = { rows: layer.rows, cols: layer.cols, values: values.subarray(h * size, (h + 1) * size) };
     }
   }));
 }
 
-// All that is known of one head: its map (every weight, or blocks), its largest weights, its margin strips.
-async function openHead(i) {
+// Everything stored of one head: its map (every weight, or blocks), its largest weights, its margin strips.
+export async function openHead(i) {
   if (cache.has(i)) return cache.get(i);
   const { l, h } = HEADS[i], layer = D.layers[l], head = { layer, map: thumbs[i], whole: false };
   if (thumbs.length && D.store.mode === 'whole') {
@@ -59,7 +61,7 @@ async function openHead(i) {
   }
   if (thumbs.length && D.store.mode === 'largest') head.largest = await largestWeights(i);
   if (thumbs.length && layer.strips) {
-    const bytes = await unpack(`s${l}`), numbers = at => (bytes[at] << 8 | bytes[bytes.length / 2 + at]) / 65535;
+    const bytes = await decompressed(`s${l}`), numbers = at => (bytes[at] << 8 | bytes[bytes.length / 2 + at]) / 65535;
     let at = 0;
     for (const strip of layer.strips) {
       if (h < layer.heads) head[strip.id] = Float32Array.from({ length: strip.bins }, (_, b) => numbers(at + h * strip.bins + b) * strip.top);
@@ -75,8 +77,8 @@ async function openHead(i) {
   return head;
 }
 
-// One query's weights over all keys: NaN = may not be seen, -1 = not kept on this page.
-function rowOf(head, query) {
+// One query's weights over all keys: NaN = masked, -1 = not stored on this page.
+export function rowOf(head, query) {
   const keys = head.layer.keys;
   if (head.whole) return head.map.values.subarray(query * keys, (query + 1) * keys);
   const row = new Float32Array(keys).fill(-1);
@@ -84,7 +86,7 @@ function rowOf(head, query) {
     const { each, keys: places, values } = head.largest;
     let seen = 0;
     for (let at = query * each; at < (query + 1) * each; at++) if (values[at] === values[at]) { row[places[at]] = values[at]; seen++; }
-    if (seen < each) for (let k = 0; k < keys; k++) if (row[k] < 0) row[k] = NaN;  // all it sees is kept, so the rest is forbidden
+    if (seen < each) for (let k = 0; k < keys; k++) if (row[k] < 0) row[k] = NaN;  // every key it sees is stored, so the others are masked
   }
   return row;
 }

@@ -1,6 +1,21 @@
-// A head's page: which query and key are looked at, and what is said of them.
-const WINDOW = 1500;  // tokens of a long text that are set around the query
-let shownHead = -1, view = null, kept = 1, opening = 0;
+// The page of one head: its map, the query and key that are pointed at or kept, and their weights in numbers and text.
+import { bitmap, paint, tone } from '../shared/colour.js';
+import { $, el, say } from '../shared/dom.js';
+import { kindName, kindTag } from '../shared/kinds.js';
+import { exact, percent } from '../shared/numbers.js';
+import { setText } from '../shared/tokens.js';
+import { drawMap, geometry } from './bigmap.js';
+import { headStatistics, legend, state } from './grid.js';
+import { openHead, rowOf, thumbs } from './maps.js';
+import { addressOf, D, HEADS, kindOf, layerOf, longName, shortName, tokensOf, WIDEST } from './record.js';
+
+const WINDOW = 1500;  // tokens of a long text that are shown around the query
+let opened = -1, view = null, kept = 1, opening = 0;
+export const shownHead = () => opened;
+export function closeHead() {
+  opened = -1;
+  opening++;
+}
 
 function navigator(i) {
   const nav = el('nav', { className: 'nav', 'aria-label': say('all heads', { n: HEADS.length }) });
@@ -8,7 +23,7 @@ function navigator(i) {
   if (rows > 12) nav.style.setProperty('--navh', Math.max(3, Math.floor(150 / rows) - 2) + 'px');
   if (WIDEST > 16) nav.style.setProperty('--navw', Math.max(5, Math.floor(300 / WIDEST)) + 'px');
   HEADS.forEach((head, n) => {
-    const link = el('a', { href: address(n), 'aria-label': `${longName(n)}, ${kindName(kindOf(n))}`, title: `${shortName(n)}, ${kindName(kindOf(n))}`, tabIndex: n === i ? 0 : -1, k: kindOf(n) });
+    const link = el('a', { href: addressOf(n), 'aria-label': `${longName(n)}, ${kindName(kindOf(n))}`, title: `${shortName(n)}, ${kindName(kindOf(n))}`, tabIndex: n === i ? 0 : -1, k: kindOf(n) });
     link.style.gridRow = head.l + 1;
     link.style.gridColumn = head.h + 1;
     if (n === i) link.setAttribute('aria-current', 'page');
@@ -19,43 +34,44 @@ function navigator(i) {
 
 function headTitle(i) {
   const key = (...names) => names.map(name => el('kbd', { textContent: name }));
-  const steps = el('div', { className: 'steps' }, el('span', {}, ...key('←', '→'), ' ' + say('key head')), el('span', {}, ...key('↑', '↓'), ' ' + say('key layer')), el('span', {}, ...key('Esc'), ' ' + say('key back')));
+  const steps = el('div', { className: 'steps' }, el('span', {}, ...key('←', '→'), ' ' + say('step.head')), el('span', {}, ...key('↑', '↓'), ' ' + say('step.layer')), el('span', {}, ...key('Esc'), ' ' + say('step.back')));
   const title = el('div', {}, el('a', { className: 'back', href: '#', textContent: '← ' + say('all heads', { n: HEADS.length }) }), el('h1', { textContent: longName(i) }),
-    el('p', { className: 'sub' }, kindTag(i), el('span', { className: 'path', textContent: layerOf(i).name })));
+    el('p', { className: 'sub' }, kindTag(kindOf(i)), el('span', { className: 'path', textContent: layerOf(i).name })));
   return el('div', { className: 'hh' }, title, el('div', {}, steps, navigator(i)));
 }
 
-async function headPage(i) {
+// Show a head; `mapState` says why there is no map, choose(scale) is called for another colour scale.
+export async function headPage(i, { mapState, choose }) {
   const turn = ++opening, { number, h } = HEADS[i];
   const left = el('div', { id: 'mapbox' }), pane = el('div', { className: 'pane' });
   $('head').replaceChildren(headTitle(i), el('div', { className: 'one' }, left, pane));
-  const whole = [el('h2', { textContent: say('as a whole') }), metricTable(i)];
-  shownHead = i;
+  const whole = [el('h2', { textContent: say('whole head') }), headStatistics(i)];
+  opened = i;
   view = null;
   if (!thumbs[i]) {
-    left.append(el('p', { className: 'note state', textContent: mapState() }));
+    left.append(el('p', { className: 'note state', textContent: mapState }));
     pane.append(...whole);
     return;
   }
-  left.append(el('p', { className: 'note state', id: 'unpacking', textContent: say('unpacking') }));
+  left.append(el('p', { className: 'note state', id: 'unpacking', textContent: say('decompressing') }));
   const head = await openHead(i);
-  if (turn !== opening) return;  // another head was asked for meanwhile
+  if (turn !== opening) return;  // another head was opened meanwhile
   const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': say('map label', { layer: number, head: h }) });
   const note = head.whole ? say('map note') : say('map note pooled', { rows: head.rowBlock, columns: head.colBlock });
-  left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note)));
+  left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note, choose)));
   const crosses = head.layer.queryTokens.text !== head.layer.keyTokens.text, rows = head.whole || head.largest;
   pane.append(el('div', { className: 'read', id: 'read', role: 'status', 'aria-live': 'polite' }));
   if (rows && tokensOf(head.layer.keyTokens).text) pane.append(el('h2', { textContent: say(crosses ? 'over the keys' : 'over the text') }), el('p', { className: 'reading', id: 'keytext', dir: 'auto', tabIndex: 0 }));
   if (rows && crosses && tokensOf(head.layer.queryTokens).text) pane.append(el('h2', { textContent: say('the queries') }), el('p', { className: 'reading', id: 'querytext', dir: 'auto', tabIndex: 0 }));
-  if (rows) pane.append(el('h2', { textContent: say('looks most') }), el('div', { className: 'bars', id: 'bars' }), el('p', { className: 'note', id: 'keptshare', hidden: true }));
+  if (rows) pane.append(el('h2', { textContent: say('largest weights') }), el('div', { className: 'bars', id: 'bars' }), el('p', { className: 'note', id: 'keptshare', hidden: true }));
   pane.append(...whole);
   kept = Math.max(0, Math.min(kept, head.layer.queries - 1));
-  view = { head, canvas, pixels: bitmap(head.map), hover: null, crosses, texts: {} };
+  view = { head, canvas, pixels: bitmap(head.map, 'ink', state.scale, 1), hover: null, crosses, texts: {} };
   listen(canvas);
   show();
 }
 
-// The query and key in view: those pointed at, or the kept query and its strongest key.
+// The query and key shown: those pointed at, or the kept query and its largest weight.
 function place() {
   const { head, hover } = view;
   const q = hover ? hover.q : kept, row = rowOf(head, q);
@@ -63,14 +79,14 @@ function place() {
   if (c === undefined) {
     let best = -1;
     for (let k = 0; k < row.length; k++) if (row[k] >= 0 && (best < 0 || row[k] > row[best])) best = k;
-    if (best < 0) best = Math.min(q, row.length - 1);  // it sees no key
+    if (best < 0) best = Math.min(q, row.length - 1);  // no key is visible
     c = head.whole || head.largest ? Math.floor(best / head.colBlock) : Math.min(Math.floor(q / head.rowBlock), head.map.cols - 1);
   }
   return { q, row, c, r: Math.floor(q / head.rowBlock) };
 }
 
 let waiting = 0;
-function show() { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(showNow); }
+export function show() { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(showNow); }
 function showNow() {
   if (!view || !view.canvas.isConnected) return;
   const at = place(), { head } = view;
@@ -91,42 +107,41 @@ function readOut({ q, row, r, c }) {
     let entropy = 0;
     for (const v of row) if (v > 0) entropy -= v * Math.log(v);
     sides = [[queries.label(q), ` ${say('query')} ${q}`], [keys.label(c), ` ${say('key')} ${c}`]];
-    number = blind ? say('sees none') : w !== w ? say('never seen') : exactPercent(w);
-    foot = blind ? '' : say('of effective', { n: Math.exp(entropy).toFixed(1) });
+    number = blind ? say('no keys visible') : w !== w ? say('masked') : exact(w);
+    foot = blind ? '' : say('effective keys', { n: Math.exp(entropy).toFixed(1) });
   } else {
     const w = head.map.values[r * head.map.cols + c], only = head.rowBlock * head.colBlock === 1;
-    sides = [[say('queries'), ' ' + span(r * head.rowBlock, head.rowBlock, head.layer.queries)], [say('key range'), ' ' + span(c * head.colBlock, head.colBlock, head.layer.keys)]];
-    number = w !== w ? say('never seen') : exactPercent(w);
+    sides = [[say('queries'), ' ' + span(r * head.rowBlock, head.rowBlock, head.layer.queries)], [say('keys'), ' ' + span(c * head.colBlock, head.colBlock, head.layer.keys)]];
+    number = w !== w ? say('masked') : exact(w);
     foot = only || w !== w ? '' : say('mean of block', { rows: head.rowBlock, columns: head.colBlock });
   }
   const side = ([word, rest]) => [el('b', { textContent: word }), small(rest)];
-  const target = number === say('sees none') ? [] : [el('br'), '→ ', ...side(sides[1])];
+  const target = number === say('no keys visible') ? [] : [el('br'), '→ ', ...side(sides[1])];
   $('read').replaceChildren(el('div', { className: 'q' }, ...side(sides[0]), ...target),
     el('div', { className: 'w' + (/\d/.test(number) && number.length < 9 ? '' : ' words') }, number, small(foot)));
 }
 
-// A text painted with a query's weights; a long one is set around the query only.
+// A text painted with a query's weights; of a long one only the part around the query.
 function textUnder(id, source, length, on, row) {
   const box = $(id), { text, from } = tokensOf(source), centre = from + Math.max(0, on);
   const held = view.texts[id];
   if (!held || (centre < held.from + (held.from > from ? 100 : 0)) || centre >= held.to - (held.to < from + length ? 100 : 0)) {
     const start = length > 2 * WINDOW ? Math.max(from, centre - WINDOW) : from, stop = length > 2 * WINDOW ? Math.min(from + length, centre + WINDOW) : from + length;
-    setReading(box, text, start, stop);
-    view.texts[id] = { from: start, to: stop, spans: [...box.querySelectorAll('.tk')] };
+    view.texts[id] = { from: start, to: stop, spans: setText(box, text, start, stop) };
     const pick = event => { const p = event.target.closest?.('.tk')?.dataset.p; return p === undefined ? null : +p - from - (id === 'keytext' && !view.crosses ? view.head.layer.queryStart : 0); };
     const asks = id === 'querytext' || !view.crosses, fits = q => q !== null && q >= 0 && q < view.head.layer.queries;
     box.onmouseover = event => { const q = pick(event); if (asks && fits(q)) { view.hover = { q }; view.still = id; show(); } };
     box.onclick = event => { const q = pick(event); if (asks && fits(q)) { kept = q; view.hover = null; view.still = id; show(); } };
     box.onmouseleave = () => { view.hover = null; show(); };
   }
-  const alone = D.store.number === 1 ? ' one' : '';
+  const alone = D.store.number === 1 ? ' 1' : '';
   for (const span of view.texts[id].spans) {
     const p = span.dataset.p - from, w = row ? row[p] : 0;
     span.classList.toggle('on', p === on);
     if (!row) continue;
     span.classList.toggle('no', w !== w);
-    paint(span, w !== w ? 0 : w);
-    span.title = w !== w ? say('never seen') : w < 0 ? say(`not kept${alone}`, { n: D.store.number }) : exactPercent(w);
+    paint(span, w !== w ? 0 : tone(state.scale, w, 1));
+    span.title = w !== w ? say('masked') : w < 0 ? say(`not stored${alone}`, { n: D.store.number }) : exact(w);
   }
   const mark = view.texts[id].spans.find(span => span.classList.contains('on'));
   if (mark && view.still !== id && box.scrollHeight > box.clientHeight) box.scrollTop = mark.offsetTop - box.clientHeight / 2;
@@ -142,12 +157,12 @@ function strongestKeys({ q, row }) {
   }
   $('bars').replaceChildren(...best.flatMap(k => [
     el('span', {}, keys.text ? keys.label(k) + ' ' : '', el('small', { textContent: k })), el('span', {}, el('i', { v: row[k] })),
-    el('span', { textContent: (row[k] * 100).toFixed(1) + NBSP + '%' })]));
-  if (!best.length) $('bars').replaceChildren(el('span', { textContent: say('sees none') }));
+    el('span', { textContent: exact(row[k]) })]));
+  if (!best.length) $('bars').replaceChildren(el('span', { textContent: say('no keys visible') }));
   if (view.head.largest && best.length) {
     const held = row.filter(w => w >= 0);
     $('keptshare').hidden = false;
-    $('keptshare').textContent = `${keys.text && !view.crosses ? keys.label(q + view.head.layer.queryStart) + ', ' : ''}${say('query')} ${q}: ` + say(`kept share${D.store.number === 1 ? ' one' : ''}`, { n: held.length, share: percent(Math.min(1, held.reduce((sum, w) => sum + w, 0))) });
+    $('keptshare').textContent = `${keys.text && !view.crosses ? keys.label(q + view.head.layer.queryStart) + ', ' : ''}${say('query')} ${q}: ` + say(`stored share${D.store.number === 1 ? ' 1' : ''}`, { n: held.length, share: percent(Math.min(1, held.reduce((sum, w) => sum + w, 0))) });
   }
 }
 

@@ -1,0 +1,103 @@
+"""Look up the texts of pages and commands by language and key.
+
+`en.json` and `zh.json` next to this file hold the same keys with the same placeholders. Their first level is the page
+or the command that uses a text; `common` is for all of them, and `page` for the report and the viewer. A key joins the
+names of the levels with dots: `look.doing.watching`. Labels and units of statistics are in `zh.json` alone: in English
+they are those of their definition (`probes.catalogue`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from multihead.errors import ArgumentError
+
+__all__ = ["LANGUAGES", "check_language", "section", "short_statistic_label", "statistic_label", "text", "unit_label"]
+
+LANGUAGES = ("en", "zh")
+
+
+def check_language(lang: str) -> None:
+    """Reject a language that has no texts.
+
+    Raises:
+        ArgumentError: lang is not one of `LANGUAGES`.
+    """
+    if lang not in LANGUAGES:
+        languages = " or ".join(f'"{each}"' for each in LANGUAGES)
+        raise ArgumentError(f'lang is "{lang}", and there are texts in {languages}.', f"Give {languages}.")
+
+
+def text(key: str, lang: str, /, **values: object) -> str:
+    """Return a text with its placeholders filled in.
+
+    Args:
+        key: the page or command and the name of the text, such as "look.tokens".
+        lang: one of `LANGUAGES`.
+        **values: a value for each placeholder.
+
+    Raises:
+        ArgumentError: there are no texts in this language.
+        KeyError: there is no such text, or a value is missing.
+
+    >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
+    ('3 tokens', '3 个词元')
+    """
+    return _texts(lang)[key].format(**values)
+
+
+@cache
+def section(lang: str, *names: str) -> Mapping[str, str]:
+    """Return all texts of some pages or commands, by key without the name of the page.
+
+    >>> section("en", "common", "look")["kind.first"]
+    'first token'
+    """
+    return {
+        key.removeprefix(f"{name}."): sentence
+        for name in names
+        for key, sentence in _texts(lang).items()
+        if key.startswith(f"{name}.")
+    }
+
+
+def statistic_label(name: str, lang: str, default: str) -> str:
+    """Return the label of a statistic in a language; in English, and for one of a script, that of its definition.
+
+    Args:
+        name: the name of the statistic, such as "previous_mass".
+        lang: one of `LANGUAGES`.
+        default: the label of its definition.
+
+    >>> statistic_label("entropy", "zh", "entropy"), statistic_label("late_mass", "zh", "late")
+    ('熵', 'late')
+    """
+    return _texts(lang).get(f"common.statistic.{name}", default)
+
+
+def short_statistic_label(name: str, lang: str, default: str) -> str:
+    """Return the label of a statistic for a narrow column, as `statistic_label` does."""
+    return _texts(lang).get(f"common.short statistic.{name}", default)
+
+
+def unit_label(unit: str, lang: str) -> str:
+    """Return a unit in a language; as it is if there is no translation."""
+    return _texts(lang).get(f"common.unit.{unit}", unit)
+
+
+@cache
+def _texts(lang: str) -> dict[str, str]:
+    check_language(lang)
+    return dict(_flat(json.loads((resources.files(__package__) / f"{lang}.json").read_text("utf-8"))))
+
+
+def _flat(texts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in texts.items():
+        if isinstance(value, str):
+            yield prefix + name, value
+        else:
+            yield from _flat(value, f"{prefix}{name}.")

@@ -1,0 +1,53 @@
+"""The quantities measured of an attention map, from which probes are made: one vocabulary for kernels and probes."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from multihead.errors import ArgumentError
+
+Part: TypeAlias = "str | tuple[str, int | str]"
+"""A name of `PARTS`, or a pair of a name of `PART_FAMILIES` and its argument, such as ("offset_mass", -1)."""
+
+PARTS: dict[str, str] = {
+    "entropy": "-Σ_j p_ij ln p_ij, nats",
+    "mean_distance": "mean of |position_i - j| under p_ij / Σ_j p_ij, tokens",
+    "distance_spread": "standard deviation of that distance, tokens",
+    "largest_weight": "max_j p_ij",
+    "largest_key": "the first key with the largest weight, int64; -1 where a query sees no key",
+    "sink_mass": "the weight of the learned sink",
+    "duplicate_mass": "Σ p_ij over the earlier keys with the query's own token",
+    "induction_mass": "Σ p_ij over the keys right after those",
+    "contribution": "Σ_j p_ij ‖f_h(x_j)‖, f_h(x_j) = W_O^h v_j",
+    "output_norm": "‖Σ_j p_ij f_h(x_j)‖",
+    "received": "Σ_i p_ij, (batch, heads, keys)",
+    "pooled_map": "the map in blocks, (batch, heads, row blocks, column blocks); NaN where no cell is visible",
+}
+"""Name -> definition. The shape is (batch, heads, queries) unless stated; 0 where a query sees no key."""
+
+PART_FAMILIES: dict[str, tuple[type, str]] = {
+    "offset_mass": (int, "p_ij at j = position_i + offset"),
+    "first_keys_mass": (int, "Σ p_ij over the first keys of the sample, this many"),
+    "tokens_mass": (str, "Σ p_ij over the keys of a set"),
+}
+"""Name -> type of its argument (an offset, a count, the name of a set) and definition; (batch, heads, queries)."""
+
+
+def refuse_unless_part(part: object) -> None:
+    """Reject what is not in the vocabulary.
+
+    Raises:
+        ArgumentError: the part is unknown, or its argument has the wrong type.
+
+    >>> refuse_unless_part("entropy")
+    >>> refuse_unless_part(("offset_mass", -5))
+    """
+    if isinstance(part, str) and part in PARTS:
+        return
+    match part:
+        case (str(family), argument) if family in PART_FAMILIES:
+            expected = PART_FAMILIES[family][0]
+            if isinstance(argument, expected) and not isinstance(argument, bool):
+                return
+    families = (f"({name!r}, {kind.__name__})" for name, (kind, _) in PART_FAMILIES.items())
+    raise ArgumentError(f"There is no part {part!r}.", f"Give some of {', '.join([*map(repr, PARTS), *families])}.")

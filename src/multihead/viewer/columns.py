@@ -1,0 +1,51 @@
+"""The statistics of every head as columns of a page, in the page's language."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from multihead.analysis.highlights import LayerProfile
+from multihead.escaping import visible
+from multihead.locale.texts import statistic_label, unit_label
+from multihead.probes.catalogue import SEPARATOR
+from multihead.probes.probe import Statistic
+
+
+class Column(TypedDict):
+    """One statistic of a page.
+
+    Attributes:
+        id: the name of the statistic, in addresses and filters too.
+        label: its label in the page's language.
+        unit: its unit in the page's language; "" for none.
+        format: its number format, see `Statistic.number_format`.
+    """
+
+    id: str
+    label: str
+    unit: str
+    format: str
+
+
+def column(shown: Statistic, lang: str) -> Column:
+    """Describe the column of a statistic.
+
+    >>> column(Statistic("late_mass", label="late", number_format="share"), "en")
+    {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share'}
+    """
+    return Column(
+        id=shown.name,
+        label=visible(statistic_label(shown.name, lang, shown.label)),
+        unit=visible(unit_label(shown.unit, lang)),
+        format=shown.number_format,
+    )
+
+
+def names_of(profiles: Iterable[LayerProfile]) -> list[str]:
+    """List the statistics of some layers in the order of their columns; separators come after special tokens."""
+    names = list(dict.fromkeys(name for one in profiles for name in one.means))
+    if SEPARATOR.name in names:
+        names.remove(SEPARATOR.name)
+        names.insert(names.index("special_mass") + 1, SEPARATOR.name)
+    return names

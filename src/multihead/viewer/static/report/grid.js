@@ -1,0 +1,112 @@
+// The first page: findings, kinds, the grid of all heads with its inspector, the table, the definitions.
+import { bitmap } from '../shared/colour.js';
+import { $, el, say } from '../shared/dom.js';
+import { fits } from '../shared/filter.js';
+import { glyph, KINDS, kindChips, kindName, kindTag } from '../shared/kinds.js';
+import { scaleChoice, tickedRamp } from '../shared/legend.js';
+import { definitions, numberRows } from '../shared/statistics.js';
+import { table } from '../shared/table.js';
+import { thumbs } from './maps.js';
+import { addressOf, D, ENTROPY, HEADS, indexOf, kindOf, layerOf, longName, numbered, shortName, STATISTICS, WIDEST } from './record.js';
+
+// What is chosen: one kind or all, the order of the table, the colour scale; and the head that the inspector shows.
+export const state = { kind: '', order: '', scale: 'root', lit: 0 };
+const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, { l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name });
+
+function thumb(i) {
+  const canvas = bitmap(thumbs[i], 'ink', state.scale, 1);
+  canvas.className = 'map';
+  canvas.setAttribute('aria-hidden', 'true');
+  return canvas;
+}
+
+function frame(i) {
+  const box = el('span', { className: 'fr', k: kindOf(i) });
+  box.append(thumbs[i] ? thumb(i) : el('span', { className: 'blank' }, glyph(kindOf(i))));
+  return box;
+}
+
+// A cell wider than a pixel has hard edges; a finer map is averaged by the browser.
+function sharpen(scope) {
+  for (const canvas of scope.querySelectorAll('canvas.map')) {
+    canvas.style.imageRendering = canvas.clientWidth * (devicePixelRatio || 1) >= canvas.width * 1.25 ? 'pixelated' : 'auto';
+  }
+}
+
+export function findings() {
+  $('findsec').hidden = !D.findings.length;
+  $('finds').replaceChildren(...D.findings.map(finding => {
+    const i = numbered(finding.layer, finding.head);
+    const words = el('p', {}, el('b', { textContent: longName(i) }), say('join.sentences') + finding.sentence, el('small', { textContent: finding.count }));
+    return el('li', {}, el('a', { href: addressOf(i) }, frame(i), words));
+  }));
+  sharpen($('finds'));
+}
+
+export function chips() {
+  kindChips($('chips'), D.kinds, state.kind, kind => { state.kind = kind; chips(); dim(); headsTable(); });
+}
+
+function dim() {
+  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && kindOf(+a.dataset.i) !== state.kind);
+}
+
+export function grid() {
+  const box = $('grid'), held = box.contains(document.activeElement), short = innerWidth <= 640;
+  document.documentElement.style.setProperty('--H', WIDEST);
+  box.classList.toggle('many', WIDEST > 16);
+  // Many layers make a long page and few heads make large maps: a cell keeps to a size that the eye takes in.
+  box.style.setProperty('--cell', D.layers.length > 12 ? '56px' : '110px');
+  box.closest('.work').classList.toggle('tight', D.layers.length > 12 ? WIDEST < 14 : WIDEST < 8);
+  const step = WIDEST > 16 && short ? 4 : 1;
+  const rows = [el('div', { className: 'gr', role: 'row' }, el('span', { role: 'columnheader' }),
+    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', role: 'columnheader', textContent: h % step ? '' : (short || WIDEST > 24 ? '' : 'H') + h })))];
+  D.layers.forEach((layer, l) => {
+    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (short ? '' : 'L') + layer.number, title: layer.name }));
+    for (let h = 0; h < layer.heads; h++) {
+      const i = indexOf(l, h), label = `${longName(i)}, ${kindName(kindOf(i))}` + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
+      const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': label, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, frame(i));
+      link.dataset.i = i;
+      row.append(el('span', { role: 'gridcell' }, link));
+    }
+    rows.push(row);
+  });
+  box.replaceChildren(...rows);
+  sharpen(box);
+  dim();
+  if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
+}
+
+export function headStatistics(i) {
+  return el('table', { className: 'mt' }, el('caption', { className: 'vh', textContent: say('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
+}
+
+export function inspect(i) {
+  state.lit = i;
+  for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
+  $('insp').replaceChildren(frame(i), el('h3', {}, longName(i), kindTag(kindOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), headStatistics(i));
+  sharpen($('insp'));
+}
+
+export function legend(width, note, choose) {
+  return [tickedRamp(width, state.scale, 1), scaleChoice(state.scale, choose), el('div', { className: 'note' }, note)];
+}
+
+export function gridNote() {
+  const notes = thumbs.length ? [say('one scale')] : [];
+  if (thumbs.length || D.sight.hides) notes.push(D.sight.hides ? say(D.sight.later ? 'hidden later' : 'hidden') : say('nothing hidden'));
+  if (D.sight.blind) notes.push(D.sight.blind === 1 ? say('blind queries in 1 layer') : say('blind queries', { layers: D.sight.blind }));
+  return notes.join(say('join.sentences'));
+}
+
+export function headsTable() {
+  const link = i => el('a', { href: addressOf(i) }, ...(thumbs[i] ? [thumb(i)] : []), shortName(i));
+  table({ kinds: D.kinds, statistics: STATISTICS, link, path: i => layerOf(i).name, passes, order: state.order, reorder: order => { state.order = order; } });
+  sharpen($('rows'));
+}
+
+export function defined() {
+  const listed = STATISTICS.map(one => [one.id, one.label]);
+  if (D.received) listed.push(['received', D.labels.received]);
+  definitions($('defs'), listed, KINDS.filter(kind => !['separator', 'duplicate', 'induction'].includes(kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
+}

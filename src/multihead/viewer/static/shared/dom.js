@@ -1,0 +1,23 @@
+// Elements of a page and its texts. Strings become textContent, so that no token can act as markup.
+const TEXTS = JSON.parse(document.getElementById('texts').textContent);
+export const NBSP = '\u00a0';
+export const $ = id => document.getElementById(id);
+export const knows = key => Object.hasOwn(TEXTS, key);
+
+// A text of the page with its {placeholders} filled in.
+export function say(key, values = {}) {
+  return (knows(key) ? TEXTS[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) => Object.hasOwn(values, name) ? String(values[name]) : placeholder);
+}
+
+// An element with properties or attributes and children. k is a colour of the style sheet, v a share from 0 to 1.
+export function el(tag, props = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name === 'k') made.style.setProperty('--k', `var(--${value})`);
+    else if (name === 'v') made.style.setProperty('--v', Number.isFinite(value) ? Math.max(0, Math.min(1, value)).toFixed(4) : 0);
+    else if (name in made && !name.startsWith('aria')) made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}

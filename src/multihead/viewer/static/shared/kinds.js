@@ -1,0 +1,38 @@
+// The kinds of heads: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units.
+import { el, knows, say } from './dom.js';
+
+const GLYPHS = {
+  previous: 'M0 4h4v4h4v4h-4v-4h-4z', next: 'M4 0h4v4h4v4h-4v-4h-4z', self: 'M0 0h4v4h4v4h4v4h-4v-4h-4v-4h-4z',
+  first: 'M0 0h4v12h-4z', separator: 'M8 0h4v12h-4z', duplicate: 'M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z',
+  induction: 'M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z', local: 'M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z',
+  broad: 'M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z',
+  mixed: 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z',
+};
+export const KINDS = Object.keys(GLYPHS);
+export const kindName = kind => knows('kind.' + kind) ? say('kind.' + kind) : kind;
+
+export function glyph(kind) {
+  const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), path = document.createElementNS(svg.namespaceURI, 'path');
+  svg.setAttribute('viewBox', '0 0 12 12');
+  svg.setAttribute('aria-hidden', 'true');
+  path.setAttribute('d', Object.hasOwn(GLYPHS, kind) ? GLYPHS[kind] : GLYPHS.mixed);
+  path.setAttribute('fill', 'currentColor');
+  svg.append(path);
+  return svg;
+}
+
+export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));
+
+// Buttons that show one kind alone: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
+export function kindChips(box, kinds, chosen, choose) {
+  box.setAttribute('aria-label', say('show kind'));
+  const counts = KINDS.map(kind => [kind, kinds.filter(each => each === kind).length]).filter(([, number]) => number);
+  box.replaceChildren(...counts.map(([kind, number]) => {
+    const chip = el('button', { className: 'chip', k: kind, 'aria-pressed': String(chosen === kind), onclick: () => {
+      choose(chosen === kind ? '' : kind);
+      box.querySelector(`[data-kind=${kind}]`).focus();
+    } }, glyph(kind), kindName(kind) + ' ', el('i', { textContent: number }));
+    chip.dataset.kind = kind;
+    return chip;
+  }));
+}

@@ -1,0 +1,29 @@
+// What the colours mean, with numbers; and the choice of the scale.
+import { rgb, SCALES, sized, tone } from './colour.js';
+import { el, NBSP, say } from './dom.js';
+
+export function ramp(lut, width, height = 10) {
+  const canvas = el('canvas', { 'aria-hidden': 'true' }), pen = sized(canvas, width, height);
+  for (let x = 0; x < width; x++) { pen.fillStyle = rgb(lut, x / (width - 1)); pen.fillRect(x, 0, 1, height); }
+  return canvas;
+}
+
+// A ramp with ticks at their true places; `top` is the end of the linear scale.
+export function tickedRamp(width, scale, top) {
+  const ticks = SCALES[scale].ticks(top), at = w => tone(scale, w, top);
+  // A label needs 30 pixels; the first one of the log scale is longer.
+  const room = n => n === 1 && scale === 'log' ? 90 : 30;
+  const apart = ticks.filter((w, n) => !n || n === ticks.length - 1 || ((at(w) - at(ticks[n - 1])) * width > room(n) && (at(ticks.at(-1)) - at(w)) * width > 30));
+  const marks = el('div', { className: 'ticks' }, ...apart.map(w => {
+    const mark = el('span', { textContent: w === 0 ? '0' : (scale === 'log' && w === ticks[0] ? '≤ ' : '') + +(w * 100).toPrecision(3) + NBSP + '%' });
+    mark.style.left = at(w) * 100 + '%';
+    return mark;
+  }));
+  return el('div', {}, ramp('ink', width), marks);
+}
+
+export function scaleChoice(chosen, choose) {
+  return el('span', { className: 'seg', role: 'group', 'aria-label': say('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {
+    textContent: say('scale.' + name), 'aria-pressed': String(name === chosen), title: say('scale.hint.' + name), onclick: () => choose(name),
+  })));
+}

@@ -1,0 +1,24 @@
+// How numbers are written.
+import { NBSP } from './dom.js';
+
+export const known = value => value !== null && value !== undefined && Number.isFinite(value);
+export const count = n => Math.round(n).toLocaleString(document.documentElement.lang);
+
+// A share in per cent for tables: one decimal below ten, none above.
+export const share = w => (w * 100).toFixed(Math.abs(w) < .0995 ? 1 : 0);
+export const percent = w => share(w) + NBSP + '%';
+
+// A weight in per cent with about two digits; below 0.001 % as a power of ten.
+export function short(w) {
+  if (!(w > 0)) return w === 0 ? '0' : '–';
+  const p = w * 100;
+  if (p >= .001) return (p >= 9.95 ? p.toFixed(0) : p >= .0995 ? p.toFixed(1) : String(+p.toPrecision(1))) + NBSP + '%';
+  const [digit, power] = p.toExponential(0).split('e-');
+  return `${digit}·10⁻${[...power].map(d => '⁰¹²³⁴⁵⁶⁷⁸⁹'[d]).join('')}${NBSP}%`;
+}
+
+// A weight in per cent with three digits.
+export function exact(w) {
+  const p = w * 100;
+  return p >= .001 || p === 0 ? +p.toPrecision(3) + NBSP + '%' : short(w);
+}

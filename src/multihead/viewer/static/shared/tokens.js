@@ -1,0 +1,35 @@
+// A text set as running text, one span per token, so that weights can paint it. Tokens were cleaned by tokens.py.
+import { el } from './dom.js';
+
+const MOST = 60;  // characters of one token that are shown
+// Flags of a token, as in tokens.py.
+const SPECIAL = 1;
+export const UNKNOWN = 2;
+export const PART = 4;
+
+function span(text, p) {
+  const flags = text.flags[p], token = text.shown[p];
+  const made = el('bdi', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : ''), textContent: token.length > MOST ? token.slice(0, MOST) + '…' : token });
+  made.dataset.p = p;
+  return made;
+}
+
+// Fill a box with the tokens from `from` up to `to`; returns their spans.
+export function setText(box, text, from, to) {
+  const parts = [], spans = [];
+  for (let p = from; p < to; p++) {
+    if (text.gaps[p] && p > from) parts.push(text.gaps[p]);
+    spans.push(span(text, p));
+    parts.push(spans.at(-1));
+  }
+  if (to === text.shown.length && text.tail) parts.push(text.tail);
+  box.replaceChildren(...parts);
+  return spans;
+}
+
+// A run of tokens as one string, for the lines of a concordance.
+export function phrase(text, from, to) {
+  let line = '';
+  for (let p = Math.max(0, from); p < Math.min(to, text.shown.length); p++) line += (line && text.gaps[p] ? ' ' : '') + text.shown[p];
+  return line;
+}

@@ -1,0 +1,78 @@
+"""Read the literals of the sources that may name a text: plain keys, and patterns of keys that are put together."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "multihead"
+ANY = "[^.]+"  # what a variable part of a key may be: one level of it
+
+# Section of the texts -> the files that use it.
+USERS = {
+    "common": ("**/*.py", "**/*.js"),
+    "page": ("viewer/*.py", "viewer/static/**/*.js", "viewer/static/**/*.html"),
+    "report": ("viewer/*.py", "cli/look.py", "viewer/static/[rs]*/*.js", "viewer/static/report/*.html"),
+    "viewer": ("viewer/*.py", "viewer/static/[sv]*/*.js", "viewer/static/view/*.html"),
+    "findings": ("analysis/highlights.py",),
+    "look": ("cli/look*.py",),
+    "view": ("cli/view.py",),
+    "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
+    "walk": ("cli/walk.py", "lab/chapters.py"),
+}
+
+_JS_STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'( \+)?")
+_JS_TEMPLATE = re.compile(r"`([^`]*)`")
+_HTML_KEY = re.compile(r'words\["([^"]+)"\]')
+
+
+def files(globs: Iterable[str]) -> list[Path]:
+    """List the files of multihead that match one of some patterns, the texts themselves left out."""
+    return sorted({path for glob in globs for path in SOURCE.glob(glob) if path.parent.name != "locale"})
+
+
+@cache
+def keys_in(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the literals of a file, and regular expressions for those with variable parts."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".html":
+        return frozenset(_HTML_KEY.findall(text)), frozenset()
+    if path.suffix == ".js":
+        plain = {found[1] for found in _JS_STRING.finditer(text)}
+        patterns = {re.escape(found[1]) + ANY for found in _JS_STRING.finditer(text) if found[2]}
+        for found in _JS_TEMPLATE.finditer(text):
+            patterns.add(ANY.join(map(re.escape, re.split(r"\$\{[^}]*\}", found[1]))).replace(ANY, ".*"))
+        return frozenset(plain), frozenset(each for each in patterns if re.search("[a-z0-9]", each))
+    plain, patterns = set[str](), set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            plain.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            patterns.add("".join(_part(each) for each in node.values))
+    return frozenset(plain), frozenset(each for each in patterns if re.search("[a-z0-9]", each))
+
+
+def _part(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return re.escape(str(node.value))
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.IfExp):
+        ends = (node.value.body, node.value.orelse)
+        if all(isinstance(each, ast.Constant) for each in ends):
+            return f"({'|'.join(_part(each) for each in ends)})"
+    return ANY
+
+
+def is_used(section: str, key: str) -> bool:
+    """Whether a file names a text of a section, with or without the name of the section."""
+    names = (key, f"{section}.{key}")
+    general = {f"{section}\\.{ANY}"}  # a function that adds the section names no text
+    for path in files(USERS[section]):
+        plain, patterns = keys_in(path)
+        if any(name in plain for name in names):
+            return True
+        if any(re.fullmatch(pattern, name) for pattern in patterns - general for name in names):
+            return True
+    return False

@@ -1,0 +1,104 @@
+"""A probe that a script defines is shown with its label, unit and number format wherever built-in statistics are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import multihead as mh
+from multihead import masks
+from multihead.parts import Part
+from multihead.probes import Probe, Statistic
+from tests.kernel_names import needs_native
+
+OWN: Part = ("offset_mass", 0)
+OTHER_MASS = Probe("other_mass", lambda parts: 1 - parts[OWN], {OWN}, label="other keys", number_format="share")
+DISTANCE_TO_LARGEST = Probe(
+    "largest_position",
+    lambda parts: parts["largest_key"].float(),
+    {"largest_key"},
+    label="position of the largest",
+    unit="tokens",
+    number_format=".1f",
+)
+PROBES = ("entropy", "self_mass", OTHER_MASS, DISTANCE_TO_LARGEST)
+
+
+class Tiny(torch.nn.Module):
+    """One layer of two heads over one-hot tokens: head 0 sees its own token alone, head 1 all that it may see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mh.MultiHeadAttention(8, 2, bias=False)
+        with torch.no_grad():
+            for parameter in self.layer.parameters():
+                parameter.zero_()
+
+    def forward(self, length: Any) -> torch.Tensor:
+        return self.layer(torch.eye(8)[:length][None], mask=masks.Causal())
+
+
+def seen(**options: Any) -> mh.Record:
+    model = Tiny().eval()
+    with torch.no_grad(), mh.observe(model, probes=PROBES, **options) as record:
+        model(4)
+        model(3)
+    return record
+
+
+@pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
+def test_its_numbers_are_those_of_its_definition(keep: str) -> None:
+    means = seen(keep=keep).layers[0].means()
+    # Weights are even: 1 - 1/n of n visible keys. Of equal weights the first key is the largest.
+    expected = sum(1 - 1 / n for n in (1, 2, 3, 4, 1, 2, 3)) / 7
+    torch.testing.assert_close(means["other_mass"], torch.full((2,), expected, dtype=torch.float64))
+    assert means["largest_position"].tolist() == [0, 0]
+
+
+@needs_native
+def test_the_kernel_measures_its_parts_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("The call was measured a second time.")
+
+    monkeypatch.setattr("multihead.probes.statistics.measured", refuse)
+    assert set(seen().layers[0].means()) == {"entropy", "self_mass", "other_mass", "largest_position"}
+
+
+def test_tables_show_its_label_unit_and_format() -> None:
+    head, first, _ = str(seen().table(sort="other_mass")).splitlines()
+    assert "other keys (%)  position of the largest (tokens)  name" in head
+    assert first.split()[-3:] == ["44", "0.0", "layer"]
+
+
+def test_a_notebook_shows_its_label_and_unit() -> None:
+    assert "<th>other keys (%)</th>" in seen()._repr_html_()
+
+
+def test_find_takes_its_name_and_shows_its_label() -> None:
+    found = seen().find(other_mass=(0.4, None))
+    assert [str(each) for each in found] == ["L0 H0: other keys 44 %", "L0 H1: other keys 44 %"]
+
+
+def test_a_file_stores_how_it_is_shown(tmp_path: Path) -> None:
+    record = seen()
+    record.save(tmp_path / "run.safetensors")
+    again = mh.Record.load(tmp_path / "run.safetensors")
+    assert again.statistic("other_mass") == Statistic("other_mass", label="other keys", number_format="share")
+    assert again.statistic("other_mass").unit == "%"
+    assert again.statistic("largest_position").heading == "position of the largest (tokens)"
+    assert str(again.table()) == str(record.table())
+    assert set(again.statistics) == {"other_mass", "largest_position"}
+
+
+def test_packed_texts_count_keys_from_their_own_first_one() -> None:
+    layer = mh.MultiHeadAttention(8, 2, bias=False).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad(), mh.observe(layer, probes=(DISTANCE_TO_LARGEST, "largest_key")) as record:
+        layer(x, mask=masks.Causal(), lengths=(5, 3))
+    for sample in record.layers[0].samples:
+        position = sample.statistics["largest_position"]
+        assert torch.equal(position.long(), sample.statistics["largest_key"])
+        assert bool((position <= torch.arange(sample.num_queries)).all())

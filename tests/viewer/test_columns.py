@@ -1,0 +1,39 @@
+"""Columns have the label, the unit and the number format of their statistic, in the page's language."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from multihead.probes import Statistic
+from multihead.probes.catalogue import statistic
+from multihead.viewer.columns import column, names_of
+
+
+def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
+    assert column(statistic("mean_distance"), "en") == {
+        "id": "mean_distance",
+        "label": "distance",
+        "unit": "tokens",
+        "format": ".1f",
+    }
+    assert column(statistic("mean_distance"), "zh") == {
+        "id": "mean_distance",
+        "label": "平均距离",
+        "unit": "词元",
+        "format": ".1f",
+    }
+
+
+def test_a_statistic_of_a_script_keeps_its_label_and_unit_in_every_language() -> None:
+    late = Statistic("late", label="late\x1b keys", unit="nats per key", number_format=".3g")
+    for lang in ("en", "zh"):
+        assert column(late, lang) == {"id": "late", "label": "late\\x1b keys", "unit": "nats per key", "format": ".3g"}
+
+
+def test_separators_have_the_column_after_special_tokens() -> None:
+    profiles: Any = [
+        SimpleNamespace(means=dict.fromkeys(("entropy", "special_mass", "largest_weight", "separator_mass"))),
+        SimpleNamespace(means=dict.fromkeys(("entropy", "late"))),
+    ]
+    assert names_of(profiles) == ["entropy", "special_mass", "separator_mass", "largest_weight", "late"]
