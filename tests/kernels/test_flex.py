@@ -251,7 +251,7 @@ def test_where_pytorch_cannot_compile_the_reference_kernel_runs_with_a_warning(
     assert str(warned[0].message) == (
         "PyTorch could not compile flex_attention for this call (FailOnRecompileLimitHit): the reference kernel "
         "computes it, and holds queries x keys. If the recompile limit was hit, raise "
-        "torch.compiler.config.recompile_limit or vary calls less."
+        "torch.compiler.config.recompile_limit, or use fewer kinds of calls."
     )
     request = request_of(Q, Q, Q)
     assert torch.equal(output, reference.attend(request, bounds_of(request)).output)

@@ -84,7 +84,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
             warn_of_slow_path(
                 f"PyTorch could not compile flex_attention for this call ({type(failure).__name__}): the reference "
                 "kernel computes it, and holds queries x keys.",
-                "If the recompile limit was hit, raise torch.compiler.config.recompile_limit or vary calls less.",
+                "If the recompile limit was hit, raise torch.compiler.config.recompile_limit, or use fewer kinds of "
+                "calls.",
             )
             return reference.attend(request, bounds)
     if request.sinks is not None:

@@ -73,7 +73,7 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
 
 
 class _ByHead(torch.autograd.Function):
-    """The attention, whose backward pass recomputes the weights: autograd saves only the boolean mask of dropout."""
+    """The attention, whose backward pass recomputes the weights; of that size only the dropout mask (bool) is saved."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
