@@ -59,9 +59,9 @@ def test_every_kernel_is_asked_and_its_own_words_are_told() -> None:
     found = {kernel.name: kernel.refusals for kernel in examine().kernels}
     assert list(found) == list(KERNELS)
     assert found["reference"] == {}
-    assert found["flex"] == {"every call": "it pays on CUDA, and the tensors are on cpu"}
+    assert found["flex"] == {"every call": "it needs CUDA, and the tensors are on cpu"}
     assert found["sdpa"] == {
-        "bias with gradient": "PyTorch's fused CPU kernel gives no gradient for a bias",
+        "bias with gradient": "PyTorch's fused CPU kernel has no gradient for a bias",
         "softcap": "PyTorch's fused kernels have no softcap",
         "dropout": "PyTorch's fused CPU kernel has no dropout",
     }

@@ -56,7 +56,7 @@ def test_a_transform_is_explained_from_within() -> None:
     assert told[0].refusals == {
         "native": "it reads memory, and a transform of torch.func hands it tensors that have none",
         "sdpa": "it reads the values of the plan, which neither a graph nor a transform of torch.func can",
-        "flex": "it pays on CUDA, and the tensors are on cpu",
+        "flex": "it needs CUDA, and the tensors are on cpu",
     }
 
 

@@ -125,7 +125,7 @@ def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
         "kernel   reference",
         "refused  native: it computes float32 and bfloat16, and the tensors are float64",
         "refused  sdpa: PyTorch's fused CPU kernel has no dropout",
-        "refused  flex: it pays on CUDA, and the tensors are on cpu",
+        "refused  flex: it needs CUDA, and the tensors are on cpu",
     ]
     insisted = explain(Q, K, V, kernel="reference", dropout=0.1)
     assert (insisted.kernel, insisted.refusals, insisted.skipped_share) == ("reference", {}, 0.0)

@@ -1,4 +1,4 @@
-"""Norms of queries and keys against float64 by hand, PyTorch and transformers."""
+"""Norms of queries and keys against float64 computed by hand, PyTorch and transformers."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_it_compiles_and_autocast_keeps_dtypes(kind: QKNorm) -> None:
         torch.testing.assert_close(norms(q, k), found)
 
 
-def test_parameters_begin_at_one_and_scales_where_they_are_told() -> None:
+def test_weights_start_at_one_and_scales_at_initial_scale() -> None:
     norms = QKNorm(over="all").build(HEADS, KV_HEADS, HEAD_DIM)
     assert {name: tuple(p.shape) for name, p in norms.named_parameters()} == {"q_weight": (32,), "k_weight": (16,)}
     assert all(bool((parameter == 1).all()) for parameter in norms.parameters())
@@ -204,7 +204,7 @@ def test_norms_are_made_without_memory_and_filled_later(kind: QKNorm) -> None:
     assert torch.equal(norms(q, k)[0], fresh(q, k)[0])
 
 
-def test_it_says_what_it_is_and_is_copied() -> None:
+def test_its_repr_shows_its_options_and_it_can_be_copied() -> None:
     norms = made(QKNorm("l2"))
     assert "QKNorm(kind='l2', eps=1e-06, learned=True, over='head', initial_scale=10.0)" in repr(norms)
     q, k = drawn()
@@ -220,19 +220,19 @@ def test_it_says_what_it_is_and_is_copied() -> None:
         (lambda: QKNorm(over="batch"), """over is 'batch'. Give "head" or "all"."""),  # type: ignore[arg-type]
         (
             lambda: QKNorm("l2", over="all"),
-            'kind is "l2" and over is "all". Unit vectors are of one head: give over="head".',
+            'kind is "l2" and over is "all". Give over="head": unit vectors are per head.',
         ),
         (lambda: QKNorm(eps=0.0), "eps is 0.0. Give a number above 0."),
         (lambda: QKNorm(eps=True), "eps is True. Give a number above 0."),
         (lambda: QKNorm("l2", initial_scale=-1.0), "initial_scale is -1.0. Give a number above 0."),
     ],
 )
-def test_words_that_make_no_norm_are_refused(made: Callable[[], Any], sentence: str) -> None:
+def test_invalid_options_are_rejected(made: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         made()
 
 
-def test_heads_that_do_not_fit_are_refused_in_words() -> None:
+def test_heads_that_do_not_fit_are_rejected() -> None:
     q, k = drawn()
     for given_q, given_k, sentence in (
         (k, k, "q has shape (2, 2, 5, 8). Give (batch, heads, length, head_dim) with 4 heads of 8 columns."),

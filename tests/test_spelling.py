@@ -109,17 +109,17 @@ def test_an_argument_that_nobody_has_is_answered_with_all_there_are() -> None:
         (
             lambda: mh.MultiHeadAttention(15, 5, rotary=mh.Rotary()),
             (
-                "head_dim is 3, and Rotary turns columns in pairs. "
-                "Give an even head_dim, or turn a part of the columns: Rotary(dim=2)."
+                "head_dim is 3, and Rotary rotates columns in pairs. "
+                "Give an even head_dim, or rotate some of the columns: Rotary(dim=2)."
             ),
         ),
         (
             lambda: mh.MultiHeadAttention(5, 5, rotary=mh.Rotary()),
-            "head_dim is 1, and Rotary turns columns in pairs. Give an even head_dim.",
+            "head_dim is 1, and Rotary rotates columns in pairs. Give an even head_dim.",
         ),
         (
             lambda: mh.MultiHeadAttention(16, 4, rotary=mh.Rotary(dim=8)),
-            "head_dim is 4, and Rotary turns 8 columns of each head. Give Rotary a dim of at most 4.",
+            "head_dim is 4, and Rotary rotates 8 columns of each head. Give Rotary a dim of at most 4.",
         ),
     ],
 )
@@ -174,7 +174,7 @@ LAYER(X, cache=CACHE)
             lambda: LAYER(X, mask=masks.Documents((3, 4))),
             MaskError,
             (
-                "Documents((3, 4)) has documents of together 7 tokens, and there are 6 keys. "
+                "Documents((3, 4)) has documents of 7 tokens in total, and there are 6 keys. "
                 "Give lengths that add up to at most 6."
             ),
         ),

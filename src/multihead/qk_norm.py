@@ -1,4 +1,4 @@
-"""Queries and keys normalised before they meet, so that no score can run away."""
+"""Query-key normalisation: normalise queries and keys before their product, which bounds the scores."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from multihead.errors import ArgumentError, ShapeError
 class QKNorm:
     """How queries and keys are normalised, after the projection and before rotary positions.
 
-    "rms" divides features by the root of their mean square, so that a query and a key have the length sqrt(head_dim):
-    with the layer's usual scale 1 / sqrt(head_dim), scores lie within sqrt(head_dim) times the learned weights. Each
-    feature has a learned weight of its own, which begins at 1 and multiplies as it is (Qwen 3, OLMo 2; a Gemma 3
-    checkpoint holds the weight less 1).
+    "rms" divides features by their root mean square, so that queries and keys have the norm sqrt(head_dim): with the
+    layer's default scale 1 / sqrt(head_dim), scores are bounded by sqrt(head_dim) times the learned weights. Each
+    feature has a learned weight, which is initialised to 1 and multiplied unchanged (Qwen 3, OLMo 2; a Gemma 3
+    checkpoint stores the weight minus 1).
 
-    "l2" makes queries and keys unit vectors, and a score a cosine times a learned scale, one a head. The scale is
-    multiplied into the queries, and sqrt(head_dim) too, so that the layer's usual scale 1 / sqrt(head_dim) cancels: do
+    "l2" makes queries and keys unit vectors, so that a score is a cosine times a learned scale per head. The queries
+    are multiplied by that scale and by sqrt(head_dim), which cancels the layer's default scale 1 / sqrt(head_dim): do
     not give the layer another scale.
 
     Args:
         kind: "rms" or "l2".
-        eps: added to the mean square ("rms") or the sum of squares ("l2") before the root; 0 stays 0.
-        learned: whether there are learned weights, or scales.
-        over: "head" normalises each head's features; "all" those of all heads together, with a weight for each of
-            them ("rms" only).
-        initial_scale: what the scale of each head begins with, or always is if not learned ("l2" only).
+        eps: added to the mean square ("rms") or the sum of squares ("l2") before the root; a zero vector stays zero.
+        learned: whether the weights ("rms") or scales ("l2") are learned.
+        over: "head" normalises the features of each head; "all" those of all heads together, with one weight for
+            each of them ("rms" only).
+        initial_scale: initial scale of each head, or the constant scale if it is not learned ("l2" only).
 
     Raises:
-        ArgumentError: a word that is none of these, or a number out of range.
+        ArgumentError: an unknown kind or over, or a number out of range.
 
     Source: "rms" over a head: Qwen 3, arXiv:2505.09388; over all: OLMo 2, arXiv:2501.00656. "l2": arXiv:2010.04245,
-        with a scale a head as in arXiv:2111.09883.
+        with a scale per head as in arXiv:2111.09883.
 
     >>> norms = QKNorm("rms").build(8, 2, 64)
     >>> q, k = norms(torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64))
@@ -57,7 +57,7 @@ class QKNorm:
         if self.over not in ("head", "all"):
             raise ArgumentError(f"over is {self.over!r}.", 'Give "head" or "all".')
         if self.kind == "l2" and self.over == "all":
-            raise ArgumentError('kind is "l2" and over is "all".', 'Unit vectors are of one head: give over="head".')
+            raise ArgumentError('kind is "l2" and over is "all".', 'Give over="head": unit vectors are per head.')
         for name in ("eps", "initial_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -72,14 +72,14 @@ class QKNorm:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> QKNorms:
-        """Make the module that normalises so, with parameters of its own."""
+        """Create the module that applies this normalisation, with its own parameters."""
         return QKNorms(self, num_heads, num_kv_heads, head_dim, device=device, dtype=dtype)
 
 
 class QKNorms(nn.Module):
-    """The norms of one layer's queries and keys; `QKNorm.build` makes them.
+    """The norms of one layer's queries and keys; created by `QKNorm.build`.
 
-    Its parameters are `q_weight` and `k_weight`, (head_dim,) or (heads * head_dim,) each, or `scale`, (heads,).
+    The parameters are `q_weight` and `k_weight`, (head_dim,) or (heads * head_dim,) each, or `scale`, (heads,).
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class QKNorms(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set weights to 1, and scales to where they begin."""
+        """Set weights to 1, and scales to their initial value."""
         for weight, value in ((self.q_weight, 1.0), (self.k_weight, 1.0), (self.scale, self.qk_norm.initial_scale)):
             if weight is not None:
                 nn.init.constant_(weight, value)
@@ -118,10 +118,11 @@ class QKNorms(nn.Module):
             q: (batch, heads, queries, head_dim).
             k: (batch, kv_heads, keys, head_dim).
 
-        Returns: as q and k, dtypes and layouts too; computed in float32, in float64 for float64.
+        Returns: the normalised q and k, with the same shapes, dtypes and memory layouts; computed in float32, or in
+            float64 for float64.
 
         Raises:
-            ShapeError: other heads than those it was made for.
+            ShapeError: the number of heads or head_dim is not that of the module.
         """
         for name, x, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads)):
             if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != self.head_dim:
@@ -137,31 +138,31 @@ class QKNorms(nn.Module):
         return self._normalised(q, self.q_weight), self._normalised(k, self.k_weight)
 
     def extra_repr(self) -> str:
-        """Say what was asked for."""
+        """Return the options, for `repr`."""
         return repr(self.qk_norm)
 
     def _normalised(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        columns = x.transpose(1, 2)  # (batch, length, heads, head_dim), as a projection lays them out
+        columns = x.transpose(1, 2)  # (batch, length, heads, head_dim), the memory layout of a projection
         if self.qk_norm.over == "all":
             columns = columns.flatten(2)
-        normed = _divided(columns, self.qk_norm.eps, weight)
+        normed = _rms_norm(columns, self.qk_norm.eps, weight)
         if self.qk_norm.over == "all":
             normed = normed.unflatten(2, (-1, self.head_dim))
         return normed.to(x.dtype).transpose(1, 2)
 
     def _unit(self, x: Tensor, scale: Tensor | float, factor: float) -> Tensor:
         # x / sqrt(sum + eps) = x / sqrt(mean + eps / head_dim) / sqrt(head_dim)
-        normed = _divided(x.transpose(1, 2), self.qk_norm.eps / self.head_dim, None)
+        normed = _rms_norm(x.transpose(1, 2), self.qk_norm.eps / self.head_dim, None)
         if isinstance(scale, Tensor):
             scale = scale.to(normed.dtype)
         return (normed * (scale * factor)).to(x.dtype).transpose(1, 2)
 
 
-def _divided(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
-    """Divide by the root of the mean square, in float32 or float64."""
+def _rms_norm(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
+    """Divide by the root mean square, in float32 or float64."""
     x = x if x.dtype == torch.float64 else x.float()
     if torch.compiler.is_compiling():
-        # The rms_norm of torch 2.11 asks whether there are tokens, which a graph may not know.
+        # The rms_norm of torch 2.11 branches on the number of tokens, which may be symbolic in a graph.
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return normed if weight is None else normed * weight.to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)

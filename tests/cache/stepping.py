@@ -1,4 +1,4 @@
-"""Decode step by step with a cache, the way a layer does, on nothing but `attend`."""
+"""Decode step by step with a cache, as a layer does, with `attend` only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multihead.masks.base import And, Or
 
 @dataclass
 class Text:
-    """Queries, keys and values of a whole text: (batch, heads or kv_heads, length, dim)."""
+    """Queries, keys and values of a whole sequence: (batch, heads or kv_heads, length, dim)."""
 
     q: Tensor
     k: Tensor
@@ -37,7 +37,7 @@ class Text:
         return Text(self.q[:, :, rows], self.k[:, :, rows], self.v[:, :, rows])
 
     def apart(self, starts: Sequence[int], counts: Sequence[int]) -> Text:
-        """Cut each sample's own next tokens out, padded with NaN to the longest."""
+        """Slice the next tokens of each sample, padded with NaN to the longest."""
         width = max(counts, default=0)
 
         def cut(tensor: Tensor) -> Tensor:
@@ -53,18 +53,18 @@ class Text:
 
 
 def of_rows(mask: masks.Mask, rows: slice, keys: int) -> masks.Mask:
-    """What the mask of a whole text says of some queries and the keys so far."""
+    """Restrict the mask of a whole sequence to some queries and the first keys."""
     if isinstance(mask, (And, Or)):
         return reduce(and_ if isinstance(mask, And) else or_, [of_rows(part, rows, keys) for part in mask.parts])
     if isinstance(mask, (masks.Keep, masks.Drop)):
-        given = mask.four_dimensional()
-        given = given[:, :, rows] if given.shape[2] > 1 else given
-        return type(mask)(given[..., :keys] if given.shape[3] > 1 else given)
+        tensor = mask.four_dimensional()
+        tensor = tensor[:, :, rows] if tensor.shape[2] > 1 else tensor
+        return type(mask)(tensor[..., :keys] if tensor.shape[3] > 1 else tensor)
     return mask
 
 
 def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
-    """Attend to what a cache has handed out; the mask may speak of keys still to come."""
+    """Attend to the keys that a cache returned; the mask may also cover later keys."""
     mask = mask.after_dropping(held.key_start)
     if held.lengths is not None:
         mask = mask & masks.Lengths(held.lengths)
@@ -73,7 +73,7 @@ def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
 
 
 def stepwise(text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequence[int]) -> Tensor:
-    """The output of a text that goes through a cache in chunks of so many tokens."""
+    """Return the output of a sequence processed with a cache in chunks of these numbers of tokens."""
     outputs, first = [], 0
     for count in chunks:
         rows = slice(first, first + count)
@@ -87,7 +87,7 @@ def stepwise(text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequenc
 def stepwise_apart(
     text: Text, cache: KeyValueCache, mask: masks.Mask, chunks: Sequence[Sequence[int]]
 ) -> tuple[Tensor, list[int]]:
-    """The output where each sample brings a number of tokens of its own, and how far each one has come."""
+    """Return the output where samples have different numbers of tokens per step, and their lengths."""
     done = [0] * len(text.q)
     output = torch.zeros(*text.q.shape[:3], text.v.shape[3], dtype=text.q.dtype)
     for counts in chunks:

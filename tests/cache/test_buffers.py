@@ -1,4 +1,4 @@
-"""Buffers that are filled step by step: what is handed out stays what it was, and room is made as asked."""
+"""Buffers that are filled step by step: returned keys never change, and buffers grow as configured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tokens(count: int, *, batch: int = 2, dim: int = 4, **options: Any) -> Tenso
 
 
 def filled(*counts: int, **options: Any) -> tuple[Buffers, list[Held], Tensor]:
-    """Buffers that were given so many tokens at a time, what they handed out, and all keys."""
+    """Return buffers filled in steps of these numbers of tokens, the results of the steps, and all keys."""
     options = {"capacity": None, "window": None} | options
     found = Buffers(tokens(1), tokens(1, dim=5), **options)
     keys = [tokens(count) for count in counts]
@@ -31,7 +31,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-def test_all_keys_so_far_are_handed_out_with_the_place_of_the_first_new_one() -> None:
+def test_all_keys_so_far_are_returned_with_the_position_of_the_first_new_one() -> None:
     for option in ({}, {"capacity": 9}):
         _, held, keys = filled(5, 1, 3, **option)
         assert [each.query_start for each in held] == [0, 5, 6]
@@ -41,14 +41,14 @@ def test_all_keys_so_far_are_handed_out_with_the_place_of_the_first_new_one() ->
             assert each.v.shape == (2, 3, stop, 5)
 
 
-def test_behind_a_window_the_keys_are_handed_out_that_the_first_new_token_looks_back_on() -> None:
+def test_with_a_window_the_keys_that_the_first_new_token_sees_are_returned() -> None:
     _, held, keys = filled(5, 1, 3, 1, window=3)
     assert [(each.key_start, each.query_start) for each in held] == [(0, 0), (3, 2), (4, 2), (7, 2)]
     for each, first, stop in zip(held, (0, 3, 4, 7), (5, 6, 9, 10), strict=True):
         assert each.k.equal(keys[:, :, first:stop])
 
 
-def test_what_was_handed_out_is_never_changed(options: dict[str, Any]) -> None:
+def test_returned_keys_never_change(options: dict[str, Any]) -> None:
     found, held, _ = filled(30, 1, 40, 1, 1, 200, 1, 90, 1, **options)
     copies = [(each.k.clone(), each.v.clone()) for each in held]
     for _ in range(10):
@@ -62,13 +62,13 @@ def test_what_was_handed_out_is_never_changed(options: dict[str, Any]) -> None:
 
 def test_a_growing_buffer_doubles_and_a_capacity_stays() -> None:
     found, _, _ = filled(*[1] * 70)
-    assert found.k.shape[2] == 2 * buffers.LEAST + 1
+    assert found.k.shape[2] == 2 * buffers.MIN_SLOTS + 1
     found, held, _ = filled(*[1] * 70, capacity=70)
     assert found.k.shape[2] == 71
     assert {each.k.data_ptr() for each in held} == {found.k.data_ptr()}
 
 
-def test_behind_a_window_the_memory_does_not_grow_with_the_text() -> None:
+def test_with_a_window_the_memory_does_not_grow_with_the_length() -> None:
     found, _, _ = filled(3, *[1] * 600, window=6)
     assert found.k.shape[2] == 2 * (6 + buffers.SPARE) + 1
     found.extend(tokens(5000), tokens(5000, dim=5), None)
@@ -76,7 +76,7 @@ def test_behind_a_window_the_memory_does_not_grow_with_the_text() -> None:
     assert found.progress.position == 5603
 
 
-def test_places_not_yet_written_are_zeros() -> None:
+def test_slots_not_yet_written_are_zeros() -> None:
     found, _, _ = filled(3)
     held = found.extend(tokens(2), tokens(2, dim=5), torch.tensor([2, 0]))
     assert held.lengths is not None
@@ -85,18 +85,18 @@ def test_places_not_yet_written_are_zeros() -> None:
     assert not found.k[:, :, 5:].any()
 
 
-def test_more_than_the_capacity_is_refused_and_nothing_is_written() -> None:
+def test_more_than_the_capacity_is_rejected_and_nothing_is_written() -> None:
     found, _, keys = filled(4, capacity=5)
     with pytest.raises(ArgumentError) as refused:
         found.extend(tokens(3), tokens(3, dim=5), None)
     assert str(refused.value) == (
-        "The cache has room for 5 tokens, and these would be 7. "
-        "Make it larger, KeyValueCache(capacity=7), or begin anew: cache.reset()."
+        "The cache has a capacity of 5 tokens, and this call needs 7. "
+        "Use KeyValueCache(capacity=7), or call cache.reset() to start over."
     )
     assert found.extend(tokens(1), tokens(1, dim=5), None).k[:, :, :4].equal(keys)
 
 
-def test_padding_may_reach_beyond_the_capacity() -> None:
+def test_padding_may_exceed_the_capacity() -> None:
     found, _, keys = filled(4, capacity=5)
     new = tokens(3)
     held = found.extend(new, tokens(3, dim=5), torch.tensor([1, 0]))
@@ -105,19 +105,19 @@ def test_padding_may_reach_beyond_the_capacity() -> None:
     assert not held.k[1, :, 4].any()
 
 
-def test_a_gradient_through_a_capacity_is_refused() -> None:
+def test_a_gradient_through_a_capacity_is_rejected() -> None:
     found, _, _ = filled(4, capacity=9)
     with pytest.raises(ArgumentError) as refused:
         found.extend(tokens(1, requires_grad=True), tokens(1, dim=5), None)
     assert str(refused.value) == (
-        "A gradient is asked of a cache with a capacity, which is written in place. Run it under torch.no_grad(), or "
-        "use KeyValueCache(), which joins keys where gradients flow."
+        "A gradient flows through a cache with a capacity, which is written in place. Run it under torch.no_grad(), or "
+        "use KeyValueCache(), which concatenates keys where gradients flow."
     )
     with torch.no_grad():
         found.extend(tokens(1, requires_grad=True), tokens(1, dim=5), None)
 
 
-def test_what_began_in_inference_mode_goes_on_outside_of_it(options: dict[str, Any]) -> None:
+def test_a_sequence_started_in_inference_mode_continues_outside_of_it(options: dict[str, Any]) -> None:
     with torch.inference_mode():
         found, _, keys = filled(3, **options)
     held = found.extend(tokens(1), tokens(1, dim=5), None)
@@ -127,7 +127,7 @@ def test_what_began_in_inference_mode_goes_on_outside_of_it(options: dict[str, A
     assert held.k[:, :, :3].equal(keys)
 
 
-def test_a_backward_pass_of_queries_alone_reads_keys_that_were_handed_out_before(options: dict[str, Any]) -> None:
+def test_a_backward_pass_of_queries_alone_reads_keys_returned_before(options: dict[str, Any]) -> None:
     found, (held,), keys = filled(3, **options)
     q = torch.ones(2, 3, 1, 4, requires_grad=True)
     score = (q @ held.k.mT).sum()
@@ -137,7 +137,7 @@ def test_a_backward_pass_of_queries_alone_reads_keys_that_were_handed_out_before
     assert torch.allclose(q.grad[:, :, 0], keys.sum(2))
 
 
-def test_a_call_that_a_backward_pass_computes_anew_is_refused() -> None:
+def test_a_call_that_a_backward_pass_recomputes_is_rejected() -> None:
     found, _, _ = filled(3)
 
     def call(k: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_a_call_that_a_backward_pass_computes_anew_is_refused() -> None:
     with pytest.raises(ArgumentError) as refused:
         output.backward()
     assert str(refused.value) == (
-        "A backward pass computes this call anew, as activation checkpointing does, and a cache would take its tokens "
+        "A backward pass recomputes this call, as activation checkpointing does, and the cache would append its tokens "
         "a second time. Call the layer without a cache, or outside of the checkpoint."
     )
 
@@ -159,7 +159,7 @@ class TestRefusals:
             buffers.refuse_unless_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4))
         assert str(refused.value) == (
             "k has shape (3, 3, 1, 4), and the cache holds 2 samples of 3 heads with 4 features. "
-            "Give (2, 3, new tokens, 4), or begin anew: cache.reset()."
+            "Give (2, 3, new tokens, 4), or call cache.reset() to start over."
         )
 
     def test_values_of_another_dtype(self) -> None:
@@ -167,14 +167,14 @@ class TestRefusals:
             buffers.refuse_unless_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4))
         assert str(refused.value) == (
             "v is torch.float64 on cpu, and the cache holds torch.float32 on cpu. "
-            "Convert it, move the cache with cache.to(device), or begin anew: cache.reset()."
+            "Convert it, move the cache with cache.to(device), or call cache.reset() to start over."
         )
 
     def test_heads_that_are_not_split(self) -> None:
         with pytest.raises(ShapeError) as refused:
             Buffers(torch.zeros(2, 3, 4), tokens(3), capacity=None, window=None)
         assert str(refused.value) == (
-            "k has shape (2, 3, 4), and a cache takes (batch, kv_heads, new tokens, dim). "
+            "k has shape (2, 3, 4), and must be (batch, kv_heads, new tokens, dim). "
             "Split the heads first: mh.split_heads(x, num_heads)."
         )
 

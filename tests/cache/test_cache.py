@@ -1,4 +1,4 @@
-"""The cache itself: what it tells, takes back, reorders, remembers and refuses."""
+"""The cache itself: its properties, crop, reorder, rollback, cross-attention memory and rejected arguments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def cache(request: pytest.FixtureRequest) -> KeyValueCache:
     return KeyValueCache(**request.param)
 
 
-class TestWhatItTells:
-    def test_an_empty_cache_begins_at_the_first_position(self, cache: KeyValueCache) -> None:
+class TestProperties:
+    def test_an_empty_cache_starts_at_the_first_position(self, cache: KeyValueCache) -> None:
         assert (cache.query_start, cache.length, cache.lengths.tolist(), cache.nbytes) == (0, 0, [], 0)
 
-    def test_positions_count_all_tokens_that_came(self, cache: KeyValueCache) -> None:
+    def test_positions_count_all_tokens(self, cache: KeyValueCache) -> None:
         step(cache, 200)
         step(cache)
         assert (cache.query_start, cache.length, cache.lengths.tolist()) == (201, 201, [201, 201])
@@ -46,31 +46,31 @@ class TestWhatItTells:
         assert isinstance(held.query_start, Tensor)
         assert (held.query_start + held.key_start).tolist() == [200, 150]
 
-    def test_lengths_without_padding_keep_samples_alike(self, cache: KeyValueCache) -> None:
+    def test_lengths_without_padding_keep_an_int_position(self, cache: KeyValueCache) -> None:
         assert step(cache, 3, lengths=(3, 3)).query_start == 0
         assert step(cache, 2, lengths=torch.tensor([2, 2])).query_start == 3
         assert isinstance(step(cache, 2, lengths=(2, 1)).query_start, Tensor)
 
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("options", "expected"),
         [
             ({}, "KeyValueCache(): 5 tokens, 2 samples, 14,040 bytes"),
             ({"capacity": 9}, "KeyValueCache(capacity=9): 5 tokens, 2 samples, 2,160 bytes"),
             ({"window": 3}, "KeyValueCache(window=3): 5 tokens, 2 samples, 29,160 bytes"),
         ],
     )
-    def test_it_says_what_it_holds(self, options: dict[str, int], said: str) -> None:
+    def test_its_repr_shows_its_content(self, options: dict[str, int], expected: str) -> None:
         cache = KeyValueCache(**options)
-        assert repr(cache) == said.split(":", maxsplit=1)[0] + ": empty"
+        assert repr(cache) == expected.split(":", maxsplit=1)[0] + ": empty"
         step(cache, 5)
-        assert repr(cache) == said
+        assert repr(cache) == expected
 
-    def test_it_says_how_far_samples_are_apart(self) -> None:
+    def test_its_repr_shows_the_range_of_lengths(self) -> None:
         cache = KeyValueCache(capacity=9)
         step(cache, 5, lengths=(2, 5))
         assert repr(cache) == "KeyValueCache(capacity=9): 2 to 5 tokens, 2 samples, 2,160 bytes"
 
-    def test_a_copy_goes_on_by_itself(self, cache: KeyValueCache) -> None:
+    def test_a_copy_continues_independently(self, cache: KeyValueCache) -> None:
         held = step(cache, 5)
         for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
             assert repr(copied) == repr(cache)
@@ -90,7 +90,7 @@ class TestWhatItTells:
         assert memory is not None
         assert torch.autograd.grad(memory.k.sum(), k)[0].eq(2).all()
 
-    def test_calls_that_go_on_from_one_another_are_of_one_text(self, cache: KeyValueCache) -> None:
+    def test_calls_that_continue_one_another_share_a_sequence(self, cache: KeyValueCache) -> None:
         assert cache.continued is None
         step(cache, 5)
         first = cache.continued
@@ -126,7 +126,7 @@ class TestWhatItTells:
 
 
 class TestCrop:
-    def test_what_is_taken_back_is_as_if_it_had_never_come(self, cache: KeyValueCache) -> None:
+    def test_cropped_tokens_leave_no_trace(self, cache: KeyValueCache) -> None:
         step(cache, 200)
         k, v = tokens(9), tokens(9, dim=5)
         first = cache.extend(k, v)
@@ -136,7 +136,7 @@ class TestCrop:
         keys = again.k.shape[2] - 1
         assert again.k[:, :, -keys:].equal(first.k[:, :, -keys:])
 
-    def test_each_sample_can_take_back_its_own(self, cache: KeyValueCache) -> None:
+    def test_each_sample_can_be_cropped_to_its_own_length(self, cache: KeyValueCache) -> None:
         step(cache, 20)
         cache.crop((18, 20))
         assert cache.lengths.tolist() == [18, 20]
@@ -145,7 +145,7 @@ class TestCrop:
         assert (held.lengths + held.key_start).tolist() == [19, 21]
         assert not held.k[0, :, 19:].any()
 
-    def test_of_samples_of_different_lengths_each_keeps_what_it_has_up_to_a_length(self, cache: KeyValueCache) -> None:
+    def test_samples_shorter_than_the_length_keep_all_tokens(self, cache: KeyValueCache) -> None:
         step(cache, 20, lengths=(20, 7))
         cache.crop(15)
         assert cache.lengths.tolist() == [15, 7]
@@ -156,21 +156,21 @@ class TestCrop:
         cache.crop(20)
         assert step(cache).k.data_ptr() == place
 
-    def test_behind_a_window_some_tokens_can_be_taken_back_at_any_time(self) -> None:
+    def test_with_a_window_some_tokens_can_be_removed_at_any_time(self) -> None:
         cache = KeyValueCache(window=6)
         for _ in range(300):
             step(cache, SPARE)
             cache.crop(cache.length - SPARE + 1)
         assert cache.length == 300
 
-    def test_behind_a_window_what_is_forgotten_is_not_taken_back_to(self) -> None:
+    def test_with_a_window_cropping_to_dropped_keys_is_rejected(self) -> None:
         cache = KeyValueCache(window=6)
         step(cache, 2000)
         with pytest.raises(ArgumentError) as refused:
             cache.crop(1000)
         assert str(refused.value) == (
-            "Tokens are forgotten that the next query would look back on: of a cache with a window the last 64 can be "
-            "taken back. Take back fewer, or keep all tokens: KeyValueCache()."
+            "The next query would see keys that the cache has dropped: with a window, only the last 64 tokens can be "
+            "removed. Remove fewer tokens, or use KeyValueCache(), which keeps all of them."
         )
         assert cache.length == 2000
 
@@ -182,7 +182,7 @@ class TestCrop:
             ((1, 9), "length holds 9, and there are 5 tokens. Give numbers from 0 to 5."),
         ],
     )
-    def test_what_is_no_length_is_refused(self, length: int | tuple[int, int], sentence: str) -> None:
+    def test_invalid_lengths_are_rejected(self, length: int | tuple[int, int], sentence: str) -> None:
         cache = KeyValueCache()
         step(cache, 5)
         with pytest.raises(ArgumentError) as refused:
@@ -196,14 +196,14 @@ class TestCrop:
 
 
 def refuse(cache: KeyValueCache, k: Tensor, v: Tensor) -> None:
-    """Append in a call that ends in an error."""
+    """Append tokens in a context that ends in an error."""
     with cache.rollback_on_error():
         cache.extend(k, v)
         raise ValueError("refused")
 
 
-class TestARefusedCall:
-    def test_what_it_appended_is_taken_back_and_leaves_no_trace(self, cache: KeyValueCache) -> None:
+class TestRollback:
+    def test_appended_tokens_are_removed_and_leave_no_trace(self, cache: KeyValueCache) -> None:
         first = step(cache, 5, lengths=(5, 3))
         with pytest.raises(ValueError, match="refused"):
             refuse(cache, torch.full((2, 3, 90, 4), torch.nan), tokens(90, dim=5))
@@ -212,27 +212,27 @@ class TestARefusedCall:
         assert held.k[:, :, :3].equal(first.k[:, :, :3])
         assert held.k.isfinite().all()
 
-    def test_a_first_call_leaves_the_cache_empty(self, cache: KeyValueCache) -> None:
+    def test_a_failed_first_call_leaves_the_cache_empty(self, cache: KeyValueCache) -> None:
         with pytest.raises(ValueError, match="refused"):
             refuse(cache, tokens(5), tokens(5, dim=5))
         assert repr(cache).endswith(": empty")
         assert cache.continued is None
 
-    def test_a_call_that_is_not_refused_stays(self, cache: KeyValueCache) -> None:
+    def test_a_call_without_an_error_stays(self, cache: KeyValueCache) -> None:
         with cache.rollback_on_error():
             step(cache, 5)
         assert cache.length == 5
 
 
 class TestReorder:
-    def test_a_sample_goes_on_from_the_one_it_was_chosen_from(self, cache: KeyValueCache) -> None:
+    def test_a_sample_continues_the_one_it_was_selected_from(self, cache: KeyValueCache) -> None:
         first = step(cache, 5, lengths=(5, 3))
         cache.reorder((1, 1, 0))
         held = cache.extend(tokens(1, batch=3), tokens(1, batch=3, dim=5))
         assert held.k[:, :, :3].equal(first.k[[1, 1, 0], :, :3])
         assert cache.lengths.tolist() == [4, 4, 6]
 
-    def test_what_was_handed_out_before_stays(self, cache: KeyValueCache) -> None:
+    def test_keys_returned_before_stay_the_same(self, cache: KeyValueCache) -> None:
         first = step(cache, 5)
         copied = first.k.clone()
         cache.reorder(torch.tensor([1, 0]))
@@ -247,7 +247,7 @@ class TestReorder:
             ([[0], [1]], "index is [[0], [1]]. Give integers, the old sample of each new one."),
         ],
     )
-    def test_what_is_no_sample_is_refused(self, index: Any, sentence: str) -> None:
+    def test_invalid_indices_are_rejected(self, index: Any, sentence: str) -> None:
         cache = KeyValueCache()
         step(cache)
         with pytest.raises(ArgumentError) as refused:
@@ -261,7 +261,7 @@ class TestReorder:
 
 
 class TestMemory:
-    def test_it_is_projected_once_and_found_again(self) -> None:
+    def test_it_is_stored_and_reordered(self) -> None:
         cache, k, v = KeyValueCache(), tokens(7), tokens(7, dim=5)
         assert cache.memory is None
         memory = cache.remember(k, v, torch.tensor([7, 4]))
@@ -276,7 +276,7 @@ class TestMemory:
         assert repr(cache) == "KeyValueCache(): 0 tokens, a memory of 7, 1 sample, 756 bytes"
         assert cache.to("meta").memory is not None
 
-    def test_queries_that_bring_no_keys_are_counted(self, cache: KeyValueCache) -> None:
+    def test_queries_without_new_keys_are_counted(self, cache: KeyValueCache) -> None:
         cache.remember(tokens(7), tokens(7, dim=5))
         assert [cache.advance(5), cache.advance(1), cache.query_start] == [0, 5, 6]
         cache.crop(4)
@@ -284,7 +284,7 @@ class TestMemory:
         assert isinstance(start, Tensor)
         assert (start.tolist(), cache.lengths.tolist()) == ([4, 4], [6, 5])
 
-    def test_a_memory_of_another_length_is_refused(self) -> None:
+    def test_a_memory_of_another_length_is_rejected(self) -> None:
         cache = KeyValueCache()
         cache.refuse_unless_same_memory(torch.zeros(2, 9, 16))
         cache.remember(tokens(7), tokens(7, dim=5))
@@ -292,8 +292,8 @@ class TestMemory:
         with pytest.raises(ShapeError) as refused:
             cache.refuse_unless_same_memory(torch.zeros(2, 9, 16))
         assert str(refused.value) == (
-            "memory has 2 samples of 9 keys, and the cache remembers 2 of 7. "
-            "Give the same memory at each step, or begin anew: cache.reset()."
+            "memory has 2 samples of 9 keys, and the cache holds a memory of 2 samples of 7 keys. "
+            "Give the same memory at each step, or call cache.reset() to start over."
         )
 
     def test_a_cache_serves_one_attention(self) -> None:
@@ -302,14 +302,16 @@ class TestMemory:
         with pytest.raises(ArgumentError) as refused:
             step(cache)
         assert str(refused.value) == (
-            "The cache remembers another sequence, and was given keys of the text itself. "
-            "Give each attention a cache of its own."
+            "The cache holds the memory of a cross-attention, and extend() adds keys of a self-attention. "
+            "Use a separate cache for each attention."
         )
         cache.reset()
         step(cache)
         with pytest.raises(ArgumentError) as refused:
             cache.remember(tokens(7), tokens(7, dim=5))
-        assert str(refused.value) == "The cache is in use. Give each attention a cache of its own, or reset it."
+        assert str(refused.value) == (
+            "The cache is in use. Use a separate cache for each attention, or call cache.reset() to start over."
+        )
 
     def test_an_empty_cache_counts_no_queries(self) -> None:
         with pytest.raises(ArgumentError) as refused:
@@ -323,7 +325,7 @@ class TestRefusals:
             KeyValueCache(capacity=9, window=3)
         assert str(refused.value) == (
             "capacity is 9 and window is 3. "
-            "Give one of them: a cache with a window takes the memory of about two windows."
+            "Give one of them: a cache with a window already has bounded memory, about two windows."
         )
 
     @pytest.mark.parametrize("options", [{"capacity": 0}, {"window": 0}, {"window": True}], ids=str)
@@ -347,7 +349,7 @@ class TestRefusals:
         assert cache.extend(*other).k.shape == (3, 3, 1, 4)
 
 
-class TestMasksBehindAWindow:
+class TestMasksWithAWindow:
     @pytest.mark.parametrize(
         "mask",
         [
@@ -359,32 +361,32 @@ class TestMasksBehindAWindow:
         ],
         ids=str,
     )
-    def test_what_stays_within_it_is_taken(self, mask: masks.Mask) -> None:
+    def test_masks_within_the_window_are_accepted(self, mask: masks.Mask) -> None:
         KeyValueCache(window=4).refuse_unless_remembered(mask)
 
     @pytest.mark.parametrize("mask", [masks.Full(), masks.Causal(), masks.Causal() | masks.Window(4)], ids=str)
-    def test_what_nothing_bounds_is_refused(self, mask: masks.Mask) -> None:
+    def test_masks_with_unbounded_lookback_are_rejected(self, mask: masks.Mask) -> None:
         with pytest.raises(MaskError) as refused:
             KeyValueCache(window=4).refuse_unless_remembered(mask)
         assert str(refused.value) == (
-            f"{mask!r} looks back over all keys, and the cache keeps a window of 4. "
-            "Join it with masks.Window(4), or keep all keys: KeyValueCache()."
+            f"{mask!r} shows all earlier keys, and the cache keeps a window of 4 keys. "
+            "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
         )
         KeyValueCache().refuse_unless_remembered(mask)
 
-    def test_what_looks_further_is_refused(self) -> None:
+    def test_a_lookback_beyond_the_window_is_rejected(self) -> None:
         with pytest.raises(MaskError) as refused:
             KeyValueCache(window=4).refuse_unless_remembered(masks.Window(5))
         assert str(refused.value) == (
-            "Window(5) looks back on 5 keys, and the cache keeps a window of 4. "
-            "Join it with masks.Window(4), or keep all keys: KeyValueCache()."
+            "Window(5) shows the last 5 keys, and the cache keeps a window of 4 keys. "
+            "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
         )
 
-    def test_a_column_for_each_key_is_refused(self) -> None:
+    def test_a_column_per_key_is_rejected(self) -> None:
         mask = masks.Window(4) & masks.Drop(torch.zeros(9, dtype=torch.bool), "keys")
         with pytest.raises(MaskError) as refused:
             KeyValueCache(window=4).refuse_unless_remembered(mask)
         assert str(refused.value) == (
-            "Window(4) & Drop(<bool tensor (9,)>, 'keys') has a column for each key, and a cache with a window forgets "
-            "keys. Keep all keys: KeyValueCache()."
+            "Window(4) & Drop(<bool tensor (9,)>, 'keys') has a column per key, and a cache with a window drops keys. "
+            "Use KeyValueCache(), which keeps all keys."
         )

@@ -1,4 +1,4 @@
-"""A text that goes through a cache step by step gives what one whole pass gives."""
+"""Decoding with a cache returns what one pass over the whole sequence returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAUSAL, NEAR = masks.Causal(), masks.Causal() & masks.Window(WINDOW)
 def _small_buffers() -> Iterator[None]:
     """Buffers that are full every few tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "LEAST", 2)
+        patch.setattr(buffers, "MIN_SLOTS", 2)
         patch.setattr(buffers, "SPARE", 1)
         yield
 
@@ -33,7 +33,7 @@ def kept(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.7
 
 
-BACKWARD = {  # each token looks back only: what comes later changes nothing
+BACKWARD = {  # no token sees a later one, so later tokens change nothing
     "causal": CAUSAL,
     "window": NEAR,
     "documents": CAUSAL & masks.Documents((7, 9, 4)),
@@ -43,7 +43,7 @@ BACKWARD = {  # each token looks back only: what comes later changes nothing
     "drop rows": CAUSAL & masks.Drop(kept(LENGTH), "queries"),
     "lengths to come": CAUSAL & masks.Lengths((15, 18)),
 }
-AHEAD = {  # tokens see some that come later: these must come with the first of them
+AHEAD = {  # tokens see some later ones, which must be in the same step
     "prefix": CAUSAL | masks.Prefix(6),
     "prefix a sample": CAUSAL | masks.Prefix((4, 6)),
 }
@@ -72,27 +72,27 @@ def assert_same(found: Tensor, whole: Tensor) -> None:
 
 
 @pytest.mark.parametrize("mask", BACKWARD.values(), ids=BACKWARD)
-def test_token_by_token_gives_what_one_pass_gives(cache: KeyValueCache, mask: masks.Mask) -> None:
+def test_token_by_token_equals_one_pass(cache: KeyValueCache, mask: masks.Mask) -> None:
     text = Text.drawn()
     assert_same(stepwise(text, cache, mask, [1] * LENGTH), text.whole(mask))
 
 
 @pytest.mark.parametrize("mask", (BACKWARD | AHEAD).values(), ids=BACKWARD | AHEAD)
-def test_a_prompt_in_chunks_gives_what_one_pass_gives(cache: KeyValueCache, mask: masks.Mask) -> None:
+def test_a_prompt_in_chunks_equals_one_pass(cache: KeyValueCache, mask: masks.Mask) -> None:
     text = Text.drawn()
     assert_same(stepwise(text, cache, mask, [6, 7, 1, 1, 5]), text.whole(mask))
 
 
 @pytest.mark.parametrize("mask", IN_WINDOW.values(), ids=IN_WINDOW)
 @pytest.mark.parametrize("chunks", [[1] * LENGTH, [4, 7, 1, 1, 1, 6], [LENGTH - 1, 1]], ids=str)
-def test_behind_a_window_nothing_is_missed(mask: masks.Mask, chunks: list[int]) -> None:
+def test_with_a_window_no_visible_key_is_dropped(mask: masks.Mask, chunks: list[int]) -> None:
     text, cache = Text.drawn(), KeyValueCache(window=WINDOW)
     if "Prefix" in repr(mask) and chunks[0] < 6:
-        chunks = [6, *[1] * (LENGTH - 6)]  # a prompt that is read both ways comes at once
+        chunks = [6, *[1] * (LENGTH - 6)]  # a bidirectional prompt must be one step
     assert_same(stepwise(text, cache, mask, chunks), text.whole(mask))
 
 
-def test_a_window_of_one_token_looks_at_itself() -> None:
+def test_a_window_of_one_token_sees_itself() -> None:
     text, mask = Text.drawn(), CAUSAL & masks.Window(1)
     assert_same(stepwise(text, KeyValueCache(window=1), mask, [1] * LENGTH), text.whole(mask))
 
@@ -107,7 +107,7 @@ def chunkings(draw: Callable[[st.SearchStrategy[Any]], Any], total: int) -> list
 
 @settings(max_examples=40)
 @given(chunks=chunkings(LENGTH), data=st.data())
-def test_any_chunking_gives_what_one_pass_gives(chunks: list[int], data: st.DataObject) -> None:
+def test_any_chunking_equals_one_pass(chunks: list[int], data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(("growing", "capacity", "window")))
     mask = data.draw(st.sampled_from(list((IN_WINDOW if kind == "window" else BACKWARD).values())))
     if "Prefix" in repr(mask):
@@ -119,7 +119,7 @@ def test_any_chunking_gives_what_one_pass_gives(chunks: list[int], data: st.Data
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_chunking_of_samples_of_different_lengths_gives_what_one_pass_gives(data: st.DataObject) -> None:
+def test_any_chunking_of_samples_of_different_lengths_equals_one_pass(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(("growing", "capacity", "window")))
     cache = KeyValueCache(window=WINDOW) if kind == "window" else CACHES[kind]()
     mask = data.draw(st.sampled_from([NEAR, IN_WINDOW["documents in a window"], IN_WINDOW["heads in a window"]]))
@@ -135,7 +135,7 @@ def test_any_chunking_of_samples_of_different_lengths_gives_what_one_pass_gives(
 
 
 @pytest.mark.parametrize("kind", ["growing", "capacity", "window"])
-def test_a_batch_of_different_prompts_goes_on_token_by_token(kind: str) -> None:
+def test_a_batch_of_different_prompts_continues_token_by_token(kind: str) -> None:
     cache = KeyValueCache(window=WINDOW) if kind == "window" else CACHES[kind]()
     text = Text.drawn(batch=3)
     found, done = stepwise_apart(text, cache, NEAR, [(8, 1, 0), *[(1, 1, 1)] * 12])
@@ -181,7 +181,7 @@ def test_gradients_of_samples_of_different_lengths_are_those_of_one_pass(kind: s
         assert_same(one, other)
 
 
-def test_a_text_begun_with_gradients_goes_on_without_them() -> None:
+def test_a_sequence_started_with_gradients_continues_without_them() -> None:
     text, cache = Text.drawn(), KeyValueCache()
     text.k.requires_grad_()
     first = stepwise(text.part(slice(0, 5)), cache, CAUSAL, [4, 1])
@@ -192,7 +192,7 @@ def test_a_text_begun_with_gradients_goes_on_without_them() -> None:
     assert gradient[:, :, :5].any()
 
 
-def test_what_speculation_wrote_and_took_back_leaves_no_trace() -> None:
+def test_cropped_speculative_tokens_leave_no_trace() -> None:
     text, other = Text.drawn(), Text.drawn()
     for options in ({}, {"capacity": LENGTH}, {"window": WINDOW}):
         cache = KeyValueCache(**options)
@@ -205,7 +205,7 @@ def test_what_speculation_wrote_and_took_back_leaves_no_trace() -> None:
         assert_same(torch.cat(outputs, 2), text.whole(NEAR))
 
 
-def test_beams_go_on_from_the_samples_they_were_chosen_from() -> None:
+def test_beams_continue_the_samples_they_were_selected_from() -> None:
     text, chosen = Text.drawn(), torch.tensor([1, 1, 0])
     for options in ({}, {"capacity": LENGTH}, {"window": WINDOW}):
         cache = KeyValueCache(**options)
@@ -224,7 +224,7 @@ def test_nan_in_padding_reaches_neither_output_nor_gradient() -> None:
     assert all(each.isfinite().all() for each in torch.autograd.grad(output.sum(), leaves))
 
 
-def test_a_nan_among_the_tokens_reaches_only_those_who_see_it() -> None:
+def test_a_nan_in_a_token_reaches_only_the_queries_that_see_it() -> None:
     text, cache = Text.drawn(), KeyValueCache(window=WINDOW)
     text.k[0, :, 3] = torch.nan
     found = stepwise(text, cache, NEAR, [2, 1, 1, 1, 10, 5])

@@ -1,4 +1,4 @@
-"""How far masks look back, and what they mean where keys are forgotten."""
+"""The lookback of masks, and masks after keys were dropped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WINDOW = masks.Window(4)
     ],
     ids=str,
 )
-def test_how_far_a_mask_looks_back(mask: masks.Mask, reach: int | None) -> None:
+def test_the_lookback_of_a_mask(mask: masks.Mask, reach: int | None) -> None:
     assert mask.lookback == reach
 
 
@@ -58,9 +58,7 @@ MASKS = [
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("key_start", [0, 4, torch.tensor([2, 5])], ids=str)
-def test_a_mask_shows_the_same_cells_where_first_keys_are_left_out(
-    mask: masks.Mask, key_start: int | torch.Tensor
-) -> None:
+def test_a_mask_shows_the_same_cells_after_dropping_keys(mask: masks.Mask, key_start: int | torch.Tensor) -> None:
     batch, queries, keys, position = 2, 3, 10, 6
     whole = oracle.shown(mask, (batch, 1, queries, keys), position)
     each = [int(start) for start in key_start] if isinstance(key_start, torch.Tensor) else [key_start] * batch

@@ -50,7 +50,7 @@ MASKS: dict[str, masks.Mask] = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rectangles_of_long_rows_join_to_the_whole(name: str, dtype: torch.dtype) -> None:
-    """300 queries are more than a block of rows: blocks, runs and merged rectangles all take part."""
+    """300 queries are more than one block of rows, so blocks, runs and merged rectangles are all covered."""
     size = Sizes(2, 2, 1, 300, 300, 8, 8)
     q, k, v = (torch.randn(2, n, 300, 8, dtype=torch.float64).to(dtype) for n in (2, 1, 1))
     visible = oracle_shown(MASKS[name])
@@ -63,7 +63,7 @@ def test_rectangles_of_long_rows_join_to_the_whole(name: str, dtype: torch.dtype
 
 
 def oracle_shown(mask: masks.Mask) -> Tensor:
-    """The dense meaning at 300 x 300, where loops over heads would take long: no mask here speaks of heads."""
+    """The dense mask at 300 x 300; loops over heads would be slow, and no mask here depends on the head."""
     return oracle.shown(mask, (2, 1, 300, 300), 0)
 
 

@@ -35,7 +35,7 @@ def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
         not_double
         | {
             "sdpa": "PyTorch's fused kernels have no softcap",
-            "flex": "it pays on CUDA, and the tensors are on cpu",
+            "flex": "it needs CUDA, and the tensors are on cpu",
         },
     )
 

@@ -1,4 +1,4 @@
-"""The contract, one test a row, for every kernel: what a query may not see does not reach it."""
+"""The contract, one test per row, for every kernel: hidden values do not affect a query."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.oracle import shown
 
 pytestmark = pytest.mark.parametrize("kernel", EACH)
 BAD = (torch.nan, torch.inf, -torch.inf)
-# Rows of a few masks that plan differently: intervals a sample, triangles, blocks, a dense remainder.
+# Rows of a few masks that plan differently: intervals per sample, triangles, blocks, a dense remainder.
 HIDING = {
     "lengths": (masks.Lengths((4, 9)), (0, slice(4, None))),
     "causal": (masks.Causal(), (slice(None), slice(7, None))),
@@ -30,7 +30,7 @@ HIDING = {
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fill what torch.empty gives with NaN: a kernel that reads what it did not write is found out."""
+    """Fill tensors of torch.empty with NaN, to detect kernels that read memory they did not write."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -160,7 +160,7 @@ def test_a_nan_in_a_seen_bias_makes_that_row_nan_alone(kernel: str) -> None:
 @pytest.mark.parametrize("keys", [3, 9, 40])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_nan_in_the_query_makes_that_row_nan_alone(kernel: str, bad: float, keys: int) -> None:
-    """With fewer than 8 keys PyTorch's fused kernel gives zeros for such a query."""
+    """With fewer than 8 keys PyTorch's fused kernel returns zeros for such a query."""
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, keys, 8), torch.randn(2, 4, keys, 8)
     expected = run(q, k, v, kernel=kernel)
     q[1, 2, 3, 0] = bad
@@ -285,7 +285,7 @@ def test_train_eval_and_no_grad_give_the_same_bits(kernel: str) -> None:
 
 
 def test_a_plan_made_in_inference_mode_serves_training(kernel: str) -> None:
-    """Plans are cached: tensors made in inference mode must not stand in the way of a later backward."""
+    """Plans are cached: tensors created in inference mode must not break a later backward pass."""
     q, k, v = torch.randn(3, 1, 1, 7, 8).unbind()
     with torch.inference_mode():
         inferred = attention(q, k, v, mask=masks.Window(3, after=1), kernel=kernel)

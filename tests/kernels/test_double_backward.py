@@ -21,8 +21,8 @@ MASK = masks.Causal() & masks.Lengths((3, 0))
 
 def sentence(kernel: str) -> str:
     return (
-        f"Kernel '{kernel}' has no second derivative, and create_graph=True asks for it: the reference kernel computes "
-        "the call again, and holds queries x keys. Give kernel='reference' to have it compute the call at once."
+        f"Kernel '{kernel}' has no second derivative, and create_graph=True requires one: the reference kernel "
+        "computes the call again, and holds queries x keys. Give kernel='reference' to compute the call only once."
     )
 
 
@@ -42,17 +42,17 @@ def second(kernel: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kernel", FUSED)
-def test_a_second_derivative_is_that_of_the_reference_kernel_and_a_warning_tells(kernel: str) -> None:
+def test_a_second_derivative_is_that_of_the_reference_kernel_with_a_warning(kernel: str) -> None:
     expected = second("reference", torch.float64)
-    with pytest.warns(SlowPathWarning) as told:
+    with pytest.warns(SlowPathWarning) as warned:
         found = second(kernel, torch.float32)
-    assert [str(each.message) for each in told] == [sentence(kernel)]
+    assert [str(each.message) for each in warned] == [sentence(kernel)]
     for one, two in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), two, atol=1e-4, rtol=1e-4)
 
 
 @needs_native
-def test_a_relative_bias_takes_part_in_it() -> None:
+def test_a_relative_bias_has_a_second_derivative() -> None:
     found = []
     for kernel, dtype in (("reference", torch.float64), ("native", torch.float32)):
         *qkv, _ = leaves(dtype)
@@ -68,13 +68,13 @@ def test_a_relative_bias_takes_part_in_it() -> None:
 
 
 @needs_native
-def test_dropout_cannot_be_drawn_again_and_is_refused() -> None:
+def test_dropout_cannot_be_repeated_and_is_rejected() -> None:
     q = torch.randn(1, 1, 3, 4, requires_grad=True)
     output, _ = attention_with_logsumexp(q, q, q, dropout=0.5, kernel="native")
     with pytest.raises(ArgumentError) as refusal:
         torch.autograd.grad(output.sum(), q, create_graph=True)
     assert str(refusal.value) == (
-        "Kernel 'native' has no second derivative with dropout, and create_graph=True asks for it. "
+        "Kernel 'native' has no second derivative with dropout, and create_graph=True requires one. "
         "Set dropout to 0, or give kernel='reference'."
     )
 

@@ -30,7 +30,7 @@ MASK = masks.Causal() & masks.Lengths((3, 0))
 
 @contextmanager
 def taking_calls_on_the_cpu() -> Iterator[None]:
-    """Let the kernel take calls on the CPU, in flex_attention's plain form: it has a gradient there, if unlocked."""
+    """Run the kernel on the CPU with eager flex_attention, which computes gradients there once its check is removed."""
     from torch.nn.attention import flex_attention as room
 
     with pytest.MonkeyPatch.context() as patch:
@@ -48,12 +48,12 @@ def on_the_cpu() -> Iterator[None]:
 
 
 def on_cuda(q: Tensor = Q, v: Tensor | None = None, **options: Any) -> AttentionRequest:
-    """A request that says its tensors are on a GPU."""
+    """Return a request whose shape names a GPU as the device."""
     request = request_of(q, q, q if v is None else v, **options)
     return replace(request, shape=request.shape._replace(device=torch.device("cuda", 0)))
 
 
-def said(request: AttentionRequest) -> str | None:
+def refusal(request: AttentionRequest) -> str | None:
     on_cpu = replace(request, shape=request.shape._replace(device=torch.device("cpu")))
     return flex.refusal(request, bounds_of(on_cpu))
 
@@ -68,16 +68,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_it_is_for_cuda() -> None:
     request = request_of(Q, Q, Q)
-    assert flex.refusal(request, bounds_of(request)) == "it pays on CUDA, and the tensors are on cpu"
+    assert flex.refusal(request, bounds_of(request)) == "it needs CUDA, and the tensors are on cpu"
 
 
-def test_what_it_computes_is_not_refused(gpu: pytest.MonkeyPatch) -> None:
+def test_requests_it_can_compute_are_not_refused(gpu: pytest.MonkeyPatch) -> None:
     bias = torch.zeros(1, 1, 4, 4, requires_grad=True)
     options = {"softcap": 2.0, "sinks": torch.zeros(2), "mask": masks.Keep(torch.eye(4) > 0, "queries keys")}
-    assert said(on_cuda(**options)) is None
-    assert said(on_cuda(Q.bfloat16(), Q[..., :1].repeat(1, 1, 1, 24).bfloat16())) is None
+    assert refusal(on_cuda(**options)) is None
+    assert refusal(on_cuda(Q.bfloat16(), Q[..., :1].repeat(1, 1, 1, 24).bfloat16())) is None
     with torch.no_grad():
-        assert said(on_cuda(bias=bias)) is None
+        assert refusal(on_cuda(bias=bias)) is None
 
 
 @pytest.mark.parametrize(
@@ -85,39 +85,39 @@ def test_what_it_computes_is_not_refused(gpu: pytest.MonkeyPatch) -> None:
     [
         (on_cuda(Q.double()), "it computes float32, float16 and bfloat16, and the tensors are float64"),
         (on_cuda(dropout=0.1), "flex_attention has no dropout"),
-        (on_cuda(Q[:, :, :0]), "flex_attention takes no call without samples, queries or keys"),
-        (on_cuda(Q[:0]), "flex_attention takes no call without samples, queries or keys"),
-        (on_cuda(Q[..., :8]), "flex_attention's kernels are for heads of 16 to 256 columns, and head_dim is 8"),
+        (on_cuda(Q[:, :, :0]), "flex_attention needs at least one sample, query and key"),
+        (on_cuda(Q[:0]), "flex_attention needs at least one sample, query and key"),
+        (on_cuda(Q[..., :8]), "flex_attention's kernels support heads of 16 to 256 columns, and head_dim is 8"),
         (
             on_cuda(v=torch.randn(1, 2, 4, 300)),
-            "flex_attention's kernels are for heads of 16 to 256 columns, and value_dim is 300",
+            "flex_attention's kernels support heads of 16 to 256 columns, and value_dim is 300",
         ),
         (
             on_cuda(bias=torch.zeros(1, 1, 4, 4, requires_grad=True)),
-            "flex_attention adds the gradients of a bias up one cell at a time",
+            "flex_attention accumulates the gradient of a bias one cell at a time, which is slow",
         ),
     ],
 )
-def test_what_it_cannot_compute_is_refused_in_words(
+def test_requests_it_cannot_compute_are_refused(
     gpu: pytest.MonkeyPatch, request_: AttentionRequest, reason: str
 ) -> None:
-    assert said(request_) == reason
+    assert refusal(request_) == reason
 
 
-def test_a_machine_that_cannot_compile_it_is_told_what_it_lacks(gpu: pytest.MonkeyPatch) -> None:
+def test_the_refusal_names_what_the_machine_lacks(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert said(on_cuda()) == "Triton needs a device of compute capability 7.0"
+    assert refusal(on_cuda()) == "Triton needs a device of compute capability 7.0"
     gpu.setattr(flex, "_triton_is_missing", lambda: True)
-    assert said(on_cuda()) == "PyTorch compiles flex_attention by Triton, which is not installed"
+    assert refusal(on_cuda()) == "PyTorch compiles flex_attention with Triton, which is not installed"
 
 
-def test_transforms_and_exported_programs_take_another_kernel(gpu: pytest.MonkeyPatch) -> None:
+def test_transforms_and_exported_programs_use_another_kernel(gpu: pytest.MonkeyPatch) -> None:
     reasons = []
-    torch.func.vmap(lambda x: x + len(reasons.append(said(on_cuda())) or ""))(torch.zeros(2))
+    torch.func.vmap(lambda x: x + len(reasons.append(refusal(on_cuda())) or ""))(torch.zeros(2))
     gpu.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert [*reasons, said(on_cuda())] == [
-        "flex_attention has no rules for the transforms of torch.func",
-        "an exported flex_attention would write queries x keys wherever it is not compiled",
+    assert [*reasons, refusal(on_cuda())] == [
+        "flex_attention does not support the transforms of torch.func",
+        "an exported flex_attention would hold queries x keys wherever it is not compiled",
     ]
 
 
@@ -139,7 +139,7 @@ def test_a_bias_of_the_distance_is_never_written_out(values: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_a_query_that_sees_no_key_is_0_and_takes_no_gradient() -> None:
+def test_a_query_that_sees_no_key_is_0_and_has_no_gradient() -> None:
     q, k, v = (torch.randn(2, 2, 4, 16, requires_grad=True) for _ in range(3))
     bias = torch.zeros(1, 1, 4, 1)
     bias[:, :, 2] = -torch.inf
@@ -170,7 +170,7 @@ def test_the_output_is_laid_out_as_q_is() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_the_output_may_be_written_in_place_and_a_gradient_that_needs_it_says_so() -> None:
+def test_the_output_may_be_written_in_place_and_a_gradient_that_needs_it_raises() -> None:
     q = torch.randn(1, 2, 4, 16, requires_grad=True)
     output = mh.attention(q, q, q, kernel="flex")
     output.mul_(2)
@@ -180,7 +180,7 @@ def test_the_output_may_be_written_in_place_and_a_gradient_that_needs_it_says_so
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
-def test_one_gradient_alone_can_be_asked_for(wanted: str) -> None:
+def test_one_gradient_alone_can_be_computed(wanted: str) -> None:
     torch.manual_seed(0)
     given_ = dict(zip("qkv", torch.randn(3, 1, 2, 4, 16).unbind(), strict=True))
     given_[wanted].requires_grad_()
@@ -192,7 +192,7 @@ def test_one_gradient_alone_can_be_asked_for(wanted: str) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_a_gradient_of_the_logsumexp_alone_can_be_asked_for() -> None:
+def test_a_gradient_of_the_logsumexp_alone_can_be_computed() -> None:
     q = torch.randn(1, 2, 4, 16, requires_grad=True)
     found = [
         torch.autograd.grad(attention_with_logsumexp(q, q.detach(), q.detach(), kernel=kernel)[1].sum(), q)[0]
@@ -207,7 +207,7 @@ def test_a_gradient_of_the_logsumexp_alone_can_be_asked_for() -> None:
 def test_a_second_derivative_is_led_around_it_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, backend: str | None
 ) -> None:
-    """As on CUDA, whose compiled gradient raises where its derivative is asked for, and in the plain form."""
+    """As on CUDA, where the compiled backward raises in double backward, and in eager mode."""
     torch.compiler.reset()
     if backend is not None:
         compiled = torch.compile(flex._flex, backend=backend, fullgraph=True)
@@ -220,12 +220,12 @@ def test_a_second_derivative_is_led_around_it_with_a_warning(
         output, logsumexp = attention_with_logsumexp(q, k, v, mask=MASK, sinks=sinks, kernel=kernel)
         loss = output.square().sum() + logsumexp.masked_fill(logsumexp == -torch.inf, 0).sin().sum()
         if kernel == "flex":
-            with pytest.warns(SlowPathWarning) as told:
+            with pytest.warns(SlowPathWarning) as warned:
                 first = torch.autograd.grad(loss, [q, k, v, sinks], create_graph=True)
-            assert str(told[0].message) == (
-                "Kernel 'flex' has no second derivative, and create_graph=True asks for it: the reference kernel "
-                "computes the call again, and holds queries x keys. Give kernel='reference' to have it compute the "
-                "call at once."
+            assert str(warned[0].message) == (
+                "Kernel 'flex' has no second derivative, and create_graph=True requires one: the reference kernel "
+                "computes the call again, and holds queries x keys. Give kernel='reference' to compute the call only "
+                "once."
             )
         else:
             first = torch.autograd.grad(loss, [q, k, v, sinks], create_graph=True)
@@ -237,7 +237,7 @@ def test_a_second_derivative_is_led_around_it_with_a_warning(
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_what_pytorch_cannot_compile_the_reference_kernel_computes_with_a_warning(
+def test_where_pytorch_cannot_compile_the_reference_kernel_runs_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -246,12 +246,12 @@ def test_what_pytorch_cannot_compile_the_reference_kernel_computes_with_a_warnin
         raise FailOnRecompileLimitHit("8")
 
     monkeypatch.setattr(flex, "_compiled", lambda: failing)
-    with pytest.warns(SlowPathWarning) as told:
+    with pytest.warns(SlowPathWarning) as warned:
         output = mh.attention(Q, Q, Q, kernel="flex")
-    assert str(told[0].message) == (
+    assert str(warned[0].message) == (
         "PyTorch could not compile flex_attention for this call (FailOnRecompileLimitHit): the reference kernel "
-        "computes it, and holds queries x keys. Give calls of fewer kinds, or raise "
-        "torch.compiler.config.recompile_limit, if the limit was hit."
+        "computes it, and holds queries x keys. If the recompile limit was hit, raise "
+        "torch.compiler.config.recompile_limit, or use fewer kinds of calls."
     )
     request = request_of(Q, Q, Q)
     assert torch.equal(output, reference.attend(request, bounds_of(request)).output)
@@ -294,12 +294,12 @@ def test_a_graph_asks_it_whether_it_refuses(gpu: pytest.MonkeyPatch) -> None:
         return torch.func.vmap(transformed)(x), found
 
     _, found = torch.compile(reasons, backend="eager", fullgraph=True)(torch.zeros(2))
-    assert found == [None, "flex_attention has no rules for the transforms of torch.func"]
+    assert found == [None, "flex_attention does not support the transforms of torch.func"]
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_export_is_told_from_a_graph(gpu: pytest.MonkeyPatch, strict: bool) -> None:
-    """In torch 2.11 a compiler that looks into `torch.compiler.is_exporting` says True in every graph."""
+def test_an_export_is_distinguished_from_a_graph(gpu: pytest.MonkeyPatch, strict: bool) -> None:
+    """In torch 2.11 a compiler that traces `torch.compiler.is_exporting` evaluates it to True in every graph."""
     request = on_cuda()
     bounds = bounds_of(request_of(Q, Q, Q))
 
@@ -312,13 +312,13 @@ def test_an_export_is_told_from_a_graph(gpu: pytest.MonkeyPatch, strict: bool) -
     x = torch.zeros(1)
     compiled = torch.compile(Asking(), backend="eager", fullgraph=True)
     exported = torch.export.export(Asking(), (x,), strict=strict).module()
-    reason = "an exported flex_attention would write queries x keys wherever it is not compiled"
+    reason = "an exported flex_attention would hold queries x keys wherever it is not compiled"
     assert (compiled(x).item(), exported(x).item()) == (0, len(reason))
 
 
 @pytest.mark.parametrize("mask", [masks.Causal() & masks.Window(100), masks.Documents((200, 100, 50))])
 def test_compiled_it_computes_the_blocks_of_the_plan(mask: masks.Mask) -> None:
-    """The compiled form that the CPU has gives no logsumexp, so flex_attention is called by hand."""
+    """The compiled form on the CPU returns no logsumexp, so flex_attention is called directly."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.compiler.reset()
@@ -340,7 +340,7 @@ def test_compiled_it_computes_the_blocks_of_the_plan(mask: masks.Mask) -> None:
 
 
 def test_scales_and_softcaps_are_compiled_as_constants() -> None:
-    """A second float would be taken for an input of the kernel, which Triton's templates have no place for."""
+    """A float argument would become an input of the kernel, which Triton's templates do not support."""
     torch.compiler.reset()
     scales = []
 
@@ -353,13 +353,13 @@ def test_scales_and_softcaps_are_compiled_as_constants() -> None:
     compiled = torch.compile(flex._flex, backend=backend, fullgraph=True)
     for scale, softcap in ((0.25, 2.0), (0.5, 3.0), (0.75, 4.0)):
         request = request_of(Q, Q, Q, scale=scale, softcap=softcap)
-        output, _ = flex._computed(request, bounds_of(request), compiled)
+        output, _ = flex._compute(request, bounds_of(request), compiled)
         expected = mh.attention(Q, Q, Q, scale=scale, softcap=softcap, kernel="reference")
         torch.testing.assert_close(output, expected)
     assert scales == [0.25, 0.5, 0.75]
 
 
-def test_the_compiler_of_the_cpu_gives_no_logsumexp_so_the_reference_kernel_steps_in(
+def test_compiled_on_the_cpu_it_has_no_logsumexp_so_the_reference_kernel_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.compiler.reset()

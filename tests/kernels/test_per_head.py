@@ -44,7 +44,7 @@ def made(mask: masks.Mask, bias: tuple[int, ...] = (), **options: Any) -> tuple[
 
 
 def plain(request: AttentionRequest, factor: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Compute output and weights as the formula says, the weights times what dropout makes of them."""
+    """Compute output and weights by the formula, the weights multiplied by the factor of dropout."""
     scores = request.q @ request.k.mT * request.scale
     scores = scores if request.bias is None else scores + request.bias
     shown = request.mask.tile(Place.of(QUERIES, KEYS))
@@ -130,7 +130,7 @@ def still(request: AttentionRequest, **changed: Tensor) -> AttentionRequest:
     return replace(request, **{**given, **changed})
 
 
-def test_it_takes_dropout_and_plain_calls_without_gradients_and_leaves_the_rest() -> None:
+def test_it_accepts_dropout_and_plain_calls_without_gradients_only() -> None:
     full, _ = made(masks.Full())
     causal, _ = made(masks.Causal())
     dropped, _ = made(masks.Causal(), dropout=0.5)
@@ -156,7 +156,7 @@ def test_without_weights_it_leaves_plain_calls_to_the_native_kernel_and_keeps_dr
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_left_to_those_who_keep_it_in_its_place(name: str, bad: float) -> None:
+def test_inputs_that_are_not_finite_are_left_to_the_kernels(name: str, bad: float) -> None:
     request, _ = made(masks.Full(), dropout=0.5)
     restore_nan = getattr(request, name).detach().clone()
     restore_nan[1, 2, 3, 0] = bad

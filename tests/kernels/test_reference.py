@@ -29,7 +29,7 @@ def test_softmax_does_not_overflow() -> None:
     assert bool(logsumexp.isfinite().all())
 
 
-def test_it_takes_every_request_and_holds_three_maps() -> None:
+def test_it_accepts_every_request_and_holds_three_maps() -> None:
     q = torch.zeros(2, 4, 5, 8)
     request = request_of(q, q, q, dropout=0.5, softcap=3.0)
     bounds = key_bounds(request.mask, queries=5, keys=5)
@@ -52,7 +52,7 @@ def test_its_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradgradcheck(run, (q, k, v, bias, sinks))
 
 
-def test_blocks_of_queries_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 4, 11, 8, dtype=torch.float64).unbind()
     mask = (masks.Causal() & masks.Window(3)) | masks.Lengths((2, 0))
     options = {"mask": mask, "softcap": 5.0, "sinks": torch.randn(4, dtype=torch.float64), "kernel": "reference"}

@@ -23,12 +23,12 @@ def refusal(**options: Any) -> str | None:
     return sdpa.refusal(request, key_bounds(request.mask, queries=4, keys=4))
 
 
-def test_it_says_why_it_refuses() -> None:
+def test_its_refusals_are_one_sentence() -> None:
     bias = torch.zeros(1, 1, 4, 4, requires_grad=True)
     assert refusal() is None
     assert refusal(dropout=0.1) == "PyTorch's fused CPU kernel has no dropout"
     assert refusal(softcap=5.0) == "PyTorch's fused kernels have no softcap"
-    assert refusal(bias=bias) == "PyTorch's fused CPU kernel gives no gradient for a bias"
+    assert refusal(bias=bias) == "PyTorch's fused CPU kernel has no gradient for a bias"
     assert refusal(bias=bias.detach()) is None
     with torch.no_grad():
         assert refusal(bias=bias) is None
@@ -75,7 +75,7 @@ def test_merged_rectangles_lose_nothing_where_one_of_them_outweighs_the_other() 
     assert oracle.difference(given[1], exact.logsumexp) < 1e-11
 
 
-def test_only_what_asks_for_a_gradient_gets_one() -> None:
+def test_only_tensors_that_require_a_gradient_get_one() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     sinks = torch.randn(2, requires_grad=True)
     attention(q, k, v, sinks=sinks, kernel="sdpa").sum().backward()
@@ -93,14 +93,14 @@ def test_gradients_of_many_rectangles_are_summed_before_they_are_rounded(monkeyp
     v = v.clone().requires_grad_()
     gaps = masks.Keep(torch.arange(512) % 5 != 1, "keys")
     attention(q, k, v, mask=gaps, kernel="sdpa").sum().backward()
-    received = statistics(q, k, mask=gaps, probes=("received",))["received"]  # what a sum hands to each value
+    received = statistics(q, k, mask=gaps, probes=("received",))["received"]  # the weight that each value receives
     assert v.grad is not None
     error = (v.grad[..., 0].float() - received).abs() / received.clamp(min=0.1)
     assert float(error.max()) < torch.finfo(torch.bfloat16).eps
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation gives."""
+    """Records the number of elements of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

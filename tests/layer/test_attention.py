@@ -338,8 +338,8 @@ def test_sizes_that_do_not_fit_are_refused_in_words(options: dict[str, object], 
             (torch.zeros(3, 7, 24),),
             {"mask": torch.ones(7, 7, dtype=torch.bool)},
             (
-                "mask is a bare torch.bool tensor of shape (7, 7), and nothing says what its values mean. "
-                "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, "
+                "mask is a torch.bool tensor of shape (7, 7), and the meaning of its values is ambiguous. "
+                "Give masks.Keep(t) if True = visible, masks.Drop(t) if True = hidden, or "
                 "bias=t if it is added to scores."
             ),
         ),

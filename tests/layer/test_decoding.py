@@ -90,7 +90,7 @@ CACHES: dict[str, Callable[[], KeyValueCache]] = {
 def _small_buffers() -> Iterator[None]:
     """Buffers that are full every few tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "LEAST", 2)
+        patch.setattr(buffers, "MIN_SLOTS", 2)
         patch.setattr(buffers, "SPARE", 1)
         yield
 
@@ -287,8 +287,8 @@ class TestCrossAttention:
         with pytest.raises(ShapeError) as refused:
             layer(x, text(length=8), cache=cache)
         assert str(refused.value) == (
-            "memory has 2 samples of 8 keys, and the cache remembers 2 of 9. "
-            "Give the same memory at each step, or begin anew: cache.reset()."
+            "memory has 2 samples of 8 keys, and the cache holds a memory of 2 samples of 9 keys. "
+            "Give the same memory at each step, or call cache.reset() to start over."
         )
 
     def test_beams_take_their_memory_with_them(self) -> None:
@@ -312,8 +312,8 @@ class TestRefusals:
         with pytest.raises(MaskError) as refused:
             made()(text(), cache=cache, mask=CAUSAL)
         assert str(refused.value) == (
-            "Causal() looks back over all keys, and the cache keeps a window of 4. "
-            "Join it with masks.Window(4), or keep all keys: KeyValueCache()."
+            "Causal() shows all earlier keys, and the cache keeps a window of 4 keys. "
+            "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
         )
         assert cache.length == 0
 
@@ -329,8 +329,8 @@ class TestRefusals:
         with torch.no_grad(), pytest.raises(ArgumentError) as refused:
             made()(text(), cache=KeyValueCache(capacity=LENGTH - 1), mask=CAUSAL)
         assert str(refused.value) == (
-            "The cache has room for 13 tokens, and these would be 14. "
-            "Make it larger, KeyValueCache(capacity=14), or begin anew: cache.reset()."
+            "The cache has a capacity of 13 tokens, and this call needs 14. "
+            "Use KeyValueCache(capacity=14), or call cache.reset() to start over."
         )
 
 

@@ -1,4 +1,4 @@
-"""Keys that stand before those a mask speaks of."""
+"""Leading keys that every query sees, before the keys of another mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INNER = [
 
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_every_query_sees_the_keys_before_and_the_mask_speaks_of_the_others(inner: masks.Mask, count: int) -> None:
+def test_every_query_sees_the_leading_keys_and_the_mask_applies_to_the_others(inner: masks.Mask, count: int) -> None:
     mask, place = LeadingKeys(count, inner), Place.of(5, 4 + count, query_start=count - 1)
     found = mask.tile(place).expand(2, 1, 5, 4 + count)
     assert bool(found[..., :count].all())
@@ -41,7 +41,7 @@ def test_every_query_sees_the_keys_before_and_the_mask_speaks_of_the_others(inne
     [(masks.Full(), True), (masks.Causal(), True), (masks.Lengths((2, 0)), True), (masks.Window(2), False)],
     ids=repr,
 )
-def test_what_begins_at_the_first_key_stays_an_interval(inner: masks.Mask, intervals: bool) -> None:
+def test_a_mask_that_starts_at_the_first_key_stays_an_interval(inner: masks.Mask, intervals: bool) -> None:
     bounds = key_bounds(LeadingKeys(2, inner), queries=4, keys=6, query_start=2)
     assert (bounds.remainder is None) == intervals
 
@@ -66,11 +66,14 @@ def test_it_holds_tensors_and_uses_positions_where_its_mask_does() -> None:
         (
             (1, 3),
             MaskError,
-            "mask is a int, and no mask of multihead.masks. Give for example masks.Causal() & masks.Lengths((5, 3)).",
+            (
+                "mask is a int, and must be a Mask. "
+                "Give one of multihead.masks, for example masks.Causal() & masks.Lengths((5, 3))."
+            ),
         ),
     ],
 )
-def test_what_is_no_count_or_no_mask_is_refused(given: Any, kind: type[Exception], sentence: str) -> None:
+def test_an_invalid_count_or_mask_is_rejected(given: Any, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind) as refusal:
         LeadingKeys(*given)
     assert str(refusal.value) == sentence

@@ -11,7 +11,7 @@ def test_a_picture_has_a_row_a_query_and_a_column_a_key() -> None:
     assert masks.picture(masks.Window(2), queries=2, keys=3, query_start=1) == "■ ■ ·\n· ■ ■"
 
 
-def test_samples_and_heads_stand_side_by_side() -> None:
+def test_samples_and_heads_are_drawn_side_by_side() -> None:
     assert masks.picture(masks.Lengths((1, 2)), queries=1, keys=2) == "■ ·   ■ ■"
     heads = masks.Keep(torch.tensor([True, False]), "heads")
     assert masks.picture(heads, queries=1, keys=2) == "■ ■   · ·"

@@ -37,7 +37,7 @@ def test_positions_before_the_first_key_see_nothing_before_them() -> None:
     assert Documents((2,)).tile(place)[0, 0].tolist() == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
 
 
-def test_what_stands_behind_all_documents_sees_nothing_and_is_not_seen() -> None:
+def test_positions_after_all_documents_see_nothing_and_are_not_seen() -> None:
     shown = Documents((1, 1)).tile(Place.of(4, 4))[0, 0]
     assert shown.tolist() == [[True, False, False, False], [False, True, False, False], [False] * 4, [False] * 4]
 
@@ -71,7 +71,7 @@ UNFIT: list[tuple[Mask, str]] = [
     (
         Documents((3, 3)),
         (
-            "Documents((3, 3)) has documents of together 6 tokens, and there are 5 keys. "
+            "Documents((3, 3)) has documents of 6 tokens in total, and there are 5 keys. "
             "Give lengths that add up to at most 5."
         ),
     ),
@@ -110,5 +110,5 @@ def test_a_mask_that_does_not_define_visible_is_refused() -> None:
         Own().tile(Place.of(1, 1))
     assert str(refusal.value) == (
         "Own does not define visible(queries, keys). "
-        "Return there, from integer positions (.., queries, 1) and (.., 1, keys), which keys each query may see."
+        "Define it: from integer positions (.., queries, 1) and (.., 1, keys), return which keys a query may see."
     )

@@ -170,11 +170,11 @@ def test_a_record_whose_mask_is_not_defined_here_keeps_its_statistics(tmp_path: 
         opened.layers[0].weights(head=0)
     assert str(refusal.value) == (
         "The record uses the mask Gone, which is not defined here. "
-        "Import the module that defines the class Gone before the record is loaded."
+        "Import the module that defines the class Gone before loading the record."
     )
 
 
-def test_a_mask_with_a_tensor_per_sample_must_say_how_a_sample_is_selected() -> None:
+def test_a_mask_with_a_tensor_per_sample_must_define_select_sample() -> None:
     @dataclass(frozen=True, eq=False)
     class Limits(masks.Mask):
         last: Tensor
@@ -187,7 +187,7 @@ def test_a_mask_with_a_tensor_per_sample_must_say_how_a_sample_is_selected() -> 
         layer(x, mask=Limits(torch.tensor([3, 4])))
     assert str(refusal.value).endswith(
         "holds a tensor, and Limits does not define select_sample(index). "
-        "Return there the mask of one sample: with its row of the tensor, or self where all samples share it."
+        "Define it to return the mask of one sample: with its row of the tensor, or self where samples share it."
     )
 
 
@@ -209,7 +209,7 @@ def test_a_name_of_the_package_cannot_be_taken() -> None:
     with pytest.raises(MaskError) as refusal:
         type("Causal", (masks.Mask,), {})
     assert str(refusal.value) == (
-        "There is a mask named Causal in multihead.masks. "
+        "multihead.masks already defines a mask named Causal. "
         "Give the class another name: a saved record finds a mask by the name of its class."
     )
     assert registered("Causal") is masks.Causal

@@ -80,12 +80,12 @@ def test_a_mask_cannot_be_changed() -> None:
             setattr(mask, name, 1)
 
 
-def test_what_shows_everything_changes_nothing() -> None:
+def test_combining_with_full_changes_nothing() -> None:
     assert Full() & Causal() == Causal() & Full() == Causal()
     assert Full() | Causal() == Causal() | Full() == Full()
 
 
-def test_a_mask_tells_whether_it_uses_positions_and_holds_tensors() -> None:
+def test_a_mask_reports_whether_it_uses_positions_and_holds_tensors() -> None:
     assert [mask.uses_positions for mask in (Full(), Lengths((1,)), Prefix(1), Keep(TENSOR, "keys"))] == [False] * 4
     assert [mask.uses_positions for mask in (Causal(), Window(1), Documents((1,)))] == [True] * 3
     assert (Prefix(1) & Causal()).uses_positions
@@ -155,7 +155,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
         lambda: Keep(torch.ones(2), "keys"),
         MaskError,
         (
-            "Keep takes a boolean tensor, and this is a torch.float32 tensor. Say which values hide, for example "
+            "Keep takes a boolean tensor, and was given a torch.float32 tensor. Compare its values, for example "
             "masks.Keep(t != 0); an additive mask is a bias: attention(bias=t)."
         ),
     ),
@@ -163,7 +163,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
         lambda: Drop([True], "keys"),  # type: ignore[arg-type]
         MaskError,
         (
-            "Drop takes a boolean tensor, and this is a list. Say which values hide, for example "
+            "Drop takes a boolean tensor, and was given a list. Compare its values, for example "
             "masks.Keep(t != 0); an additive mask is a bias: attention(bias=t)."
         ),
     ),
@@ -172,7 +172,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
         MaskError,
         (
             "Keep was given a tensor of 1 dimensions without axes. "
-            'Name each one, in the order of "batch heads queries keys", for example Keep(t, "batch keys").'
+            'Name each axis, in the order of "batch heads queries keys", for example Keep(t, "batch keys").'
         ),
     ),
     (
@@ -180,7 +180,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
         MaskError,
         (
             "Drop was given a tensor of 2 dimensions with axes 'keys batch'. "
-            'Name each one, in the order of "batch heads queries keys", for example Drop(t, "batch keys").'
+            'Name each axis, in the order of "batch heads queries keys", for example Drop(t, "batch keys").'
         ),
     ),
     (
@@ -188,21 +188,24 @@ REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
         MaskError,
         (
             "Keep was given a tensor of 1 dimensions with axes 'rows'. "
-            'Name each one, in the order of "batch heads queries keys", for example Keep(t, "batch keys").'
+            'Name each axis, in the order of "batch heads queries keys", for example Keep(t, "batch keys").'
         ),
     ),
     (
         lambda: Causal() & torch.ones(2, 2, dtype=torch.bool),  # type: ignore[operator]
         MaskError,
         (
-            "mask is a bare torch.bool tensor of shape (2, 2), and nothing says what its values mean. "
-            "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, bias=t if it is added to scores."
+            "mask is a torch.bool tensor of shape (2, 2), and the meaning of its values is ambiguous. "
+            "Give masks.Keep(t) if True = visible, masks.Drop(t) if True = hidden, or bias=t if it is added to scores."
         ),
     ),
     (
         lambda: Causal() | None,  # type: ignore[operator]
         MaskError,
-        "mask is a NoneType, and no mask of multihead.masks. Give for example masks.Causal() & masks.Lengths((5, 3)).",
+        (
+            "mask is a NoneType, and must be a Mask. "
+            "Give one of multihead.masks, for example masks.Causal() & masks.Lengths((5, 3))."
+        ),
     ),
 ]
 
@@ -222,9 +225,9 @@ def test_a_call_takes_no_mask_that_is_none(mask: Any) -> None:
     with pytest.raises(MaskError) as refusal:
         attention(q, q, q, mask=mask)
     if isinstance(mask, torch.Tensor):
-        assert str(refusal.value).startswith("mask is a bare torch.float32 tensor of shape (2, 2), and nothing says")
+        assert str(refusal.value).startswith("mask is a torch.float32 tensor of shape (2, 2), and the meaning")
     else:
         assert str(refusal.value) == (
-            f"mask is a {type(mask).__name__}, and no mask of multihead.masks. "
-            "Give for example masks.Causal() & masks.Lengths((5, 3))."
+            f"mask is a {type(mask).__name__}, and must be a Mask. "
+            "Give one of multihead.masks, for example masks.Causal() & masks.Lengths((5, 3))."
         )

@@ -1,4 +1,4 @@
-"""Turned heads under autograd, the function transforms, torch.compile, export, autocast and without memory."""
+"""Rotated heads under autograd, the function transforms, torch.compile, export, autocast and without memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class TestGradients:
         assert torch.autograd.gradgradcheck(function, x)
 
     @each
-    def test_the_gradient_of_a_turn_is_the_turn_back(self, rotary: Rotary) -> None:
+    def test_the_gradient_of_a_rotation_is_the_rotation_backward(self, rotary: Rotary) -> None:
         x, cotangent = drawn().requires_grad_(), drawn()
         (found,) = torch.autograd.grad(rotary.rotate(x, 3), x, cotangent)
         backward = -torch.arange(3, 3 + LENGTH)[None]
         torch.testing.assert_close(found, rotary.rotate(cotangent, backward), rtol=0, atol=1e-13)
 
     @each
-    def test_functions_of_torch_see_through_it(self, rotary: Rotary) -> None:
+    def test_transforms_of_torch_func_agree_with_autograd(self, rotary: Rotary) -> None:
         x = drawn()
         expected = torch.autograd.grad(rotary.rotate(given := x.clone().requires_grad_(), 3).pow(3).sum(), given)[0]
         found = torch.func.grad(lambda x: rotary.rotate(x, 3).pow(3).sum())(x)
@@ -44,7 +44,7 @@ class TestGradients:
         torch.testing.assert_close(tangent, rotary.rotate(x, 3))
 
     @each
-    def test_what_a_transformation_saw_is_not_kept(self, rotary: Rotary) -> None:
+    def test_tensors_of_a_transform_are_not_cached(self, rotary: Rotary) -> None:
         fresh = Rotary(base=rotary.base + 1, dim=rotary.dim, interleaved=rotary.interleaved, scaling=rotary.scaling)
         torch.func.grad(lambda x: fresh.rotate(x, 3).sum())(drawn())
         with torch.inference_mode():
@@ -116,7 +116,7 @@ class TestCompiled:
 
 
 @each
-def test_tensors_without_memory_are_turned(rotary: Rotary) -> None:
+def test_tensors_without_memory_are_rotated(rotary: Rotary) -> None:
     x = drawn().to("meta")
     for positions in (3, POSITIONS.to("meta")):
         turned = rotary.rotate(x, positions)

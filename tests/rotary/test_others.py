@@ -1,4 +1,4 @@
-"""Turned queries and keys against transformers and the reference of ONNX."""
+"""Rotated queries and keys against transformers and the reference of ONNX."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestBesideOthers:
         ours = rotary.rotate_both(q, k, POSITIONS)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
-    def test_gpt_neox_turns_a_part(self) -> None:
+    def test_gpt_neox_rotates_some_columns(self) -> None:
         parameters = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
         config = GPTNeoXConfig(hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, rope_parameters=parameters)
         q, k = drawn(torch.float32), drawn(torch.float32)
@@ -71,7 +71,7 @@ class TestBesideOthers:
         theirs = modeling_gpt_neox.apply_rotary_pos_emb(q, k, *turns)
         torch.testing.assert_close(Rotary(dim=4).rotate_both(q, k, POSITIONS), theirs, rtol=0, atol=2e-5)
 
-    def test_gpt_j_turns_neighbours(self) -> None:
+    def test_gpt_j_rotates_adjacent_columns(self) -> None:
         x = drawn(torch.float32)
         sine, cosine = modeling_gptj.create_sinusoidal_positions(100, 4)[POSITIONS].chunk(2, -1)
         theirs = modeling_gptj.apply_rotary_pos_emb(x[..., :4].transpose(1, 2), sine, cosine).transpose(1, 2)
@@ -79,7 +79,7 @@ class TestBesideOthers:
         torch.testing.assert_close(ours[..., :4], theirs, rtol=0, atol=2e-5)
         assert torch.equal(ours[..., 4:], x[..., 4:])
 
-    def test_cohere_turns_neighbours(self) -> None:
+    def test_cohere_rotates_adjacent_columns(self) -> None:
         config = CohereConfig(hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS)
         q, k = drawn(torch.float32), drawn(torch.float32)
         turns = self.turns(modeling_cohere.CohereRotaryEmbedding, config, q, POSITIONS)

@@ -76,14 +76,14 @@ def test_frequencies_fall_by_the_same_share_from_pair_to_pair() -> None:
     assert all(low / high == pytest.approx(10_000 ** (-2 / 64), rel=1e-14) for high, low in pairwise(found))
 
 
-def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
+def test_llama3_keeps_high_frequencies_and_divides_low_ones() -> None:
     plain, scaled = frequencies_of(500_000.0, 128), Llama3(8.0).frequencies(500_000.0, 128)
     assert scaled[0] == plain[0]
     assert scaled[-1] == plain[-1] / 8
     assert all(low / 8 <= found <= low for found, low in zip(scaled, plain, strict=True))
 
 
-def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
+def test_yarn_keeps_high_frequencies_and_divides_low_ones() -> None:
     plain, scaled = frequencies_of(10_000.0, 128), Yarn(16.0, 4096).frequencies(10_000.0, 128)
     assert scaled[0] == plain[0]
     assert scaled[-1] == plain[-1] / 16
@@ -100,10 +100,7 @@ def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
         (lambda: Llama3(8.0, low_freq_factor=-1.0), "low_freq_factor is -1.0. Give a number above 0."),
         (
             lambda: Llama3(8.0, low_freq_factor=4.0),
-            (
-                "low_freq_factor is 4.0 and high_freq_factor is 4.0. "
-                "Give a smaller low_freq_factor: long waves are longer than original_length / low_freq_factor."
-            ),
+            "low_freq_factor is 4.0 and high_freq_factor is 4.0. Give a low_freq_factor below high_freq_factor.",
         ),
         (lambda: Llama3(8.0, original_length=0), "original_length is 0. Give an integer of at least 1."),
         (lambda: Yarn(2.0, 4096.0), "original_length is 4096.0. Give an integer of at least 1."),  # type: ignore[arg-type]
@@ -115,6 +112,6 @@ def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
         ),
     ],
 )
-def test_numbers_that_make_no_scaling_are_refused_in_words(made: Callable[[], Any], sentence: str) -> None:
+def test_arguments_out_of_range_are_rejected(made: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         made()

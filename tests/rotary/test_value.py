@@ -1,4 +1,4 @@
-"""Turned queries and keys against complex numbers; the value itself; what is refused."""
+"""Rotated queries and keys against complex numbers; the value itself; rejected arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rotary.turning import LENGTH, POSITIONS, ROTARIES, both_forms, drawn,
     [0, 3, -2, POSITIONS, POSITIONS[:1], POSITIONS - 5],
     ids=["start", "late start", "negative start", "given", "one row", "negative"],
 )
-def test_each_pair_is_a_complex_number_that_is_turned(rotary: Rotary, positions: int | Tensor) -> None:
+def test_each_pair_is_a_complex_number_that_is_rotated(rotary: Rotary, positions: int | Tensor) -> None:
     x = drawn()
     torch.testing.assert_close(rotary.rotate(x, positions), oracle(rotary, x, positions), rtol=0, atol=1e-14)
 
@@ -71,7 +71,7 @@ def test_scores_depend_on_the_difference_of_positions_only(rotary: Rotary, shift
 
 @pytest.mark.parametrize("dim", [4, 8])
 @both_forms
-def test_a_turn_keeps_lengths_and_other_columns(interleaved: bool, dim: int) -> None:
+def test_a_rotation_keeps_lengths_and_other_columns(interleaved: bool, dim: int) -> None:
     x = drawn()
     turned = Rotary(dim=dim, interleaved=interleaved).rotate(x, 11)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
@@ -88,7 +88,7 @@ def test_the_layout_of_a_projection_is_kept(rotary: Rotary, length: int) -> None
 
 
 @each
-def test_what_is_turned_is_not_changed(rotary: Rotary) -> None:
+def test_the_input_is_not_changed(rotary: Rotary) -> None:
     x = drawn()
     before = x.clone()
     for positions in (0, POSITIONS):
@@ -98,7 +98,7 @@ def test_what_is_turned_is_not_changed(rotary: Rotary) -> None:
 
 
 @pytest.mark.parametrize("positions", [5, POSITIONS], ids=["start", "given"])
-def test_queries_and_keys_are_turned_alike(positions: int | Tensor) -> None:
+def test_queries_and_keys_are_rotated_alike(positions: int | Tensor) -> None:
     q, k = drawn(), drawn()[:, :1]
     for rotary in ROTARIES.values():
         found = rotary.rotate_both(q, k, positions)
@@ -118,14 +118,14 @@ class TestTheValue:
         other.rotate(drawn(), 0)
         assert [*one._tables.values()] == [*other._tables.values()]
 
-    def test_it_says_what_it_is(self) -> None:
+    def test_its_repr_shows_its_parameters(self) -> None:
         assert repr(Rotary(dim=4)) == "Rotary(base=10000.0, dim=4, interleaved=False, scaling=None)"
 
-    def test_it_is_written_down_by_what_was_said(self) -> None:
+    def test_asdict_and_replace_see_its_parameters_only(self) -> None:
         rotary = Rotary(dim=4, scaling=Linear(2.0))
         rotary.rotate(drawn(), 0)
-        said = {"base": 10_000.0, "dim": 4, "interleaved": False, "scaling": {"factor": 2.0}}
-        assert dataclasses.asdict(rotary) == said
+        expected = {"base": 10_000.0, "dim": 4, "interleaved": False, "scaling": {"factor": 2.0}}
+        assert dataclasses.asdict(rotary) == expected
         assert dataclasses.replace(rotary, scaling=None) == Rotary(dim=4)
 
     def test_a_copy_is_equal_and_carries_no_tables(self) -> None:
@@ -142,7 +142,7 @@ class TestTheValue:
     [
         (lambda: Rotary(base=0.0), "base is 0.0. Give a number above 1."),
         (lambda: Rotary(base="10"), "base is '10'. Give a number above 1."),  # type: ignore[arg-type]
-        (lambda: Rotary(dim=3), "dim is 3, and columns are turned in pairs. Give an even number."),
+        (lambda: Rotary(dim=3), "dim is 3, and columns are rotated in pairs. Give an even number."),
         (lambda: Rotary(dim=0), "dim is 0. Give an integer of at least 2."),
         (
             lambda: Rotary(scaling="yarn"),  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ class TestTheValue:
         ),
     ],
 )
-def test_numbers_that_make_no_rotary_are_refused_in_words(made: Callable[[], Any], sentence: str) -> None:
+def test_arguments_out_of_range_are_rejected(made: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         made()
 
@@ -166,7 +166,7 @@ GIVE = "Give the position of the first token as an integer, or an integer tensor
             torch.zeros(3, 5, 8),
             0,
             ShapeError,
-            "x has shape (3, 5, 8), and heads are turned. Give (batch, heads, length, head_dim).",
+            "x has shape (3, 5, 8), and must have four dimensions. Give (batch, heads, length, head_dim).",
         ),
         (
             Rotary(),
@@ -174,8 +174,8 @@ GIVE = "Give the position of the first token as an integer, or an integer tensor
             0,
             ShapeError,
             (
-                "x has a head_dim of 7, and columns are turned in pairs. "
-                "Give an even head_dim, or turn a part of the columns: Rotary(dim=6)."
+                "x has a head_dim of 7, and columns are rotated in pairs. "
+                "Give an even head_dim, or rotate some of the columns: Rotary(dim=6)."
             ),
         ),
         (
@@ -183,7 +183,7 @@ GIVE = "Give the position of the first token as an integer, or an integer tensor
             torch.zeros(2, 3, 5, 8),
             0,
             ShapeError,
-            "x has a head_dim of 8, and 10 columns of each head are to be turned. Give Rotary a dim of at most 8.",
+            "x has a head_dim of 8, and Rotary rotates 10 columns of each head. Give Rotary a dim of at most 8.",
         ),
         (
             Rotary(),
@@ -214,13 +214,13 @@ GIVE = "Give the position of the first token as an integer, or an integer tensor
             ShapeError,
             (
                 "positions has shape (3, 5), and there are 2 samples of 5 tokens. "
-                "Give (2, 5), or (1, 5) where all samples have the same."
+                "Give (2, 5), or (1, 5) where all samples share the positions."
             ),
         ),
     ],
     ids=["three axes", "an odd width", "too few columns", "integers", "a float", "floats", "another device", "samples"],
 )
-def test_tensors_that_do_not_fit_are_refused_in_words(
+def test_tensors_that_do_not_fit_are_rejected(
     rotary: Rotary, x: Tensor, positions: Any, kind: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):

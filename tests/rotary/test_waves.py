@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.rotary.waves import MOST, Tables, Waves, turned_columns, waves_of
+from multihead.rotary.waves import MAX_POSITIONS, Tables, Waves, rotate_columns, waves_of
 
 CPU = torch.device("cpu")
 FREQUENCIES = (1.0, 0.01)
@@ -27,7 +27,7 @@ def as_pairs(waves: Waves | Tensor) -> Tensor:
     return torch.complex(waves.cosine, waves.sine)[:, 0, len(FREQUENCIES) :]
 
 
-def written_down(low: int, high: int) -> Tensor:
+def expected_pairs(low: int, high: int) -> Tensor:
     numbers = [[1.5 * complex(math.cos(p * f), math.sin(p * f)) for f in FREQUENCIES] for p in range(low, high)]
     return torch.tensor(numbers, dtype=torch.complex128)
 
@@ -41,18 +41,18 @@ def written_down(low: int, high: int) -> Tensor:
         (5, 6),
         (127, 129),
         (-3, 2),
-        (MOST - 2, MOST + 2),
-        (MOST, MOST + 2000),
+        (MAX_POSITIONS - 2, MAX_POSITIONS + 2),
+        (MAX_POSITIONS, MAX_POSITIONS + 2000),
         (10**6, 10**6 + 3),
         (10**9, 10**9 + 1),
     ],
 )
-def test_waves_are_those_of_the_positions_asked_for(low: int, high: int, interleaved: bool) -> None:
+def test_waves_are_those_of_the_requested_positions(low: int, high: int, interleaved: bool) -> None:
     kept = tables(interleaved=interleaved)
     for _ in range(2):
-        torch.testing.assert_close(as_pairs(kept.between(low, high)), written_down(low, high), rtol=0, atol=1e-14)
+        torch.testing.assert_close(as_pairs(kept.between(low, high)), expected_pairs(low, high), rtol=0, atol=1e-14)
     kept.between(0, 1)
-    torch.testing.assert_close(as_pairs(kept.between(low, high)), written_down(low, high), rtol=0, atol=1e-14)
+    torch.testing.assert_close(as_pairs(kept.between(low, high)), expected_pairs(low, high), rtol=0, atol=1e-14)
 
 
 @both_forms
@@ -69,11 +69,11 @@ def test_waves_of_given_positions_are_rows_of_the_table(dtype: torch.dtype, inte
     assert waves is not None
     for sample, row in enumerate(positions.tolist()):
         part = waves[sample] if isinstance(waves, Tensor) else Waves(waves.cosine[sample], waves.sine[sample], True)
-        expected = torch.cat([written_down(p, p + 1) for p in row])
+        expected = torch.cat([expected_pairs(p, p + 1) for p in row])
         torch.testing.assert_close(as_pairs(part), expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("far", [-1, MOST])
+@pytest.mark.parametrize("far", [-1, MAX_POSITIONS])
 def test_far_positions_are_in_no_table(far: int) -> None:
     assert tables().at(torch.tensor([[0, far]])) is None
 
@@ -82,7 +82,7 @@ def test_a_float32_table_is_rounded_once() -> None:
     far = 10**6
     waves = tables(torch.float32).between(far, far + 4)
     assert isinstance(waves, Waves)
-    exact = written_down(far, far + 4)
+    exact = expected_pairs(far, far + 4)
     assert torch.equal(waves.cosine[:, 0, :2], exact.real.float())
     assert torch.equal(waves.sine[:, 0, 2:], exact.imag.float())
 
@@ -94,8 +94,8 @@ def test_the_same_positions_are_looked_up_once() -> None:
 
 def test_a_table_grows_by_doubling() -> None:
     kept, made = tables(), []
-    plain = kept._made
-    kept._made = lambda low, high: (made.append((low, high)), plain(low, high))[1]  # type: ignore[method-assign]
+    plain = kept._compute
+    kept._compute = lambda low, high: (made.append((low, high)), plain(low, high))[1]  # type: ignore[method-assign]
     for position in range(600):
         kept.between(position, position + 1)
     assert made == [(0, 128), (0, 256), (0, 512), (0, 1024)]
@@ -117,7 +117,7 @@ def test_a_table_made_in_inference_mode_can_be_trained_with(interleaved: bool) -
     with torch.inference_mode():
         kept.between(0, 3)
     x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
-    turned_columns(x, kept.between(0, 3), interleaved=interleaved).sum().backward()
+    rotate_columns(x, kept.between(0, 3), interleaved=interleaved).sum().backward()
     assert x.grad is not None
 
 
@@ -134,20 +134,20 @@ def test_waves_made_in_a_graph_are_those_of_the_table(dtype: torch.dtype, interl
     x = torch.randn(2, 5, 3, 4, dtype=dtype)
     traced = waves_of(angles, 1.5, dtype, interleaved=interleaved)
     found = [
-        turned_columns(x, waves, interleaved=interleaved)
+        rotate_columns(x, waves, interleaved=interleaved)
         for waves in (traced, tables(dtype, interleaved=interleaved).between(0, 5))
     ]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_neighbouring_pairs_are_turned_wherever_they_lie_in_memory(start: int) -> None:
-    """A complex view needs an even start, even steps, and neighbours side by side."""
+def test_adjacent_pairs_are_rotated_whatever_their_strides(start: int) -> None:
+    """A complex view needs an even offset, even strides and adjacent columns."""
     storage = torch.randn(2 * 5 * 3 * 5 + 1, dtype=torch.float64)
     waves = tables(interleaved=True).between(0, 5)
     odd_start = storage[start : start + 120].view(2, 5, 3, 4)
     odd_steps = storage[start : start + 150].view(2, 5, 3, 5)[..., :4]
     apart = torch.randn(2, 5, 3, 8, dtype=torch.float64)[..., ::2]
     for x in (odd_start, odd_steps, apart):
-        expected = turned_columns(x.clone(memory_format=torch.contiguous_format), waves, interleaved=True)
-        assert torch.equal(turned_columns(x, waves, interleaved=True), expected)
+        expected = rotate_columns(x.clone(memory_format=torch.contiguous_format), waves, interleaved=True)
+        assert torch.equal(rotate_columns(x, waves, interleaved=True), expected)

@@ -1,4 +1,4 @@
-"""Rotaries of every kind, heads to turn, and what turning them means: complex numbers, pair by pair."""
+"""Rotaries of every kind, random heads, and the rotation by complex numbers as the oracle."""
 
 from __future__ import annotations
 

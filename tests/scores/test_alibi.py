@@ -47,7 +47,7 @@ def test_a_key_counts_less_by_the_slope_times_its_distance(queries: int, keys: i
 
 
 def test_under_a_causal_mask_weights_are_those_of_bloom() -> None:
-    """Bloom adds slope * key, which differs from ours by a number a row, and the softmax cannot tell."""
+    """Bloom adds slope * key, which differs from ours by a constant per row, to which the softmax is invariant."""
     q, k, v = torch.randn(3, 1, 5, 7, 8).unbind()
     theirs = build_alibi_tensor(torch.ones(1, 7), 5, torch.float32).view(1, 5, 1, 7)
     expected = attention(q, k, v, mask=masks.Causal(), bias=theirs)
@@ -55,7 +55,7 @@ def test_under_a_causal_mask_weights_are_those_of_bloom() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_the_bias_comes_in_the_dtype_and_on_the_device_asked_for() -> None:
+def test_the_bias_has_the_requested_dtype_and_device() -> None:
     bias = ALiBi(4)
     assert bias(3, 3).values.dtype == torch.float32
     values = bias(3, 3, device="meta", dtype=torch.bfloat16).values

@@ -41,7 +41,7 @@ SHAPE = AttentionShape.of(Q, K, K)
             DtypeError,
             (
                 "bias is a torch.bool tensor, and it is added to floating point scores. "
-                "Give a floating point tensor; what hides keys is a mask, for example mask=masks.Keep(t)."
+                "Give a floating point tensor; to hide keys, give a mask, for example mask=masks.Keep(t)."
             ),
         ),
         (
@@ -49,7 +49,7 @@ SHAPE = AttentionShape.of(Q, K, K)
             DtypeError,
             (
                 "bias is a float, and it is added to floating point scores. "
-                "Give a floating point tensor; what hides keys is a mask, for example mask=masks.Keep(t)."
+                "Give a floating point tensor; to hide keys, give a mask, for example mask=masks.Keep(t)."
             ),
         ),
         (

@@ -30,7 +30,7 @@ def test_the_bias_of_a_call_is_cut_out_of_the_table(queries: int, keys: int, sta
     assert torch.equal(found[0], bias.weight[:, start : start + queries, :keys])
 
 
-def test_each_sample_takes_the_rows_of_its_own_places() -> None:
+def test_each_sample_uses_the_rows_of_its_own_positions() -> None:
     bias = drawn()
     found = bias(2, 7, query_start=torch.tensor([0, 4, 3]))
     assert found.shape == (3, 2, 2, 7)
@@ -38,7 +38,7 @@ def test_each_sample_takes_the_rows_of_its_own_places() -> None:
         assert torch.equal(found[sample], bias.weight[:, start : start + 2, :7])
 
 
-def test_padding_that_stands_at_no_place_takes_the_nearest_row() -> None:
+def test_padding_outside_the_table_uses_the_nearest_row() -> None:
     bias = drawn()
     found = bias(3, 9, query_start=torch.tensor([3, 5, -1]))
     assert torch.equal(found[1], bias.weight[:, [5, 5, 5]])
@@ -57,7 +57,7 @@ def test_gradients_reach_the_table(start: int | Tensor) -> None:
     assert torch.autograd.gradcheck(output, bias.weight)
 
 
-def test_the_bias_comes_in_the_dtype_and_on_the_device_asked_for() -> None:
+def test_the_bias_has_the_requested_dtype_and_device() -> None:
     assert drawn()(2, 2, dtype=torch.bfloat16).dtype == torch.bfloat16
     bias = LearnedBias(2, 6, 9, device="meta")
     assert bias(2, 2).device.type == "meta"
@@ -87,7 +87,7 @@ def test_it_compiles_once_for_all_starts() -> None:
         assert torch.equal(compiled(3, torch.tensor([4, 0])), expected)
 
 
-MEND = "Make it larger, or give fewer tokens."
+MEND = "Create it with larger sizes, or give fewer tokens."
 
 
 @pytest.mark.parametrize(
@@ -101,18 +101,18 @@ MEND = "Make it larger, or give fewer tokens."
     ],
     ids=["queries", "keys", "start", "starts", "one start"],
 )
-def test_places_beyond_the_table_are_refused_in_words(queries: int, keys: int, start: Any, reach: str) -> None:
-    finding = f"The learned bias has places for 6 queries and 9 keys, and the call reaches to {reach}."
+def test_positions_outside_the_table_are_rejected(queries: int, keys: int, start: Any, reach: str) -> None:
+    finding = f"The learned bias has 6 query positions and 9 key positions, and the call needs {reach}."
     with pytest.raises(ShapeError, match=f"^{re.escape(f'{finding} {MEND}')}$"):
         drawn()(queries, keys, query_start=start)
 
 
-def test_a_size_that_is_none_is_refused_in_words() -> None:
+def test_a_size_out_of_range_is_rejected() -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape('keys is 0. Give an integer of at least 1.')}$"):
         LearnedBias(2, 6, 0)
 
 
-def test_a_query_before_the_first_place_takes_the_first_one() -> None:
+def test_a_query_before_the_first_position_uses_the_first_row() -> None:
     """An int below 0 once cut rows from the end of the table."""
     bias = LearnedBias(1, 7, 7)
     nn.init.normal_(bias.weight)

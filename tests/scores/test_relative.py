@@ -27,14 +27,14 @@ def written_down(values: Tensor, queries: int, keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
-def test_each_cell_takes_the_number_of_its_diagonal(queries: int, keys: int) -> None:
+def test_each_cell_has_the_value_of_its_diagonal(queries: int, keys: int) -> None:
     values = torch.randn(2, 3, max(queries + keys - 1, 0))
     assert torch.equal(RelativeBias(values).tile(queries, keys), written_down(values, queries, keys))
 
 
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 @pytest.mark.parametrize("start", [0, 4, torch.tensor([2, 0, 7])], ids=str)
-def test_offsets_are_how_far_each_key_stands_from_its_query(queries: int, keys: int, start: int | Tensor) -> None:
+def test_offsets_are_key_positions_minus_query_positions(queries: int, keys: int, start: int | Tensor) -> None:
     found = offsets(queries, keys, query_start=start)
     assert found.dtype == torch.int64
     starts = start.tolist() if isinstance(start, Tensor) else [start]
@@ -87,6 +87,6 @@ GIVE = "Give a floating point tensor (batch, heads, queries + keys - 1)."
     ],
     ids=["integers", "a list", "two axes"],
 )
-def test_values_that_make_no_bias_are_refused_in_words(values: Any, kind: type[Exception], sentence: str) -> None:
+def test_invalid_values_are_rejected(values: Any, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
         RelativeBias(values)

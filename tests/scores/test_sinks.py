@@ -1,4 +1,4 @@
-"""Sinks: a logit a head that takes weight and gives no value."""
+"""Sinks: one logit per head that takes weight and has no value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Q, K, V = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64).unbind()
 
 
 def given(kernel: str) -> list[torch.Tensor]:
-    """q, k and v as exact as the kernel takes them."""
+    """q, k and v in the most precise dtype of the kernel."""
     return [tensor.to(exactest(kernel)) for tensor in (Q, K, V)]
 
 
@@ -31,7 +31,7 @@ def test_a_sink_is_one_more_key_whose_value_is_zero(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", EACH)
-def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
+def test_a_sink_of_minus_infinity_has_no_weight(kernel: str) -> None:
     sinks = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
     output, logsumexp = attention_with_logsumexp(*given(kernel), sinks=sinks, kernel=kernel)
     plain, plain_logsumexp = attention_with_logsumexp(*given(kernel), kernel=kernel)
@@ -43,7 +43,7 @@ def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", EACH)
-def test_a_huge_sink_takes_everything(kernel: str) -> None:
+def test_a_huge_sink_has_all_the_weight(kernel: str) -> None:
     output, logsumexp = attention_with_logsumexp(*given(kernel), sinks=torch.full((2,), 1e4), kernel=kernel)
     assert bool((output == 0).all())
     assert bool((logsumexp / 1e4 - 1).abs().max() <= torch.finfo(exactest(kernel)).eps)
@@ -57,7 +57,11 @@ def test_an_empty_row_stays_empty() -> None:
 @pytest.mark.parametrize(
     ("sinks", "kind", "sentence"),
     [
-        (torch.zeros(3), ShapeError, "sinks has shape (3,), and there are 2 heads. Give one logit a head: shape (2,)."),
+        (
+            torch.zeros(3),
+            ShapeError,
+            "sinks has shape (3,), and there are 2 heads. Give one logit per head: shape (2,).",
+        ),
         (
             torch.zeros(2, dtype=torch.int32),
             DtypeError,

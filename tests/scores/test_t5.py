@@ -83,7 +83,7 @@ def gradient(bias: T5Bias, added: Any, q: Tensor, k: Tensor, v: Tensor, kernel: 
     return torch.autograd.grad(output.pow(2).sum(), bias.weight)[0]
 
 
-def test_the_bias_comes_in_the_dtype_and_on_the_device_asked_for() -> None:
+def test_the_bias_has_the_requested_dtype_and_device() -> None:
     bias = T5Bias(4)
     assert bias(3, 3).values.dtype == torch.float32
     assert bias(3, 3, dtype=torch.bfloat16).values.dtype == torch.bfloat16
@@ -123,7 +123,7 @@ def test_it_compiles_once_for_all_lengths() -> None:
         (
             lambda: T5Bias(2, num_buckets=9),
             (
-                "num_buckets is 9, and half of them are for keys behind the query. "
+                "num_buckets is 9, and half of the buckets are for keys after the query. "
                 "Give an even number, or both_ways=False."
             ),
         ),
@@ -131,6 +131,6 @@ def test_it_compiles_once_for_all_lengths() -> None:
         (lambda: T5Bias(2, max_distance=16, both_ways=False), "max_distance is 16. Give an integer of at least 17."),
     ],
 )
-def test_numbers_that_make_no_buckets_are_refused_in_words(made: Callable[[], Any], sentence: str) -> None:
+def test_arguments_out_of_range_are_rejected(made: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         made()

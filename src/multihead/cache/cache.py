@@ -1,4 +1,4 @@
-"""The keys and values of one attention layer, kept from step to step."""
+"""The key-value cache of one attention layer."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ _HEADS = "(batch, kv_heads, new tokens, head_dim)"
 
 
 class Memory(NamedTuple):
-    """The keys and values of another sequence, projected once.
+    """The keys and values of another sequence, projected once for all steps of a cross-attention.
 
-    Fields:
+    Attributes:
         k: (batch, kv_heads, keys, head_dim).
         v: (batch, kv_heads, keys, value_dim).
-        lengths: (batch,), how many of these keys are real; None = all.
+        lengths: (batch,), number of these keys that are real; None = all.
     """
 
     k: Tensor
     v: Tensor
     lengths: Tensor | None = None
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Memory:
-        """Return what is made of each tensor."""
-        return Memory(change(self.k), change(self.v), None if self.lengths is None else change(self.lengths))
+    def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+        """Apply a function to each tensor."""
+        return Memory(function(self.k), function(self.v), None if self.lengths is None else function(self.lengths))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Memory:
-        """Copy it with its gradients, as torch does not."""
-        return self.changed(torch.clone)
+        """Copy the tensors with their autograd graph, which deepcopy of a tensor rejects."""
+        return self.map(torch.clone)
 
 
 class KeyValueCache:
-    """The keys and values of one attention layer, as they come.
+    """The keys and values of the tokens that one attention layer has processed (KV cache).
 
-    Without options it grows, doubling its room when it is full. Keys that were handed out never change: later
-    tokens are written behind them, and what would be overwritten is copied first. Where gradients are followed,
-    keys are joined in new tensors instead, so that gradients are exact through all steps.
+    Without options the buffers grow, doubling when they are full. Returned keys never change: later tokens are
+    written after them, and slots are copied before they would be overwritten. Where gradients flow, keys are
+    concatenated in new tensors instead, so that gradients are exact through all steps.
 
     Args:
-        capacity: tokens it has room for, allocated once; more are refused. Under `torch.compile` a step of such
-            a cache compiles once: keys are handed out whole, with a tensor of lengths.
-        window: how many tokens a query looks back on at most, its own counted, as in `masks.Window`; what stands
-            further back is forgotten.
+        capacity: maximum number of tokens, allocated once; more are rejected. Under `torch.compile` a step with such
+            a cache compiles once: it returns all slots, with a tensor of lengths.
+        window: number of keys that a query sees at most, its own included, as in `masks.Window`; older keys are
+            dropped.
 
     Raises:
-        ArgumentError: both are given, or one is no positive integer.
+        ArgumentError: both are given, or one is not a positive integer.
 
     >>> cache = KeyValueCache()
     >>> held = cache.extend(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))  # a prompt of five tokens
-    >>> held = cache.extend(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))  # and one token more
+    >>> held = cache.extend(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))  # and one more token
     >>> held.k.shape, held.query_start
     (torch.Size([1, 2, 6, 8]), 5)
     >>> cache
@@ -71,7 +71,7 @@ class KeyValueCache:
         if capacity is not None and window is not None:
             raise ArgumentError(
                 f"capacity is {capacity!r} and window is {window!r}.",
-                "Give one of them: a cache with a window takes the memory of about two windows.",
+                "Give one of them: a cache with a window already has bounded memory, about two windows.",
             )
         for name, value in (("capacity", capacity), ("window", window)):
             if value is not None:
@@ -80,15 +80,15 @@ class KeyValueCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, the memory too; the next call begins anew."""
+        """Remove everything, the memory included; the next call starts a new sequence."""
         self.memory: Memory | None = None
         self._buffers: Buffers | None = None
         self._progress: Progress | None = None  # that of the buffers, or of the queries of a cross-attention
-        self._begin_text()
+        self._begin_sequence()
 
-    def _begin_text(self) -> None:
-        """Let what comes be another text: it does not go on from all that came."""
-        self._text = object()
+    def _begin_sequence(self) -> None:
+        """Start a new sequence for listeners: later calls do not continue the earlier ones."""
+        self._sequence = object()
         self._continued: Continued | None = None
 
     @property
@@ -98,24 +98,24 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """How many tokens have come, of the longest sample, those forgotten included."""
+        """Number of tokens of the longest sample, dropped ones included."""
         start = self.query_start
         return int(start.max()) if isinstance(start, Tensor) else start
 
     @property
     def lengths(self) -> Tensor:
-        """(batch,), int64: how many tokens of each sample have come, those forgotten included."""
+        """(batch,), int64: number of tokens of each sample, dropped ones included."""
         progress = self._progress
-        return torch.zeros(0, dtype=torch.int64) if progress is None else progress.each + progress.forgotten
+        return torch.zeros(0, dtype=torch.int64) if progress is None else progress.counts + progress.dropped
 
     @property
     def continued(self) -> Continued | None:
-        """Where the last call stands in the text, for those who listen; None before it, and in a compiled graph."""
+        """Position of the last call in its sequence, for listeners; None before it, and in a compiled graph."""
         return None if torch.compiler.is_compiling() else self._continued
 
     @property
     def nbytes(self) -> int:
-        """The memory it holds, bytes."""
+        """Allocated memory, bytes."""
         held = () if self._buffers is None else (self._buffers.k, self._buffers.v)
         remembered = () if self.memory is None else (self.memory.k, self.memory.v)
         return sum(tensor.nbytes for tensor in (*held, *remembered))
@@ -126,32 +126,35 @@ class KeyValueCache:
         if self._progress is None:
             return f"KeyValueCache({option}): empty"
         tokens = sorted(set(self.lengths.tolist())) or [0]
-        said = f"{tokens[0]} tokens" if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]} tokens"
-        said += "" if self.memory is None else f", a memory of {self.memory.k.shape[2]}"
+        content = f"{tokens[0]} tokens" if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]} tokens"
+        content += "" if self.memory is None else f", a memory of {self.memory.k.shape[2]}"
         batch = self._progress.batch
-        return f"KeyValueCache({option}): {said}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
+        return f"KeyValueCache({option}): {content}, {batch} sample{'s' if batch != 1 else ''}, {self.nbytes:,} bytes"
 
     def extend(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> Held:
-        """Append the keys and values of new tokens, and hand out all that their queries may look at.
+        """Append the keys and values of new tokens, and return all that their queries may attend to.
 
         Args:
             k: (batch, kv_heads, new tokens, head_dim).
             v: (batch, kv_heads, new tokens, value_dim).
-            lengths: (batch,), how many of the new tokens of each sample are real; what lies behind is padding and
-                is not kept, whatever it holds. None = all.
+            lengths: (batch,), number of new tokens of each sample that are real; those after them are padding and are
+                not stored, whatever they contain. None = all.
+
+        Returns: `Held`, with the keys and values, and the position of the new tokens among them.
 
         Raises:
-            ShapeError, DtypeError: they do not fit each other, or what is held.
-            ArgumentError: there is no room left, or a gradient is asked of a cache that is written in place.
+            ShapeError: the sizes of k and v do not match, or differ from those in the cache.
+            DtypeError: the dtype or device differs from that in the cache.
+            ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity.
         """
         if self.memory is not None:
             raise ArgumentError(
-                "The cache remembers another sequence, and was given keys of the text itself.",
-                "Give each attention a cache of its own.",
+                "The cache holds the memory of a cross-attention, and extend() adds keys of a self-attention.",
+                "Use a separate cache for each attention.",
             )
-        for name, given in (("k", k), ("v", v)):
-            if not isinstance(given, Tensor):
-                raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
+        for name, tensor in (("k", k), ("v", v)):
+            if not isinstance(tensor, Tensor):
+                raise DtypeError(f"{name} is a {type(tensor).__name__}, and must be a tensor.", f"Give {_HEADS}.")
         buffers = self._buffers
         if buffers is None:
             buffers = self._buffers = Buffers(k, v, capacity=self.capacity, window=self.window)
@@ -160,77 +163,76 @@ class KeyValueCache:
         refuse_unless_alike("v", v, buffers.v)
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
-        real = None if lengths is None else counts_of(lengths, batch=len(k), most=k.shape[2], device=k.device)
+        real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
         if real is not None and not traced() and bool((real == k.shape[2]).all()):
-            real = None  # no padding after all: samples that were alike stay so
+            real = None  # no padding: counts that are equal in all samples stay an int
         held = buffers.extend(k, v, real)
         if not torch.compiler.is_compiling():
-            self._continued = Continued(self._text, held.key_start, real)
+            self._continued = Continued(self._sequence, held.key_start, real)
         return held
 
     def rollback_on_error(self) -> AbstractContextManager[object]:
-        """Take back what is appended in this context where it ends in an error, so that a call can be made again."""
+        """Remove tokens appended in this context if it raises an error, so that the call can be repeated."""
         if torch.compiler.is_compiling():
             return nullcontext()
         memory, continued, progress, buffers = self.memory, self._continued, self._progress, self._buffers
-        counted = None if progress is None else progress.counted
-        held = None if buffers is None else (buffers.k, buffers.v)
+        snapshot = None if progress is None else progress.snapshot
+        tensors = None if buffers is None else (buffers.k, buffers.v)
 
-        def take_back() -> None:
+        def roll_back() -> None:
             self.memory, self._continued, self._progress, self._buffers = memory, continued, progress, buffers
-            if progress is not None and counted is not None:
-                progress.counted = counted
-            if buffers is not None and held is not None:
-                buffers.k, buffers.v = held
-                buffers.crop(buffers.progress.start)  # what was appended may stand in their last places
+            if progress is not None and snapshot is not None:
+                progress.snapshot = snapshot
+            if buffers is not None and tensors is not None:
+                buffers.k, buffers.v = tensors
+                buffers.crop(buffers.progress.start)  # appended tokens may have been written in place
 
-        return _IfRefused(take_back)
+        return _OnError(roll_back)
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
-        """Keep the first tokens and take the others back, as speculative decoding does with what it rejects.
+        """Keep the first tokens and remove the others, such as those that speculative decoding rejects.
 
         Args:
-            length: how many tokens are kept; integers (batch,) say it for each sample. A sample that has fewer
-                keeps them all.
+            length: number of tokens to keep; integers (batch,) give one per sample. A sample that has fewer keeps all.
 
         Raises:
-            ArgumentError: a length is negative or more than there are, or tokens are forgotten that the next query
-                would look back on.
+            ArgumentError: a length is negative or larger than the number of tokens, or the next query would see keys
+                that a window has dropped.
         """
-        progress, most = self._progress_or_refusal("Crop"), self.length
+        progress, total = self._progress_or_refusal("Crop"), self.length
         if isinstance(length, int):
             refuse_unless_integer("length", length, least=0)
-            if length > most:
-                raise ArgumentError(f"length is {length}, and there are {most} tokens.", f"Give at most {most}.")
+            if length > total:
+                raise ArgumentError(f"length is {length}, and there are {total} tokens.", f"Give at most {total}.")
         else:
-            length = counts_of(length, batch=progress.batch, most=most, device=progress.device, name="length")
-        places = length - progress.forgotten
-        if isinstance(places, Tensor) or not progress.alike:
-            places = torch.minimum(progress.each, torch.as_tensor(places, device=progress.device))
-        back = 0 if self.window is None else self.window - 1
-        needed = torch.as_tensor(places + progress.forgotten).clamp(max=back)
-        if bool((torch.as_tensor(places) < needed).any()):
+            length = counts_of(length, batch=progress.batch, limit=total, device=progress.device, name="length")
+        slots = length - progress.dropped
+        if isinstance(slots, Tensor) or not progress.uniform:
+            slots = torch.minimum(progress.counts, torch.as_tensor(slots, device=progress.device))
+        lookback = 0 if self.window is None else self.window - 1
+        needed = torch.as_tensor(slots + progress.dropped).clamp(max=lookback)
+        if bool((torch.as_tensor(slots) < needed).any()):
             raise ArgumentError(
-                "Tokens are forgotten that the next query would look back on: of a cache with a window the last "
-                f"{SPARE} can be taken back.",
-                "Take back fewer, or keep all tokens: KeyValueCache().",
+                "The next query would see keys that the cache has dropped: with a window, only the last "
+                f"{SPARE} tokens can be removed.",
+                "Remove fewer tokens, or use KeyValueCache(), which keeps all of them.",
             )
-        if not isinstance(places, Tensor) and places == progress.longest:
+        if not isinstance(slots, Tensor) and slots == progress.longest:
             return
-        self._begin_text()
+        self._begin_sequence()
         if self._buffers is None:
-            progress.put(places)
+            progress.set(slots)
         else:
-            self._buffers.crop(places)
+            self._buffers.crop(slots)
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Choose samples anew, as beam search does: new sample i goes on from old sample `index[i]`.
+        """Select samples, as beam search does: new sample i continues old sample `index[i]`.
 
         Args:
-            index: integers (new batch,), from 0 to the old batch - 1; one may come several times or not at all.
+            index: integers (new batch,), from 0 to the old batch - 1; samples may be repeated or left out.
 
         Raises:
-            ArgumentError: there is no such sample, or the cache is empty.
+            ArgumentError: an index is out of range or not an integer, or the cache is empty.
         """
         progress = self._progress_or_refusal("Reorder")
         if isinstance(index, str):
@@ -242,92 +244,94 @@ class KeyValueCache:
             raise ArgumentError(
                 f"index is {chosen.tolist()}, and there are {batch} samples.", f"Give numbers from 0 to {batch - 1}."
             )
-        self._begin_text()
-        progress.choose(chosen)
+        self._begin_sequence()
+        progress.select(chosen)
         if self._buffers is not None:
             self._buffers.change(lambda tensor: tensor.index_select(0, chosen))
         if self.memory is not None:
-            self.memory = self.memory.changed(lambda tensor: tensor.index_select(0, chosen))
+            self.memory = self.memory.map(lambda tensor: tensor.index_select(0, chosen))
 
     def to(self, device: torch.device | str) -> KeyValueCache:
-        """Move what is held to a device, in place; returns the cache itself."""
+        """Move the cache to a device, in place, and return it."""
         if self._progress is not None:
             self._progress.move(device)
         if self._buffers is not None:
             self._buffers.change(lambda tensor: tensor.to(device))
         if self.memory is not None:
-            self.memory = self.memory.changed(lambda tensor: tensor.to(device))
+            self.memory = self.memory.map(lambda tensor: tensor.to(device))
         return self
 
     def remember(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Memory:
-        """Keep the projected keys and values of another sequence for all steps of a cross-attention.
+        """Store the projected keys and values of another sequence for all steps of a cross-attention.
 
         Args:
             k: (batch, kv_heads, keys, head_dim).
             v: (batch, kv_heads, keys, value_dim).
-            lengths: (batch,), how many of these keys are real; None = all.
+            lengths: (batch,), number of these keys that are real; None = all.
 
         Raises:
-            ArgumentError: the cache is in use.
+            ArgumentError: the cache is not empty.
         """
         if self._progress is not None:
-            raise ArgumentError("The cache is in use.", "Give each attention a cache of its own, or reset it.")
+            raise ArgumentError(
+                "The cache is in use.", "Use a separate cache for each attention, or call cache.reset() to start over."
+            )
         self._progress = Progress(len(k), k.device, in_graphs=self.capacity is not None)
         self.memory = Memory(k.contiguous(), v.contiguous(), lengths)
         return self.memory
 
     def advance(self, queries: int, *, lengths: Sequence[int] | Tensor | None = None) -> int | Tensor:
-        """Count queries that bring no keys, as those of cross-attention do, and return the position of the first.
+        """Count queries without new keys, as in cross-attention, and return the position of the first one.
 
         Args:
-            queries: how many queries each sample has.
-            lengths: (batch,), how many of them are real; None = all.
+            queries: number of queries of each sample.
+            lengths: (batch,), number of them that are real; None = all.
 
         Raises:
-            ArgumentError: nothing is remembered.
+            ArgumentError: the cache is empty.
         """
         progress = self._progress_or_refusal("Advance")
         real = None
         if lengths is not None:
-            real = counts_of(lengths, batch=progress.batch, most=queries, device=progress.device)
+            real = counts_of(lengths, batch=progress.batch, limit=queries, device=progress.device)
         start = progress.add(queries, real)
         if not torch.compiler.is_compiling():
-            self._continued = Continued(self._text, 0, real, start)
+            self._continued = Continued(self._sequence, 0, real, start)
         return start
 
     def refuse_unless_same_memory(self, memory: Tensor) -> None:
-        """Refuse another memory than the one that is remembered: (batch, keys, features)."""
+        """Reject a memory (batch, keys, features) whose batch or number of keys differs from the stored one."""
         if self.memory is None or memory.shape[:2] == (len(self.memory.k), self.memory.k.shape[2]):
             return
         raise ShapeError(
-            f"memory has {memory.shape[0]} samples of {memory.shape[1]} keys, and the cache remembers "
-            f"{len(self.memory.k)} of {self.memory.k.shape[2]}.",
-            "Give the same memory at each step, or begin anew: cache.reset().",
+            f"memory has {memory.shape[0]} samples of {memory.shape[1]} keys, and the cache holds a memory of "
+            f"{len(self.memory.k)} samples of {self.memory.k.shape[2]} keys.",
+            "Give the same memory at each step, or call cache.reset() to start over.",
         )
 
     def refuse_unless_remembered(self, mask: Mask) -> None:
-        """Refuse a mask that looks back on keys which a cache with a window forgets.
+        """Reject a mask that shows keys which a cache with a window drops.
 
         Raises:
-            MaskError: nothing bounds how far it looks back, it looks further than the window, or it is a tensor with
-                a column for each key.
+            MaskError: the mask has no bounded lookback, its lookback exceeds the window, or it is a tensor with a
+                column per key.
 
         >>> from multihead import masks
         >>> KeyValueCache(window=8).refuse_unless_remembered(masks.Causal() & masks.Window(8))
         """
         if self.window is None:
             return
-        reach = mask.lookback
-        if reach is None or reach > self.window:
-            how_far = "over all keys" if reach is None else f"on {reach} keys"
+        lookback = mask.lookback
+        if lookback is None or lookback > self.window:
+            seen = "all earlier keys" if lookback is None else f"the last {lookback} keys"
             raise MaskError(
-                f"{mask!r} looks back {how_far}, and the cache keeps a window of {self.window}.",
-                f"Join it with masks.Window({self.window}), or keep all keys: KeyValueCache().",
+                f"{mask!r} shows {seen}, and the cache keeps a window of {self.window} keys.",
+                f"Combine it with & masks.Window({self.window}), or use KeyValueCache(), which keeps all keys.",
             )
         if mask.has_key_axis:
             raise MaskError(
-                f"{mask!r} has a column for each key, and a cache with a window forgets keys.",
-                "Keep all keys: KeyValueCache().",
+                f"{mask!r} has a column per key, and a cache with a window drops keys.",
+                "Use KeyValueCache(), which keeps all keys.",
             )
 
     def _progress_or_refusal(self, verb: str) -> Progress:
@@ -336,16 +340,16 @@ class KeyValueCache:
         return self._progress
 
 
-class _IfRefused:
-    """Do something where a context ends in an error."""
+class _OnError:
+    """A context that calls a function if it ends in an error."""
 
-    # A class, and no generator: each step of a decoding goes through it.
-    def __init__(self, done: Callable[[], None]) -> None:
-        self.done = done
+    # A class is faster than a generator, and every decoding step enters this context.
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.done()
+            self.function()

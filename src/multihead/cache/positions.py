@@ -1,4 +1,4 @@
-"""Count how many tokens of each sample have come: as a number where all are alike, as a tensor where they are not."""
+"""Count the tokens of each sample: as an int where all samples have equally many, else as a tensor."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.tracing import traced
 
-Counted: TypeAlias = "tuple[int | None, Tensor | None, bool, int | Tensor]"
+Snapshot: TypeAlias = "tuple[int | None, Tensor | None, bool, int | Tensor]"
 
 
 class Progress:
-    """How many places of a buffer each sample has filled.
+    """Number of buffer slots that each sample has filled.
 
     Args:
         batch: number of samples.
-        device: where tensors are made.
-        in_graphs: whether a tensor is kept up to date too: a compiled graph must not depend on a number that changes.
+        device: device of its tensors.
+        in_graphs: whether to keep a tensor up to date besides the int: a compiled graph must not depend on an int that
+            changes.
+
+    Attributes:
+        dropped: number of tokens before the first slot that were dropped, an int or (batch,).
 
     >>> progress = Progress(2, torch.device("cpu"))
     >>> progress.add(3), progress.start
@@ -30,99 +34,104 @@ class Progress:
 
     def __init__(self, batch: int, device: torch.device, *, in_graphs: bool = False) -> None:
         self.batch, self.device = batch, device
-        self._longest: int | None = 0  # None where only the tensor knows
-        self._each = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None
-        self._alike = True
-        self.forgotten: int | Tensor = 0  # tokens that stood before the first place
+        self._longest: int | None = 0  # None where only the tensor is up to date
+        self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None
+        self._uniform = True
+        self.dropped: int | Tensor = 0
 
     @property
-    def counted(self) -> Counted:
-        """All that is counted, to go back to: it is no number that later tokens change."""
-        return self._longest, self._each, self._alike, self.forgotten
+    def snapshot(self) -> Snapshot:
+        """Immutable snapshot of the counters, for rollback."""
+        return self._longest, self._counts, self._uniform, self.dropped
 
-    @counted.setter
-    def counted(self, counted: Counted) -> None:
-        self._longest, self._each, self._alike, self.forgotten = counted
+    @snapshot.setter
+    def snapshot(self, snapshot: Snapshot) -> None:
+        self._longest, self._counts, self._uniform, self.dropped = snapshot
 
     @property
     def position(self) -> int | Tensor:
-        """The position of the next token, those forgotten counted; a tensor (batch,) where samples differ."""
-        return self.start + self.forgotten
+        """Position of the next token, dropped tokens included; a tensor (batch,) where samples differ."""
+        return self.start + self.dropped
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether all samples have equally many tokens."""
-        return self._alike
+        return self._uniform
 
     @property
     def start(self) -> int | Tensor:
-        """The place of the next token; a tensor (batch,) where samples differ, and in a graph."""
-        if self._each is not None and (not self._alike or torch.compiler.is_compiling()):
-            return self._each
+        """Slot of the next token; a tensor (batch,) where samples differ, and in a graph."""
+        if self._counts is not None and (not self._uniform or torch.compiler.is_compiling()):
+            return self._counts
         return self.longest
 
     @property
-    def each(self) -> Tensor:
-        """(batch,), int64: how many places of each sample are filled."""
-        if self._each is None:
+    def counts(self) -> Tensor:
+        """(batch,), int64: number of filled slots of each sample."""
+        if self._counts is None:
             return torch.full((self.batch,), self.longest, device=self.device)
-        return self._each
+        return self._counts
 
     @property
     def longest(self) -> int:
-        """How many places of the longest sample are filled."""
+        """Number of filled slots of the longest sample."""
         if self._longest is None:
-            self._longest = _largest(self.each)
+            self._longest = _largest(self.counts)
         return self._longest
 
     def add(self, new: int, real: Tensor | None = None) -> int | Tensor:
-        """Count new tokens, of which the first `real` (batch,) are no padding, and return the place of the first."""
-        if self._each is not None and torch.compiler.is_compiling():
+        """Count new tokens and return the slot of the first one.
+
+        Args:
+            new: number of new tokens of each sample, padding included.
+            real: (batch,), number of them that are not padding; None = all.
+        """
+        if self._counts is not None and torch.compiler.is_compiling():
             return self._add_in_graph(new, real)
         start = self.start
         if real is not None:
-            start = self.each
-            self.put(start + real)
+            start = self.counts
+            self.set(start + real)
             return start
         self._longest = self.longest + new
-        if self._each is not None:
-            self._each = self._each + new  # never in place: who was handed it keeps it
+        if self._counts is not None:
+            self._counts = self._counts + new  # never in place: callers may hold the old tensor
         return start
 
     def _add_in_graph(self, new: int, real: Tensor | None) -> Tensor:
-        start = self.each
-        self._each, self._longest = start + (new if real is None else real), None
+        start = self.counts
+        self._counts, self._longest = start + (new if real is None else real), None
         if real is not None:
-            self._alike = False
+            self._uniform = False
         return start
 
-    def put(self, places: int | Tensor) -> None:
-        """Set how many places are filled: an int for all, or (batch,)."""
-        if isinstance(places, Tensor):
-            self._each, self._longest, self._alike = places, _largest(places), False
+    def set(self, slots: int | Tensor) -> None:
+        """Set the number of filled slots: an int for all samples, or (batch,)."""
+        if isinstance(slots, Tensor):
+            self._counts, self._longest, self._uniform = slots, _largest(slots), False
             return
-        self._longest = places
-        if self._each is not None:
-            self._each = torch.full_like(self._each, places)
+        self._longest = slots
+        if self._counts is not None:
+            self._counts = torch.full_like(self._counts, slots)
 
-    def forget(self, first: int | Tensor) -> None:
-        """Let the place `first` be the new first one: an int for all, or (batch,)."""
-        self.put(self.start - first)
-        self.forgotten = self.forgotten + first
+    def drop(self, count: int | Tensor) -> None:
+        """Drop the first `count` slots: an int for all samples, or (batch,)."""
+        self.set(self.start - count)
+        self.dropped = self.dropped + count
 
-    def choose(self, index: Tensor) -> None:
-        """Choose samples anew: (new batch,), the old sample of each."""
+    def select(self, index: Tensor) -> None:
+        """Select samples: (new batch,), the old sample of each new one."""
         self.batch = len(index)
-        self._each = None if self._each is None else self._each.index_select(0, index)
-        if isinstance(self.forgotten, Tensor):
-            self.forgotten = self.forgotten.index_select(0, index)
+        self._counts = None if self._counts is None else self._counts.index_select(0, index)
+        if isinstance(self.dropped, Tensor):
+            self.dropped = self.dropped.index_select(0, index)
 
     def move(self, device: torch.device | str) -> None:
         """Move its tensors to a device."""
         self.device = torch.device(device)
-        self._each = None if self._each is None else self._each.to(device)
-        if isinstance(self.forgotten, Tensor):
-            self.forgotten = self.forgotten.to(device)
+        self._counts = None if self._counts is None else self._counts.to(device)
+        if isinstance(self.dropped, Tensor):
+            self.dropped = self.dropped.to(device)
 
 
 def _largest(counts: Tensor) -> int:

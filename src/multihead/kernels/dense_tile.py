@@ -1,4 +1,4 @@
-"""The scores of one tile of the map, and which of its cells may be seen."""
+"""The scores and the visible cells of one tile of the attention map."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from multihead.scores.softcap import softcapped
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what statistics and logsumexp are computed in: float64 for float64, else float32."""
+    """Return the dtype in which statistics and logsumexp are computed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Keep autocast out of a block: it would make scores and statistics in half precision out of float32 tensors."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which knows no such device
+    """Disable autocast in a context: it would compute scores and statistics of float32 tensors in half precision."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # autocast has no meta device
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def without_tensors(request: AttentionRequest) -> AttentionRequest:
-    """Keep of a request what is no q, k and v: autograd holds those, and may let them go or put them elsewhere."""
-    nothing = request.q.new_empty(0)
-    return replace(request, q=nothing, k=nothing, v=nothing)
+    """Return the request without q, k and v: autograd saves those, and may free or offload them."""
+    empty = request.q.new_empty(0)
+    return replace(request, q=empty, k=empty, v=empty)
 
 
 def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
@@ -41,7 +41,7 @@ def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice 
     dtype = working_dtype(request.q.dtype)
     q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
     grouped = q.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
-    # One matrix product a key/value head: its query heads stand below each other, so k is never repeated.
+    # One matrix product per key/value head: the rows of its query heads are concatenated, so k is never repeated.
     product = (grouped.flatten(2, 3) * request.scale) @ k.mT  # (batch, kv_heads, group * queries, keys)
     cells = softcapped(product.unflatten(2, grouped.shape[2:4]).flatten(1, 2), request.softcap)
     if request.bias is not None:
@@ -50,7 +50,7 @@ def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice 
 
 
 def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-    """Tell which cells of a tile may be seen: those the mask shows and no bias of -inf hides.
+    """Return which cells of a tile are visible: those that the mask shows and no bias of -inf hides.
 
     Returns: bool, broadcasting to (batch, heads, queries, keys).
     """
@@ -70,16 +70,16 @@ def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = 
 
 
 def dense(mask: Mask, request: AttentionRequest) -> Tensor:
-    """Write out what a mask means for a call: bool, broadcasting to (batch, heads, queries, keys)."""
+    """Return the dense mask of a call: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
     start = request.query_start
     return mask.tile(Place.of(shape.query_length, shape.key_length, query_start=start, device=shape.device))
 
 
 def of_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:
-    """Keep some query heads of a request, each with a key/value head of its own.
+    """Select query heads of a request, each with its own copy of its key/value head.
 
-    The mask stays whole: index what `seen` returns where it has a head axis.
+    The mask is unchanged: index the result of `seen` where it has a head axis.
     """
     kv_heads = heads // request.shape.group
     bias, sinks = request.bias, request.sinks

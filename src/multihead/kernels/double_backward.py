@@ -1,4 +1,4 @@
-"""First derivatives that have derivatives themselves, where a fused kernel has none: by the reference kernel."""
+"""Double backward for the fused kernels, computed by the reference kernel."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ def differentiable_gradients(
     of_output: Tensor | None,
     of_logsumexp: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of q, k, v, bias and sinks with a graph of their own.
+    """Compute the gradients of q, k, v, bias and sinks so that they can be differentiated again.
 
     Args:
-        kernel: the one that computed the call, for the warning.
-        request: the call, with the tensors that autograd kept.
-        bounds: its plan.
-        of_output: the gradient of the output, or None.
-        of_logsumexp: the gradient of the logsumexp, or None.
+        kernel: name of the kernel that computed the call, for the warning.
+        request: the call, with the tensors that autograd saved.
+        bounds: the key interval of each query.
+        of_output: gradient of the output, or None.
+        of_logsumexp: gradient of the logsumexp, or None.
+
+    Returns: the gradients of q, k, v, bias and sinks; None for each that does not require one.
 
     Raises:
-        ArgumentError: there was dropout, which cannot be drawn again.
+        ArgumentError: the call has dropout, whose random choice cannot be repeated.
     """
     if request.dropout:
         raise ArgumentError(
-            f"Kernel {kernel!r} has no second derivative with dropout, and create_graph=True asks for it.",
+            f"Kernel {kernel!r} has no second derivative with dropout, and create_graph=True requires one.",
             "Set dropout to 0, or give kernel='reference'.",
         )
     warn_of_slow_path(
-        f"Kernel {kernel!r} has no second derivative, and create_graph=True asks for it: "
+        f"Kernel {kernel!r} has no second derivative, and create_graph=True requires one: "
         "the reference kernel computes the call again, and holds queries x keys.",
-        "Give kernel='reference' to have it compute the call at once.",
+        "Give kernel='reference' to compute the call only once.",
     )
     bias = None if request.bias is None else values_of(request.bias)
     tensors = (request.q, request.k, request.v, bias, request.sinks)
@@ -52,7 +54,7 @@ def differentiable_gradients(
         cleaned, bad_rows = without_nonfinite(replace(request, wanted=frozenset()), bounds)
         attended = reference.attend(cleaned, bounds)
         attended = attended if bad_rows is None else restore_nan(attended, bad_rows)
-        given = ((attended.output, of_output), (attended.logsumexp, of_logsumexp))
-        outputs, gradients = zip(*((out, of) for out, of in given if of is not None), strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
-    return tuple(next(found) if tensor is not None and tensor.requires_grad else None for tensor in tensors)
+        pairs = ((attended.output, of_output), (attended.logsumexp, of_logsumexp))
+        outputs, gradients = zip(*((out, of) for out, of in pairs if of is not None), strict=True)
+        results = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
+    return tuple(next(results) if tensor is not None and tensor.requires_grad else None for tensor in tensors)

@@ -1,7 +1,7 @@
-"""PyTorch's flex_attention, compiled for a CUDA device: the plan's intervals become its blocks. Not run on a GPU yet.
+"""PyTorch's flex_attention, compiled for CUDA: the plan's intervals become its blocks. Not run on a GPU yet.
 
-What is tested is its arithmetic, in flex_attention's plain form on the CPU, and its blocks, in the compiled form that
-the CPU has, which gives no logsumexp and no gradient. The Triton kernels that it is for were read, not run.
+The tests cover its arithmetic, with the eager flex_attention on the CPU, and its blocks, with the compiled one on the
+CPU, which computes no logsumexp and no gradient. The Triton kernels were read, not run.
 """
 
 from __future__ import annotations
@@ -30,61 +30,62 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 HANDLES_NONFINITE = False
-BLOCK = 128  # queries and keys a block, what flex_attention's own kernels are cut for
-DIMS = (16, 256)  # Triton multiplies no matrices narrower than 16; beyond 256 they leave a GPU's shared memory
+BLOCK = 128  # queries and keys per block, the block size of flex_attention's own kernels
+DIMS = (16, 256)  # Triton multiplies no matrices narrower than 16; wider than 256 they exceed a GPU's shared memory
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
-    """Say in one sentence why this kernel will not take a request, or None."""
+    """Return why this kernel refuses a request, in one sentence, or None where it accepts it."""
     shape = request.shape
     if shape.device.type != "cuda":
-        return f"it pays on CUDA, and the tensors are on {shape.device}"
+        return f"it needs CUDA, and the tensors are on {shape.device}"
     missing = _missing(shape.device)
     if missing is not None:
         return missing
     if not torch.compiler.is_compiling() and traced() and not transformed():
-        return "it compiles itself, which torch.jit.trace, make_fx and FakeTensorMode cannot record"
+        return "it calls torch.compile, which torch.jit.trace, make_fx and FakeTensorMode cannot record"
     if _transformed():
-        return "flex_attention has no rules for the transforms of torch.func"
+        return "flex_attention does not support the transforms of torch.func"
     if _exporting():
-        return "an exported flex_attention would write queries x keys wherever it is not compiled"
+        return "an exported flex_attention would hold queries x keys wherever it is not compiled"
     if shape.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it computes float32, float16 and bfloat16, and the tensors are {str(shape.dtype).split('.')[-1]}"
     if request.dropout:
         return "flex_attention has no dropout"
     if 0 in (shape.batch, shape.query_length, shape.key_length):
-        return "flex_attention takes no call without samples, queries or keys"
+        return "flex_attention needs at least one sample, query and key"
     for name, dim in (("head_dim", shape.head_dim), ("value_dim", shape.value_dim)):
         if not DIMS[0] <= dim <= DIMS[1]:
-            return f"flex_attention's kernels are for heads of {DIMS[0]} to {DIMS[1]} columns, and {name} is {dim}"
+            return f"flex_attention's kernels support heads of {DIMS[0]} to {DIMS[1]} columns, and {name} is {dim}"
     if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
-        return "flex_attention adds the gradients of a bias up one cell at a time"
+        return "flex_attention accumulates the gradient of a bias one cell at a time, which is slow"
     return None
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Compute a request by flex_attention, compiled once for each kind of call.
+    """Compute a request with flex_attention, compiled once for each kind of call.
 
-    The output is laid out as q is: where q was split from a projection, merging heads needs no copy.
+    The output has the memory layout of q: where q was split from a projection, merging heads needs no copy.
     """
-    # The kernels read features one after the other.
+    # The kernels need a last stride of 1.
     q, k, v = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (request.q, request.k, request.v)
     )
-    given = replace(request, q=q, k=k, v=v)
+    contiguous = replace(request, q=q, k=k, v=v)
     if torch.compiler.is_compiling():
-        output, logsumexp = _computed(given, bounds, _flex)
+        output, logsumexp = _compute(contiguous, bounds, _flex)
     else:
         try:
-            output, logsumexp = _guarded(given, bounds)
+            output, logsumexp = _compute_with_double_backward(contiguous, bounds)
         except _failures_to_compile() as failure:
             warn_of_slow_path(
                 f"PyTorch could not compile flex_attention for this call ({type(failure).__name__}): the reference "
                 "kernel computes it, and holds queries x keys.",
-                "Give calls of fewer kinds, or raise torch.compiler.config.recompile_limit, if the limit was hit.",
+                "If the recompile limit was hit, raise torch.compiler.config.recompile_limit, or use fewer kinds of "
+                "calls.",
             )
             return reference.attend(request, bounds)
     if request.sinks is not None:
@@ -93,46 +94,49 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
-    """Estimate what a call computes and holds: its blocks; output, logsumexp, lists of blocks and a dense remainder."""
+    """Estimate the cells and memory of a call: its blocks; output, logsumexp, block lists and a dense remainder."""
     shape = request.shape
     blocks = blocks_of(bounds, keys=shape.key_length)
     rows = torch.full((blocks.first.shape[1],), BLOCK)
     rows[-1:] = shape.query_length - BLOCK * (len(rows) - 1)
-    columns = (blocks.behind * BLOCK).clamp(max=shape.key_length) - blocks.first * BLOCK
+    columns = (blocks.stop * BLOCK).clamp(max=shape.key_length) - blocks.first * BLOCK
     samples = shape.batch if bounds.shared else 1
     cells = int((columns.clamp(min=0).cpu() * rows).sum()) * samples * shape.num_heads
     tokens = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
     lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK)
-    looked_up = 0 if bounds.remainder is None else shape.cells  # at most: it may be one for all heads or samples
-    return Work(cells, tokens * (shape.value_dim * size + wide) + lists + looked_up)
+    remainder = 0 if bounds.remainder is None else shape.cells  # at most: heads or samples may share it
+    return Work(cells, tokens * (shape.value_dim * size + wide) + lists + remainder)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Which blocks of keys each block of queries computes: [first, behind), of them [full, behind_full) unmasked.
+    """The blocks of keys that each block of queries computes: [first, stop), without a mask in [full_first, full_stop).
 
-    Fields:
-        first, full, behind_full, behind: (batch or 1, blocks of queries), int64, counted in blocks of keys.
+    Attributes:
+        first: (batch or 1, blocks of queries), int64, in blocks of keys, as are the others.
+        full_first: the first full block.
+        full_stop: one past the last full block.
+        stop: one past the last block.
     """
 
     first: Tensor
-    full: Tensor
-    behind_full: Tensor
-    behind: Tensor
+    full_first: Tensor
+    full_stop: Tensor
+    stop: Tensor
 
 
 def blocks_of(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> Blocks:
-    """Round the intervals of each block of queries out to blocks of keys, in O(queries) and without reading a value.
+    """Round the intervals of each block of queries out to blocks of keys, in O(queries) and without reading values.
 
-    A block is full where each of its queries sees each of its keys; one that reaches beyond the last query or key is
-    not, and neither is one under a remainder. Where two queries of a block see intervals far from one another, what
-    lies between is computed and masked.
+    A block is full where each of its queries sees each of its keys; blocks that extend past the last query or key are
+    never full, nor are any where there is a remainder. Where the intervals of two queries of a block are far apart, the
+    keys between them are computed and masked.
 
     >>> from multihead import masks
     >>> from multihead.plan.bounds import key_bounds
     >>> blocks = blocks_of(key_bounds(masks.Causal(), queries=6, keys=6), keys=6, block=2)
-    >>> blocks.behind_full.tolist(), blocks.behind.tolist()
+    >>> blocks.full_stop.tolist(), blocks.stop.tolist()
     ([[0, 1, 2]], [[1, 2, 3]])
     """
     queries = bounds.start.shape[1]
@@ -141,38 +145,39 @@ def blocks_of(bounds: KeyBounds, *, keys: int, block: int = BLOCK) -> Blocks:
     start, stop = (edge[:, row].unflatten(1, (-1, block)) for edge in (bounds.start, bounds.stop))
     empty = start >= stop
     first = start.masked_fill(empty, keys).amin(2) // block
-    behind = -(-stop.masked_fill(empty, 0).amax(2) // block)
-    first = torch.minimum(first, behind)
-    full = -(-start.amax(2) // block)
-    behind_full = torch.where(empty.any(2), 0, stop.amin(2)) // block
-    whole = torch.arange(behind.shape[1], device=row.device) < queries // block
-    some = (full < behind_full) & whole if bounds.remainder is None else torch.zeros_like(whole)
-    return Blocks(first, torch.where(some, full, first), torch.where(some, behind_full, first), behind)
+    last = -(-stop.masked_fill(empty, 0).amax(2) // block)  # one past the last block
+    first = torch.minimum(first, last)
+    full_first = -(-start.amax(2) // block)
+    full_stop = torch.where(empty.any(2), 0, stop.amin(2)) // block
+    whole = torch.arange(last.shape[1], device=row.device) < queries // block
+    some = (full_first < full_stop) & whole if bounds.remainder is None else torch.zeros_like(whole)
+    return Blocks(first, torch.where(some, full_first, first), torch.where(some, full_stop, first), last)
 
 
 def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK) -> BlockMask:
-    """Write the plan down as flex_attention takes it: lists of blocks, and what masks a cell of those not full."""
+    """Return the plan as flex_attention's BlockMask: lists of blocks, and the mask function of partial blocks."""
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = request.shape.query_length, request.shape.key_length
     blocks = blocks_of(bounds, keys=keys, block=block)
-    ahead = (blocks.full - blocks.first)[..., None]  # (batch or 1, blocks of queries, 1), partial ones before full ones
+    # (batch or 1, blocks of queries, 1), the number of partial blocks before the full ones
+    before = (blocks.full_first - blocks.first)[..., None]
     count = -(-keys // block)
     each = torch.arange(count, device=bounds.start.device)
-    # Entries behind the number of blocks are not computed, and have to be blocks that exist.
-    partial = torch.where(each < ahead, blocks.first[..., None] + each, blocks.behind_full[..., None] + each - ahead)
-    full = (blocks.full[..., None] + each).clamp(max=count - 1)
-    # Where no block can be full, as in decoding, the kernel is told so, and divides the partial ones evenly.
+    # List entries past the number of blocks are not computed, but must be valid block indices.
+    partial = torch.where(each < before, blocks.first[..., None] + each, blocks.full_stop[..., None] + each - before)
+    full = (blocks.full_first[..., None] + each).clamp(max=count - 1)
+    # Without a list of full blocks, as in decoding, the kernel distributes the partial ones evenly.
     some = bounds.remainder is None and queries >= block and keys >= block
     return BlockMask.from_kv_blocks(
-        _for_all_heads(blocks.behind - blocks.behind_full + ahead[..., 0]),
+        _for_all_heads(blocks.stop - blocks.full_stop + before[..., 0]),
         _for_all_heads(partial.clamp(max=count - 1)),
-        _for_all_heads(blocks.behind_full - blocks.full) if some else None,
+        _for_all_heads(blocks.full_stop - blocks.full_first) if some else None,
         _for_all_heads(full) if some else None,
         BLOCK_SIZE=(block, block),
         mask_mod=mask_mod(request, bounds),
         seq_lengths=(queries, keys),
-        compute_q_blocks=backward,  # the same lists by key, which only gradients read
+        compute_q_blocks=backward,  # the same lists by key, which only the backward pass reads
     )
 
 
@@ -181,7 +186,7 @@ def _for_all_heads(numbers: Tensor) -> Tensor:
 
 
 def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
-    """Make what tells whether a cell of a partial block is seen: its key within [start, stop), and in the remainder."""
+    """Return the mask function of partial blocks: the key is within [start, stop), and visible in the remainder."""
     start, stop = bounds.start.to(torch.int32), bounds.stop.to(torch.int32)
     remainder = None if bounds.remainder is None else dense(bounds.remainder, request)
 
@@ -193,7 +198,7 @@ def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
 
 
 def score_mod(request: AttentionRequest) -> ScoreMod | None:
-    """Make what is done to a score after the scale: the softcap, then the bias; None where there is neither."""
+    """Return the score function, applied after the scale: the softcap, then the bias; None where there is neither."""
     if request.softcap is None and request.bias is None:
         return None
     softcap = None if request.softcap is None else _constant(request.softcap)
@@ -202,23 +207,23 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
         values = values.to(working_dtype(request.shape.dtype))
     diagonal = request.shape.query_length - 1 if isinstance(request.bias, RelativeBias) else None
 
-    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             score = float(softcap) * torch.tanh(score / float(softcap))
         if values is None:
             return score
         return score + (_at(values, b, h, i, j) if diagonal is None else _at(values, b, h, j - i + diagonal))
 
-    return changed
+    return modified
 
 
 def _at(tensor: Tensor, *index: Tensor) -> Tensor:
-    """Look one number up; an axis of size 1 has the same for all."""
+    """Look up one value; an axis of size 1 is broadcast."""
     return tensor[tuple(each if size > 1 else each * 0 for each, size in zip(index, tensor.shape, strict=True))]
 
 
 def _constant(number: float) -> str:
-    """Write a number so that a compiler takes it as it is: a second float would become an input of the kernel."""
+    """Return a float as text, which the compiler specialises on: a float argument could become a kernel input."""
     return repr(float(number))
 
 
@@ -235,7 +240,7 @@ def _flex(
     """Call flex_attention for the output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    output, told = flex_attention(
+    output, aux = flex_attention(
         q,
         k,
         v,
@@ -245,23 +250,23 @@ def _flex(
         enable_gqa=grouped,
         return_aux=AuxRequest(lse=True),
     )
-    return output, cast(Tensor, told.lse)
+    return output, cast(Tensor, aux.lse)
 
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    # As a full graph it refuses where it would otherwise fall back to writing queries x keys in silence.
+    # With fullgraph it raises instead of silently falling back to eager code that holds queries x keys.
     return torch.compile(_flex, fullgraph=True)
 
 
 def _failures_to_compile() -> tuple[type[Exception], ...]:
-    """What PyTorch raises where its compiler fails or has compiled too many kinds of calls."""
+    """Return the errors that PyTorch raises where its compiler fails or reaches its recompile limit."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-def _computed(
+def _compute(
     request: AttentionRequest, bounds: KeyBounds, flex: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     tensors = request.q, request.k, request.v
@@ -275,14 +280,14 @@ def _computed(
     )
 
 
-def _guarded(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
-    """Compute between two gates that lead a second derivative around flex_attention, whose gradient has none."""
+def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
+    """Compute between `_Entry` and `_Exit`, which route double backward around flex_attention: it has none."""
     q, k, v = request.q, request.k, request.v
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return _computed(request, bounds, _compiled())
+        return _compute(request, bounds, _compiled())
     entered: tuple[Tensor, Tensor, Tensor] = _Entry.apply(q, k, v)  # type: ignore[no-untyped-call]
     inside = replace(request, q=entered[0], k=entered[1], v=entered[2])
-    output, logsumexp = _computed(inside, bounds, _compiled())
+    output, logsumexp = _compute(inside, bounds, _compiled())
     left: tuple[Tensor, Tensor] = _Exit.apply(  # type: ignore[no-untyped-call]
         output, logsumexp, q, k, v, without_tensors(request), bounds
     )
@@ -290,7 +295,7 @@ def _guarded(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tens
 
 
 class _Entry(torch.autograd.Function):
-    """Hands q, k and v on, and lets a gradient back unless it shall have a derivative itself."""
+    """Identity on q, k and v, whose backward passes gradients on unless they must be differentiable themselves."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -303,7 +308,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Hands output and logsumexp on; a gradient that shall have a derivative itself takes the reference kernel."""
+    """Identity on output and logsumexp, whose double backward is computed by the reference kernel."""
 
     @staticmethod
     def forward(
@@ -317,9 +322,9 @@ class _Exit(torch.autograd.Function):
         bounds: KeyBounds,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
-        ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks take their share outside
+        ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks are added outside
         ctx.set_materialize_grads(False)
-        return output.detach(), logsumexp.detach()  # no views: those of a function may not be written in place
+        return output.detach(), logsumexp.detach()  # not views: autograd forbids in-place writes to a Function's views
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -334,9 +339,9 @@ class _Exit(torch.autograd.Function):
 
 @constant_in_graphs
 def _missing(device: torch.device) -> str | None:
-    """Say what a device lacks of what flex_attention is compiled by, or None."""
+    """Return which requirement of the compiled flex_attention is missing, in one sentence, or None."""
     if _triton_is_missing():
-        return "PyTorch compiles flex_attention by Triton, which is not installed"
+        return "PyTorch compiles flex_attention with Triton, which is not installed"
     if torch.cuda.get_device_capability(device) < (7, 0):
         return "Triton needs a device of compute capability 7.0"
     return None
@@ -347,11 +352,11 @@ def _triton_is_missing() -> bool:
     return find_spec("triton") is None
 
 
-@constant_in_graphs  # torch 2.11 takes the question itself for True in every graph
+@constant_in_graphs  # torch 2.11 evaluates is_exporting() to True in every graph
 def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-@constant_in_graphs  # a compiler that traces a transform has really entered it
+@constant_in_graphs  # while a compiler traces a transform, that transform is active
 def _transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public word for it
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public name for it

@@ -1,4 +1,4 @@
-"""The kernel that materialises the weights: any dtype, any option; in float64 the oracle of the tests."""
+"""The kernel that materialises the weights, for any dtype and option; in float64 the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from multihead.scores.bias import values_of
 from multihead.tracing import traced
 
 HANDLES_NONFINITE = False
-ROWS = 256  # queries a block, where they need not all be there at once
+ROWS = 256  # queries per block, where they need not be computed at once
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
-    """Say in one sentence why this kernel will not take a request: it takes all."""
+    """Return None: this kernel accepts every request."""
     return None
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Compute softmax(scores) v with every weight written down; without gradients a block of queries at a time."""
+    """Compute softmax(scores) v with materialised weights; without gradients one block of queries at a time."""
     whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)
     if _at_once(request) or request.shape.query_length <= ROWS:
         return _attend_rows(request, whole, every_key)
@@ -35,7 +35,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
 
 
 def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attended:
-    """Attend from some queries to some keys, beyond which they see none."""
+    """Attend from a range of queries to a range of keys that contains all keys they see."""
     dtype = working_dtype(request.q.dtype)
     cells = scores(request, rows, keys).masked_fill(~seen(request, rows, keys), -torch.inf)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
@@ -47,26 +47,26 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
 
 
 def _at_once(request: AttentionRequest) -> bool:
-    """Whether all weights are written down together.
+    """Whether all weights are materialised at once.
 
-    A gradient would keep them all anyway, dropout draws them once, and neither a graph nor a transform can tell which
-    keys a block sees.
+    Autograd would save them all anyway, dropout is drawn for all of them, and in a graph or a transform the keys that a
+    block sees are unknown.
     """
     bias = None if request.bias is None else values_of(request.bias)
     tensors = (request.q, request.k, request.v, bias, request.sinks)
-    follows = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return request.dropout > 0 or (follows and torch.is_grad_enabled()) or traced()
+    needs_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return request.dropout > 0 or (needs_grad and torch.is_grad_enabled()) or traced()
 
 
 def _keys_seen(bounds: KeyBounds, rows: slice) -> slice:
-    """Return the keys that some of the queries may see."""
+    """Return the range of keys that contains every key these queries see."""
     start, stop = bounds.start[:, rows], bounds.stop[:, rows]
     seeing = start < stop
     return slice(int(start[seeing].min()), int(stop.max())) if bool(seeing.any()) else slice(0, 0)
 
 
 def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax whose rows may be empty: weights 0 and logsumexp -inf there, and no NaN in any gradient.
+    """Compute a softmax whose rows may be empty: weights 0 and logsumexp -inf there, and no NaN in any gradient.
 
     Args:
         cells: (batch, heads, queries, keys), scores, -inf where hidden.
@@ -93,7 +93,7 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
-    """Estimate what a call computes and holds: at its peak three tensors of the scores that are there at once."""
+    """Estimate the cells and memory of a call: at its peak it holds three tensors of scores."""
     shape = request.shape
     size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
     if _at_once(request) or shape.query_length <= ROWS:

@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called on the rectangles that a plan leaves to compute."""
+"""PyTorch's fused CPU attention, called on the rectangles of the plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward 
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
-    """Say in one sentence why this kernel will not take a request, or None."""
+    """Return why this kernel refuses a request, in one sentence, or None where it accepts it."""
     if request.shape.device.type != "cpu":
         return f"it calls PyTorch's fused CPU kernel, and the tensors are on {request.shape.device}"
     if traced():
@@ -34,24 +34,24 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     if request.softcap is not None:
         return "PyTorch's fused kernels have no softcap"
     if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
-        return "PyTorch's fused CPU kernel gives no gradient for a bias"
+        return "PyTorch's fused CPU kernel has no gradient for a bias"
     return None
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
-    """Compute the rectangles of the plan by fused calls, and join them by their logsumexp."""
+    """Compute the rectangles of the plan with fused calls, and merge them by their logsumexp."""
     if request.scale <= 0:
-        # The fused kernel hides keys by -inf before it scales: -inf * 0 is NaN, and times -1 it shows them alone.
+        # The fused kernel adds -inf before it scales: -inf * 0 is NaN, and -inf * -1 would show only hidden keys.
         request = replace(request, q=request.q * request.scale, scale=1.0)
     cover = _Cover(request, bounds, rectangles(bounds, biased=request.bias is not None))
     q, k, v = request.q, request.k, request.v
-    # The fused kernel takes equal dims only. Zeros appended to q and k change no score, those to v are cut off.
+    # The fused kernel needs equal dims. Zeros appended to q and k change no score; those appended to v are cut off.
     missing = request.shape.head_dim - request.shape.value_dim
     if missing > 0:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    # It reads features one after the other, whatever their stride says.
+    # It assumes a last stride of 1 without checking it.
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
-    """Estimate what a call computes and holds: the rectangles; output, logsumexp and the largest mask."""
+    """Estimate the cells and memory of a call: the rectangles; output, logsumexp and the largest mask."""
     shape = request.shape
     pieces = rectangles(bounds, biased=request.bias is not None)
     heads_samples = {True: shape.batch * shape.num_heads, False: shape.num_heads}
@@ -79,25 +79,25 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
 
 
 def _computed(piece: Rectangle) -> int:
-    """Count the cells that the fused kernel computes of a rectangle: under is_causal it leaves out whole blocks.
+    """Count the cells of a rectangle that the fused kernel computes: with is_causal it skips whole blocks.
 
-    It takes 32, 64 or 256 queries at a time and 512 keys, up to the block of keys that the last query ends in
+    Its blocks are 32, 64 or 256 queries by 512 keys, up to the block of keys that contains the last visible key
     (PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     if piece.kind != "causal":
         return piece.cells
     height, width = piece.rows[1] - piece.rows[0], piece.columns[1] - piece.columns[0]
     block = 256 if height >= 768 else 64 if height >= 192 else 32
-    behind = (min(first + block, height) for first in range(0, height, block))
+    stops = (min(first + block, height) for first in range(0, height, block))
     return sum(
-        min(block, height - first) * min(-(-min(last, width) // 512) * 512, width)
-        for first, last in zip(range(0, height, block), behind, strict=True)
+        min(block, height - first) * min(-(-min(stop, width) // 512) * 512, width)
+        for first, stop in zip(range(0, height, block), stops, strict=True)
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Cover:
-    """The rectangles of one request, and how to cut tensors and masks to each."""
+    """The rectangles of one request, and the tensors and mask of each."""
 
     request: AttentionRequest
     bounds: KeyBounds
@@ -111,7 +111,7 @@ class _Cover:
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 
     def mask(self, piece: Rectangle) -> Tensor | None:
-        """Make what is added to the scores of a rectangle, or None: -inf where hidden, else the bias or 0."""
+        """Return the additive mask of a rectangle: -inf where hidden, else the bias or 0; None where all are 0."""
         request, rows, columns = self.request, slice(*piece.rows), slice(*piece.columns)
         if piece.kind != "partial" and request.bias is None:
             return None
@@ -134,20 +134,20 @@ def _run(q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor
     only = cover.pieces[0] if len(cover.pieces) == 1 else None
     if only is not None and only.sample is None and only.rows == (0, shape.query_length):
         return _one(q, k, v, cover, only)
-    output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # laid out for merging heads without a copy
+    output = q.new_zeros(*size, v.shape[-1]).transpose(1, 2)  # a layout that merges heads without a copy
     logsumexp = torch.full(size, -torch.inf, dtype=working_dtype(q.dtype)).transpose(1, 2)
-    behind: tuple[int | None, int] = (None, 0)  # the sample and row up to which rows are written
+    written: tuple[int | None, int] = (None, 0)  # the sample, and one past its last row written so far
     for piece in cover.pieces:
         part, part_logsumexp = _one(q, k, v, cover, piece)
         place = (cover.samples(piece), slice(None), slice(*piece.rows))
-        if behind[0] == piece.sample and piece.rows[0] < behind[1]:
+        if written[0] == piece.sample and piece.rows[0] < written[1]:
             # Two rectangles over the same rows: P = exp(s - L) with the L of both.
             joined = torch.logaddexp(logsumexp[place], part_logsumexp)
             shares = (logsumexp[place] - joined).exp()[..., None], (part_logsumexp - joined).exp()[..., None]
             part = (output[place] * shares[0] + part * shares[1]).to(q.dtype)  # the sum is in the shares' dtype
             part_logsumexp = joined
         output[place], logsumexp[place] = part, part_logsumexp
-        behind = (piece.sample, piece.rows[1])
+        written = (piece.sample, piece.rows[1])
     return output, logsumexp
 
 
@@ -164,7 +164,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, cover: _Cover, piece: Rectangle) -> tu
 
 
 class _Fused(torch.autograd.Function):
-    """The rectangles, with the gradient of the output and of the logsumexp."""
+    """The rectangles, with gradients of both the output and the logsumexp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
@@ -178,10 +178,10 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, output, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # What is computed below has no graph: a gradient penalty would silently be a constant.
-            request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks take their share outside
+            # The code below builds no graph: a gradient penalty would silently be a constant.
+            request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added outside
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
-        # Half precision would lose what many rectangles add to one key.
+        # Half precision would lose contributions that many rectangles add to one key.
         dtype = working_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
         # An empty row's P = exp(-inf - L) is 0 for any finite L, and NaN for its own L = -inf.
@@ -206,7 +206,10 @@ def _accumulate(
     logsumexp: Tensor,
     cover: _Cover,
 ) -> None:
-    """Add each rectangle's gradients to those of q, k and v: with the whole row's L its P is that of the whole."""
+    """Add the gradients of each rectangle to those of q, k and v.
+
+    The rectangles use the logsumexp L of the whole row, so that P = exp(s - L) are the weights of the whole row.
+    """
     q, k, v, output = tensors
     for piece in cover.pieces:
         samples, rows, columns = cover.samples(piece), slice(*piece.rows), slice(*piece.columns)

@@ -34,12 +34,12 @@ _REGISTERED: dict[str, type[Mask]] = {}
 
 @dataclass(frozen=True, eq=False)
 class KeyBounds:
-    """The keys each query may see: those of [start, stop) that the remainder, if any, shows too.
+    """The keys each query may see: the interval [start, stop), intersected with the remainder where there is one.
 
     Attributes:
         start: (batch or 1, queries), int64, the first key that a query may see.
-        stop: (batch or 1, queries), int64, one past the last one; equal to start where no key is seen.
-        remainder: the part of the mask whose rows are no intervals, or None where the intervals are the whole mask.
+        stop: (batch or 1, queries), int64, one past the last one; equal to start where no key is visible.
+        remainder: the part of the mask whose rows are not intervals, or None where the intervals are the whole mask.
     """
 
     start: Tensor
@@ -60,7 +60,7 @@ class KeyBounds:
 class Mask:
     """Which keys each query may see; `a & b` is what both allow, `a | b` what either allows.
 
-    A mask is a value and not a tensor: it is written without the shape of the call, and takes no queries x keys memory.
+    A mask is a value, not a tensor: it does not depend on the shape of the call, and takes no queries x keys memory.
     Two masks are equal if they have the same type and fields; tensors in them are compared by identity.
 
     Subclass it to define a mask of your own; only `visible` is required.
@@ -97,7 +97,7 @@ class Mask:
         known = _REGISTERED.get(cls.__name__)
         if known is not None and known.__module__ != cls.__module__ and _is_of_this_package(known):
             raise MaskError(
-                f"There is a mask named {cls.__name__} in multihead.masks.",
+                f"multihead.masks already defines a mask named {cls.__name__}.",
                 "Give the class another name: a saved record finds a mask by the name of its class.",
             )
         _REGISTERED[cls.__name__] = cls
@@ -115,11 +115,11 @@ class Mask:
         """
         raise MaskError(
             f"{type(self).__name__} does not define visible(queries, keys).",
-            "Return there, from integer positions (.., queries, 1) and (.., 1, keys), which keys each query may see.",
+            "Define it: from integer positions (.., queries, 1) and (.., 1, keys), return which keys a query may see.",
         )
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the interval of keys [start, stop) that each query sees, or None where rows are no intervals.
+        """Return the interval of keys [start, stop) that each query sees, or None where rows are not intervals.
 
         Args:
             queries: (batch or 1, queries), int64, the position of each query among the keys.
@@ -142,7 +142,7 @@ class Mask:
             return self
         raise MaskError(
             f"{self!r} holds a tensor, and {type(self).__name__} does not define select_sample(index).",
-            "Return there the mask of one sample: with its row of the tensor, or self where all samples share it.",
+            "Define it to return the mask of one sample: with its row of the tensor, or self where samples share it.",
         )
 
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
@@ -158,10 +158,10 @@ class Mask:
             return self
         raise MaskError(
             f"{self!r} holds a tensor, and {type(self).__name__} does not define select_heads(select).",
-            "Return there the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
+            "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
         )
 
-    # ---- what follows from it
+    # ---- derived from these
 
     def tile(self, place: Place) -> Tensor:
         """Return which keys each query may see in one tile of the map.
@@ -183,9 +183,9 @@ class Mask:
         return cells & place.everywhere()
 
     def bounds(self, extent: Extent) -> KeyBounds:
-        """Return the interval of keys of each query, and the part of the mask that is no interval.
+        """Return the interval of keys of each query, and the part of the mask that is not an interval.
 
-        The bounds may be crossed (start > stop) where no key is seen.
+        The bounds may be crossed (start > stop) where no key is visible.
         """
         interval = self.interval(extent.positions, extent.keys)
         row = extent.positions[:1]
@@ -197,7 +197,7 @@ class Mask:
         return KeyBounds(start, stop)
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
-        """Return the interval [start, stop) of one query without making a tensor, or None where that takes one."""
+        """Return the interval [start, stop) of one query without creating a tensor, or None where that needs one."""
         return None
 
     def check_fits(self, size: CallSize) -> None:
@@ -208,7 +208,10 @@ class Mask:
         """
 
     def after_dropping(self, count: int | Tensor) -> Mask:
-        """Return this mask for keys of which the first `count` were dropped: one number, or (batch,).
+        """Re-express this mask for a sequence whose first `count` keys were dropped.
+
+        Args:
+            count: number of dropped keys, one for all samples or (batch,).
 
         >>> from multihead import masks
         >>> (masks.Window(4) & masks.Prefix(10)).after_dropping(7)
@@ -223,7 +226,7 @@ class Mask:
         return self.select_sample(span.sample).after_dropping(span.keys[0])
 
     def with_first_keys(self, count: int) -> Mask | None:
-        """Return this mask for the first `count` keys alone, or None where it depends on the others."""
+        """Return this mask for the first `count` keys only, or None where it depends on the others."""
         return self
 
     def without_documents(self) -> Mask:
@@ -232,13 +235,13 @@ class Mask:
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether the mask can change its meaning without being another object."""
+        """Whether the mask holds tensors, whose values can change in place."""
         return self.cache_key() is None
 
     def cache_key(self) -> tuple[object, ...] | None:
-        """Return a key under which what was computed of this mask can be cached, or None where it holds a tensor.
+        """Return a key for caching results that depend on this mask, or None where it holds a tensor.
 
-        Equal masks have equal keys. It is cheaper than hashing the mask: every call of the attention makes one.
+        Equal masks have equal keys. It is cheaper than hashing the mask: every attention call computes one.
         """
         key: list[object] = [type(self)]
         names = _field_names(type(self))  # type: ignore[arg-type] # mypy: a class is hashable
@@ -254,7 +257,7 @@ class Mask:
         return tuple(key)
 
     def values(self) -> dict[str, object]:
-        """Return the fields by name: what decides equality, and what a saved record stores."""
+        """Return the fields by name: equality compares them, and a saved record stores them."""
         names = _field_names(type(self))  # type: ignore[arg-type]
         return dict(vars(self)) if names is None else {name: getattr(self, name) for name in names}
 
@@ -279,7 +282,7 @@ class Mask:
 
 
 class _Combined(Mask):
-    """Shared by `And` and `Or`: their parts, in the order they were written."""
+    """Shared by `And` and `Or`: their parts, in the order of the expression."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str]
@@ -341,7 +344,7 @@ class _Combined(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class And(_Combined):
-    """A key is seen where every part shows it. Made by `&`."""
+    """A key is visible where every part shows it. Created by `&`."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str] = "&"
@@ -373,7 +376,7 @@ class And(_Combined):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Or(_Combined):
-    """A key is seen where one of the parts shows it. Made by `|`."""
+    """A key is visible where one of the parts shows it. Created by `|`."""
 
     parts: tuple[Mask, ...]
     sign: ClassVar[str] = "|"
@@ -409,9 +412,9 @@ class Or(_Combined):
 
 @dataclass(frozen=True, eq=False)
 class Shifted(Mask):
-    """A mask written for a sequence of which the first `offset` keys are gone.
+    """A mask of a whole sequence, applied to the keys that remain after its first `offset` keys were dropped.
 
-    The first key left is the key at position `offset` for the mask.
+    The first remaining key is the key at position `offset` for the mask.
 
     Attributes:
         mask: the mask of the whole sequence.
@@ -484,7 +487,7 @@ class Shifted(Mask):
 
 @dataclass(frozen=True, eq=False)
 class UnknownMask(Mask):
-    """Stands in a loaded record for a mask whose class is not defined here: statistics can be read, maps cannot.
+    """Placeholder in a loaded record for a mask whose class is not defined: statistics can be read, maps cannot.
 
     Attributes:
         name: the name of the class.
@@ -493,7 +496,7 @@ class UnknownMask(Mask):
     name: str
 
     def check_fits(self, size: CallSize) -> None:
-        """Accept any size: nothing is known of the mask."""
+        """Accept any size: nothing is known about the mask."""
 
     def tile(self, place: Place) -> Tensor:
         raise self._error()
@@ -504,13 +507,13 @@ class UnknownMask(Mask):
     def _error(self) -> MaskError:
         return MaskError(
             f"The record uses the mask {self.name}, which is not defined here.",
-            f"Import the module that defines the class {self.name} before the record is loaded.",
+            f"Import the module that defines the class {self.name} before loading the record.",
         )
 
 
 @cache
 def _field_names(kind: type[Mask]) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields, or None where a mask is no dataclass."""
+    """Return the names of a dataclass's fields, or None where a mask is not a dataclass."""
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
@@ -521,7 +524,7 @@ def _is_of_this_package(kind: type[Mask]) -> bool:
 
 
 def registered(name: str) -> type[Mask] | None:
-    """Return the mask class of a name, as it stands in a saved record; None where no such class is defined."""
+    """Return the mask class with a name, as stored in a saved record; None where no such class is defined."""
     return _REGISTERED.get(name)
 
 
@@ -529,13 +532,13 @@ def check_is_mask(mask: object) -> None:
     """Check that an argument is a mask; a bare tensor is rejected because the meaning of its True is unknown."""
     if isinstance(mask, Tensor):
         raise MaskError(
-            f"mask is a bare {mask.dtype} tensor of shape {tuple(mask.shape)}, and nothing says what its values mean.",
-            "Say masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, bias=t if it is added to scores.",
+            f"mask is a {mask.dtype} tensor of shape {tuple(mask.shape)}, and the meaning of its values is ambiguous.",
+            "Give masks.Keep(t) if True = visible, masks.Drop(t) if True = hidden, or bias=t if it is added to scores.",
         )
     if not isinstance(mask, Mask):
         raise MaskError(
-            f"mask is a {type(mask).__name__}, and no mask of multihead.masks.",
-            "Give for example masks.Causal() & masks.Lengths((5, 3)).",
+            f"mask is a {type(mask).__name__}, and must be a Mask.",
+            "Give one of multihead.masks, for example masks.Causal() & masks.Lengths((5, 3)).",
         )
 
 

@@ -18,7 +18,7 @@ Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 def checked_counts(
     given: object, name: str, form: str, *, dims: tuple[int, ...] = (1, 2), ragged: bool = False
 ) -> Ints | Tensor:
-    """Check lengths when a mask is made: integers, none negative, with a permitted number of dimensions."""
+    """Check lengths when a mask is created: integers, none negative, with a permitted number of dimensions."""
     if isinstance(given, Tensor):
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() not in dims:
             raise MaskError(
@@ -56,7 +56,7 @@ def _as_rows(given: object, name: str, form: str) -> tuple[int | tuple[int, ...]
 
 
 def as_tensor(counts: object, device: torch.device | str) -> Tensor:
-    """Return counts as an int64 tensor on a device; a tensor there already is returned unchanged."""
+    """Return counts as an int64 tensor on a device; a tensor that is there already is returned unchanged."""
     return torch.as_tensor(counts, dtype=torch.int64, device=device)
 
 
@@ -92,9 +92,9 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
         return
     longest = _longest(counts, summed=summed)
     if longest > size.keys:
-        what = "documents of together" if summed else "a length of"
+        what = f"documents of {longest} tokens in total" if summed else f"a length of {longest} tokens"
         raise MaskError(
-            f"{mask!r} has {what} {longest} tokens, and there are {size.keys} keys.",
+            f"{mask!r} has {what}, and there are {size.keys} keys.",
             f"Give lengths that add up to at most {size.keys}."
             if summed
             else f"Give lengths of at most {size.keys} tokens.",
@@ -102,7 +102,7 @@ def check_longest(mask: object, counts: object, size: CallSize, *, summed: bool 
 
 
 def _longest(counts: object, *, summed: bool) -> int:
-    """Return the largest count, or the largest sum of a row; ints are compared without making a tensor."""
+    """Return the largest count, or the largest sum of a row; ints are compared without creating a tensor."""
     if isinstance(counts, Tensor):
         return int((counts.sum(-1) if summed else counts).max())
     if not isinstance(counts, tuple):

@@ -29,10 +29,10 @@ class Documents(Mask):
 
     Args:
         lengths: ints or an integer tensor, (documents,) for all samples or (batch, documents), tokens.
-            A document of length 0 is none. A position past the last document sees nothing and is not seen.
+            A document of length 0 holds no tokens. A position past the last document sees no key, and no query sees it.
 
     Raises:
-        MaskError: a length is negative or no integer, or the lengths have another number of dimensions.
+        MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
 
     >>> from multihead import masks
     >>> print(masks.picture(Documents((2, 1, 1)), queries=5, keys=5))
@@ -93,7 +93,7 @@ class Documents(Mask):
     def part(self, span: Span) -> Mask:
         documents, first_key = self.select_sample(span.sample), span.keys[0]
         starts = as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
-        if first_key and first_key not in starts:  # a query before that key may belong to the document that is cut
+        if first_key and first_key not in starts:  # a query before that key may belong to the document cut there
             return Shifted(documents, first_key)
         return documents.after_dropping(first_key)
 

@@ -21,7 +21,7 @@ class LeadingKeys(Mask):
 
     Args:
         count: how many leading keys every query sees.
-        mask: what is visible of the others.
+        mask: which of the other keys are visible.
 
     >>> from multihead import masks
     >>> print(masks.picture(LeadingKeys(2, masks.Window(2)), queries=3, keys=5, query_start=2))
@@ -63,7 +63,7 @@ class LeadingKeys(Mask):
     def bounds(self, extent: Extent) -> KeyBounds:
         """Shift the intervals by the leading keys; intervals that start later leave a gap and become a remainder."""
         keys = extent.keys - self.count
-        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:  # a part may end with the leading keys
+        if extent.readable and not isinstance(keys, Tensor) and keys <= 0:  # a part may end within the leading keys
             nothing = torch.zeros_like(extent.positions)
             return KeyBounds(nothing, nothing + extent.keys)
         inner = self.mask.bounds(Extent(extent.positions - self.count, keys, extent.readable))

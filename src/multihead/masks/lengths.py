@@ -23,7 +23,7 @@ class Lengths(Mask):
         lengths: ints or an integer tensor, (batch,) or (batch, queries), tokens.
 
     Raises:
-        MaskError: a length is negative or no integer, or the lengths have another number of dimensions.
+        MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
 
     >>> from multihead import masks
     >>> print(masks.picture(Lengths((3, 2)), queries=2, keys=4))
@@ -82,4 +82,4 @@ class Lengths(Mask):
         return Lengths((lengths[None] - span.keys[0]).clamp(0, span.keys[1] - span.keys[0]))
 
     def with_first_keys(self, count: int) -> None:
-        """Return None: lengths count on all keys."""
+        """Return None: a length may exceed these keys."""

@@ -1,4 +1,4 @@
-"""A prompt that is read both ways: its keys are visible to every query."""
+"""Bidirectional prefix: its keys are visible to every query."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from multihead.masks.place import CallSize, Span
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
-    """Every query sees the first `length` keys: `Causal() | Prefix(n)` is a prompt of n tokens that is read both ways.
+    """Every query sees the first `length` keys: `Causal() | Prefix(n)` is a prefix LM with a prompt of n tokens.
 
     Args:
         length: an int for all samples, or ints or an integer tensor (batch,), tokens.
 
     Raises:
-        MaskError: a length is negative or no integer, or the lengths have another number of dimensions.
+        MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
 
     >>> from multihead import masks
     >>> print(masks.picture(masks.Causal() | Prefix(3)))
@@ -79,4 +79,4 @@ class Prefix(Mask):
         return Prefix(max(length - span.keys[0], 0))
 
     def with_first_keys(self, count: int) -> None:
-        """Return None: a prefix counts on all keys."""
+        """Return None: the prefix may be longer than these keys."""

@@ -30,8 +30,8 @@ class _TensorMask(Mask):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
             given = f"a {tensor.dtype} tensor" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise MaskError(
-                f"{name} takes a boolean tensor, and this is {given}.",
-                "Say which values hide, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
+                f"{name} takes a boolean tensor, and was given {given}.",
+                "Compare its values, for example masks.Keep(t != 0); an additive mask is a bias: attention(bias=t).",
             )
         if not isinstance(axes, str | None):
             raise MaskError(f"{name} was given the axes {axes!r}.", f'Name them in a string: {name}(t, "batch keys").')
@@ -42,7 +42,7 @@ class _TensorMask(Mask):
             given = "without axes" if axes is None else f"with axes {axes!r}"
             raise MaskError(
                 f"{name} was given a tensor of {tensor.dim()} dimensions {given}.",
-                f'Name each one, in the order of "batch heads queries keys", for example {name}(t, "batch keys").',
+                f'Name each axis, in the order of "batch heads queries keys", for example {name}(t, "batch keys").',
             )
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "axes", " ".join(named))
@@ -55,7 +55,7 @@ class _TensorMask(Mask):
         return self.four_dimensional().shape[3] > 1
 
     def four_dimensional(self) -> Tensor:
-        """Return the tensor with size 1 for every axis that it does not name: (batch, heads, queries, keys)."""
+        """Return the tensor with size 1 for every axis that is not named: (batch, heads, queries, keys)."""
         sizes = dict(zip(self.axes.split(), self.tensor.shape, strict=True))
         return self.tensor.reshape([sizes.get(axis, 1) for axis in AXES])
 
@@ -112,7 +112,7 @@ class _TensorMask(Mask):
         if isinstance(count, Tensor):
             raise MaskError(
                 f"{self!r} has a column per key, and the samples dropped different numbers of keys.",
-                "Give a tensor for the keys that are left.",
+                "Give a tensor with one column per remaining key.",
             )
         return type(self)(self.four_dimensional()[..., count:])
 

@@ -13,7 +13,7 @@ from multihead.masks.base import Mask
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """A query sees `size` keys: its own and the `size - 1` before it; and `after` keys after it.
+    """A query sees `size` keys, its own and the `size - 1` before it, and `after` keys after it.
 
     Libraries count windows differently; this is Hugging Face's count (ONNX excludes the query's own key).
 

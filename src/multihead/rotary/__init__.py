@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by an angle that grows with the position of their token."""
+"""Rotary positions (RoPE): queries and keys are rotated by an angle proportional to the position of their token."""
 
 from multihead.rotary.scalings import Linear, Llama3, Yarn
 from multihead.rotary.value import Rotary

@@ -1,4 +1,4 @@
-"""What changes the frequencies of rotary positions, for texts longer than those of training."""
+"""Frequency scalings of rotary positions, for contexts longer than those of training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multihead.errors import ArgumentError, refuse_unless_integer
 
 
 def frequencies_of(base: float, dim: int) -> tuple[float, ...]:
-    """Give the radians a token of each pair of dim columns: base ** (-2 c / dim).
+    """Return the frequency of each pair of dim columns, radians per token: base ** (-2 c / dim).
 
     Source: arXiv:2104.09864, equation 15.
 
@@ -19,18 +19,18 @@ def frequencies_of(base: float, dim: int) -> tuple[float, ...]:
     return tuple(base ** (-column / dim) for column in range(0, dim, 2))
 
 
-def refuse_unless_above(name: str, value: object, least: float = 0) -> None:
-    """Refuse what is no number above the least."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < math.inf:
-        raise ArgumentError(f"{name} is {value!r}.", f"Give a number above {least}.")
+def refuse_unless_above(name: str, value: object, limit: float = 0) -> None:
+    """Reject anything but a finite number above the limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not limit < value < math.inf:
+        raise ArgumentError(f"{name} is {value!r}.", f"Give a number above {limit}.")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Positions divided by a factor: every frequency is that many times lower.
+    """Position interpolation: divide every frequency by a factor.
 
     Args:
-        factor: how many times longer than in training a text may be.
+        factor: ratio of the longest context to that of training.
 
     Source: arXiv:2306.15595.
 
@@ -45,23 +45,23 @@ class Linear:
 
     @property
     def gain(self) -> float:
-        """What turned columns are multiplied by: 1."""
+        """Factor of the rotated columns: 1."""
         return 1.0
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
-        """Give the radians a token of each pair."""
+        """Return the frequency of each pair, radians per token."""
         return tuple(frequency / self.factor for frequency in frequencies_of(base, dim))
 
 
 @dataclass(frozen=True)
 class Llama3:
-    """Long waves stretched by a factor, short ones kept, and those between blended.
+    """Divide low frequencies by a factor, keep high ones, and interpolate between them (Llama 3.1).
 
     Args:
-        factor: how many times lower the frequency of a long wave becomes.
-        low_freq_factor: waves longer than original_length / low_freq_factor tokens are long.
-        high_freq_factor: waves shorter than original_length / high_freq_factor tokens are short.
-        original_length: the longest text of training, tokens.
+        factor: divisor of the low frequencies.
+        low_freq_factor: wavelengths above original_length / low_freq_factor tokens count as low frequencies.
+        high_freq_factor: wavelengths below original_length / high_freq_factor tokens count as high frequencies.
+        original_length: longest context of training, tokens.
 
     Source: Llama 3.1, arXiv:2407.21783; the form is that of its published code.
 
@@ -81,39 +81,39 @@ class Llama3:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ArgumentError(
                 f"low_freq_factor is {self.low_freq_factor} and high_freq_factor is {self.high_freq_factor}.",
-                "Give a smaller low_freq_factor: long waves are longer than original_length / low_freq_factor.",
+                "Give a low_freq_factor below high_freq_factor.",
             )
 
     @property
     def gain(self) -> float:
-        """What turned columns are multiplied by: 1."""
+        """Factor of the rotated columns: 1."""
         return 1.0
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
-        """Give the radians a token of each pair."""
+        """Return the frequency of each pair, radians per token."""
         band = self.high_freq_factor - self.low_freq_factor
-        found = []
+        scaled = []
         for frequency in frequencies_of(base, dim):
-            waves = self.original_length * frequency / (2 * math.pi)  # how often it went round in training
-            kept = min(max((waves - self.low_freq_factor) / band, 0.0), 1.0)
-            found.append(kept * frequency + (1 - kept) * frequency / self.factor)
-        return tuple(found)
+            turns = self.original_length * frequency / (2 * math.pi)  # full rotations within the training context
+            kept = min(max((turns - self.low_freq_factor) / band, 0.0), 1.0)
+            scaled.append(kept * frequency + (1 - kept) * frequency / self.factor)
+        return tuple(scaled)
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """Pairs that went round often in training are kept, those that hardly did are stretched; all are made longer.
+    """YaRN: keep pairs with many rotations in training, interpolate those with few, and scale the rotated columns.
 
     Args:
-        factor: how many times longer than in training a text may be.
-        original_length: the longest text of training, tokens.
-        beta_fast: pairs that went round more often than this in training are kept.
-        beta_slow: pairs that went round less often than this are stretched by the factor.
-        attention_factor: what turned columns are multiplied by; 0.1 ln(factor) + 1 if None. Scores grow by its square.
-        mscale: with mscale_all_dim, makes attention_factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
+        factor: ratio of the longest context to that of training.
+        original_length: longest context of training, tokens.
+        beta_fast: pairs with more rotations than this within original_length keep their frequency.
+        beta_slow: pairs with fewer rotations than this have their frequency divided by the factor.
+        attention_factor: factor of the rotated columns; 0.1 ln(factor) + 1 if None. Scores grow by its square.
+        mscale: with mscale_all_dim, sets attention_factor to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
             ln(factor) + 1), as DeepSeek does.
         mscale_all_dim: see mscale.
-        truncate: whether the two ends of the blend are rounded outward to whole pairs.
+        truncate: whether the two ends of the interpolated range are rounded outward to whole pairs.
 
     Source: arXiv:2309.00071, section 3.
 
@@ -145,7 +145,7 @@ class Yarn:
 
     @property
     def gain(self) -> float:
-        """What turned columns are multiplied by."""
+        """Factor of the rotated columns."""
         if self.attention_factor is not None:
             return float(self.attention_factor)
         if self.factor <= 1:
@@ -156,18 +156,18 @@ class Yarn:
         return (self.mscale * stretched + 1.0) / (self.mscale_all_dim * stretched + 1.0)
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
-        """Give the radians a token of each pair."""
+        """Return the frequency of each pair, radians per token."""
 
-        def pair_that_went_round(times: float) -> float:
-            return dim * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(base))
+        def pair_with_rotations(count: float) -> float:
+            return dim * math.log(self.original_length / (count * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = pair_that_went_round(self.beta_fast), pair_that_went_round(self.beta_slow)
+        low, high = pair_with_rotations(self.beta_fast), pair_with_rotations(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         width = 0.001 if low == high else high - low
-        found = []
+        scaled = []
         for pair, frequency in enumerate(frequencies_of(base, dim)):
             stretched = min(max((pair - low) / width, 0.0), 1.0)
-            found.append(stretched * frequency / self.factor + (1 - stretched) * frequency)
-        return tuple(found)
+            scaled.append(stretched * frequency / self.factor + (1 - stretched) * frequency)
+        return tuple(scaled)

@@ -1,8 +1,8 @@
-"""How queries and keys are turned by their positions, as a value.
+"""`Rotary`: the parameters of rotary positions as an immutable value, and the rotation itself.
 
-Pair c of d turned columns is turned by position * frequency_c, frequency_c = base ** (-2 c / d), so that a score
-depends on positions through their difference alone. Angles are computed in float64, and far positions are as exact as
-near ones; the turn itself is computed in float32, in float64 for float64.
+Pair c of d rotated columns is rotated by position * frequency_c, frequency_c = base ** (-2 c / d), so that a score
+depends on positions only through their difference. Angles are computed in float64, so far positions are as exact as
+near ones; the rotation is computed in float32, or in float64 for float64.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
 from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
-from multihead.rotary.waves import Tables, Waves, exact_on, turned_columns, waves_of
+from multihead.rotary.waves import Tables, Waves, exact_on, rotate_columns, waves_of
 from multihead.tracing import intercepted, traced
 
-# What a turn is computed in, by the dtype of what is turned.
+# The dtype in which the rotation is computed, by the dtype of the tensor.
 _COMPUTED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 _COMPUTED_IN[torch.float64] = torch.float64
 
-# Equal rotaries share their tables, as those of a model's layers do; the last of them takes the tables with it.
+# Equal rotaries, such as those of a model's layers, share their tables; the tables are freed with the last of them.
 _SHARED: WeakValueDictionary[Any, Tables] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How queries and keys are turned by their positions.
+    """Rotary position embedding (RoPE): how queries and keys are rotated by their positions.
 
     Args:
-        base: a larger one makes longer waves; the longest is almost 2 pi base tokens.
-        dim: how many columns of a head are turned, from the first on; all if None.
-        interleaved: whether the columns of a pair are neighbours, 2 c and 2 c + 1 (GPT-J, Cohere), or half of the
+        base: base of the frequencies; a larger one gives longer wavelengths, the longest almost 2 pi base tokens.
+        dim: number of columns of each head that are rotated, starting at the first; all if None.
+        interleaved: whether the columns of a pair are adjacent, 2 c and 2 c + 1 (GPT-J, Cohere), or half of the
             columns apart, c and c + d / 2 (Llama, GPT-NeoX).
-        scaling: how frequencies are changed for longer texts: `Linear`, `Llama3` or `Yarn`. NTK-aware scaling by a
-            factor is another base, base * factor ** (d / (d - 2)). Its dynamic form changes the base while a text
-            grows, and the keys turned before would be wrong: it is not offered.
+        scaling: how frequencies are scaled for longer contexts: `Linear`, `Llama3` or `Yarn`. NTK-aware scaling by a
+            factor is another base, base * factor ** (d / (d - 2)). Its dynamic form is not supported: it changes the
+            base as the text grows, which would invalidate the keys rotated before.
 
     Raises:
-        ArgumentError: a base that is not above 1, an odd dim, or something that is no scaling.
+        ArgumentError: base is not above 1, dim is odd, or scaling is of another type.
 
     Source: arXiv:2104.09864.
 
@@ -65,35 +65,35 @@ class Rotary:
         if self.dim is not None:
             refuse_unless_integer("dim", self.dim, least=2)
             if self.dim % 2:
-                raise ArgumentError(f"dim is {self.dim}, and columns are turned in pairs.", "Give an even number.")
+                raise ArgumentError(f"dim is {self.dim}, and columns are rotated in pairs.", "Give an even number.")
         if self.scaling is not None and not isinstance(self.scaling, (Linear, Llama3, Yarn)):
             raise ArgumentError(
                 f"scaling is a {type(self.scaling).__name__}.", "Give Linear(...), Llama3(...), Yarn(...) or None."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle what was said; the tables are made again."""
+        """Copy and pickle the parameters only; tables are recomputed when needed."""
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
     def refuse_unless_turning(self, head_dim: int) -> None:
-        """Reject a head_dim whose columns cannot be turned in pairs.
+        """Reject a head_dim whose columns cannot be rotated in pairs.
 
         Raises:
-            ArgumentError: it is odd, or smaller than dim.
+            ArgumentError: head_dim is odd, or smaller than dim.
         """
         if self.dim is None and head_dim % 2:
-            part = f", or turn a part of the columns: Rotary(dim={head_dim - 1})" if head_dim > 1 else ""
+            part = f", or rotate some of the columns: Rotary(dim={head_dim - 1})" if head_dim > 1 else ""
             raise ArgumentError(
-                f"head_dim is {head_dim}, and Rotary turns columns in pairs.", f"Give an even head_dim{part}."
+                f"head_dim is {head_dim}, and Rotary rotates columns in pairs.", f"Give an even head_dim{part}."
             )
         if self.dim is not None and self.dim > head_dim:
             raise ArgumentError(
-                f"head_dim is {head_dim}, and Rotary turns {self.dim} columns of each head.",
+                f"head_dim is {head_dim}, and Rotary rotates {self.dim} columns of each head.",
                 f"Give Rotary a dim of at most {head_dim}.",
             )
 
     def frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """Give the angle that each pair of a head's columns is turned by from one token to the next, radians.
+        """Return the rotation angle per token of each pair of a head's columns, radians.
 
         >>> Rotary().frequencies(4)
         (1.0, 0.01)
@@ -102,22 +102,24 @@ class Rotary:
         return frequencies_of(self.base, dim) if self.scaling is None else self.scaling.frequencies(self.base, dim)
 
     def rotate(self, x: Tensor, positions: int | Tensor) -> Tensor:
-        """Turn queries or keys by the positions of their tokens.
+        """Rotate queries or keys by the positions of their tokens.
 
         Args:
             x: (batch, heads, length, head_dim), floating point.
-            positions: of the first token, the others following one after another; or of each token, integers
-                (batch or 1, length). A negative one turns backward.
+            positions: position of the first token, the others being consecutive; or the position of each token,
+                integers (batch or 1, length). A negative position rotates backward.
 
-        Returns: as x; where x is a view of (batch, length, heads * head_dim), such as `split_heads` gives, so is this.
+        Returns: a tensor as x; where x is a view of (batch, length, heads * head_dim), as from `split_heads`, so is
+            the result.
 
         Raises:
-            ShapeError, DtypeError: what does not fit, in words.
+            ShapeError: x does not have four dimensions or enough columns in pairs, or positions do not fit x.
+            DtypeError: a dtype or device does not fit.
         """
         return self._applied(x, self._waves(x, positions))
 
     def rotate_both(self, q: Tensor, k: Tensor, positions: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the queries and keys of the same tokens, looking their angles up once.
+        """Rotate the queries and keys of the same tokens, computing their angles once.
 
         Args:
             q: (batch, heads, length, head_dim).
@@ -134,30 +136,30 @@ class Rotary:
         return self._applied(q, waves), self._applied(k, waves if together else self._waves(k, positions))
 
     def _applied(self, x: Tensor, waves: Waves | Tensor) -> Tensor:
-        """Turn the columns that are turned, laid out as projections are: (batch, length, heads, head_dim)."""
-        # Heads of one token lie side by side already. How many tokens there are may be unknown where a graph is made.
+        """Rotate the first `dim` columns, in the memory layout of projections: (batch, length, heads, head_dim)."""
+        # The heads of a single token are contiguous already. In a graph the number of tokens may be symbolic.
         one_token = not traced() and x.shape[2] == 1
         columns = x if one_token else x.transpose(1, 2)
         if x.dtype is not (dtype := _COMPUTED_IN[x.dtype]):
             columns = columns.to(dtype)
         if self.dim is None or self.dim == x.shape[3]:
-            turned = turned_columns(columns, waves, interleaved=self.interleaved)
+            rotated = rotate_columns(columns, waves, interleaved=self.interleaved)
         else:
-            turned = turned_columns(columns[..., : self.dim], waves, interleaved=self.interleaved)
-            turned = torch.cat([turned, columns[..., self.dim :]], -1)
+            rotated = rotate_columns(columns[..., : self.dim], waves, interleaved=self.interleaved)
+            rotated = torch.cat([rotated, columns[..., self.dim :]], -1)
         if x.dtype is not dtype:
-            turned = turned.to(x.dtype)
-        return turned if one_token else turned.transpose(1, 2)
+            rotated = rotated.to(x.dtype)
+        return rotated if one_token else rotated.transpose(1, 2)
 
     def _waves(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
-        """Look the waves up, or compute them where a table could not be kept: where code is recorded or transformed."""
+        """Look up the cosines and sines, or compute them where tables cannot be cached: in traces and transforms."""
         self._refuse_unless_fitting(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
         if type(x) is Tensor and not intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
             if isinstance(positions, int):
                 return tables.between(positions, positions + x.shape[2])
-            # Elsewhere than on the CPU, asking how far the positions reach would make the host wait.
+            # On other devices, reading the largest position would synchronise with the host.
             if isinstance(positions, Tensor) and device.type == "cpu" and (waves := tables.at(positions)) is not None:
                 return waves
             frequencies = tables.frequencies
@@ -170,7 +172,7 @@ class Rotary:
 
     @cached_property
     def _tables(self) -> dict[Any, Tables]:
-        """Those in use, by width, dtype and device: found without asking what this rotary is equal to."""
+        """Tables of this rotary by width, dtype and device: a lookup that does not hash the rotary."""
         return {}
 
     @property
@@ -178,29 +180,30 @@ class Rotary:
         return 1.0 if self.scaling is None else self.scaling.gain
 
     def _tables_for(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tables:
-        said = (self.base, self.interleaved, self.scaling, dim, dtype, device)
-        made = Tables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
-        tables = self._tables[dim, dtype, device] = _SHARED.setdefault(said, made)
+        key = (self.base, self.interleaved, self.scaling, dim, dtype, device)
+        new = Tables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
+        tables = self._tables[dim, dtype, device] = _SHARED.setdefault(key, new)
         return tables
 
     def _refuse_unless_fitting(self, x: Tensor, positions: object) -> None:
         if x.dim() != 4:
             raise ShapeError(
-                f"x has shape {tuple(x.shape)}, and heads are turned.", "Give (batch, heads, length, head_dim)."
+                f"x has shape {tuple(x.shape)}, and must have four dimensions.",
+                "Give (batch, heads, length, head_dim).",
             )
         if x.dtype not in _COMPUTED_IN:
             raise DtypeError(f"x has dtype {x.dtype}.", "Give float32, float64, bfloat16 or float16.")
         batch, _, length, head_dim = x.shape
         if self.dim is None and head_dim % 2:
             raise ShapeError(
-                f"x has a head_dim of {head_dim}, and columns are turned in pairs.",
-                f"Give an even head_dim, or turn a part of the columns: Rotary(dim={head_dim - 1})."
+                f"x has a head_dim of {head_dim}, and columns are rotated in pairs.",
+                f"Give an even head_dim, or rotate some of the columns: Rotary(dim={head_dim - 1})."
                 if head_dim > 1
                 else "Give an even head_dim.",
             )
         if self.dim is not None and self.dim > head_dim:
             raise ShapeError(
-                f"x has a head_dim of {head_dim}, and {self.dim} columns of each head are to be turned.",
+                f"x has a head_dim of {head_dim}, and Rotary rotates {self.dim} columns of each head.",
                 f"Give Rotary a dim of at most {head_dim}.",
             )
         if isinstance(positions, (int, SymInt)):
@@ -218,5 +221,5 @@ class Rotary:
         if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
             raise ShapeError(
                 f"positions has shape {tuple(positions.shape)}, and there are {batch} samples of {length} tokens.",
-                f"Give ({batch}, {length}), or (1, {length}) where all samples have the same.",
+                f"Give ({batch}, {length}), or (1, {length}) where all samples share the positions.",
             )

@@ -1,4 +1,4 @@
-"""What is done to scores before the softmax, and what takes part in it beside the keys."""
+"""Position biases added to the scores. The package also holds the softcap and the sinks."""
 
 from multihead.scores.alibi import ALiBi
 from multihead.scores.learned import LearnedBias

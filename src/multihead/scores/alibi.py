@@ -1,4 +1,4 @@
-"""ALiBi: a key counts less the further it stands from its query, each head at a slope of its own."""
+"""ALiBi: a bias that falls linearly with the distance between query and key, with one slope per head."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from multihead.scores.relative import RelativeBias, offsets
 
 
 def slopes_of(num_heads: int) -> tuple[float, ...]:
-    """Give each head's slope, per token: 2 ** (-8 h / heads) for h = 1, 2, ... where heads is a power of two.
+    """Return the slope of each head, per token: 2 ** (-8 h / heads) for h = 1, 2, ... where heads is a power of two.
 
-    For another number come the slopes of the power of two below it, and then every second one of those of the power
-    above, as in the paper's own code.
+    For any other number of heads, the slopes of the next smaller power of two come first, followed by every second
+    slope of the next larger one, as in the paper's code.
 
-    Source: arXiv:2108.12409, section 3 and its published code.
+    Source: arXiv:2108.12409, section 3, and its published code.
 
     >>> slopes_of(8) == tuple(2.0**-h for h in range(1, 9))
     True
@@ -30,16 +30,16 @@ def slopes_of(num_heads: int) -> tuple[float, ...]:
 
 
 class ALiBi(nn.Module):
-    """A bias of -slope * |distance|, which has no parameters.
+    """A bias of -slope * |distance|, without parameters.
 
     Args:
         num_heads: number of query heads.
-        device: where the slopes are kept, in float32.
+        device: device of the slopes, which are float32.
 
     Raises:
-        ArgumentError: num_heads is no positive integer.
+        ArgumentError: num_heads is not a positive integer.
 
-    Source: arXiv:2108.12409. Keys behind the query, which the paper hides, count less with their distance too.
+    Source: arXiv:2108.12409. The paper hides keys after the query; here their bias falls with the distance too.
 
     >>> bias = ALiBi(2)(queries=2, keys=3)
     >>> bias.tile(2, 3)[0, 0] * 16  # the first of two heads has the slope 1 / 16
@@ -57,7 +57,7 @@ class ALiBi(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Write the slopes down, as is needed after `to_empty`: no state_dict carries them."""
+        """Recompute the slopes. Call it after `to_empty`, because a state_dict does not contain them."""
         with torch.no_grad():
             self.slopes.copy_(torch.tensor(slopes_of(self.num_heads)))
 
@@ -70,14 +70,14 @@ class ALiBi(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> RelativeBias:
-        """Make the bias of a call.
+        """Compute the bias of a call.
 
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: where the first query stands among the keys; a tensor (batch,) has one a sample.
-            device: of the bias; that of the slopes if None.
-            dtype: of the bias; float32 if None.
+            query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
+            device: device of the bias; that of the slopes if None.
+            dtype: dtype of the bias; float32 if None.
 
         Returns: `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
@@ -87,5 +87,5 @@ class ALiBi(nn.Module):
         return RelativeBias(values if dtype is None else values.to(dtype))
 
     def extra_repr(self) -> str:
-        """Say the number of heads."""
+        """Return the number of heads, for `repr`."""
         return f"num_heads={self.num_heads}"

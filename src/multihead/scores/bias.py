@@ -1,4 +1,4 @@
-"""A bias: what is added to the scores, cell by cell or along diagonals; -inf in it hides a key as a mask would."""
+"""A bias added to the scores, per cell or per diagonal; -inf in it hides a key as a mask would."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
         given = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else f"a {type(bias).__name__}"
         raise DtypeError(
             f"bias is {given}, and it is added to floating point scores.",
-            "Give a floating point tensor; what hides keys is a mask, for example mask=masks.Keep(t).",
+            "Give a floating point tensor; to hide keys, give a mask, for example mask=masks.Keep(t).",
         )
     if bias.device != shape.device:
         raise DtypeError(f"bias is on {bias.device} and q is on {shape.device}.", "Move it: bias.to(q.device).")
-    if bias.dim() != 4 or any(given not in (1, size) for given, size in zip(bias.shape, sizes, strict=True)):
+    if bias.dim() != 4 or any(length not in (1, size) for length, size in zip(bias.shape, sizes, strict=True)):
         raise ShapeError(
             f"bias has shape {tuple(bias.shape)}, and it is added to (batch, heads, queries, keys) = {sizes}.",
             "Give four dimensions, each of that size or 1.",
@@ -40,7 +40,7 @@ def _refuse_unless_relative_fits(bias: RelativeBias, shape: AttentionShape) -> N
     given, sizes = tuple(bias.values.shape), (shape.batch, shape.num_heads, shape.query_length + shape.key_length - 1)
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")
-    # Where a graph is made lengths may be unknown: its operator looks again.
+    # While a graph is traced, lengths may be symbolic; the operator checks them again when it runs.
     fits = traced() or given[2] == max(sizes[2], 0)
     if given[0] not in (1, sizes[0]) or given[1] not in (1, sizes[1]) or not fits:
         raise ShapeError(
@@ -51,22 +51,22 @@ def _refuse_unless_relative_fits(bias: RelativeBias, shape: AttentionShape) -> N
 
 
 def values_of(bias: Bias) -> Tensor:
-    """Return the tensor that a bias is written in."""
+    """Return the tensor that holds the values of a bias."""
     return bias.values if isinstance(bias, RelativeBias) else bias
 
 
 def with_values(bias: Bias, values: Tensor) -> Bias:
-    """Return a bias of the same kind, written in another tensor."""
+    """Return a bias of the same kind with other values."""
     return RelativeBias(values) if isinstance(bias, RelativeBias) else values
 
 
-def written_out(bias: Bias, shape: AttentionShape) -> Tensor:
+def dense_bias(bias: Bias, shape: AttentionShape) -> Tensor:
     """Return a bias as a tensor broadcasting to (batch, heads, queries, keys)."""
     return bias if isinstance(bias, Tensor) else bias.tile(shape.query_length, shape.key_length)
 
 
 def added(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
-    """Add two biases; where both speak of the distance alone, so does their sum."""
+    """Add two biases. The sum is a RelativeBias where both are."""
     if isinstance(bias, RelativeBias) and isinstance(other, RelativeBias):
         return RelativeBias(bias.values + other.values)
     whole = [each.tile(queries, keys) if isinstance(each, RelativeBias) else each for each in (bias, other)]
@@ -74,13 +74,13 @@ def added(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
 
 
 def shifted(bias: Bias, queries: int, keys: int) -> Tensor:
-    """Put a column of 0 before a bias, for a key that is added before all others."""
+    """Prepend a column of zeros to a bias, for a key that is inserted before all others."""
     whole = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
     return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
 
 
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
-    """Cut a tile out of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
+    """Slice a tile of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
     if isinstance(bias, RelativeBias):
         return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
     if bias.shape[2] > 1:

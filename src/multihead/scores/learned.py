@@ -1,4 +1,4 @@
-"""A learned bias: a number for each head, place of a query and place of a key."""
+"""A learned bias per head, query position and key position."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from multihead.tracing import readable
 
 
 class LearnedBias(nn.Module):
-    """A table of biases by absolute places, up to a size.
+    """A learned table of biases by absolute positions, up to a maximum length.
+
+    The parameter `weight`, (num_heads, queries, keys), is initialised to 0.
 
     Args:
         num_heads: number of query heads.
-        queries: how many places of queries the table has.
-        keys: how many places of keys it has.
-        device: where the weight is made.
-        dtype: of the weight.
+        queries: number of query positions in the table.
+        keys: number of key positions in the table.
+        device: device of the weight.
+        dtype: dtype of the weight.
 
     Raises:
-        ArgumentError: a size that is no positive integer.
-
-    The parameter `weight`, (num_heads, queries, keys), begins at 0.
+        ArgumentError: a size is not a positive integer.
 
     >>> bias = LearnedBias(num_heads=8, queries=16, keys=16)
     >>> bias(queries=4, keys=10).shape
     torch.Size([1, 8, 4, 10])
     """
 
-    of_distance = False  # it speaks of absolute places
+    of_distance = False  # it depends on absolute positions
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LearnedBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the table to 0: a layer begins as one without it."""
+        """Set the table to 0: a new layer computes the same as one without the bias."""
         nn.init.zeros_(self.weight)
 
     def forward(
@@ -60,28 +60,28 @@ class LearnedBias(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Cut the bias of a call out of the table; gradients flow to it.
+        """Slice the bias of a call out of the table; gradients flow to the weight.
 
         Args:
             queries: number of queries.
             keys: number of keys.
-            query_start: where the first query stands; a tensor (batch,) has one a sample, and a query that is
-                padding and stands at no place takes the nearest one.
-            device: of the bias; that of the weight if None.
-            dtype: of the bias; that of the weight if None.
+            query_start: position of the first query; a tensor (batch,) has one per sample. Padding queries whose
+                position is outside the table use the nearest row.
+            device: device of the bias; that of the weight if None.
+            dtype: dtype of the bias; that of the weight if None.
 
         Returns: (batch or 1, heads, queries, keys).
 
         Raises:
-            ShapeError: places that the table does not have.
+            ShapeError: a position is outside the table.
         """
         weight = self.weight.to(device=device, dtype=dtype)
-        if not isinstance(query_start, Tensor) and query_start < 0:  # some stand before the first place
+        if not isinstance(query_start, Tensor) and query_start < 0:  # some are before the first position
             query_start = torch.tensor([query_start])
         if not isinstance(query_start, Tensor):
             self._refuse_unless_within(query_start + queries, keys)
             return weight[None, :, query_start : query_start + queries, :keys]
-        # Which queries are padding is not known here, but one sample at least has as many tokens as the longest.
+        # Padding queries cannot be identified here, but at least one sample has no padding.
         furthest = 0
         if query_start.numel() and readable(query_start.device):
             first, last = (int(end) for end in query_start.aminmax())
@@ -94,11 +94,11 @@ class LearnedBias(nn.Module):
     def _refuse_unless_within(self, queries: int, keys: int) -> None:
         if queries > self.queries or keys > self.keys:
             raise ShapeError(
-                f"The learned bias has places for {self.queries} queries and {self.keys} keys, and the call reaches "
-                f"to {queries} and {keys}.",
-                "Make it larger, or give fewer tokens.",
+                f"The learned bias has {self.queries} query positions and {self.keys} key positions, and the call "
+                f"needs {queries} and {keys}.",
+                "Create it with larger sizes, or give fewer tokens.",
             )
 
     def extra_repr(self) -> str:
-        """Say the sizes."""
+        """Return the sizes, for `repr`."""
         return f"num_heads={self.num_heads}, queries={self.queries}, keys={self.keys}"

@@ -1,4 +1,4 @@
-"""Sinks: a learned logit a head that takes part in the softmax and gives no value."""
+"""Attention sinks: one learned logit per head that takes part in the softmax and has no value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multihead.shapes import AttentionShape
 
 
 def refuse_unless_sinks_fit(sinks: object, shape: AttentionShape) -> None:
-    """Refuse sinks that are no floating point tensor with one logit a head."""
+    """Reject sinks that are not a floating point tensor with one logit per head."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.device != shape.device:
         given = (
             f"a {sinks.dtype} tensor on {sinks.device}" if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"
@@ -19,15 +19,15 @@ def refuse_unless_sinks_fit(sinks: object, shape: AttentionShape) -> None:
     if tuple(sinks.shape) != (shape.num_heads,):
         raise ShapeError(
             f"sinks has shape {tuple(sinks.shape)}, and there are {shape.num_heads} heads.",
-            f"Give one logit a head: shape ({shape.num_heads},).",
+            f"Give one logit per head: shape ({shape.num_heads},).",
         )
 
 
 def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Let each head's sink take its share of an attention that was computed without it.
+    """Add each head's sink to an attention that was computed without it.
 
-    With L the logsumexp over the keys and s the sink, the weights of the keys shrink by exp(L) / (exp(L) + exp(s))
-    = sigmoid(L - s), and so does the output. A query that sees no key stays as it is: 0 and -inf.
+    With L the logsumexp over the keys and s the sink, the weights of the keys are multiplied by
+    exp(L) / (exp(L) + exp(s)) = sigmoid(L - s), and so is the output. A query that sees no key is unchanged: 0, -inf.
 
     Args:
         output: (batch, heads, queries, value_dim).

@@ -196,8 +196,8 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"mask": torch.ones(2, 2, dtype=torch.bool)},
         MaskError,
         (
-            "mask is a bare torch.bool tensor of shape (2, 2), and nothing says what its values mean. Say "
-            "masks.Keep(t) if True may be seen, masks.Drop(t) if True is hidden, bias=t if it is added to scores."
+            "mask is a torch.bool tensor of shape (2, 2), and the meaning of its values is ambiguous. Give "
+            "masks.Keep(t) if True = visible, masks.Drop(t) if True = hidden, or bias=t if it is added to scores."
         ),
     ),
 ]

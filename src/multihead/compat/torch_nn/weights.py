@@ -12,7 +12,7 @@ from torch.nn.functional import dropout
 from multihead.call import Attended, AttentionRequest
 from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
 from multihead.kernels.reference import softmax
-from multihead.scores.bias import written_out
+from multihead.scores.bias import dense_bias
 from multihead.tracing import traced
 
 
@@ -138,7 +138,7 @@ def _of_head(request: AttentionRequest, logsumexp: Tensor, hidden: Tensor | None
         q, k = request.q[:, head].to(dtype), request.k[:, head].to(dtype)
         cells = (q * request.scale) @ k.mT
         if request.bias is not None:
-            bias = written_out(request.bias, request.shape).detach()
+            bias = dense_bias(request.bias, request.shape).detach()
             cells += bias[:, head if bias.shape[1] > 1 else 0].to(dtype)
         if hidden is None:
             return cells.softmax(-1).masked_fill_(row.isnan(), torch.nan)
