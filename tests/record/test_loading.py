@@ -374,7 +374,7 @@ def test_a_number_that_is_none_is_refused(good: Path, tmp_path: Path, number: ob
         ({"late": {"label": 3}}, "the label of a statistic should be a text, and is an integer"),
         ({"late": {"label": "a" * 101}}, "a label of a statistic has more than 100 characters"),
         ({"late": {"number_format": ".99f"}}, "The number format of late is '.99f'"),
-        ({"late": {"of": "os.system"}}, "what it says does not fit together"),
+        ({"late": {"of": "os.system"}}, "its parts do not fit together"),
     ],
 )
 def test_a_label_of_a_statistic_that_is_none_is_refused(
