@@ -62,8 +62,8 @@ def test_a_text_may_be_given_where_ids_are_not_known() -> None:
     with pytest.raises(ArgumentError) as caught:
         seen.set_text(Text(tokens=["a"]))
     assert str(caught.value) == (
-        "The text has 1 tokens, and no layer saw so many as sample 0. "
-        "Give the text that the model read, one token a key."
+        "The text has 1 tokens, and no layer has as many keys in sample 0. "
+        "Give the text that the model read, one token per key."
     )
 
 

@@ -28,7 +28,7 @@ SCORES = {
     "broad": "evenness",
     "local": "near_mass",
 }
-"""The textbook kinds, and the number that tells how far a head is of one: a share from 0 to 1 each."""
+"""Textbook kind -> the statistic that measures it, a share from 0 to 1 each."""
 
 ABOUT = {
     "separator": "special tokens after the first: give `tokenizer` or `special_ids` to observe",
@@ -42,7 +42,7 @@ ABOUT = {
 class FoundHead:
     """One head that was found.
 
-    Fields:
+    Attributes:
         layer: the layer's number.
         head: the head's index in its layer.
         name: the layer's name.
@@ -75,7 +75,7 @@ def find(
     of: Of = "mean",
     statistics: Mapping[str, Statistic] | None = None,
 ) -> list[FoundHead]:
-    """Find heads; see `Record.find`. `statistics` says how the statistics that are not built in are shown."""
+    """Find heads; see `Record.find`. `statistics` has the labels of statistics that are not built in."""
     shown = {**{kind: Statistic(kind, number_format=SHARE) for kind in SCORES}, **(statistics or {})}
     if not wanted:
         raise ArgumentError(
@@ -105,7 +105,7 @@ def _is_within(value: float, limits: Range) -> bool:
 
 
 def _numbers(layer: LayerRecord, wanted: tuple[str, ...], of: Of) -> dict[str, Tensor]:
-    """Give those of the numbers asked for that a layer has: (heads,) each."""
+    """Return the wanted statistics that a layer has: (heads,) each."""
     summary = layer.summary(of)
     found = {}
     for name in wanted:

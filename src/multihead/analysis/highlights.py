@@ -62,7 +62,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that stands out, in words.
+    """One head that stands out, described in a sentence.
 
     Attributes:
         topic: what it is about: one of `KINDS`, "distance" or "focused".
@@ -92,7 +92,7 @@ def kinds(
 ) -> tuple[str, ...]:
     """Name the kind of each head of a layer by the thresholds of this file.
 
-    Broad heads are told first (in a short text an even spread would pass other thresholds as well), then
+    Broad heads are tested first (in a short text an even spread would pass other thresholds as well), then
     the place with the largest share, then local, then mixed.
 
     Args:
@@ -161,7 +161,7 @@ def findings(
     lang: str = "en",
     profiles: Sequence[LayerProfile] | None = None,
 ) -> list[Finding]:
-    """Find the heads worth a look, at most six, and say of each what it does; no head twice.
+    """Find the most notable heads, at most six, and describe what each does; no head twice.
 
     Args:
         layers: the layers of a record.
@@ -169,7 +169,7 @@ def findings(
         tokens: the text's tokens, so that a sentence can name the first one.
         special: one flag a token, as in `layer_profiles`.
         lang: "en" or "zh".
-        profiles: the result of `layer_profiles`, where it is at hand already.
+        profiles: the result of `layer_profiles`, if the caller has it.
     """
     words = section(lang, "common", "findings")
     read = profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special)
@@ -235,7 +235,7 @@ def _value(value: float, visibility: Visibility, head: int) -> float:
 
 
 def _evenness(value: float, visibility: Visibility, head: int) -> float:
-    # Keys, not nats, are told; the mask allows a late query more of them than an early one.
+    # In keys, not nats; the mask allows a late query more of them than an early one.
     return value / max(1e-9, float(visibility.mean_keys[head]))
 
 
@@ -253,7 +253,7 @@ class _Topic:
     threshold: float = MASS_SHARE
     needs_self: bool = True  # whether it means something only where queries and keys are one text
     rank: Callable[[float, Visibility, int], float] = _value
-    least: float = 0.01  # below this there is nothing to tell
+    least: float = 0.01  # smaller values are not reported
 
     def best(self, heads: _HeadList, taken: set[tuple[int, int]]) -> tuple[int, int, float] | None:
         ranked = []

@@ -15,16 +15,16 @@ from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
 CELLS = 1 << 25
-"""Weights that are compared, over all heads, where nobody says how many queries: a second or two."""
+"""Weights compared over all heads if the number of queries is not given: a second or two."""
 
 TILE = 1 << 21  # weights of one layer that are held at once
 
 
 @dataclass(frozen=True)
 class NearHead:
-    """One head, and how far its weights are from those of the head that was asked for.
+    """One head and the divergence of its weights from those of the given head.
 
-    Fields:
+    Attributes:
         layer: the layer's number.
         head: the head's index in its layer.
         name: the layer's name.
@@ -116,8 +116,8 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
     for first in range(0, len(places), step):
         part = places[first : first + step]
         chosen = slice(part.start, part.stop, part.step)
-        behind = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
-        seen = slice(0, behind)  # what no query at hand may see is no difference
+        end = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
+        seen = slice(0, end)  # keys that none of these queries sees make no difference
         p = _with_sink(one.weights(head, queries=chosen, keys=seen)[None])  # (1, rows, keys + 1)
         q = _with_sink(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
         between = (entropy_of((p + q) / 2) - (entropy_of(p) + entropy_of(q)) / 2).clamp(min=0)
@@ -128,5 +128,5 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
 
 
 def _with_sink(weights: Tensor) -> Tensor:
-    """Put what a learned sink takes behind the weights of the keys, as one key more."""
+    """Append the weight on a learned sink to the weights of the keys, as one more key."""
     return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)

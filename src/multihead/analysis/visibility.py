@@ -1,4 +1,4 @@
-"""Read off what the queries of a layer may see: the mask's pattern, the entropy it allows, the mass near by."""
+"""The visible keys of a layer's queries: the pattern of the mask, the entropy it allows, the mass near the query."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def visibility_of(sample: SampleRecord) -> Visibility:
 
 
 def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
-    """Count the keys that each query sees, and find the first and the one behind the last: (heads or 1, queries)."""
+    """Return the number of keys that each query sees, the first, and that after the last: (heads or 1, queries)."""
     intervals = sample.intervals()
     if intervals is not None:
         start, stop = (each[None] for each in intervals)
@@ -132,7 +132,7 @@ def _band_mass_bound(sample: SampleRecord) -> Tensor:
 
 
 def _pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:
-    """Name the mask whose rows see [start, stop); rows that see nothing say nothing."""
+    """Return the name of the mask whose rows see [start, stop); rows that see nothing are ignored."""
     seen = count > 0
     if not bool(seen.any()) or not bool((count == stop - start)[seen].all()):
         return "other", 0, 0

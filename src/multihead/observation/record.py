@@ -32,7 +32,7 @@ __all__ = ["Record"]
 class Record:
     """What `observe` saw, or what was saved of it.
 
-    Fields:
+    Attributes:
         layers: one a layer, in the order they first ran.
         title: what was watched, such as the name of the model's class.
         id: a random name that it keeps when it is saved.
@@ -99,10 +99,10 @@ class Record:
                         reading.named = Text(known, None, [each in marks for each in known.tolist()])
 
     def set_text(self, text: Text, *, sample: int = 0) -> None:
-        """Say what the tokens of a sample are; layers whose keys are so many tokens take it.
+        """Set the tokens of a sample, in all layers with as many keys.
 
         Raises:
-            ArgumentError: no layer has a sample of so many keys there.
+            ArgumentError: no layer has a sample with as many keys.
         """
         taking = [
             layer.samples[sample]
@@ -113,8 +113,8 @@ class Record:
         ]
         if not taking:
             raise ArgumentError(
-                f"The text has {text.length} tokens, and no layer saw so many as sample {sample}.",
-                "Give the text that the model read, one token a key.",
+                f"The text has {text.length} tokens, and no layer has as many keys in sample {sample}.",
+                "Give the text that the model read, one token per key.",
             )
         for one in taking:
             one.keys_read.named = text
@@ -268,7 +268,7 @@ class Record:
         Raises:
             InputError: the file cannot be written.
             ArgumentError: `keep` is none of these.
-            MaskError: a mask is none that a file holds; nothing is written then.
+            MaskError: a mask cannot be stored; nothing is written then.
         """
         saving.save(self._parts, file, keep=keep)
 

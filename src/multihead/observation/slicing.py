@@ -96,35 +96,35 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         ends = as_tensor(request.packed_lengths, "cpu").cumsum(0).tolist()
         places = list(zip([0, *ends[:-1]], ends, strict=True))
         lengths = request.packed_lengths.to(shape.device)
-        behind = lengths.cumsum(0).repeat_interleave(lengths)
-        inside = (bounds.start >= behind - lengths.repeat_interleave(lengths)) & (bounds.stop <= behind)
+        end = lengths.cumsum(0).repeat_interleave(lengths)
+        inside = (bounds.start >= end - lengths.repeat_interleave(lengths)) & (bounds.stop <= end)
         within = bool((bounds.sees_nothing | inside).all())
         return [Span(0, place, place, holds_all=within, holds_first=True) for place in places]
     start, stop, seeing = (
         each.expand(batch, -1) for each in (bounds.start, bounds.stop, ~bounds.sees_nothing)
     )  # (batch, queries)
     if queries is not None:
-        first, behind = _hulls(queries)
+        first, end = _hulls(queries)
     else:
-        behind = _hulls(seeing)[1]
-        behind = torch.where(behind > 0, behind, shape.query_length)
-        first = torch.zeros_like(behind)
+        end = _hulls(seeing)[1]
+        end = torch.where(end > 0, end, shape.query_length)
+        first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
-    counted = seeing & (row >= first[:, None]) & (row < behind[:, None])
+    counted = seeing & (row >= first[:, None]) & (row < end[:, None])
     last = torch.where(counted.any(1), _largest(stop, counted), columns)
-    first_key, behind_key = torch.zeros_like(last), last
+    first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
-        first_key, behind_key = _hulls(keys)
-        behind_key = first_key.maximum(behind_key.minimum(last))
+        first_key, end_key = _hulls(keys)
+        end_key = first_key.maximum(end_key.minimum(last))
     # A statistic of a row is valid for its sample if the row sees keys of that sample only.
     real = counted if queries is None else counted & queries
     earliest = columns - _largest(columns - start, real)  # after the last key if no query counts
-    holds_all = (earliest >= first_key) & (_largest(stop, real) <= behind_key)
+    holds_all = (earliest >= first_key) & (_largest(stop, real) <= end_key)
     holds_first = (earliest == columns - _largest(columns - start, seeing)) | ~real.any(1)
-    found = torch.stack((first, behind, first_key, behind_key, holds_all, holds_first)).tolist()
+    found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
     return [
-        Span(index, (row_first, row_behind), (key_first, key_behind), bool(inside), bool(same))
-        for index, (row_first, row_behind, key_first, key_behind, inside, same) in enumerate(zip(*found, strict=True))
+        Span(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
+        for index, (row_first, row_end, key_first, key_end, inside, same) in enumerate(zip(*found, strict=True))
     ]
 
 
@@ -138,10 +138,10 @@ def _hulls(flags: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         flags: (rows, n) bool.
     """
-    behind = _largest(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
+    end = _largest(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
     count = flags.shape[1]
     first = count - _largest(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
-    return first.masked_fill(behind == 0, 0), behind
+    return first.masked_fill(end == 0, 0), end
 
 
 def _largest(values: Tensor, counted: Tensor) -> Tensor:

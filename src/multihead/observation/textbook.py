@@ -1,4 +1,4 @@
-"""Find the textbook heads of a model: it reads random tokens that come again, where nothing else can be copied."""
+"""Find the textbook heads of a model on repeated random tokens, where nothing but the repetition can be used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multihead.errors import InputError
 from multihead.observation.observe import observe
 
 LENGTH, TIMES, DRAWS = 64, 3, 4
-"""How many random tokens there are, how often they come, one run behind the other, and in how many texts."""
+"""Number of random tokens, how often they repeat, and number of texts."""
 
 KINDS = {
     "induction": "induction_mass",
@@ -21,7 +21,7 @@ KINDS = {
     "previous": "previous_mass",
     "first": "first_mass",
 }
-"""Kind -> the statistic that tells it."""
+"""Kind -> the statistic that measures it."""
 
 _OF_REPEATS = ("induction", "duplicate")  # means over the tokens that were there before
 
@@ -30,10 +30,10 @@ _OF_REPEATS = ("induction", "duplicate")  # means over the tokens that were ther
 class TextbookHead:
     """One head and how much of a kind it is.
 
-    Fields:
+    Attributes:
         layer: the layer's number.
         head: the head's index in its layer.
-        share: the mean share of its attention, 0 to 1, that goes where the kind says.
+        share: the mean share of its attention on the keys of the kind, 0 to 1.
     """
 
     layer: int
@@ -50,11 +50,11 @@ def textbook_heads(
     times: int = TIMES,
     draws: int = DRAWS,
 ) -> dict[str, list[TextbookHead]]:
-    """Let a model read a start token and random tokens that repeat, and rank its heads kind by kind.
+    """Run a model on a start token and repeated random tokens, and rank its heads per kind.
 
-    A head that looks up what followed a token the last time (induction), or the token itself (duplicate), cannot
-    do so by meaning here, because the tokens have none. What is told are means over the queries: of induction and
-    duplicate over the tokens that were there before, of the others over all.
+    A head that looks up what followed a token the last time (induction), or the token itself (duplicate), cannot use
+    meaning here, because the tokens have none. Shares are means over queries: for induction and duplicate over the
+    tokens that occurred before, for the other kinds over all.
 
     Args:
         model: takes `input_ids`.
@@ -123,6 +123,6 @@ def words_of(tokenizer: Any) -> list[int]:
 
 
 def start_of(tokenizer: Any) -> int | None:
-    """Return the token that texts begin with, or that stands between them; None where there is neither."""
+    """Return the token that starts or separates texts, or None without one."""
     marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "cls", "eos"))
     return next((mark for mark in marks if mark is not None), None)

@@ -62,8 +62,8 @@ class Ids:
             return
         start = self.request.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
-        first, behind = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
-        sample.keys_read.grow(_row(self.queries, span.sample, (first, behind)), start=origin + first)
+        first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
+        sample.keys_read.grow(_row(self.queries, span.sample, (first, stop)), start=origin + first)
 
 
 def read_ids(inputs: Inputs, request: AttentionRequest, name: str, *, crosses: bool) -> Ids:

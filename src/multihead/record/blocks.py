@@ -75,10 +75,10 @@ def ends(chosen: slice, length: int, name: str = "A part of the map") -> tuple[i
     Raises:
         ArgumentError: it is not a slice, or has steps.
     """
-    first, behind, step = indices(chosen, length, name)
+    first, stop, step = indices(chosen, length, name)
     if step != 1:
         raise ArgumentError(f"{name} has steps of {step}.", "Give slices without steps.")
-    return first, max(first, behind)
+    return first, max(first, stop)
 
 
 def one_or_all(head: int | None, num_heads: int) -> int | slice:
@@ -108,18 +108,18 @@ def both(name: str, given: int | tuple[int, int]) -> tuple[int, int]:
     return given[0], given[1]
 
 
-def _on_grid(there: tuple[int, int], asked: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+def _on_grid(available: tuple[int, int], wanted: tuple[int, int], size: int) -> Iterator[tuple[int, tuple[int, int]]]:
     """Split the overlap of a segment and a rectangle at the first grid line: block and range of each part.
 
     >>> list(_on_grid((3, 20), (0, 18), 8))
     [(0, (3, 8)), (1, (8, 18))]
     """
-    first, behind = max(there[0], asked[0]), min(there[1], asked[1])
-    line = asked[0] + -(-(first - asked[0]) // size) * size
-    if first < min(line, behind):
-        yield (first - asked[0]) // size, (first, min(line, behind))
-    if line < behind:
-        yield (line - asked[0]) // size, (line, behind)
+    first, stop = max(available[0], wanted[0]), min(available[1], wanted[1])
+    line = wanted[0] + -(-(first - wanted[0]) // size) * size
+    if first < min(line, stop):
+        yield (first - wanted[0]) // size, (first, min(line, stop))
+    if line < stop:
+        yield (line - wanted[0]) // size, (line, stop)
 
 
 def _moved(ends: tuple[int, int], start: int) -> slice:

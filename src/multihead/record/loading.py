@@ -152,11 +152,11 @@ def _read(target: str) -> tuple[dict[str, str], dict[str, Tensor], dict[str, Sto
     held = Held(parts)
     tensors: dict[str, Tensor] = {}
     stored: dict[str, StoredRows] = {}
-    for name, said in header.items():
-        dtype, shape, (first, behind) = _NAMED.get(said["dtype"]), tuple(said["shape"]), said["data_offsets"]
+    for name, data in header.items():
+        dtype, shape, (first, stop) = _NAMED.get(data["dtype"]), tuple(data["shape"]), data["data_offsets"]
         if dtype is None:
             continue  # not a tensor of a record
-        if behind - first != math.prod(shape) * dtype.itemsize or begin + behind > parts.size:
+        if stop - first != math.prod(shape) * dtype.itemsize or begin + stop > parts.size:
             raise ValueError(f"{name} is not where the header has it.")
         if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
             stored[name] = StoredRows(held, begin + first, shape, dtype)
@@ -175,13 +175,13 @@ def _begins_as_safetensors(target: str) -> bool:
 def _record(
     metadata: dict[str, str], tensors: dict[str, Tensor], stored: dict[str, StoredRows], version: int
 ) -> RecordParts:
-    said = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "what it says")
+    data = _of(json.loads(metadata["record"], parse_constant=_refused_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _WrongError("its id is not one")
-    texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(said["texts"], list, "the texts")]
+    texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(data["texts"], list, "the texts")]
     layers = []
     heads = 0
-    for place, each in enumerate(_of(said["layers"], list, "the layers")):
+    for place, each in enumerate(_of(data["layers"], list, "the layers")):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
         samples = [
             _Sample(one, name, tensors, stored, texts).read() for one in _of(each["samples"], list, "the samples")
@@ -206,13 +206,13 @@ def _record(
         one = layers[_within(layer, len(layers))].samples
         chosen = one[_within(sample, len(one))]
         calls.append((chosen, _within(call, len(chosen.calls))))
-    return RecordParts(layers, _of(said["title"], str, "its title"), metadata["id"], calls, _statistics(said))
+    return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, _statistics(data))
 
 
-def _statistics(said: dict[str, Any]) -> dict[str, Statistic]:
+def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
     """Read how the statistics that are not built in are shown; files without any have no such entry."""
     found = {}
-    for name, fields in _of(said.get("statistics", {}), dict, "the labels of statistics").items():
+    for name, fields in _of(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
             key: _of(value, str, f"the {key} of a statistic")
             for key, value in _of(fields, dict, "the label of a statistic").items()
@@ -255,10 +255,10 @@ def _shaped(tensor: Tensor, shape: tuple[int | None, ...], what: str, *dtypes: t
     return tensor
 
 
-def _sums(said: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
-    heads = _count(said["heads"], "a number of heads", least=1, most=MOST_HEADS)
-    found = RunningSummary(heads, _count(said["samples"], "a number of samples"))
-    for name, parts in _of(said["statistics"], dict, "the statistics").items():
+def _sums(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
+    heads = _count(data["heads"], "a number of heads", least=1, most=MOST_HEADS)
+    found = RunningSummary(heads, _count(data["samples"], "a number of samples"))
+    for name, parts in _of(data["statistics"], dict, "the statistics").items():
         total, count = (_shaped(tensors[parts[part]], (heads,), part, torch.float64) for part in ("total", "count"))
         bins = _shaped(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
         found.statistics[name] = Sketch(total, count, bins if version > 1 else _rebinned(bins))
@@ -272,9 +272,9 @@ def _rebinned(bins: Tensor) -> Tensor:
     return torch.zeros(len(bins), BINS, dtype=torch.int64).index_add_(1, bin_of(values), bins)
 
 
-def _text(said: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
-    ids = None if said["ids"] is None else _shaped(tensors[said["ids"]], (None,), "a text's ids", torch.int64)
-    tokens, special = said["tokens"], said["special"]
+def _text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
+    ids = None if data["ids"] is None else _shaped(tensors[data["ids"]], (None,), "a text's ids", torch.int64)
+    tokens, special = data["tokens"], data["special"]
     if tokens is not None:
         tokens = [_of(each, str, "a token") for each in _of(tokens, list, "the tokens")]
     if special is not None:
@@ -288,25 +288,25 @@ class _Sample:
     """Reads one sample."""
 
     def __init__(
-        self, said: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
+        self, data: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
     ) -> None:
-        self.said = _of(said, dict, "a sample")
+        self.data = _of(data, dict, "a sample")
         self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
-        self.heads = _count(self.said["heads"], "a number of heads", least=1, most=MOST_HEADS)
-        self.kv_heads = _count(self.said["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
-        self.head_dim = _count(self.said["head_dim"], "a width", least=1, most=MOST_WIDTH)
-        self.value_dim = _count(self.said["value_dim"], "a width", least=1, most=MOST_WIDTH)
-        if self.said["dtype"] not in DTYPES:
-            raise _WrongError(f"there is no dtype {self.said['dtype']!r}")
-        self.dtype = DTYPES[self.said["dtype"]]
+        self.heads = _count(self.data["heads"], "a number of heads", least=1, most=MOST_HEADS)
+        self.kv_heads = _count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MOST_HEADS)
+        self.head_dim = _count(self.data["head_dim"], "a width", least=1, most=MOST_WIDTH)
+        self.value_dim = _count(self.data["value_dim"], "a width", least=1, most=MOST_WIDTH)
+        if self.data["dtype"] not in DTYPES:
+            raise _WrongError(f"there is no dtype {self.data['dtype']!r}")
+        self.dtype = DTYPES[self.data["dtype"]]
 
     def read(self) -> SampleRecord:
-        one = SampleRecord(self.name, _count(self.said["map_size"], "map_size", least=1))
-        if self.said["map_pool"] not in ("mean", "max"):
-            raise _WrongError(f"map_pool is {self.said['map_pool']!r}")
-        one.map_pool = self.said["map_pool"]
-        one.crosses = _of(self.said["crosses"], bool, "crosses")
-        for each in _of(self.said["pieces"], list, "the pieces"):
+        one = SampleRecord(self.name, _count(self.data["map_size"], "map_size", least=1))
+        if self.data["map_pool"] not in ("mean", "max"):
+            raise _WrongError(f"map_pool is {self.data['map_pool']!r}")
+        one.map_pool = self.data["map_pool"]
+        one.crosses = _of(self.data["crosses"], bool, "crosses")
+        for each in _of(self.data["pieces"], list, "the pieces"):
             rows = one.segments[-1].row_stop if one.segments else 0
             one.segments.append(self.segment(_of(each, dict, "a piece"), rows))
         if not one.segments:
@@ -321,14 +321,14 @@ class _Sample:
             one.queries_read = Reading.of(text)
         return one
 
-    def segment(self, said: dict[str, Any], row_start: int) -> Segment:
+    def segment(self, data: dict[str, Any], row_start: int) -> Segment:
         """Read a segment; its request is checked like that of a new call."""
-        queries = _count(said["queries"], "a number of queries", most=MOST_TOKENS)
-        keys = _count(said["keys"], "a number of keys", most=MOST_TOKENS)
-        numbers = [said["scale"], *([] if said["softcap"] is None else [said["softcap"]])]
+        queries = _count(data["queries"], "a number of queries", most=MOST_TOKENS)
+        keys = _count(data["keys"], "a number of keys", most=MOST_TOKENS)
+        numbers = [data["scale"], *([] if data["softcap"] is None else [data["softcap"]])]
         if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise _WrongError("a scale is not a number")
-        start = _of(said["query_start"], int, "a query's place")
+        start = _of(data["query_start"], int, "a query's place")
         if abs(start) > MOST_TOKENS:
             raise _WrongError(f"a query's place is {start}")
         blank = torch.empty((), dtype=self.dtype)  # expands to the shapes of q, k and v without their memory
@@ -336,21 +336,21 @@ class _Sample:
             blank.expand(1, self.heads, queries, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.head_dim),
             blank.expand(1, self.kv_heads, keys, self.value_dim),
-            read_mask(said["mask"], self.tensors),
-            read_bias(said["bias"], self.tensors),
-            None if said["softcap"] is None else float(said["softcap"]),
-            self.sinks(said),
-            float(said["scale"]),
+            read_mask(data["mask"], self.tensors),
+            read_bias(data["bias"], self.tensors),
+            None if data["softcap"] is None else float(data["softcap"]),
+            self.sinks(data),
+            float(data["scale"]),
             0.0,
             start,
         )
         nothing = torch.empty(0)
-        key_start = _count(said["key_start"], "a key's place", most=MOST_TOKENS)
+        key_start = _count(data["key_start"], "a key's place", most=MOST_TOKENS)
         return Segment(replace(request, q=nothing, k=nothing, v=nothing), key_start, row_start)
 
-    def sinks(self, said: dict[str, Any]) -> Tensor | None:
+    def sinks(self, data: dict[str, Any]) -> Tensor | None:
         """Read the sinks of a call; in older files they are part of the logsumexp only."""
-        name = said.get("sinks")
+        name = data.get("sinks")
         if name is None:
             return None
         floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -360,7 +360,7 @@ class _Sample:
         name = self.tensor_name()
         row = torch.float64 if self.dtype == torch.float64 else torch.float32
         one.logsumexp.add(_shaped(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row))
-        if _of(self.said["kept"], bool, "kept"):
+        if _of(self.data["kept"], bool, "kept"):
             one.q = self.rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
             one.k = self.rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
             if one.k.length < keys:
@@ -374,30 +374,30 @@ class _Sample:
         return stored
 
     def tensor_name(self) -> str:
-        return str(_of(self.said["name"], str, "a name"))
+        return str(_of(self.data["name"], str, "a name"))
 
     def calls(self, one: SampleRecord) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Read the ranges of the calls: consecutive, each within a segment."""
-        said = _shaped(self.tensors[self.said["calls"]], (None, 4), "calls", torch.int64).tolist()
+        data = _shaped(self.tensors[self.data["calls"]], (None, 4), "calls", torch.int64).tolist()
         found: list[tuple[tuple[int, int], tuple[int, int]]] = []
         segments = iter(one.segments)
         segment, place, keys = next(segments), 0, one.num_keys
-        for first, behind, first_key, behind_key in said:
-            while behind > segment.row_stop and behind <= one.num_queries:
+        for first, stop, first_key, stop_key in data:
+            while stop > segment.row_stop and stop <= one.num_queries:
                 segment = next(segments)
-            rows = place == first <= behind <= segment.row_stop and segment.row_start <= first
-            within = segment.key_start <= first_key <= behind_key <= segment.key_stop
-            if not rows or not (within or (first == behind and 0 <= first_key <= behind_key <= keys)):
+            rows = place == first <= stop <= segment.row_stop and segment.row_start <= first
+            within = segment.key_start <= first_key <= stop_key <= segment.key_stop
+            if not rows or not (within or (first == stop and 0 <= first_key <= stop_key <= keys)):
                 raise _WrongError("the calls of a sample do not follow each other")
-            found.append(((first, behind), (first_key, behind_key)))
-            place = behind
+            found.append(((first, stop), (first_key, stop_key)))
+            place = stop
         if place != one.num_queries or not found:
             raise _WrongError("the calls of a sample do not follow each other")
         return found
 
     def statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
-        for name, place in _of(self.said["statistics"], dict, "the statistics").items():
+        for name, place in _of(self.data["statistics"], dict, "the statistics").items():
             shape: tuple[int | None, ...] = (self.heads, keys if name in PER_KEY else queries)
             shape = (self.heads, None, None) if name in OF_MAPS else shape
             kinds = (torch.float32, torch.float64, torch.int64)
@@ -405,7 +405,7 @@ class _Sample:
         return found
 
     def text(self, which: str, length: int) -> Text | None:
-        index = self.said[which]
+        index = self.data[which]
         if index is None:
             return None
         text = self.texts[_within(_count(index, "a text"), len(self.texts))]

@@ -13,7 +13,7 @@ from multihead.record.layer import LayerRecord
 class Memory:
     """What a record took, in bytes.
 
-    Fields:
+    Attributes:
         peak: the most that this process has held so far, the model with it; None where the system does not say.
         kept: q and k of all layers, as the record keeps them; 0 where only statistics are kept.
         weights: the attention weights of all heads in the model's dtype, which eager attention holds to return them.

@@ -437,18 +437,18 @@ class SampleRecord:
 
     def _rows(self, queries: slice) -> Iterator[tuple[Segment, slice]]:
         """Yield the segments that a slice of the queries touches, and the slice within each."""
-        first, behind, step = indices(queries, self.num_queries, "queries")
+        first, stop, step = indices(queries, self.num_queries, "queries")
         for segment in self.segments:
             low = first + max(-(-(segment.row_start - first) // step), 0) * step
-            high = min(behind, segment.row_stop)
+            high = min(stop, segment.row_stop)
             if low < high:
                 yield segment, slice(low - segment.row_start, high - segment.row_start, step)
 
     def _columns(self, segment: Segment, keys: slice) -> slice:
         """Return the slice of a segment's keys that a slice of the sample's keys touches, without its steps."""
-        first, behind, _ = indices(keys, self.num_keys, "keys")
+        first, stop, _ = indices(keys, self.num_keys, "keys")
         low = min(max(first, segment.key_start), segment.key_stop)
-        return slice(low - segment.key_start, max(low, min(behind, segment.key_stop)) - segment.key_start)
+        return slice(low - segment.key_start, max(low, min(stop, segment.key_stop)) - segment.key_start)
 
     def _assembled(self, tiles: list[Tensor], queries: slice, keys: slice, heads: int) -> Tensor:
         """Stack tiles (heads, rows, columns of their segment) vertically, and apply the steps of the keys."""

@@ -48,13 +48,13 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
     target = os.fspath(file)
     refuse_unless_writable([target])
     require("safetensors", purpose="Saving a record", extra="view")
-    said, tensors = written(record, keep=keep)
+    data, tensors = written(record, keep=keep)
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED:
             raise DtypeError(
                 f"{name} is a {tensor.dtype} tensor, which a record cannot hold.", "Convert it to float32 or int64."
             )
-    metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": said}
+    metadata = {"format": FORMAT, "version": str(VERSION), "id": record.id, "record": data}
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
     header = _header(named, metadata)
@@ -72,12 +72,12 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
 
 def _header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
     """Return the header of a safetensors file: its length in eight bytes, then the place of each tensor."""
-    said: dict[str, Any] = {"__metadata__": metadata}
+    data: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name, tensor in named:
         offsets = [place, place := place + tensor.nbytes]
-        said[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+        data[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -103,14 +103,14 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         layers.append({"name": layer.name, "number": layer.number, "samples": samples, "summed": running_summary})
     order = [(*places[id(sample)], call) for sample, call in record.calls if id(sample) in places]
     tensors.put("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
-    said = {
+    data = {
         "title": record.title,
         "keep": "all" if keep == "all" and record.keeps_weights else "statistics",
         "statistics": {name: each.display() for name, each in record.statistics.items()},
         "texts": texts.written(tensors),
         "layers": layers,
     }
-    text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # UTF-8 cannot encode half of a surrogate pair, which a token may be; JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
 
@@ -118,11 +118,11 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
 def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
     if running_summary is None:
         return None
-    said = {}
+    data = {}
     for name, each in running_summary.statistics.items():
         parts = {"total": each.total, "count": each.count, "bins": each.bins}
-        said[name] = {part: tensors.put(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
-    return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": said}
+        data[name] = {part: tensors.put(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
+    return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": data}
 
 
 class _Texts:

@@ -129,14 +129,14 @@ def written_bias(bias: Bias | None, tensors: Tensors, name: str) -> dict[str, An
     return {"kind": "Tensor", "tensor": tensors.put(name, bias)}
 
 
-def read_mask(said: object, tensors: dict[str, Tensor]) -> Mask:
+def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
     """Read a mask as `written_mask` wrote it; a mask whose class is not defined here becomes an `UnknownMask`.
 
     Raises:
         InputError: it is not a mask.
     """
     try:
-        return _MaskReader(tensors).read(said, 0)
+        return _MaskReader(tensors).read(data, 0)
     except (KeyError, TypeError, ValueError, MultiheadError) as error:
         raise InputError(f"A mask of the file cannot be read: {error}", "Save the record again.") from error
 
@@ -148,8 +148,8 @@ class _MaskReader:
         self.tensors = tensors
         self.count = 0
 
-    def read(self, said: Any, depth: int) -> Mask:
-        kind = _RENAMED.get(said["kind"], said["kind"])
+    def read(self, data: Any, depth: int) -> Mask:
+        kind = _RENAMED.get(data["kind"], data["kind"])
         if not isinstance(kind, str):
             raise TypeError(f"{_short(kind)} is not the name of a mask.")
         self.count += 1
@@ -160,7 +160,7 @@ class _MaskReader:
         found = registered(kind)
         if found is None:
             return UnknownMask(kind[:_LENGTH])
-        fields = {key: self.field(value, depth + 1) for key, value in said.items() if key != "kind"}
+        fields = {key: self.field(value, depth + 1) for key, value in data.items() if key != "kind"}
         if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as earlier versions wrote it
             fields["tensor"] = self.tensors[fields["tensor"]]
         if kind in ("And", "Or"):
@@ -169,29 +169,29 @@ class _MaskReader:
                 raise TypeError("it combines no masks.")
         return found(**fields)
 
-    def field(self, said: Any, depth: int) -> Any:
-        if isinstance(said, dict):
-            return self.read(said, depth) if "kind" in said else self.tensors[said["tensor"]]
-        if isinstance(said, (list, tuple)):
-            return tuple(self.field(each, depth) for each in said)
-        if isinstance(said, int) and abs(said) > MOST_SIZE:
-            raise TypeError(f"{_short(said)} is not a number of tokens.")
-        return said
+    def field(self, data: Any, depth: int) -> Any:
+        if isinstance(data, dict):
+            return self.read(data, depth) if "kind" in data else self.tensors[data["tensor"]]
+        if isinstance(data, (list, tuple)):
+            return tuple(self.field(each, depth) for each in data)
+        if isinstance(data, int) and abs(data) > MOST_SIZE:
+            raise TypeError(f"{_short(data)} is not a number of tokens.")
+        return data
 
 
-def read_bias(said: Any, tensors: dict[str, Tensor]) -> Bias | None:
+def read_bias(data: Any, tensors: dict[str, Tensor]) -> Bias | None:
     """Read a bias as `written_bias` wrote it.
 
     Raises:
         InputError: it is not a bias.
     """
-    if said is None:
+    if data is None:
         return None
     try:
-        values = tensors[said["tensor"]]
-        if said["kind"] == "RelativeBias":
+        values = tensors[data["tensor"]]
+        if data["kind"] == "RelativeBias":
             return RelativeBias(values)
-        if said["kind"] == "Tensor" and values.is_floating_point():
+        if data["kind"] == "Tensor" and values.is_floating_point():
             return values
     except (KeyError, TypeError, MultiheadError) as error:
         raise InputError(f"A bias of the file cannot be read: {error}", "Save the record again.") from error
