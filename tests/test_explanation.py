@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 import pytest
 import torch
 
@@ -73,3 +75,10 @@ class TestALayer:
         self.layer(torch.zeros(1, 5, 16), mask=masks.Causal(), cache=cache)
         self.layer.explain(torch.zeros(1, 1, 16), mask=masks.Causal(), cache=cache)
         assert cache.length == 5
+
+
+def test_an_explanation_prints_as_one_line_and_is_whole_in_a_notebook() -> None:
+    q = torch.randn(1, 2, 64, 8)
+    explanation = mh.explain(q, q, q, mask=mh.masks.Window(4), kernel="reference")
+    assert repr(explanation) == "<Explanation: kernel reference, 0.0% of the score matrix skipped>"
+    assert explanation._repr_html_() == f"<pre>{html.escape(str(explanation))}</pre>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 from multihead.call import AttentionRequest, Work
 from multihead.kernels.choose import KERNELS, choose
@@ -10,7 +11,7 @@ from multihead.plan.bounds import bounds_of
 from multihead.plan.tiles import seen_share
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The kernel of a call and why it is chosen; `str()` lists it in lines.
 
@@ -31,6 +32,14 @@ class Explanation:
     dense_remainder: bool
     work: Work
     waits: str | None = None
+
+    def __repr__(self) -> str:
+        """Return one line; `print` shows all of it."""
+        return f"<Explanation: kernel {self.kernel}, {self.skipped_share:.1%} of the score matrix skipped>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook, as `print` does."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [f"kernel   {self.kernel}"]

@@ -65,3 +65,10 @@ def test_a_number_of_rows_that_is_none_is_refused(top: Any) -> None:
 def test_a_name_cannot_act_on_the_terminal_it_is_printed_to() -> None:
     table = HeadTable.of([{"layer": 0, "head": 1, "name": "a\x1b[2J\n\u202eb", "x\x9b": 1.25}])
     assert str(table).splitlines() == ["layer  head  x\\x9b  name", "    0     1   1.25  a\\x1b[2J\\n\\u202eb"]
+
+
+def test_a_table_prints_as_one_line_and_is_a_table_in_a_notebook() -> None:
+    table = HeadTable.of([{"layer": 0, "head": 1, "name": "<b>", "entropy": 1.25}])
+    assert repr(table) == "<HeadTable of 1 head>"
+    assert table._repr_html_().startswith("<div><table>")
+    assert "<td>&lt;b&gt;</td>" in table._repr_html_()

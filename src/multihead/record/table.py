@@ -11,11 +11,12 @@ from multihead.errors import ArgumentError
 from multihead.escaping import visible
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
+from multihead.record import notebook
 
 PLACES = ("layer", "head", "name")  # sorted ascending; statistics are sorted descending
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadTable:
     """One row per head; `str()` is the table in aligned columns.
 
@@ -61,6 +62,14 @@ class HeadTable:
         elif sort != "layer":
             ordered.sort(key=lambda row: _falling(row.get(sort)))
         return HeadTable(ordered[:top], statistics or {})
+
+    def __repr__(self) -> str:
+        """Return one line; `print` shows the table."""
+        return f"<HeadTable of {notebook.many(len(self.rows), 'head')}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook."""
+        return notebook.table("", "", self.rows, PLACES, self.statistics)
 
     def __str__(self) -> str:
         names = dict.fromkeys(name for row in self.rows for name in row if name not in PLACES)
