@@ -56,7 +56,7 @@ def test_a_transform_is_explained_from_within() -> None:
     torch.func.vmap(asking)(torch.zeros(2, 1, 1, 4, 8))
     assert told[0].kernel == "reference"
     assert told[0].refusals == {
-        "native": "it reads memory, and a transform of torch.func hands it tensors that have none",
+        "native": "it reads memory, and the tensors of a torch.func transform have none",
         "sdpa": "it reads the values of the plan, which neither a graph nor a transform of torch.func can",
         "flex": "it needs CUDA, and the tensors are on cpu",
     }
