@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tools import api
+
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "multihead"
 PYTHON = sorted(
@@ -78,7 +80,7 @@ def test_every_room_is_a_package(folder: Path) -> None:
     assert (folder / "__init__.py").exists(), f"{name(folder)} has no __init__.py, so it would not be installed."
 
 
-@pytest.mark.parametrize("face", ["multihead", "multihead.masks"])
+@pytest.mark.parametrize("face", api.MODULES)
 class TestTheFace:
     def test_its_export_list_is_sorted_and_free_of_doubles(self, face: str) -> None:
         exported = list(importlib.import_module(face).__all__)

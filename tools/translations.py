@@ -22,7 +22,7 @@ from typing import NamedTuple
 from tools.markdown import Block, Heading, Link, Page, read_page
 
 ROOT = Path(__file__).resolve().parent.parent
-UNTRANSLATED = frozenset({"docs/architecture.md"})  # for those who change the code, which is in English too
+UNTRANSLATED = frozenset({"docs/api.md", "docs/architecture.md"})  # made of docstrings; for developers
 _EXTERNAL = ("http://", "https://", "mailto:")
 
 

@@ -159,10 +159,10 @@ class SampleRecord:
 
     def measured(self) -> dict[str, Measured]:
         """Return each floating-point statistic per query, and which queries count in a summary of it."""
-        sees, ids = (self.logsumexp.whole()[0] != -torch.inf).cpu(), self.text.ids
+        sees, num_keys, ids = (self.logsumexp.whole()[0] != -torch.inf).cpu(), self.num_keys, self.text.ids
         positions = torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
         return {
-            name: Measured(value, summaries.queries_that_count(name, sees, positions, self.num_keys, ids))
+            name: Measured(value, summaries.queries_that_count(name, sees, positions, num_keys, ids))
             for name, value in self.per_query.items()
             if value.is_floating_point()
         }

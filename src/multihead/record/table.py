@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from multihead.errors import ArgumentError
@@ -53,7 +54,7 @@ class HeadTable:
         """
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise ArgumentError(f"top is {top!r}.", "Give an integer of at least 1, or None for all heads.")
-        columns = list(dict.fromkeys(name for row in rows for name in row)) or [*PLACES]
+        columns = list(dict.fromkeys(chain.from_iterable(rows))) or [*PLACES]
         if sort not in columns:
             raise ArgumentError(f"There is no column {sort!r}.", f"Sort by one of {', '.join(columns)}.")
         ordered = sorted(rows, key=lambda row: (row["layer"], row["head"]))
@@ -72,23 +73,15 @@ class HeadTable:
         return notebook.table("", "", self.rows, PLACES, self.statistics)
 
     def __str__(self) -> str:
-        names = dict.fromkeys(name for row in self.rows for name in row if name not in PLACES)
-        columns = [statistic(name, self.statistics) for name in names]
-        head = ["layer", "head", *(visible(each.heading) for each in columns), "name"]
-        lines = [
-            [
-                str(row["layer"]),
-                str(row["head"]),
-                *(each.number(row.get(each.name)) for each in columns),
-                visible(row["name"]),
-            ]
-            for row in self.rows
-        ]
-        widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
-        return "\n".join(
-            "  ".join([*(cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1]])
-            for line in [head, *lines]
-        )
+        names = dict.fromkeys(chain.from_iterable(self.rows))
+        columns = [statistic(name, self.statistics) for name in names if name not in PLACES]
+        lines = [["layer", "head", *[visible(each.heading) for each in columns], "name"]]
+        for row in self.rows:
+            numbers = [each.number(row.get(each.name)) for each in columns]
+            lines.append([str(row["layer"]), str(row["head"]), *numbers, visible(row["name"])])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        widths[-1] = 0  # names are aligned on the left, and end the line
+        return "\n".join(["  ".join(map(str.rjust, line, widths)) for line in lines])
 
 
 def _falling(value: float | None) -> float:
