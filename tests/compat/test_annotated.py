@@ -187,23 +187,24 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
-    place = "broadcasting to (batch, h, queries, keys), its first axis would be read as the heads."
-    finding = f"mask has shape (2, 3, 3): {place}"
+    place = "and its first dimension would broadcast to the heads of (batch, h, queries, keys)."
+    finding = f"mask has shape (2, 3, 3), {place}"
     with refused(
         MaskError,
         f"{finding} Give mask[:, None] if it is (batch, queries, keys), mask[None] if it is (h, queries, keys).",
     ):
         layer(x, x, x, torch.ones(2, 3, 3))
     finding = "mask has shape (), and must broadcast to (batch, h, queries, keys)."
-    with refused(MaskError, f"{finding} Give (queries, keys), or 4 axes with 1 where they share it."):
+    with refused(MaskError, f"{finding} Give (queries, keys), or 4 dimensions, each of that size or 1."):
         layer(x, x, x, torch.tensor(1))
     finding = "Keep(<bool tensor (4, 3)>, 'queries keys') has 4 queries, and the call has 3."
     with refused(
         MaskError, f"{finding} Give a tensor that broadcasts to (batch, heads, queries, keys) = (2, 2, 3, 3)."
     ):
         layer(x, x, x, torch.ones(4, 3))
-    finding = "mask has shape (3, 3), and this class puts the axis of heads in by itself."
-    with refused(MaskError, f"{finding} Give (batch, queries, keys), with 1 for batch or queries where they share it."):
+    finding = "mask has shape (3, 3), and this class inserts the head dimension itself."
+    mend = "Give (batch, queries, keys), with 1 for the batch or the queries where they share the mask."
+    with refused(MaskError, f"{finding} {mend}"):
         harvard(x, x, x, torch.ones(3, 3))
     with refused(ShapeError, "K has shape (2, 3, 5). Give (batch, length, d_model) with 4 features."):
         layer(x, torch.zeros(2, 3, 5), x)

@@ -290,13 +290,13 @@ def test_transposed_heads_stand_in_the_batch_sample_by_sample() -> None:
 
 
 NEWER = (
-    "num_hiddens, num_heads and dropout are not all given. Give (key_size, query_size, value_size, num_hiddens, "
+    "num_hiddens, num_heads or dropout is missing. Give (key_size, query_size, value_size, num_hiddens, "
     "num_heads, dropout), or, as in the newer edition of the book, the last three by keyword: num_hiddens=100, "
     "num_heads=5, dropout=0.5."
 )
 
 
-def test_what_does_not_fit_is_refused_in_words() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     layer = MultiHeadAttention(4, 4, 4, 4, 2, 0.0)
     x = torch.zeros(2, 3, 4)
 
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     with refused(ArgumentError, NEWER):
         MultiHeadAttention(100, 5, 0.5)  # type: ignore[arg-type] - the newer edition's order
     with refused(
-        ArgumentError, "There is no argument 'device'. Leave it out; for another dtype or device say layer.to(...)."
+        ArgumentError, "There is no argument 'device'. Remove it; for another dtype or device use layer.to(...)."
     ):
         MultiHeadAttention(4, 4, 4, 4, 2, 0.0, device="cpu")
     sentence = (
@@ -314,13 +314,13 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     )
     with refused(ArgumentError, sentence):
         MultiHeadAttention(4, 4, 4, 4, 3, 0.0)
-    with refused(ShapeError, "queries has shape (3, 4). Give three axes: (batch, length, features)."):
+    with refused(ShapeError, "queries has shape (3, 4). Give three dimensions: (batch, length, features)."):
         layer(x[0], x, x, None)
-    with refused(ShapeError, "keys has shape (2, 3, 4) and values has (2, 2, 4). Give every key its one value."):
+    with refused(ShapeError, "keys has shape (2, 3, 4) and values has (2, 2, 4). Give one value per key."):
         layer(x, x, x[:, 1:], torch.tensor([1, 1]))
     with refused(ShapeError, "k has 3 keys and v has 2. Give every key its one value."):
         layer(x, x, x[:, 1:], None)
-    with refused(MaskError, "valid_lens holds NaN. Give numbers of keys, (batch,) or (batch, queries)."):
+    with refused(MaskError, "valid_lens contains NaN. Give numbers of keys, (batch,) or (batch, queries)."):
         layer(x, x, x, torch.tensor([1.0, torch.nan]))
     with refused(
         MaskError,
@@ -335,6 +335,6 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     given = "Lengths(<int64 tensor (2, 4)>) has lengths for 4 queries, and the call has 3."
     with refused(MaskError, f"{given} Give one length per sample and query."):
         layer(x, x, x, two_dimensional)
-    mend = "Give (batch * heads, length, head_dim), such as transpose_qkv returns."
-    with refused(ShapeError, f"X has 3 rows, and 2 heads do not divide them. {mend}"):
+    mend = "Give (batch * heads, length, head_dim), as returned by transpose_qkv."
+    with refused(ShapeError, f"X has 3 rows, which is not a multiple of 2 heads. {mend}"):
         transpose_output(torch.zeros(3, 2, 2), 2)

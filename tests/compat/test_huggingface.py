@@ -261,59 +261,59 @@ def test_what_comes_out_can_be_watched() -> None:
     [
         (
             {"rope_type": "dynamic", "factor": 2.0},
-            "its frequencies change while a text grows, and keys that were turned before would be wrong",
+            "its frequencies change as the text grows, and keys that were rotated before would be wrong",
         ),
         (
             {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]},
-            "its frequencies change at a length, and keys that were turned before would be wrong",
+            "its frequencies change at a length, and keys that were rotated before would be wrong",
         ),
-        ({"rope_type": "proportional"}, "there is no such scaling here"),
+        ({"rope_type": "proportional"}, "this scaling is not implemented"),
     ],
     ids=["dynamic", "longrope", "proportional"],
 )
-def test_other_rope_types_are_refused_in_words(parameters: dict[str, Any], finding: str) -> None:
+def test_other_rope_types_are_rejected(parameters: dict[str, Any], finding: str) -> None:
     original = llama()
     original.config.rope_parameters = {"rope_theta": 10_000.0, **parameters}
     sentence = (
-        f"from_llama was given a layer whose rope_type is {parameters['rope_type']!r}: {finding}. It takes "
-        '"default", "linear", "llama3" and "yarn"; to watch a model of any kind use mh.observe(model).'
+        f"from_llama got a layer whose rope_type is {parameters['rope_type']!r}: {finding}. Give one with "
+        '"default", "linear", "llama3" or "yarn"; to observe any model use mh.observe(model).'
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         from_llama(original)
 
 
-def test_a_part_that_llama_does_not_turn_is_refused_in_words() -> None:
+def test_a_part_that_llama_does_not_turn_is_rejected() -> None:
     original = llama()
     original.config.rope_parameters = {**original.config.rope_parameters, "partial_rotary_factor": 0.5}
     sentence = (
-        "from_llama was given a layer whose partial_rotary_factor is 0.5, and its class turns all columns. "
-        "Mend the config of the model."
+        "from_llama got a layer whose partial_rotary_factor is 0.5, and its class rotates all columns. "
+        "Set partial_rotary_factor to 1.0 in the config of the model."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         from_llama(original)
 
 
-def test_other_classes_are_refused_in_words() -> None:
-    mend = "Give that module of the model; to watch a whole model of any family use mh.observe(model)."
+def test_other_classes_are_rejected() -> None:
+    mend = "Give that module of the model; to observe a whole model of any family use mh.observe(model)."
     names = "GPT2Attention"
 
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
     with refused(
-        ModelError, f"from_gpt2 was given a BertAttention, and takes the attention of a GPT-2 layer: {names}. {mend}"
+        ModelError, f"from_gpt2 got a BertAttention, and converts the attention of a GPT-2 layer: {names}. {mend}"
     ):
         from_gpt2(bert())
     with refused(
-        ModelError, f"from_llama was given a Linear, and takes the attention of a Llama layer: LlamaAttention. {mend}"
+        ModelError, f"from_llama got a Linear, and converts the attention of a Llama layer: LlamaAttention. {mend}"
     ):
         from_llama(nn.Linear(2, 2))
     with refused(
-        ModelError, f"from_qwen3 was given a Linear, and takes the attention of a Qwen 3 layer: Qwen3Attention. {mend}"
+        ModelError, f"from_qwen3 got a Linear, and converts the attention of a Qwen 3 layer: Qwen3Attention. {mend}"
     ):
         from_qwen3(nn.Linear(2, 2))
     families = ("Bert", "Camembert", "Electra", "Roberta", "XLMRoberta")
     names = ", ".join(sorted(f + kind for f in families for kind in ("Attention", "CrossAttention", "SelfAttention")))
-    finding = f"from_bert was given a GPT2Attention, and takes the attention of a BERT layer, or its .self: {names}."
+    finding = f"from_bert got a GPT2Attention, and converts the attention of a BERT layer, or its .self: {names}."
     with refused(ModelError, f"{finding} {mend}"):
         from_bert(gpt2())

@@ -140,7 +140,7 @@ def test_what_is_no_keras_layers_is_refused_in_words() -> None:
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
-    with refused(ArgumentError, "There are 3 arrays. Give layer.get_weights(): 8 arrays, or 4 without biases."):
+    with refused(ArgumentError, "weights has 3 arrays. Give layer.get_weights(): 8 arrays, or 4 without biases."):
         from_keras(list(weights.values())[:3])
     names = ", ".join([f"{part}/kernel" for part in PARTS] + [f"{part}/bias" for part in PARTS])
     missing = {name: array for name, array in weights.items() if name != "key/bias"} | {"gate/kernel": np.zeros(1)}

@@ -139,18 +139,18 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
     a, b = torch.zeros(4, 2), torch.zeros(4, 3)
-    with refused(ShapeError, "There are 2 W_Q, 1 W_K, 2 W_V. Give each head its W_Q, W_K and W_V."):
+    with refused(ShapeError, "There are 2 W_Q, 1 W_K, 2 W_V. Give one W_Q, W_K and W_V per head."):
         PerHeadAttention.of([a, a], [a], [a, a])
-    with refused(ShapeError, "W_K holds the shapes [(4, 2), (4, 3)]. Give every head (features, head_dim) alike."):
+    with refused(ShapeError, "W_K has the shapes [(4, 2), (4, 3)]. Give one (features, head_dim) for all heads."):
         PerHeadAttention.of([a, a], [a, b], [a, a])
     mend = "Give W_Q and W_K the same columns, W_K and W_V the same rows."
-    with refused(ShapeError, f"W_Q is (4, 2), W_K (4, 3) and W_V (4, 2) a head. {mend}"):
+    with refused(ShapeError, f"W_Q is (4, 2), W_K (4, 3) and W_V (4, 2) per head. {mend}"):
         PerHeadAttention.of([a], [b], [a])
-    with refused(ShapeError, "W_O has shape (3, 5). Give (4, output_dim): a row a column of Z."):
+    with refused(ShapeError, "W_O has shape (3, 5). Give (4, output_dim): one row per column of Z."):
         PerHeadAttention.of([a, a], [a, a], [a, a], torch.zeros(3, 5))
-    with refused(ShapeError, "b_V holds the shapes [(3,)]. Give 1 of shape (2,), as wide as the heads."):
+    with refused(ShapeError, "b_V has the shapes [(3,)]. Give 1 of shape (2,), the width of the heads."):
         PerHeadAttention.of([a], [a], [a], b_V=[torch.zeros(3)])
-    with refused(ShapeError, "b_O has shape (5,), and there is no W_O. Give one number a column of W_O, or neither."):
+    with refused(ShapeError, "b_O has shape (5,), and there is no W_O. Give one number per column of W_O, or neither."):
         PerHeadAttention.of([a], [a], [a], b_O=torch.zeros(5))
     layer = PerHeadAttention(embed_dim=4, num_heads=2)
     mend = "Give (length, features) or (batch, length, features), with 4 features."
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
         layer(torch.zeros(5, 3))
     with refused(ShapeError, f"memory has shape (5, 4). {mend}"):
         layer(torch.zeros(1, 5, 4), torch.zeros(5, 4))
-    with refused(ShapeError, "Z holds the shapes [(2, 3), (3, 3)]. Give one result a head, of the same length."):
+    with refused(ShapeError, "Z has the shapes [(2, 3), (3, 3)]. Give one result per head, of the same length."):
         concat([torch.zeros(2, 3), torch.zeros(3, 3)])
     with refused(ArgumentError, "head_dim is 0. Give an integer of at least 1."):
         PerHeadAttention(embed_dim=4, num_heads=2, head_dim=0)

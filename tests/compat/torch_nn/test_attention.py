@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
     "one unbatched": (
         lambda layer, x: layer(x, x[0], x),
         ShapeError,
-        "query has 3 dimensions and key has 2. Give all three a batch, or none.",
+        "query has 3 dimensions and key has 2. Give all three a batch dimension, or none of them.",
     ),
     "dtype": (
         lambda layer, x: layer(x.double(), x, x),
@@ -371,14 +371,14 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
     "values": (
         lambda layer, x: layer(x, x, x[:, :4]),
         ShapeError,
-        "key has shape (2, 5, 12) and value (2, 4, 12). Give every key its one value.",
+        "key has shape (2, 5, 12) and value has (2, 4, 12). Give one value per key.",
     ),
     "batch": (
         lambda layer, x: layer(x, x[:1], x[:1]),
         ShapeError,
         (
             "query has 2 samples and key has 1: with batch_first=True inputs are (batch, length, features). "
-            "Give both the same batch, or make the layer with batch_first=False."
+            "Give both the same batch size, or construct the layer with batch_first=False."
         ),
     ),
 }

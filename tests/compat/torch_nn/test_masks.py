@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.compat.torch_nn.masks import Sizes, seeing
+from multihead.compat.torch_nn.masks import Sizes, visible
 from multihead.errors import DtypeError, MaskError, MultiheadError
 from multihead.masks import Causal, Drop, Full, Lengths
 from multihead.masks.place import Place
@@ -25,55 +25,55 @@ def as_float(hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [torch.Tensor.bool, as_float])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_causal_tensor_is_causal_whether_it_is_said_or_not(form: object, *, is_causal: bool) -> None:
-    told = seeing(form(CAUSAL), None, SIZES, is_causal=is_causal)  # type: ignore[operator]
-    assert (told.mask, told.bias, told.query_start) == (Causal(), None, 0)
+    shown = visible(form(CAUSAL), None, SIZES, is_causal=is_causal)  # type: ignore[operator]
+    assert (shown.mask, shown.bias, shown.query_start) == (Causal(), None, 0)
 
 
 def test_is_causal_alone_is_the_causal_mask() -> None:
-    assert seeing(None, None, SIZES, is_causal=True).mask == Causal()
+    assert visible(None, None, SIZES, is_causal=True).mask == Causal()
 
 
 def test_a_wrong_hint_is_not_believed_where_the_mask_can_be_read() -> None:
     hidden = CAUSAL.clone()
     hidden[1, 0] = True
-    mask = seeing(hidden, None, SIZES, is_causal=True).mask
+    mask = visible(hidden, None, SIZES, is_causal=True).mask
     assert isinstance(mask, Drop)
     assert torch.equal(mask.tensor, hidden)
 
 
 @pytest.mark.parametrize("form", [torch.Tensor.bool, as_float])
 def test_padding_behind_the_tokens_is_lengths(form: object) -> None:
-    mask = seeing(None, form(BEHIND), SIZES, is_causal=False).mask  # type: ignore[operator]
+    mask = visible(None, form(BEHIND), SIZES, is_causal=False).mask  # type: ignore[operator]
     assert isinstance(mask, Lengths)
     assert isinstance(mask.lengths, Tensor)
     assert mask.lengths.tolist() == [5, 2]
 
 
 def test_no_padding_is_no_mask() -> None:
-    assert seeing(None, torch.zeros(2, 5, dtype=torch.bool), SIZES, is_causal=False).mask == Full()
+    assert visible(None, torch.zeros(2, 5, dtype=torch.bool), SIZES, is_causal=False).mask == Full()
 
 
 def test_scattered_padding_is_dropped_key_by_key() -> None:
     hidden = BEHIND.flip(1)
-    mask = seeing(None, hidden, SIZES, is_causal=False).mask
+    mask = visible(None, hidden, SIZES, is_causal=False).mask
     assert isinstance(mask, Drop)
     assert mask.axes == "batch keys"
 
 
 def test_floats_that_do_more_than_hide_are_added_and_those_of_both_masks_together() -> None:
     of_query, of_key = torch.randn(6, 4, 5), torch.randn(2, 5)
-    told = seeing(of_query, of_key, SIZES, is_causal=False)
-    assert told.mask == Full()
-    assert told.bias is not None
-    torch.testing.assert_close(told.bias, of_query.view(2, 3, 4, 5) + of_key[:, None, None])
+    shown = visible(of_query, of_key, SIZES, is_causal=False)
+    assert shown.mask == Full()
+    assert shown.bias is not None
+    torch.testing.assert_close(shown.bias, of_query.view(2, 3, 4, 5) + of_key[:, None, None])
 
 
 def test_a_float_mask_whose_gradient_is_asked_for_stays_a_bias() -> None:
     added = as_float(CAUSAL).requires_grad_()
-    told = seeing(added, None, SIZES, is_causal=False)
-    assert told.mask == Full()
-    assert told.bias is not None
-    assert told.bias.requires_grad
+    shown = visible(added, None, SIZES, is_causal=False)
+    assert shown.mask == Full()
+    assert shown.bias is not None
+    assert shown.bias.requires_grad
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
@@ -82,11 +82,11 @@ def test_added_keys_stand_first_and_are_seen_by_every_query(extra: int) -> None:
     per_head = torch.rand(6, 4, 5) < 0.5
     for attn_mask, hidden in ((CAUSAL, CAUSAL[None, None]), (per_head, per_head.view(2, 3, 4, 5))):
         for padding in (BEHIND, BEHIND.flip(1)):
-            told = seeing(attn_mask, padding, sizes, is_causal=False)
-            shown = told.mask.tile(Place.of(4, 5 + extra, query_start=told.query_start)).expand(2, 3, -1, -1)
+            shown = visible(attn_mask, padding, sizes, is_causal=False)
+            shown = shown.mask.tile(Place.of(4, 5 + extra, query_start=shown.query_start)).expand(2, 3, -1, -1)
             assert shown[..., :extra].all()
             assert torch.equal(shown[..., extra:], ~(hidden | padding[:, None, None]).expand(2, 3, -1, -1))
-    added = seeing(torch.randn(4, 5), None, sizes, is_causal=False).bias
+    added = visible(torch.randn(4, 5), None, sizes, is_causal=False).bias
     assert added is not None
     assert (added[..., :extra] == 0).all()
 
@@ -121,4 +121,4 @@ def test_masks_that_do_not_fit_are_refused(
     attn_mask: Tensor | None, padding: Tensor | None, error: type[MultiheadError], sentence: str
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
-        seeing(attn_mask, padding, SIZES, is_causal=False)
+        visible(attn_mask, padding, SIZES, is_causal=False)
