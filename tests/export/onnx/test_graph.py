@@ -49,7 +49,7 @@ def test_a_model_says_who_made_it_in_the_oldest_format_that_holds_its_operators(
     graph.output(
         graph.node("Identity", graph.input("x", torch.float32, ("batch", None))), "y", torch.float32, (None, 1)
     )
-    model = graph.model(opset=23, name="nothing", said={"multihead.mask": "Full()"}, version="1.2")
+    model = graph.model(opset=23, name="nothing", metadata={"multihead.mask": "Full()"}, version="1.2")
     assert (model.producer_name, model.producer_version, model.ir_version) == ("multihead", "1.2", 11)
     assert [(each.key, each.value) for each in model.metadata_props] == [("multihead.mask", "Full()")]
     assert [(each.domain, each.version) for each in model.opset_import] == [("", 23)]

@@ -14,10 +14,10 @@ from onnx import helper
 
 from multihead import masks
 from multihead.export.onnx import to_model
-from multihead.export.onnx.context import Ground
+from multihead.export.onnx.context import Context
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.mask_input import shown, sinks_of
-from multihead.export.onnx.spec import asked
+from multihead.export.onnx.mask_input import mask_inputs, sinks_of
+from multihead.export.onnx.spec import checked_spec
 from multihead.layer import MultiHeadAttention
 from tests.export.running import assert_same, ran
 
@@ -28,7 +28,7 @@ def told(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: A
     """The ways in which the operator is told something."""
     layer = MultiHeadAttention(8, 2, **options).eval()
     free = {"batch": None, "queries": None, "keys": None}
-    found = shown(Ground(Graph(), layer, asked(layer, inputs, mask, start, opset, free)))
+    found = mask_inputs(Context(Graph(), layer, checked_spec(layer, inputs, mask, start, opset, free)))
     return {name for name in ("is_causal", "table", "lengths", "some") if getattr(found, name)}
 
 
@@ -92,10 +92,10 @@ def test_a_key_of_0_is_a_sink_whose_logit_is_0() -> None:
     layer = MultiHeadAttention(8, 2, sinks=True, add_zero_attn=True).eval()
     assert layer.sinks is not None
     torch.nn.init.constant_(layer.sinks, 1.0)
-    ground = Ground(
-        Graph(), layer, asked(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
+    context = Context(
+        Graph(), layer, checked_spec(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
     )
-    assert torch.allclose(sinks_of(ground), torch.tensor(1.0).exp().add(1).log().double())
+    assert torch.allclose(sinks_of(context), torch.tensor(1.0).exp().add(1).log().double())
 
 
 def test_a_causal_layer_is_one_operator_between_projections() -> None:

@@ -83,8 +83,7 @@ def test_parts_of_different_sizes_are_refused() -> None:
     with pytest.raises(MaskError) as refusal:
         sizes_of(masks.Lengths((5, 3)) & masks.Prefix((1, 2, 3)))
     assert str(refusal.value) == (
-        "Lengths((5, 3)) & Prefix((1, 2, 3)) speaks of 2 batch in one place and of 3 in another. "
-        "Give its parts the same sizes."
+        "Lengths((5, 3)) & Prefix((1, 2, 3)) has parts with 2 batch and parts with 3. Give its parts the same sizes."
     )
 
 

@@ -72,7 +72,7 @@ def test_a_file_in_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> No
         save(MultiHeadAttention(8, 2).eval(), tmp_path / "none" / "layer.onnx")
     assert str(refusal.value) == (
         f"{str(tmp_path / 'none' / 'layer.onnx')!r} cannot be written: there is no folder "
-        f"{str(tmp_path / 'none')!r}. Make it first."
+        f"{str(tmp_path / 'none')!r}. Create it first."
     )
 
 

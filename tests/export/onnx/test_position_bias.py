@@ -98,6 +98,6 @@ def test_a_bias_that_is_not_ours_is_refused_where_sizes_may_change() -> None:
     with pytest.raises(ArgumentError) as refusal:
         to_model(layer_with(Nearest()), queries=None)
     assert str(refusal.value) == (
-        "position_bias is a Nearest, whose values are not known for all sizes. "
-        "Fix the sizes: give queries=, keys= and no query_start among the inputs."
+        "position_bias is a Nearest, which can only be exported for fixed sizes. "
+        "Fix the sizes: give queries= and keys=, and remove query_start from the inputs."
     )

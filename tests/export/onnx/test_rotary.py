@@ -45,6 +45,6 @@ def test_float64_is_refused() -> None:
     with pytest.raises(ArgumentError) as refusal:
         to_model(MultiHeadAttention(8, 2, rotary=Rotary(), dtype=torch.float64).eval())
     assert str(refusal.value) == (
-        "The layer is float64 and has a rotary, and the operator RotaryEmbedding takes no float64. "
+        "The layer is float64 and has a rotary, and the operator RotaryEmbedding does not support float64. "
         "Convert it first: layer.float()."
     )
