@@ -79,8 +79,8 @@ def test_a_missing_library_is_a_warning_and_the_rest_is_told(monkeypatch: pytest
     found = examine()
     assert (found.library, found.sets, found.chosen) == (None, (), None)
     assert found.warnings[0] == (
-        "The native kernel is left out: its library was not built. Calls take the next kernel that does not refuse; "
-        "install a compiler, then multihead again."
+        "The native kernel is not available: its library was not built. Calls use the next kernel that does not "
+        "refuse; install a compiler, then multihead again."
     )
     native = {kernel.name: kernel.refusals for kernel in found.kernels}["native"]
     assert native["float32"] == "its library was not built"

@@ -35,7 +35,7 @@ def test_a_text_is_read_as_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (lambda file: file.mkdir(), "{file!r} is a folder. Give a text file."),
         (
             lambda file: file.write_bytes(b"ab\xff"),
-            "{file!r} is no UTF-8 text: its byte 2 does not fit. Save it as UTF-8.",
+            "{file!r} is not UTF-8 text: its byte 2 is invalid. Save it as UTF-8.",
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_places_that_cannot_be_written_are_refused_before_any_work(tmp_path: Pat
         refuse_unless_writable([fine, nowhere])
     with pytest.raises(InputError, match=f"^{re.escape(repr(str(tmp_path)))} is a folder. Give the name of a file.$"):
         refuse_unless_writable([str(tmp_path)])
-    with pytest.raises(InputError, match=r"are not all different\. Give each a name of its own\.$"):
+    with pytest.raises(InputError, match=r"are not all different\. Give each a different name\.$"):
         refuse_unless_writable([fine, fine])
 
 
@@ -129,7 +129,7 @@ class TestWhatIsThereAlready:
         (tmp_path / "b.csv").symlink_to("a.csv")
         names = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
         assert refusal(lambda: refuse_unless_writable(names)) == (
-            f"The files {', '.join(names)} are not all different. Give each a name of its own."
+            f"The files {', '.join(names)} are not all different. Give each a different name."
         )
 
     def test_the_file_of_standard_output_keeps_what_was_printed(self, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ class TestWhatCannotBeWritten:
         assert [each.name for each in tmp_path.iterdir()] == ["头" * 85]
         for act in (write_whole, lambda file, _: refuse_unless_writable([file])):
             assert refusal(lambda act=act: act(longer, "new")) == (  # type: ignore[misc]
-                f"{longer!r} cannot be written: File name too long. Check its name and rights."
+                f"{longer!r} cannot be written: File name too long. Check its name and permissions."
             )
 
 

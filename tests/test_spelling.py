@@ -259,7 +259,7 @@ def test_a_map_is_not_read_backward() -> None:
     with pytest.raises(ArgumentError) as refusal:
         mh.weights(Q, Q, keys=slice(4, 0, -1))
     assert str(refusal.value) == (
-        "keys is slice(4, 0, -1), which goes backward. Give a slice with a step of 1 or more."
+        "keys is slice(4, 0, -1), whose step is not positive. Give a slice with a step of 1 or more."
     )
 
 
