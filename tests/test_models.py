@@ -1,4 +1,4 @@
-"""A MODEL argument becomes a model, and a text becomes tokens that a person can read."""
+"""Loading a model from a MODEL argument, and encoding a text as readable tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def minilm() -> LoadedModel:
 
 
 def byte_level(folder: Path) -> Path:
-    """Save a tiny GPT-2 whose tokens are bytes, and pairs of them that a few words taught it."""
+    """Save a tiny GPT-2 whose tokens are bytes, and pairs of them learned from a few words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,9 +100,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestGguf:
-    """Models that llama.cpp wrote; some packages carry one."""
+    """Models written by llama.cpp, which some packages contain."""
 
-    def test_a_file_is_loaded_with_its_tokenizer_and_can_be_watched(
+    def test_a_file_is_loaded_with_its_tokenizer_and_can_be_observed(
         self, file: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         loaded = load(str(file))
@@ -249,7 +249,7 @@ class TestRefusals:
 
 
 def together(encoded: Encoded) -> str:
-    """Put together what the tokens show."""
+    """Concatenate the text of the tokens."""
     pairs = zip(encoded.tokens, encoded.special, strict=True)
     return "".join(token for token, mark in pairs if not mark and token != CONTINUED)
 
@@ -312,13 +312,13 @@ class TestTokens:
         assert encode(loaded, "a" * 3000).ids.shape == (1, 3001)
 
 
-def test_positions_that_begin_behind_the_paddings_are_not_counted() -> None:
+def test_positions_that_start_after_that_of_padding_are_not_counted() -> None:
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1)
     model: Any = SimpleNamespace(config=config)
     assert LoadedModel("roberta", "roberta", model, None).max_tokens == 512
 
 
-def test_quiet_gives_back_what_it_took() -> None:
+def test_quiet_restores_all_settings() -> None:
     from transformers.utils import logging as library
 
     library.enable_progress_bar()
@@ -343,7 +343,7 @@ SENTENCES = ["The cat sat on the mat.", "Attention is a weighted mean of values,
 
 
 @pytest.mark.parametrize("sentences", [SENTENCES[:1], SENTENCES], ids=["one sentence", "a padded batch"])
-def test_a_real_models_sentence_embedding_is_the_same_while_it_is_watched(
+def test_a_real_models_sentence_embedding_is_the_same_while_it_is_observed(
     minilm: LoadedModel, sentences: list[str]
 ) -> None:
     batch = dict(minilm.tokenizer(sentences, padding=True, return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""A model that would run code is refused, without the advice of other libraries to let it."""
+"""A model that would run code is rejected, without the advice of other libraries to allow it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_pickle_of_more_than_tensors_is_refused_in_our_own_words(tmp_path: Path, *, broken: bool) -> None:
+def test_a_pickle_of_more_than_tensors_is_rejected_with_an_error_of_our_own(tmp_path: Path, *, broken: bool) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     if broken:
         (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
@@ -30,7 +30,7 @@ def test_a_pickle_of_more_than_tensors_is_refused_in_our_own_words(tmp_path: Pat
     )
 
 
-def test_a_model_with_code_of_its_own_is_refused_in_our_own_words(tmp_path: Path) -> None:
+def test_a_model_with_code_of_its_own_is_rejected_with_an_error_of_our_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}')
     assert refusal(tmp_path) == (
         f"{tmp_path} needs Python code of its own, and multihead runs no code of a model. "

@@ -136,7 +136,7 @@ def biased(mask: masks.Mask, bias: tuple[int, ...], **options: float) -> tuple[A
 
 
 def softmaxed(call: AttentionRequest) -> Tensor:
-    """Compute the weights as the formula says."""
+    """Compute the weights by the formula."""
     scores = call.q @ call.k.mT / 2
     scores = scores if call.bias is None else scores + call.bias
     return scores.masked_fill(~call.mask.tile(Place.of(5, 6)), -torch.inf).softmax(-1)

@@ -159,9 +159,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_would_silently_stay_eager_is_refused_in_words(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_would_silently_stay_eager_is_rejected(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     model = REFUSED[name]()
     before = model.config._attn_implementation
     with pytest.raises(ModelError) as caught, mh.observe(model):
@@ -214,7 +212,7 @@ def test_another_thread_computes_as_ever_and_is_not_heard() -> None:
     assert seen.layers[0].num_samples == 2
 
 
-def test_a_model_inside_a_module_of_ones_own_is_watched() -> None:
+def test_a_model_inside_a_module_of_ones_own_is_observed() -> None:
     class Sentence(nn.Module):
         def __init__(self) -> None:
             super().__init__()

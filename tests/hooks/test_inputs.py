@@ -1,4 +1,4 @@
-"""What a model was given is told for the sequence that a layer's queries are made of, and for that of its memory."""
+"""The inputs from which the queries of a layer are computed, and those of its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.families import batch_of, family
 
 
 def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Given, Given]:
-    """Run a model and ask, while one of its layers runs, what its queries' and its memory's sequence is."""
+    """Run a model and return the inputs of the queries and of the memory while one of its layers runs."""
     found: list[tuple[Given, Given]] = []
     with torch.no_grad(), recorded_inputs(model) as inputs:
 

@@ -28,8 +28,8 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
 
     Args:
         request: a checked call without softcap and sinks, with as many key/value heads as query heads.
-        average: whether the weights are averaged over the heads; without dropout, besides the result one head's weights
-            are held at a time, in the backward pass too.
+        average: whether the weights are averaged over the heads; without dropout, the weights of one head, or 1 MiB of
+            them, are held at a time besides the result, in the backward pass too.
 
     Returns: the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
         (batch, queries, keys) if averaged, both in the dtype of q; a query that sees no key has 0 in both.

@@ -1,4 +1,4 @@
-"""Our layer out of PyTorch's and back: equal outputs, and words for what cannot be said."""
+"""Conversion of PyTorch's layer to ours and back: equal outputs, and errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_there_and_back_every_output_and_every_parameter_is_equal(
         assert torch.equal(back.state_dict()[name], tensor)
 
 
-def test_weights_are_copies_that_learn_where_the_originals_did() -> None:
+def test_weights_are_copies_with_the_originals_requires_grad() -> None:
     original = nn.MultiheadAttention(12, 3)
     original.in_proj_weight.requires_grad_(requires_grad=False)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_weights_are_copies_that_learn_where_the_originals_did() -> None:
 
 
 @pytest.mark.parametrize("options", [("add_bias_kv",), ("add_zero_attn",), ("add_bias_kv", "add_zero_attn")])
-def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
+def test_added_keys_are_converted_both_ways(options: tuple[str, ...]) -> None:
     original = nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, **dict.fromkeys(options, True))  # type: ignore[arg-type]
     layer = from_torch(original)
     x = torch.randn(2, 5, 12, dtype=torch.float64)
@@ -93,11 +93,11 @@ def test_what_pytorchs_layer_does_not_support_is_rejected(options: dict[str, Any
         to_torch(MultiHeadAttention(12, 3, **options))
 
 
-def test_the_usual_scale_said_aloud_is_no_obstacle() -> None:
+def test_an_explicit_default_scale_is_accepted() -> None:
     assert to_torch(MultiHeadAttention(12, 3, scale=0.5)).embed_dim == 12
 
 
-def test_a_projection_that_is_no_longer_a_linear_is_refused() -> None:
+def test_a_projection_that_is_not_a_linear_is_rejected() -> None:
     layer = MultiHeadAttention(12, 3)
     layer.q_proj = nn.Sequential(layer.q_proj)  # type: ignore[assignment]
     sentence = (

@@ -1,4 +1,4 @@
-"""Nested tensors in the drop-in: what their samples give alone, the original's weights, and what is refused."""
+"""Nested tensors in the drop-in: the outputs of their samples alone, the original's weights, and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_nested_samples_get_the_originals_padded_weights(*, average: bool) -> No
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}, {"batch_first": False}], ids=str)
 @pytest.mark.parametrize("call", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("cross", [False, True])
-def test_nested_samples_give_what_they_give_alone_with_gradients(
+def test_nested_samples_have_the_outputs_of_each_alone_with_gradients(
     layout: torch.layout, options: dict[str, Any], call: dict[str, Any], *, cross: bool
 ) -> None:
     _, ours = pair(**options)
@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_in_a_whole_sentence(name: str) -> None:
+def test_what_does_not_fit_is_rejected_with_a_whole_sentence(name: str) -> None:
     call, error, sentence = REFUSED[name]
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
         call(MultiheadAttention(12, 3, batch_first=True), torch.zeros(2, 5, 12))

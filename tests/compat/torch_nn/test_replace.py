@@ -1,4 +1,4 @@
-"""replace() exchanges every attention, says which, keeps all else, and can be undone."""
+"""replace() replaces every attention, lists them, keeps everything else, and can be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator is told what may be seen in the cheapest way that says it."""
+"""The operator gets the mask by the cheapest of its inputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.export.running import assert_same, ran
 SELF, CROSS = ("x",), ("x", "memory")
 
 
-def told(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: Any = None, **options: Any) -> set[str]:
-    """The ways in which the operator is told something."""
+def used(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: Any = None, **options: Any) -> set[str]:
+    """Return the mask inputs of the operator that are used."""
     layer = MultiHeadAttention(8, 2, **options).eval()
     free = {"batch": None, "queries": None, "keys": None}
     found = mask_inputs(Context(Graph(), layer, checked_spec(layer, inputs, mask, start, opset, free)))
@@ -52,14 +52,14 @@ def told(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: A
         ((*SELF, "bias"), masks.Full(), {}, {"table", "some"}),
     ],
 )
-def test_the_operator_is_told_what_it_must_know(
+def test_the_operator_gets_the_inputs_that_it_needs(
     inputs: tuple[str, ...], mask: masks.Mask, options: dict[str, Any], ways: set[str]
 ) -> None:
-    assert told(inputs, mask, **options) == ways
+    assert used(inputs, mask, **options) == ways
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_a_query_that_sees_no_key_gives_0_in_every_dtype(dtype: torch.dtype) -> None:
+def test_a_query_that_sees_no_key_results_in_0_in_every_dtype(dtype: torch.dtype) -> None:
     layer, x = MultiHeadAttention(8, 2, dtype=dtype, output_projection=False).eval(), torch.randn(2, 4, 8).to(dtype)
     mask = masks.Lengths(((0, 1, 2, 3), (4, 0, 4, 0)))
     found = ran(to_model(layer, mask=mask), x=x)

@@ -1,4 +1,4 @@
-"""Queries and keys are normalised as the layer normalises them, in float32 whatever the layer's dtype."""
+"""Queries and keys are normalised as the layer normalises them, in float32 for any dtype of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is asked to take: sizes that are fixed or may change, and what is refused, in words."""
+"""The specification of a model: sizes that are fixed or may change, and errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from multihead.export.onnx.spec import Spec, checked_spec
 from multihead.layer import MultiHeadAttention
 
 
-def checked(layer: object = None, **said: Any) -> Spec:
-    """Ask for a model, with what is not said as `model` has it."""
+def checked(layer: object = None, **options: Any) -> Spec:
+    """Check a specification, with the defaults of `to_model`."""
     layer = MultiHeadAttention(8, 2).eval() if layer is None else layer
-    sizes = {axis: said.pop(axis, None) for axis in ("batch", "queries", "keys")}
-    given = {"inputs": ("x",), "mask": masks.Full(), "query_start": None, "opset": 23} | said
+    sizes = {axis: options.pop(axis, None) for axis in ("batch", "queries", "keys")}
+    given = {"inputs": ("x",), "mask": masks.Full(), "query_start": None, "opset": 23} | options
     return checked_spec(layer, given["inputs"], given["mask"], given["query_start"], given["opset"], sizes)
 
 
@@ -47,8 +47,8 @@ class TestSizes:
 
 
 class Turned(MultiHeadAttention):
-    def forward(self, *given: Any, **said: Any) -> Any:
-        return super().forward(*given, **said)
+    def forward(self, *given: Any, **options: Any) -> Any:
+        return super().forward(*given, **options)
 
 
 class Adapted(nn.Linear):
@@ -202,10 +202,12 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("said", "kind", "sentence"), REFUSED)
-def test_what_cannot_be_written_is_refused(said: dict[str, Any], kind: type[MultiheadError], sentence: str) -> None:
+@pytest.mark.parametrize(("options", "kind", "sentence"), REFUSED)
+def test_what_cannot_be_exported_is_rejected(
+    options: dict[str, Any], kind: type[MultiheadError], sentence: str
+) -> None:
     with pytest.raises(kind) as refusal:
-        checked(**said)
+        checked(**options)
     assert str(refusal.value) == sentence
 
 
