@@ -1,4 +1,4 @@
-"""A configuration that claims what no model has is refused before anything is built of it."""
+"""A configuration with sizes that no model has is rejected before a model is built from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor finds out: the machine, the native library, the OpenMP runtimes, and what each kernel refuses."""
+"""The report of the doctor: the machine, the native library, the OpenMP runtimes, and what each kernel refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_openmp_runtime_is_listed_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_system_that_does_not_tell_gives_none(tmp_path: Path) -> None:
+def test_a_system_that_does_not_list_runtimes_returns_none(tmp_path: Path) -> None:
     assert openmp_runtimes(tmp_path / "maps") is None
 
 
@@ -50,12 +50,12 @@ def test_two_runtimes_are_warned_of() -> None:
 def test_the_native_library_shares_the_runtime_of_torch() -> None:
     found = examine()
     if found.runtimes is None:
-        pytest.skip("this system does not tell which runtimes are loaded")
+        pytest.skip("this system does not list which runtimes are loaded")
     assert len(found.runtimes) <= 1
     assert found.warnings == ()
 
 
-def test_every_kernel_is_asked_and_its_own_words_are_told() -> None:
+def test_the_refusals_of_every_kernel_are_reported() -> None:
     found = {kernel.name: kernel.refusals for kernel in examine().kernels}
     assert list(found) == list(KERNELS)
     assert found["reference"] == {}
@@ -67,27 +67,27 @@ def test_every_kernel_is_asked_and_its_own_words_are_told() -> None:
     }
 
 
-def test_what_is_chosen_and_seen_is_what_torch_and_the_library_say() -> None:
+def test_choices_and_features_are_those_of_torch_and_the_library() -> None:
     found = examine()
     assert (found.torch_version, found.threads) == (torch.__version__, torch.get_num_threads())
     assert found.library == library.path()
     assert found.chosen == (library.chosen().name if found.absence is None else None)
 
 
-def test_a_missing_library_is_a_warning_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_found", lambda: "its library was not built")
     found = examine()
     assert (found.library, found.sets, found.chosen) == (None, (), None)
     assert found.warnings[0] == (
-        "The native kernel is left out: its library was not built. Calls take the next kernel that does not refuse; "
-        "install a compiler, then multihead again."
+        "The native kernel is not available: its library was not built. Calls use the next kernel that does not "
+        "refuse; install a compiler, then multihead again."
     )
     native = {kernel.name: kernel.refusals for kernel in found.kernels}["native"]
     assert native["float32"] == "its library was not built"
 
 
 @pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
-def test_an_impossible_request_is_told_as_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_request_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIHEAD_CPU", "avx9")
     library._unforced.cache_clear()
     try:

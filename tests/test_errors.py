@@ -22,7 +22,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_says_its_finding_and_then_its_mend(kind: type[MultiheadError]) -> None:
+def test_the_message_is_the_finding_and_then_the_mend(kind: type[MultiheadError]) -> None:
     error = kind("q has 3 axes.", "Give four.")
     assert str(error) == "q has 3 axes. Give four."
     assert (error.finding, error.mend) == ("q has 3 axes.", "Give four.")
@@ -51,14 +51,14 @@ def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), True, "0.1", None])
-def test_what_is_no_share_is_refused(value: object) -> None:
+def test_what_is_not_a_share_is_rejected(value: object) -> None:
     with pytest.raises(ArgumentError) as refusal:
         refuse_unless_share("dropout", value)
     assert str(refusal.value) == f"dropout is {value!r}. Give a share from 0 to 1."
 
 
 @pytest.mark.parametrize(("value", "least"), [(0, 1), (-1, 0), (1.0, 1), (True, 1), ("2", 1), (None, 0)])
-def test_what_is_no_integer_of_that_size_is_refused(value: object, least: int) -> None:
+def test_what_is_not_an_integer_of_that_size_is_rejected(value: object, least: int) -> None:
     with pytest.raises(ArgumentError) as refusal:
         refuse_unless_integer("size", value, least=least)
     assert str(refusal.value) == f"size is {value!r}. Give an integer of at least {least}."

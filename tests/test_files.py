@@ -1,4 +1,4 @@
-"""Files are read as text or refused, and written whole or not at all."""
+"""Files are read as text or rejected, and written atomically."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_a_text_is_read_as_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (lambda file: file.mkdir(), "{file!r} is a folder. Give a text file."),
         (
             lambda file: file.write_bytes(b"ab\xff"),
-            "{file!r} is no UTF-8 text: its byte 2 does not fit. Save it as UTF-8.",
+            "{file!r} is not UTF-8 text: its byte 2 is invalid. Save it as UTF-8.",
         ),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path: Path, make: Callable[[Path], object], sentence: str) -> None:
+def test_what_is_not_text_is_rejected(tmp_path: Path, make: Callable[[Path], object], sentence: str) -> None:
     file = tmp_path / "text.txt"
     make(file)
     with pytest.raises(InputError, match=f"^{re.escape(sentence.format(file=str(file)))}$"):
@@ -57,7 +57,7 @@ def test_a_file_is_written_whole_and_replaces_the_old_one(tmp_path: Path) -> Non
     assert file.stat().st_mode == plain.stat().st_mode
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_failure_leaves_the_old_file_and_no_other_file(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     write_whole(file, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -66,14 +66,14 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_places_that_cannot_be_written_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written_are_rejected_before_any_work(tmp_path: Path) -> None:
     fine, nowhere = str(tmp_path / "a.csv"), str(tmp_path / "none" / "b.csv")
     refuse_unless_writable([fine])
     with pytest.raises(InputError, match=f"^{re.escape(repr(nowhere))} cannot be written: there is no folder .* first"):
         refuse_unless_writable([fine, nowhere])
     with pytest.raises(InputError, match=f"^{re.escape(repr(str(tmp_path)))} is a folder. Give the name of a file.$"):
         refuse_unless_writable([str(tmp_path)])
-    with pytest.raises(InputError, match=r"are not all different\. Give each a name of its own\.$"):
+    with pytest.raises(InputError, match=r"are not all different\. Give each a different name\.$"):
         refuse_unless_writable([fine, fine])
 
 
@@ -129,7 +129,7 @@ class TestWhatIsThereAlready:
         (tmp_path / "b.csv").symlink_to("a.csv")
         names = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
         assert refusal(lambda: refuse_unless_writable(names)) == (
-            f"The files {', '.join(names)} are not all different. Give each a name of its own."
+            f"The files {', '.join(names)} are not all different. Give each a different name."
         )
 
     def test_the_file_of_standard_output_keeps_what_was_printed(self, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ class TestWhatIsThereAlready:
 class TestWhatCannotBeWritten:
     @contextmanager
     def little_room(self) -> Iterator[None]:
-        """No file may grow beyond 1,000 bytes, as on a full disk; not even one that pytest logs to."""
+        """Limit every file to 1,000 bytes, as on a full disk; also those that pytest logs to."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
@@ -185,7 +185,7 @@ class TestWhatCannotBeWritten:
         assert [each.name for each in tmp_path.iterdir()] == ["头" * 85]
         for act in (write_whole, lambda file, _: refuse_unless_writable([file])):
             assert refusal(lambda act=act: act(longer, "new")) == (  # type: ignore[misc]
-                f"{longer!r} cannot be written: File name too long. Check its name and rights."
+                f"{longer!r} cannot be written: File name too long. Check its name and permissions."
             )
 
 

@@ -1,4 +1,4 @@
-"""A MODEL argument becomes a model, and a text becomes tokens that a person can read."""
+"""Loading a model from a MODEL argument, and encoding a text as readable tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def minilm() -> LoadedModel:
 
 
 def byte_level(folder: Path) -> Path:
-    """Save a tiny GPT-2 whose tokens are bytes, and pairs of them that a few words taught it."""
+    """Save a tiny GPT-2 whose tokens are bytes, and pairs of them learned from a few words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,9 +100,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestGguf:
-    """Models that llama.cpp wrote; some packages carry one."""
+    """Models written by llama.cpp, which some packages contain."""
 
-    def test_a_file_is_loaded_with_its_tokenizer_and_can_be_watched(
+    def test_a_file_is_loaded_with_its_tokenizer_and_can_be_observed(
         self, file: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         loaded = load(str(file))
@@ -134,13 +134,13 @@ class TestGguf:
         with pytest.raises(ModelError) as caught:
             load(str(tmp_path))
         assert str(caught.value) == (
-            f'The folder "{tmp_path}" holds 2 GGUF files. Give one of them, such as "{tmp_path / "a.gguf"}".'
+            f'The folder "{tmp_path}" contains 2 GGUF files. Give one of them, such as "{tmp_path / "a.gguf"}".'
         )
 
     def test_a_file_that_is_cut_off_cannot_be_read(self, file: Path, tmp_path: Path) -> None:
         cut = tmp_path / "cut.gguf"
         cut.write_bytes(file.read_bytes()[:1000])
-        with pytest.raises(ModelError, match=r"cut\.gguf cannot be read: .+\. Fetch or convert it anew\."):
+        with pytest.raises(ModelError, match=r"cut\.gguf cannot be read: .+\. Download or convert it again\."):
             load(str(cut))
 
     @pytest.mark.parametrize(
@@ -170,33 +170,33 @@ class TestRefusals:
         with pytest.raises(ModelError) as caught:
             load("no-such/model")
         assert str(caught.value) == (
-            '"no-such/model" is no folder, no installed package that carries a model, and no model of the Hugging '
-            "Face hub that is on this machine or can be fetched now. "
+            '"no-such/model" is neither a folder nor an installed package that contains a model nor a model of the '
+            "Hugging Face hub that is on this machine or can be downloaded now. "
             "Check the name, or go online and download it first."
         )
 
     @pytest.mark.parametrize("name", ["", " ", "a b", "json", "../nowhere", "x" * 200, "a/b/c"])
     def test_names_that_are_none(self, name: str) -> None:
-        with pytest.raises(ModelError, match=r"is no folder, no installed package"):
+        with pytest.raises(ModelError, match=r"is neither a folder nor an installed package"):
             load(name)
 
     def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError) as caught:
             load(str(tmp_path))
         assert str(caught.value) == (
-            f'The folder "{tmp_path}" holds no config.json. Give the folder a model was saved to.'
+            f'The folder "{tmp_path}" contains no config.json. Give the folder that a model was saved to.'
         )
 
     @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "nothing-known"}', '{"model_type": "bert"}'])
     def test_a_folder_that_cannot_be_read(self, tmp_path: Path, config: str) -> None:
         (tmp_path / "config.json").write_text(config)
-        mend = r"Save it anew with model\.save_pretrained\(folder\)\."
+        mend = r"Save it again with model\.save_pretrained\(folder\)\."
         with pytest.raises(ModelError, match=rf"cannot be read: .+\. {mend}"):
             load(str(tmp_path))
 
     @pytest.mark.parametrize("name", ["x" * 5000, "a/" + "x" * 300, "~nobody-is-called-so"])
     def test_a_name_that_no_folder_can_have(self, name: str) -> None:
-        with pytest.raises(ModelError, match=r"\. (Check the name, or go online and download it first|Save it anew)"):
+        with pytest.raises(ModelError, match=r"\. (Check the name, or go online and download it first|Save it again)"):
             load(name)
 
     def test_a_dtype_that_does_not_exist(self) -> None:
@@ -232,24 +232,24 @@ class TestRefusals:
         with pytest.raises(InputError) as caught:
             encode(minilm, "word " * 2000)
         assert str(caught.value) == (
-            f"The text is 2,002 tokens long, and {MINILM} takes 512. "
-            "Cut it to 512 tokens, or take a model that reads longer texts."
+            f"The text is 2,002 tokens long, and {MINILM} accepts 512. "
+            "Truncate it to 512 tokens, or use a model that reads longer texts."
         )
 
     @pytest.mark.parametrize("tokens", [-1, 0, 2])
     def test_fewer_tokens_than_the_models_marks_take(self, minilm: LoadedModel, tokens: int) -> None:
         with pytest.raises(ArgumentError) as caught:
             encode(minilm, "A text.", tokens=tokens)
-        assert str(caught.value) == f"tokens is {tokens}. Give at least 3 for {MINILM}, its own marks with."
+        assert str(caught.value) == f"tokens is {tokens}. Give at least 3 for {MINILM}, special tokens included."
 
     def test_a_model_without_a_tokenizer(self) -> None:
         with pytest.raises(ModelError) as caught:
             encode(LoadedModel("vit", "vit", family("vit"), None), "text")
-        assert str(caught.value) == "vit came without a tokenizer. Give a model that reads text."
+        assert str(caught.value) == "vit has no tokenizer. Give a model that reads text."
 
 
 def together(encoded: Encoded) -> str:
-    """Put together what the tokens show."""
+    """Concatenate the text of the tokens."""
     pairs = zip(encoded.tokens, encoded.special, strict=True)
     return "".join(token for token, mark in pairs if not mark and token != CONTINUED)
 
@@ -312,13 +312,13 @@ class TestTokens:
         assert encode(loaded, "a" * 3000).ids.shape == (1, 3001)
 
 
-def test_positions_that_begin_behind_the_paddings_are_not_counted() -> None:
+def test_positions_that_start_after_that_of_padding_are_not_counted() -> None:
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1)
     model: Any = SimpleNamespace(config=config)
     assert LoadedModel("roberta", "roberta", model, None).max_tokens == 512
 
 
-def test_quiet_gives_back_what_it_took() -> None:
+def test_quiet_restores_all_settings() -> None:
     from transformers.utils import logging as library
 
     library.enable_progress_bar()
@@ -343,7 +343,7 @@ SENTENCES = ["The cat sat on the mat.", "Attention is a weighted mean of values,
 
 
 @pytest.mark.parametrize("sentences", [SENTENCES[:1], SENTENCES], ids=["one sentence", "a padded batch"])
-def test_a_real_models_sentence_embedding_is_the_same_while_it_is_watched(
+def test_a_real_models_sentence_embedding_is_the_same_while_it_is_observed(
     minilm: LoadedModel, sentences: list[str]
 ) -> None:
     batch = dict(minilm.tokenizer(sentences, padding=True, return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""A model that would run code is refused, without the advice of other libraries to let it."""
+"""A model that would run code is rejected, without the advice of other libraries to allow it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_pickle_of_more_than_tensors_is_refused_in_our_own_words(tmp_path: Path, *, broken: bool) -> None:
+def test_a_pickle_of_more_than_tensors_is_rejected_with_an_error_of_our_own(tmp_path: Path, *, broken: bool) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     if broken:
         (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
     else:
         torch.save({"weight": print}, tmp_path / "pytorch_model.bin")
     assert refusal(tmp_path) == (
-        f"{tmp_path} keeps its weights in a pickle, and this one is broken or holds more than tensors, which may "
+        f"{tmp_path} stores its weights in a pickle, and this one is broken or contains more than tensors, which may "
         "run code when it is opened. Give the model with its weights as safetensors."
     )
 
 
-def test_a_model_with_code_of_its_own_is_refused_in_our_own_words(tmp_path: Path) -> None:
+def test_a_model_with_code_of_its_own_is_rejected_with_an_error_of_our_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}')
     assert refusal(tmp_path) == (
-        f"{tmp_path} needs Python code that comes with it, and multihead runs no code of a model. "
-        "Give a model of a family that transformers has built in."
+        f"{tmp_path} needs Python code of its own, and multihead runs no code of a model. "
+        "Give a model of a family that is part of transformers."
     )

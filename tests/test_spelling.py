@@ -1,4 +1,4 @@
-"""Arguments under the names of other libraries, and what is no value of ours."""
+"""Arguments under the names of other libraries, and values of other kinds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_so_do_the_functions_that_take_no_values(function: Callable[..., Any]) -
     assert str(refusal.value) == f"{function.__name__} has no argument 'is_causal'. Use mask=masks.Causal()."
 
 
-def test_an_argument_that_nobody_has_is_answered_with_all_there_are() -> None:
+def test_an_argument_that_no_library_has_is_answered_with_all_that_exist() -> None:
     with pytest.raises(ArgumentError) as refusal:
         mh.attention(Q, Q, Q, flavour=3)  # type: ignore[arg-type]
     assert str(refusal.value) == (
@@ -123,7 +123,7 @@ def test_an_argument_that_nobody_has_is_answered_with_all_there_are() -> None:
         ),
     ],
 )
-def test_a_layer_is_not_made_of_what_its_calls_would_stumble_over(make: Callable[[], object], message: str) -> None:
+def test_a_layer_rejects_options_that_its_calls_could_not_use(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ArgumentError) as refusal:
         make()
     assert str(refusal.value) == message
@@ -266,11 +266,11 @@ def test_a_map_is_not_read_backward() -> None:
     with pytest.raises(ArgumentError) as refusal:
         mh.attention_weights(Q, Q, keys=slice(4, 0, -1))
     assert str(refusal.value) == (
-        "keys is slice(4, 0, -1), which goes backward. Give a slice with a step of 1 or more."
+        "keys is slice(4, 0, -1), whose step is not positive. Give a slice with a step of 1 or more."
     )
 
 
-def test_a_record_says_what_it_takes_for_layers_samples_heads_and_sizes() -> None:
+def test_a_record_rejects_other_kinds_of_layers_samples_heads_and_sizes() -> None:
     with mh.observe(LAYER) as seen:
         LAYER(X)
     one = seen.layers[0].sample()

@@ -1,4 +1,4 @@
-"""What a model's configuration claims, checked before anything is built of it."""
+"""Check the sizes in a model's configuration before a model is built from it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 from multihead.errors import ModelError
 
 MOST_LAYERS = 4096
-"""Layers that a configuration may claim; the deepest transformers have 1,000, and building one more takes a
+"""Maximum number of layers in a configuration; the deepest transformers have 1,000, and building each takes a
 millisecond or more, whether the file has weights for it or not."""
 
 MOST_LABELS = 10_000_000
-"""Classes that a configuration may claim; transformers writes a name for each."""
+"""Maximum number of classes in a configuration; transformers creates a name for each."""
 
 # num_hidden_layers, n_layer, encoder_layers, depths, num_hidden_groups and inner_group_num of ALBERT ...
 _COUNTED = re.compile(r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$")
@@ -25,14 +25,14 @@ _GGUF_INTEGERS = {4: "I", 5: "i", 10: "Q", 11: "q"}
 
 
 def refuse_unless_moderate(model: str, config: Any) -> None:
-    """Reject a configuration that claims more layers or classes than any model has.
+    """Reject a configuration with more layers or classes than any model has.
 
     Args:
-        model: what the user called the model.
-        config: its configuration, as JSON has it.
+        model: name of the model for the error message.
+        config: its configuration, parsed from JSON.
 
     Raises:
-        ModelError: it does.
+        ModelError: a number is above the maximum.
     """
     for name, number in _claims(config):
         most = MOST_LABELS if name == "num_labels" else MOST_LAYERS
@@ -44,9 +44,9 @@ def refuse_unless_moderate(model: str, config: Any) -> None:
 
 
 def _claims(config: Any) -> Iterator[tuple[str, int]]:
-    """Find the numbers of layers and of classes that a configuration claims, at any depth of it."""
+    """Yield the numbers of layers and of classes in a configuration, at any depth of it."""
     left = [("", config)]
-    for name, value in left:  # it grows meanwhile
+    for name, value in left:  # which grows during the loop
         if isinstance(value, dict):
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
@@ -56,7 +56,7 @@ def _claims(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def gguf_layers(file: BinaryIO) -> dict[str, int]:
-    """Read how many layers a GGUF file claims, without its long lists of tokens, which mostly come later."""
+    """Return the number of layers in a GGUF file, without reading its long lists of tokens, which mostly come later."""
 
     def number(form: str) -> int:
         return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
@@ -69,12 +69,12 @@ def gguf_layers(file: BinaryIO) -> dict[str, int]:
             if of in _GGUF_SIZES:
                 file.seek(_GGUF_SIZES[of] * length, os.SEEK_CUR)
             else:
-                for _ in range(length):  # beyond the end of the file nothing can be read, which ends it
+                for _ in range(length):  # a read past the end of the file raises, which ends the loop
                     skip(of)
         else:
             file.seek(_GGUF_SIZES[kind], os.SEEK_CUR)
 
-    file.seek(16)  # behind the format, its version and the number of tensors
+    file.seek(16)  # after the format, its version and the number of tensors
     for _ in range(number("Q")):
         name = file.read(number("Q"))
         kind = number("I")

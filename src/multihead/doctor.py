@@ -1,4 +1,4 @@
-"""Find out which kernels run on this machine, on what, and why the others refuse."""
+"""Report which kernels run on this machine, with which instruction sets, and why the others refuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multihead.kernels.native import library
 from multihead.kernels.native.library import InstructionSet
 from multihead.plan.bounds import bounds_of
 
-# Of all that torch tells of a CPU, what an attention kernel is made faster with.
+# The capabilities of a CPU, as torch names them, that speed up an attention kernel.
 FEATURES = ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
 MAPS = Path("/proc/self/maps")  # on Linux: every file this process has loaded
@@ -28,11 +28,11 @@ MAPS = Path("/proc/self/maps")  # on Linux: every file this process has loaded
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel says to calls of several kinds.
+    """Which kinds of calls one kernel refuses.
 
-    Fields:
+    Attributes:
         name: its name.
-        refusals: its reason in one sentence, by the kind of call it refuses.
+        refusals: its reason in one sentence, by the kind of call that it refuses.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The machine, torch, the native library and the kernels.
 
-    Fields:
+    Attributes:
         system: operating system and processor family.
         cpu: the processor's name.
         features: its vector instructions, as torch sees them.
@@ -52,10 +52,10 @@ class Diagnosis:
         library: file of the native kernel, or None.
         absence: why there is none, or None.
         sets: the native kernel's instruction sets.
-        asked: the set that the environment variable MULTIHEAD_CPU asks for, or None.
+        asked: the set that the environment variable MULTIHEAD_CPU requests, or None.
         chosen: the set that is used, or None.
-        refusal: why the set asked for cannot be used, or None.
-        runtimes: the OpenMP runtimes loaded; None where that cannot be told.
+        refusal: why the requested set cannot be used, or None.
+        runtimes: the OpenMP runtimes loaded; None where the system does not list them.
         kernels: every kernel, the fastest first.
     """
 
@@ -75,25 +75,25 @@ class Diagnosis:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is wrong, a finding and what to do about it each; empty where nothing is."""
-        found = []
+        """The problems of this machine, each with its remedy; empty where there are none."""
+        problems = []
         if self.absence is not None:
-            found.append(
-                f"The native kernel is left out: {self.absence}. Calls take the next kernel that does not refuse; "
+            problems.append(
+                f"The native kernel is not available: {self.absence}. Calls use the next kernel that does not refuse; "
                 "install a compiler, then multihead again."
             )
         if self.refusal is not None:
-            found.append(self.refusal)
+            problems.append(self.refusal)
         if self.runtimes is not None and len(self.runtimes) > 1:
-            found.append(
+            problems.append(
                 f"{len(self.runtimes)} OpenMP runtimes are loaded, and their threads compete for the same cores: "
                 f"{', '.join(map(str, self.runtimes))}. Install packages that share one."
             )
-        return tuple(found)
+        return tuple(problems)
 
 
 def examine() -> Diagnosis:
-    """Look at the machine, torch, the native library and every kernel.
+    """Examine the machine, torch, the native library and every kernel.
 
     >>> [kernel.name for kernel in examine().kernels][-1]
     'reference'
@@ -119,32 +119,32 @@ def examine() -> Diagnosis:
         chosen=chosen,
         refusal=refusal,
         runtimes=openmp_runtimes(),
-        kernels=tuple(_questioned(name) for name in KERNELS),
+        kernels=tuple(_kernel(name) for name in KERNELS),
     )
 
 
 def openmp_runtimes(maps: Path = MAPS) -> tuple[Path, ...] | None:
-    """List the OpenMP runtimes this process has loaded, or None where the system does not tell.
+    """Return the OpenMP runtimes that this process has loaded, or None where the system does not list them.
 
     Args:
-        maps: the table of a process's memory, as Linux writes it.
+        maps: the memory map of the process, in the format of Linux.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    # Address, permissions, offset, device and inode come before the path, which may hold spaces.
+    # Address, permissions, offset, device and inode come before the path, which may contain spaces.
     loaded = {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
     return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
 
 
 def _capabilities() -> dict[str, object]:
-    ask: Callable[[], dict[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
-    return {} if ask is None else ask()
+    read: Callable[[], dict[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
+    return {} if read is None else read()
 
 
-def _questioned(name: str) -> Kernel:
-    """Ask a kernel about a call of each kind."""
+def _kernel(name: str) -> Kernel:
+    """Return which kinds of calls a kernel refuses."""
     refusals = {}
     calls = _calls()
     for kind, request in calls.items():
@@ -157,7 +157,7 @@ def _questioned(name: str) -> Kernel:
 
 
 def _calls() -> dict[str, AttentionRequest]:
-    """Small calls, one of each kind that some kernel may refuse."""
+    """Return small calls, one of each kind that some kernel may refuse."""
 
     def tensor(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(1, 1, 2, 8, dtype=dtype)

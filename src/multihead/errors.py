@@ -1,12 +1,12 @@
-"""The errors of multihead: each says what was given, what was expected and how to mend it.
+"""The errors of multihead: each states what was given, what was expected and how to fix it.
 
 MultiheadError
 ├── ShapeError       tensors that do not fit each other
 ├── DtypeError       a dtype or a device that does not fit
-├── MaskError        a mask that does not fit, or that is no mask
+├── MaskError        a mask that does not fit, or an object that is not a mask
 ├── ArgumentError    a size, a name or an option out of range
-├── ProbeError       a statistic that is unknown, or that cannot be had
-├── ModelError       a model that cannot be loaded or watched
+├── ProbeError       a statistic that is unknown, or that is not available
+├── ModelError       a model that cannot be loaded or observed
 ├── InputError       a file, a text or a path of the user that cannot be used
 ├── MissingPackageError  an optional package that is not installed
 └── SlowPathError    a path that is slow, where `strict` forbids it
@@ -21,11 +21,11 @@ from typing import NoReturn
 
 
 class MultiheadError(Exception):
-    """The root of all errors that multihead raises on purpose.
+    """The base class of all errors that multihead raises on purpose.
 
     Args:
         finding: what was given and what was expected, a whole sentence.
-        mend: what to do about it, a whole sentence.
+        mend: how to fix it, a whole sentence.
 
     >>> print(ArgumentError("dropout is 1.5.", "Give a share from 0 to 1."))
     dropout is 1.5. Give a share from 0 to 1.
@@ -37,7 +37,7 @@ class MultiheadError(Exception):
         self.mend = mend
 
     def __reduce__(self) -> tuple[type[MultiheadError], tuple[str, str]]:
-        """Pickle the two sentences, so that an error survives a process boundary."""
+        """Pickle the two sentences, so that an error can be sent between processes."""
         return type(self), (self.finding, self.mend)
 
 
@@ -50,7 +50,7 @@ class DtypeError(MultiheadError, TypeError):
 
 
 class MaskError(MultiheadError, ValueError):
-    """A mask that does not fit the call, or something that is no mask."""
+    """A mask that does not fit the call, or an object that is not a mask."""
 
 
 class ArgumentError(MultiheadError, ValueError):
@@ -58,11 +58,11 @@ class ArgumentError(MultiheadError, ValueError):
 
 
 class ProbeError(MultiheadError, ValueError):
-    """A statistic that is unknown, or that this record or kernel cannot give."""
+    """A statistic that is unknown, or that is not available from this record or kernel."""
 
 
 class ModelError(MultiheadError, ValueError):
-    """A model that cannot be loaded or watched."""
+    """A model that cannot be loaded or observed."""
 
 
 class InputError(MultiheadError, ValueError):
@@ -82,7 +82,7 @@ class SlowPathWarning(UserWarning):
 
 
 def refuse_unless_share(name: str, value: object) -> None:
-    """Refuse what is no number from 0 to 1.
+    """Reject a value that is not a number from 0 to 1.
 
     >>> refuse_unless_share("dropout", 0.1)
     """
@@ -91,7 +91,7 @@ def refuse_unless_share(name: str, value: object) -> None:
 
 
 def refuse_unless_integer(name: str, value: object, *, least: int = 1) -> None:
-    """Refuse what is no integer, or a smaller one than the least.
+    """Reject a value that is not an integer, or that is smaller than `least`.
 
     >>> refuse_unless_integer("num_heads", 8)
     """
@@ -100,7 +100,7 @@ def refuse_unless_integer(name: str, value: object, *, least: int = 1) -> None:
 
 
 def refuse_scripting(module: object) -> NoReturn:
-    """Refuse torch.jit.script, which asks every module for `__prepare_scriptable__` before it compiles one.
+    """Reject torch.jit.script, which calls `__prepare_scriptable__` of every module before it compiles one.
 
     Raises:
         ArgumentError: always.
@@ -114,7 +114,7 @@ def refuse_scripting(module: object) -> NoReturn:
 
 
 def refuse_unless_scale(scale: object) -> None:
-    """Refuse what is neither a finite number nor None.
+    """Reject a value that is neither a finite number nor None.
 
     >>> refuse_unless_scale(0.125)
     """
@@ -123,15 +123,17 @@ def refuse_unless_scale(scale: object) -> None:
 
 
 def refuse_unless_slice(name: str, value: object) -> None:
-    """Refuse what is no slice of integers that goes forward.
+    """Reject a value that is not a slice of integers with a positive step.
 
     >>> refuse_unless_slice("queries", slice(0, 64))
     """
-    given = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
-    if isinstance(value, slice) and all(each is None or _is_integer(each) for each in given):
+    bounds = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
+    if isinstance(value, slice) and all(each is None or _is_integer(each) for each in bounds):
         if value.step is None or value.step > 0:
             return
-        raise ArgumentError(f"{name} is {value!r}, which goes backward.", "Give a slice with a step of 1 or more.")
+        raise ArgumentError(
+            f"{name} is {value!r}, whose step is not positive.", "Give a slice with a step of 1 or more."
+        )
     one = f"slice({value}, {value + 1})" if _is_integer(value) and value >= 0 else "slice(3, 4)"  # type: ignore[operator]
     raise ArgumentError(
         f"{name} is {value!r}, and must be a slice of integers.",

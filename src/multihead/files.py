@@ -1,4 +1,4 @@
-"""Read texts and write files whole, and describe what cannot be read or written."""
+"""Read texts, write files atomically, and raise errors that explain why a file cannot be read or written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None
 
 MOST_NAME = 100
-"""Bytes of a file's name that the file written next to it begins with; most systems take names of 255 bytes."""
+"""Maximum number of bytes of a file's name in the name of its temporary file; most systems allow 255 in all."""
 
 _READING = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 _SEEKING = threading.Lock()
@@ -36,7 +36,7 @@ def readable_text(file: str) -> str:
     """Read a UTF-8 text file, or standard input for "-".
 
     Raises:
-        InputError: there is no such file, it is no file, may not be read, or is no UTF-8 text.
+        InputError: the file does not exist, is a folder, cannot be read, or is not UTF-8 text.
     """
     refuse_unless_name(file)
     try:
@@ -47,22 +47,22 @@ def readable_text(file: str) -> str:
         raise InputError(f"{file!r} is a folder.", "Give a text file.") from None
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{file!r} is no UTF-8 text: its byte {error.start} does not fit.", "Save it as UTF-8."
+            f"{file!r} is not UTF-8 text: its byte {error.start} is invalid.", "Save it as UTF-8."
         ) from None
     except OSError as error:
         raise _unusable(file, error, "read") from None
 
 
 def _standard_input() -> str:
-    """Read all of standard input as UTF-8, whatever encoding the terminal has."""
+    """Read all of standard input as UTF-8, independent of the terminal's encoding."""
     if sys.stdin is None:  # the process was started with it closed
-        raise InputError("Standard input is closed, and the text was to come from it.", "Give the name of a file.")
+        raise InputError("Standard input is closed, so no text can be read from it.", "Give the name of a file.")
     binary = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
 
 
 def is_folder(place: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is there; a name that no file can have is none, instead of an error."""
+    """Return whether a folder exists; False for a name that is not valid, instead of an error."""
     try:
         return Path(place).is_dir()
     except (OSError, ValueError):
@@ -70,10 +70,10 @@ def is_folder(place: str | os.PathLike[str]) -> bool:
 
 
 def refuse_unless_name(name: str) -> None:
-    """Reject what no file can be called: a name with a NUL, or one that the file system cannot spell.
+    """Reject an invalid file name: one with a NUL, or one that the file system cannot encode.
 
     Raises:
-        InputError: it is one of these.
+        InputError: the name is invalid.
     """
     try:
         if b"\0" not in os.fsencode(name):
@@ -84,13 +84,13 @@ def refuse_unless_name(name: str) -> None:
 
 
 def refuse_unless_writable(targets: Sequence[str]) -> None:
-    """Reject files that could not be written, before any work is done.
+    """Reject files that cannot be written, before any work is done.
 
-    Devices and pipes may be named twice, and need no writable folder: they are written into.
+    Devices and pipes may be named twice, and need no writable folder, because they are written in place.
 
     Raises:
-        InputError: two of them are one file, one is a folder, its name cannot be a file's, or its folder does not
-            exist or may not be written.
+        InputError: two of them are the same file, one is a folder, its name is invalid, or its folder does not exist or
+            is not writable.
     """
     files = []
     for target in targets:
@@ -106,7 +106,7 @@ def refuse_unless_writable(targets: Sequence[str]) -> None:
             files.append(place)
             if not place.parent.is_dir():
                 raise InputError(
-                    f"{target!r} cannot be written: there is no folder {str(place.parent)!r}.", "Make it first."
+                    f"{target!r} cannot be written: there is no folder {str(place.parent)!r}.", "Create it first."
                 )
             if not os.access(place.parent, os.W_OK):
                 raise InputError(
@@ -115,27 +115,27 @@ def refuse_unless_writable(targets: Sequence[str]) -> None:
         except OSError as error:
             raise _unusable(target, error, "written") from None
     if len(set(files)) < len(files):
-        raise InputError(f"The files {', '.join(targets)} are not all different.", "Give each a name of its own.")
+        raise InputError(f"The files {', '.join(targets)} are not all different.", "Give each a different name.")
 
 
 def write_whole(target: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, text as UTF-8, whole or not at all; see `writing`."""
-    written = content.encode("utf-8") if isinstance(content, str) else content
+    """Write a file atomically, text as UTF-8; see `writing`."""
+    encoded = content.encode("utf-8") if isinstance(content, str) else content
     with writing(target) as file:
-        file.write(written)
+        file.write(encoded)
 
 
 @contextmanager
 def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file to write: a reader sees the old file or the whole new one, never a part.
+    """Open a file for atomic writing: a reader sees the old file or the whole new one, never a part.
 
-    What is written goes to a file next to it, which takes its name at the end of the context, or is removed where
-    that fails. One that a killed process left is removed by the next writing of the same file. A device or a pipe
-    is written into, and so is the file that standard output or standard error is redirected to; of a symbolic link
-    the target is written. The new file has the permissions of the old one.
+    The content goes to a temporary file in the same folder, which is renamed at the end of the context, or removed if
+    that fails. A temporary file that a killed process left is removed by the next write of the same file. A device or
+    a pipe is written in place, and so is the file that standard output or standard error is redirected to. For a
+    symbolic link its target is written. The new file has the permissions of the old one.
 
     Raises:
-        InputError: the file cannot be written, the disk is full above all.
+        InputError: the file cannot be written, for example because the disk is full.
     """
     name = os.fspath(target)
     refuse_unless_name(name)
@@ -150,14 +150,14 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         if error.errno is None:
-            raise  # not of the system
+            raise  # it does not come from the operating system
         raise _unusable(name, error, "written") from error
 
 
 def _place(target: str) -> tuple[Path | None, os.stat_result | None]:
-    """Find where a file is written: links followed; None where what is there must be written into.
+    """Resolve the path to replace; None where the existing file must be written in place.
 
-    Returns: the place, and what is there now if anything is.
+    Returns: the path with links resolved, and the status of the existing file, if there is one.
     """
     try:
         info = Path(target).stat()
@@ -165,14 +165,14 @@ def _place(target: str) -> tuple[Path | None, os.stat_result | None]:
         return Path(os.path.realpath(target)), None
     place = Path(os.path.realpath(target))
     plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
-    # A link of /proc can lead to a file that has no name any more.
+    # A link in /proc can point to a file that has been unlinked.
     if not plain or _stream_of(info) is not None or not place.exists():
         return None, info
     return place, info
 
 
 def _stream_of(info: os.stat_result) -> int | None:
-    """Return the descriptor of standard output or error where it writes to that regular file, else None."""
+    """Return the descriptor of standard output or error if it writes to this regular file, else None."""
     for descriptor in (1, 2):
         try:
             if stat.S_ISREG(info.st_mode) and os.path.samestat(os.fstat(descriptor), info):
@@ -183,19 +183,19 @@ def _stream_of(info: os.stat_result) -> int | None:
 
 
 def _into(name: str, info: os.stat_result | None) -> BinaryIO:
-    """Open what is there: a device, a pipe, or the file behind a standard stream, after what it holds."""
+    """Open an existing device or pipe, or the file of a standard stream after its current content."""
     stream = None if info is None else _stream_of(info)
     if stream is None:
         return os.fdopen(os.open(name, os.O_WRONLY), "wb")
     for each in (sys.stdout, sys.stderr):
-        if each is not None:  # under pythonw it is
+        if each is not None:  # it is None under pythonw
             each.flush()
     return os.fdopen(os.dup(stream), "wb")
 
 
 @contextmanager
 def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
-    """Open a new file next to a place, and move it there at the end; it is locked, so that nobody removes it."""
+    """Open a temporary file next to a path, and rename it at the end; it is locked, so that no process removes it."""
     part, handle = _new_part(place)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -204,7 +204,7 @@ def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             if fcntl is None:
-                file.close()  # Windows renames no open file
+                file.close()  # Windows cannot rename an open file
             part.replace(place)
     except BaseException:
         with suppress(OSError):
@@ -216,14 +216,14 @@ def _new_part(place: Path) -> tuple[Path, int]:
     while True:
         part = place.with_name(f"{_prefix(place)}{secrets.token_hex(4)}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        # Between the two lines another process may have taken it for a leftover.
+        # Before the lock, another process may have removed it as a leftover.
         if _lock(handle) is not False and part.exists():
             return part, handle
         os.close(handle)
 
 
 def _remove_leftovers(place: Path) -> None:
-    """Remove what killed processes left of earlier writings of a file: what no process has locked."""
+    """Remove temporary files that killed processes left: those that no process has locked."""
     pattern = re.compile(re.escape(_prefix(place)) + r"[a-z0-9_]{8}\.part")
     with suppress(OSError), os.scandir(place.parent) as entries:
         for entry in [each for each in entries if pattern.fullmatch(each.name) and each.is_file(follow_symlinks=False)]:
@@ -235,16 +235,16 @@ def _remove_leftovers(place: Path) -> None:
                 finally:
                     os.close(handle)
                 if fcntl is None:
-                    Path(entry.path).unlink()  # Windows removes no open file
+                    Path(entry.path).unlink()  # Windows cannot remove an open file
 
 
 def _prefix(place: Path) -> str:
-    """Begin the name of a file that becomes another one; it fits where a longest name is cut."""
+    """Return the start of a temporary file's name, truncated so that the whole name is not too long."""
     return f".{place.name.encode('utf-8', 'surrogateescape')[:MOST_NAME].decode('utf-8', 'ignore')}."
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file: False where another process holds it, None where files cannot be locked."""
+    """Lock an open file; False if another process holds the lock, None if files cannot be locked."""
     try:
         if fcntl is not None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,24 +257,25 @@ def _lock(handle: int) -> bool | None:
 
 
 def _unusable(name: str, error: OSError, verb: str) -> InputError:
-    """Describe why a file cannot be read or written."""
+    """Build the error that explains why a file cannot be read or written."""
     if error.errno in _FULL:
         return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Free some space, or write elsewhere.")
-    return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Check its name and rights.")
+    return InputError(f"{name!r} cannot be {verb}: {error.strerror}.", "Check its name and permissions.")
 
 
 class Parts:
-    """A file of a fixed size that is read, and written, in parts at any place.
+    """A file of a fixed size that is read and written in parts, at any offset.
 
-    Another process may cut or replace it meanwhile. That is an error here, where a file that is mapped into memory
+    Another process may truncate or replace it in the meantime. That raises an error here, whereas a memory-mapped file
     would end the process with SIGBUS.
 
     Args:
-        file: the file; it is there.
-        hold: keep it open, so that it is read on after another one took its name; then nobody may write into it.
+        file: the file, which must exist.
+        hold: whether to keep it open, so that it can be read after another file has replaced it; then a write to it by
+            another process is an error.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, file: Path, *, hold: bool = False) -> None:
@@ -290,34 +291,41 @@ class Parts:
 
     @property
     def size(self) -> int:
-        """Its size, bytes."""
+        """Size of the file, bytes."""
         return self._known[2]
 
     def read_into(self, place: int, numbers: memoryview) -> None:
-        """Fill some bytes with what is in the file from a place on.
+        """Fill a buffer from an offset in the file.
+
+        Args:
+            place: the offset, bytes.
+            numbers: the buffer.
 
         Raises:
-            InputError: the file was cut, replaced, removed or written into.
+            InputError: the file was truncated, replaced, removed or written to.
         """
         try:
             handle = os.open(self.file, _READING) if self._held is None else self._held
             try:
-                found = _read_at(handle, place, numbers)
-                # Afterwards, so that what was read is what was there at first.
+                count = _read_at(handle, place, numbers)
+                # Checked after reading, so that the content that was read is the original one.
                 same = self._seen(os.fstat(handle)) == self._known
             finally:
                 if self._held is None:
                     os.close(handle)
         except OSError as error:
             raise self._changed() from error
-        if found < len(numbers) or not same:
+        if count < len(numbers) or not same:
             raise self._changed()
 
     def write(self, parts: dict[int, memoryview]) -> None:
-        """Write some bytes, each to their place within the file, and wait until they are on the disk.
+        """Write buffers at their offsets within the file, and wait until they are on the disk.
+
+        Args:
+            parts: the buffers by offset, bytes.
 
         Raises:
-            InputError: the file was cut, replaced or removed, or cannot be written.
+            InputError: the file was truncated, replaced or removed, or cannot be written.
         """
         try:
             with self.file.open("r+b") as file:
@@ -334,15 +342,15 @@ class Parts:
             raise _unusable(str(self.file), error, "written") from error
 
     def _seen(self, info: os.stat_result) -> tuple[int, int, int, int | None]:
-        """Return what stays the same of a file as long as nobody else touches it."""
+        """Return the part of a file's status that does not change unless another process changes the file."""
         return info.st_dev, info.st_ino, info.st_size, None if self._time is None else info.st_mtime_ns
 
     def _changed(self) -> InputError:
-        return InputError(f"{str(self.file)!r} was changed, cut or removed while it was read.", "Open it again.")
+        return InputError(f"{str(self.file)!r} was changed, truncated or removed while it was read.", "Open it again.")
 
 
 def _read_at(handle: int, place: int, into: memoryview) -> int:
-    """Fill a buffer from a place in an open file; returns the bytes that are there, fewer where the file ends."""
+    """Fill a buffer from an offset in an open file, and return the number of bytes read, fewer at the file's end."""
     done = 0
     while done < len(into):
         if hasattr(os, "preadv"):
@@ -350,9 +358,9 @@ def _read_at(handle: int, place: int, into: memoryview) -> int:
         else:  # Windows
             with _SEEKING:
                 os.lseek(handle, place + done, os.SEEK_SET)
-                found = os.read(handle, min(len(into) - done, 1 << 24))
-            count = len(found)
-            into[done : done + count] = found
+                content = os.read(handle, min(len(into) - done, 1 << 24))
+            count = len(content)
+            into[done : done + count] = content
         if not count:
             break
         done += count

@@ -1,4 +1,4 @@
-"""Turn a MODEL argument into a model and its tokenizer, and a text into tokens that a person can read."""
+"""Load a model and its tokenizer from a MODEL argument, and encode a text as readable tokens."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from multihead.files import is_folder
 from multihead.optional import require
 
 CONTINUED = "⤷"
-"""What stands for a token that goes on with the character of the token before it."""
+"""Shown for a token that continues the character of the token before it."""
 
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-_INCOMPLETE = "\ufffd"  # what decoding gives for some bytes of a character
-_SAVE_ANEW = "Save it anew with model.save_pretrained(folder)."
+_INCOMPLETE = "\ufffd"  # decoded from an incomplete sequence of bytes
+_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_NEEDS = ("gguf", "accelerate")
 
 Stage = Callable[[str], None]
-"""Told what begins now: "weights" or "tokenizer"."""
+"""Called with the step that starts: "weights" or "tokenizer"."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model that is ready to run.
 
-    Fields:
-        name: what the user called it.
+    Attributes:
+        name: the MODEL argument.
         title: a short name to show.
         model: the model, in evaluation mode.
-        tokenizer: what turns text into its ids, or None where it came without.
+        tokenizer: the tokenizer of transformers, or None where the model has none.
     """
 
     name: str
@@ -51,16 +51,16 @@ class LoadedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens the model takes, or None where its positions have no end."""
+        """Maximum number of tokens, or None where positions are unlimited."""
         config: Any = self.model.config
         positions = getattr(config, "max_position_embeddings", None)
         if not isinstance(positions, int) or positions < 1:
             return None
         if getattr(config, "model_type", "").startswith(("roberta", "xlm-roberta", "camembert")):
-            # They count positions from behind the padding's own.
+            # Their positions start after the id of the padding token.
             positions -= int(getattr(config, "pad_token_id", 1) or 0) + 1
-        told = getattr(self.tokenizer, "model_max_length", None)
-        return min(positions, told) if isinstance(told, int) else positions
+        length = getattr(self.tokenizer, "model_max_length", None)
+        return min(positions, length) if isinstance(length, int) else positions
 
     @property
     def reader(self) -> nn.Module:
@@ -70,7 +70,7 @@ class LoadedModel:
         return encoder
 
     def arguments(self, encoded: Encoded) -> dict[str, Tensor]:
-        """Give what the reader's forward takes for a text."""
+        """Return the arguments of the reader's forward for a text."""
         device = next(self.model.parameters()).device
         return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
 
@@ -79,13 +79,13 @@ class LoadedModel:
 class Encoded:
     """A text as the model's tokens.
 
-    Fields:
+    Attributes:
         ids: (1, tokens), int64.
         mask: (1, tokens), int64, all 1.
-        tokens: what each token shows of the text; `CONTINUED` where it goes on with the character before.
-        special: whether each token is a mark of the model's own, such as [CLS].
-        unknown: whether each token stands for text that the model has no token for.
-        offsets: where each token begins and ends in the text, characters; (0, 0) for the model's own marks.
+        tokens: the part of the text in each token; `CONTINUED` where it continues the character before.
+        special: whether each token is a special token, such as [CLS].
+        unknown: whether each token is the unknown token, for text that is not in the vocabulary.
+        offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
     """
 
     ids: Tensor
@@ -97,87 +97,92 @@ class Encoded:
 
     @property
     def stop(self) -> int:
-        """Where the last token ends in the text, characters; 0 where the tokenizer tells no places."""
+        """End of the last token in the text, characters; 0 where the tokenizer has no offsets."""
         return max((stop for _, stop in self.offsets), default=0)
 
     @property
     def special_ids(self) -> list[int]:
-        """The ids of the marks in this text: what `observe(special_ids=...)` takes."""
+        """Ids of the special tokens in this text, for `observe(special_ids=...)`."""
         return sorted({id_ for id_, mark in zip(self.ids[0].tolist(), self.special, strict=True) if mark})
 
 
 def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage | None = None) -> LoadedModel:
-    """Load a model and its tokenizer, without a word to the terminal.
+    """Load a model and its tokenizer, without output to the terminal.
 
-    A GGUF file, which some packages carry, is read where the packages gguf and accelerate are installed; that takes
-    about 20 s for 135 million parameters, most of it for the tokens' names.
+    GGUF files, which some packages contain, need the packages gguf and accelerate. Loading one takes about 20 s for 135
+    million parameters, most of it for the vocabulary.
 
     Args:
-        model: a folder, a GGUF file, the name of an installed package that carries a model, or a name on the Hugging
+        model: a folder, a GGUF file, the name of an installed package that contains a model, or a name on the Hugging
             Face hub.
-        device: where it computes, such as "cpu" or "cuda".
-        dtype: of its parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
-        stage: called with "weights" and with "tokenizer" when their reading begins.
+        device: device of the model, such as "cpu" or "cuda".
+        dtype: dtype of the parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
+        stage: called with "weights" and with "tokenizer" when they start to load.
 
     Raises:
-        ModelError: there is no such model, it cannot be read, or transformers is not installed.
-        ArgumentError: a device or dtype that does not exist here.
+        ModelError: there is no such model, or it cannot be read.
+        MissingPackageError: a package that is needed to load it is not installed.
+        ArgumentError: a device or dtype that does not exist.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
-    place = _device(device)
+    target = _device(device)
     transformers = _transformers()
-    found = _file(model)
-    source = _source(model, found)
-    tell = stage or (lambda name: None)
+    file = _file(model)
+    source = _source(model, file)
+    report = stage or (lambda name: None)
     with quiet():
-        tell("weights")
-        refuse_unless_moderate(model, _claimed(transformers, source))
-        network = _pretrained(transformers, model, source, found is not None, dtype)
-        tell("tokenizer")
+        report("weights")
+        refuse_unless_moderate(model, _configuration(transformers, source))
+        network = _pretrained(transformers, model, source, file is not None, dtype)
+        report("tokenizer")
         tokenizer = _tokenizer(transformers, source)
-    return LoadedModel(model, _title(model, found), network.to(place).eval(), tokenizer)
+    return LoadedModel(model, _title(model, file), network.to(target).eval(), tokenizer)
 
 
 def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Encoded:
-    """Turn a text into the model's tokens, and say of each what it shows of the text.
+    """Encode a text as the model's tokens, with the part of the text that each token covers.
 
-    A character that takes several tokens, as Chinese characters and emoji do where tokens are bytes, stands
-    whole on the first of them.
+    A character that takes several tokens, as Chinese characters and emoji do where tokens are bytes, is shown whole on
+    the first of them.
 
     Args:
         loaded: the model.
-        text: what it is to read.
-        tokens: cut the text so that it has at most so many tokens, the model's own marks with; None cuts nothing.
+        text: the text.
+        tokens: maximum number of tokens, special ones included, to which the text is truncated; None does not truncate.
 
     Raises:
-        InputError: the text is empty, or longer than the model takes.
-        ArgumentError: so few tokens that the model's marks leave none for the text.
-        ModelError: the model came without a tokenizer.
+        InputError: the text is empty, or longer than the model accepts.
+        ArgumentError: `tokens` leaves no token for the text besides the special ones.
+        ModelError: the model has no tokenizer.
     """
     if loaded.tokenizer is None:
-        raise ModelError(f"{loaded.name} came without a tokenizer.", "Give a model that reads text.")
+        raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
     if not text.strip():
         raise InputError("The text is empty.", "Give at least one word.")
     if re.search("[\ud800-\udfff]", text):
-        raise InputError("The text holds half of a surrogate pair, or bytes that are no UTF-8.", "Give it as UTF-8.")
+        raise InputError(
+            "The text contains half of a surrogate pair, or bytes that are not UTF-8.", "Give it as UTF-8."
+        )
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
     with quiet():
-        found = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
-    ids = [int(each) for each in found["input_ids"]]
+        encoding = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
+    ids = [int(each) for each in encoding["input_ids"]]
     most = loaded.max_tokens
     if not ids:
-        raise InputError("The text has no token that the model knows.", "Give a text in a script that the model reads.")
+        raise InputError(
+            "The text has no token of the model's vocabulary.", "Give a text in a script that the model reads."
+        )
     if most is not None and len(ids) > most:
         raise InputError(
-            f"The text is {len(ids):,} tokens long, and {loaded.title} takes {most:,}.",
-            f"Cut it to {most:,} tokens, or take a model that reads longer texts.",
+            f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
+            f"Truncate it to {most:,} tokens, or use a model that reads longer texts.",
         )
-    special = [bool(each) for each in found["special_tokens_mask"]]
+    special = [bool(each) for each in encoding["special_tokens_mask"]]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
     if fast:
-        offsets = [(int(start), int(end)) for start, end in found["offset_mapping"]]
+        offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]]
         shown = _tokens_by_place(loaded.tokenizer, ids, offsets, special, text)
     else:
         offsets = [(0, 0)] * len(ids)
@@ -188,7 +193,7 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' reports, progress bars and warnings from the terminal while the context lasts."""
+    """Silence the reports, progress bars and warnings of transformers while the context is active."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -206,11 +211,11 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _without_bar_of_gguf() -> Iterator[None]:
-    """Reading a GGUF file draws a progress bar of its own, which nothing of transformers' settings reaches."""
+    """Silence the progress bar of GGUF files, which ignores the settings of transformers."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
     bar = getattr(reading, "tqdm", None)
-    reading.tqdm = lambda items, *given, **said: items
+    reading.tqdm = lambda items, *args, **kwargs: items
     try:
         yield
     finally:
@@ -226,17 +231,17 @@ def _transformers() -> Any:
 
 def _device(device: str) -> torch.device:
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        target = torch.device(device)
+        torch.empty(0, device=target)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ArgumentError(f"device is {device!r}, and this machine has no such device.", 'Give "cpu".') from error
-    return place
+    return target
 
 
 def _file(model: str) -> Path | None:
-    """Find the file that describes a model on this machine: its config.json, or a GGUF file, which describes itself.
+    """Return the file that describes a local model: its config.json, or a GGUF file, which describes itself.
 
-    It is the one named, the one in the folder named, or the one inside an installed package.
+    The argument is this file, its folder, or an installed package that contains it.
     """
     path = _path(model)
     if model.strip() and is_folder(path):
@@ -248,114 +253,115 @@ def _file(model: str) -> Path | None:
         return None
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    found = [config for place in places for config in place.rglob("config.json") if _describes_model(config)]
-    found = found or [file for place in places for file in place.rglob("*.gguf")]
+    files = [config for place in places for config in place.rglob("config.json") if _describes_model(config)]
+    files = files or [file for place in places for file in place.rglob("*.gguf")]
     # The one nearest to the package's root; of several at one depth the first by name, so that it is always the same.
-    return min(found, key=lambda file: (len(file.parts), str(file))) if found else None
+    return min(files, key=lambda file: (len(file.parts), str(file))) if files else None
 
 
 def _path(model: str) -> Path:
     try:
         return Path(model).expanduser()
-    except RuntimeError:  # ~name, and nobody is called so
+    except RuntimeError:  # ~name without such a user
         return Path(model)
 
 
 def _file_in(folder: Path, model: str) -> Path:
-    """Find the file that describes the model in a folder."""
+    """Return the file that describes the model in a folder."""
     if (folder / "config.json").is_file():
         return folder / "config.json"
-    found = sorted(folder.glob("*.gguf"))
-    if not found:
-        raise ModelError(f'The folder "{model}" holds no config.json.', "Give the folder a model was saved to.")
-    if len(found) > 1:
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise ModelError(f'The folder "{model}" contains no config.json.', "Give the folder that a model was saved to.")
+    if len(files) > 1:
         raise ModelError(
-            f'The folder "{model}" holds {len(found)} GGUF files.',
-            f'Give one of them, such as "{folder / found[0].name}".',
+            f'The folder "{model}" contains {len(files)} GGUF files.',
+            f'Give one of them, such as "{folder / files[0].name}".',
         )
-    return found[0]
+    return files[0]
 
 
-def _source(model: str, found: Path | None) -> dict[str, str]:
-    """Say where a model is, as `from_pretrained` takes it.
+def _source(model: str, file: Path | None) -> dict[str, str]:
+    """Return the arguments of `from_pretrained` for a model.
 
     Raises:
         MissingPackageError: it is a GGUF file, and the packages that read those are not installed.
     """
-    if found is None:
+    if file is None:
         return {"pretrained_model_name_or_path": model}
-    if found.name == "config.json":
-        return {"pretrained_model_name_or_path": str(found.parent)}
+    if file.name == "config.json":
+        return {"pretrained_model_name_or_path": str(file.parent)}
     require(*_GGUF_NEEDS, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
-    return {"pretrained_model_name_or_path": str(found.parent), "gguf_file": found.name}
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
 def _describes_model(config: Path) -> bool:
     try:
-        said = json.loads(config.read_text(encoding="utf-8"))
+        content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(said, dict) and "model_type" in said
+    return isinstance(content, dict) and "model_type" in content
 
 
-def _title(model: str, found: Path | None) -> str:
-    if found is None:
+def _title(model: str, file: Path | None) -> str:
+    if file is None:
         return model.rsplit("/", 1)[-1]
     path = _path(model)
-    if path == found:
-        return found.stem
-    return path.resolve().name if path == found.parent else model
+    if path == file:
+        return file.stem
+    return path.resolve().name if path == file.parent else model
 
 
-def _pretrained(transformers: Any, model: str, source: dict[str, str], is_here: bool, dtype: str) -> Any:  # noqa: FBT001
+def _pretrained(transformers: Any, model: str, source: dict[str, str], is_local: bool, dtype: str) -> Any:  # noqa: FBT001
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
     for head in _HEADS:
         try:
             return getattr(transformers, head).from_pretrained(**source, dtype=choice, trust_remote_code=False)
-        except Exception as error:  # a broken file fails in whatever way its bytes lead to
+        except Exception as error:  # a broken file can raise any error
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue
             _refuse_code(model, str(error))
-            if is_here or isinstance(error, ValueError):
-                mend = "Fetch or convert it anew." if "gguf_file" in source else _SAVE_ANEW
-                said = str(error).strip().splitlines()
+            if is_local or isinstance(error, ValueError):
+                mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
+                lines = str(error).strip().splitlines()
                 raise ModelError(
-                    f"{model} cannot be read: {said[0].rstrip('.') if said else type(error).__name__}.", mend
+                    f"{model} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
                 ) from error
             raise ModelError(
-                f'"{model}" is no folder, no installed package that carries a model, and no model of the Hugging Face '
-                "hub that is on this machine or can be fetched now.",
+                f'"{model}" is neither a folder nor an installed package that contains a model nor a model of the '
+                "Hugging Face hub that is on this machine or can be downloaded now.",
                 "Check the name, or go online and download it first.",
             ) from error
-    raise ModelError(f"{model} is no model of text with attention.", "Give an encoder or a language model.")
+    raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
 
 
-def _refuse_code(model: str, said: str) -> None:
-    """Refuse a model that would run code; what transformers says of it ends in the advice to allow that.
+def _refuse_code(model: str, message: str) -> None:
+    """Reject a model that would run code, since the message of transformers advises to allow that.
 
-    Raises: ModelError where that is why it was not read.
+    Raises:
+        ModelError: this is why the model was not loaded.
     """
-    if "weights_only" in said or "Weights only load failed" in said:
+    if "weights_only" in message or "Weights only load failed" in message:
         raise ModelError(
-            f"{model} keeps its weights in a pickle, and this one is broken or holds more than tensors, which may run "
-            "code when it is opened.",
+            f"{model} stores its weights in a pickle, and this one is broken or contains more than tensors, which may "
+            "run code when it is opened.",
             "Give the model with its weights as safetensors.",
         )
-    if "trust_remote_code" in said or "custom code" in said:
+    if "trust_remote_code" in message or "custom code" in message:
         raise ModelError(
-            f"{model} needs Python code that comes with it, and multihead runs no code of a model.",
-            "Give a model of a family that transformers has built in.",
+            f"{model} needs Python code of its own, and multihead runs no code of a model.",
+            "Give a model of a family that is part of transformers.",
         )
 
 
-def _claimed(transformers: Any, source: dict[str, str]) -> Any:
-    """Read what a model claims to be, or nothing where it cannot be read: loading it finds that out, in words."""
+def _configuration(transformers: Any, source: dict[str, str]) -> Any:
+    """Return the configuration of a model, or an empty one if it cannot be read, which is an error on loading."""
     try:
         if "gguf_file" in source:
             with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
                 return gguf_layers(file)
         return transformers.PretrainedConfig.get_config_dict(**source)[0]
-    except Exception:  # noqa: BLE001 - a broken file fails in whatever way its bytes lead to
+    except Exception:  # noqa: BLE001 - a broken file can raise any error
         return {}
 
 
@@ -363,23 +369,25 @@ def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower where its file is broken
-        return None  # a model of images has none; encode() says so where one is needed
-    # Where its files are missing the library makes one up that knows its marks alone, and no word.
+        return None  # a model of images has none; encode() raises an error where one is needed
+    # Where its files are missing, transformers creates one with special tokens only.
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def _length(loaded: LoadedModel, tokens: int) -> int:
-    """Refuse fewer tokens than the model's marks and one of the text."""
+    """Reject fewer tokens than the special ones and one of the text."""
     least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
     if tokens < least:
-        raise ArgumentError(f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, its own marks with.")
+        raise ArgumentError(
+            f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
+        )
     return tokens
 
 
 def _tokens_by_place(
     tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, int]], special: Sequence[bool], text: str
 ) -> list[str]:
-    """Show the text each token was made of; tokens that share a character share its place."""
+    """Return the text of each token by its offsets; tokens of the same character have the same offsets."""
     shown: list[str] = []
     reached = 0
     for id_, (start, end), mark in zip(ids, offsets, special, strict=True):
@@ -394,7 +402,7 @@ def _tokens_by_place(
 
 
 def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
-    """Say what each token shows, decoded one by one; tokens that are parts of a character are decoded together."""
+    """Return the text of each token, decoded one by one; tokens that are parts of one character together."""
     shown: list[str] = []
     first = 0
     for index, (id_, mark) in enumerate(zip(ids, special, strict=True)):
@@ -404,7 +412,7 @@ def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> li
             continue
         piece = str(tokenizer.decode(list(ids[first : index + 1])))
         shown.append(CONTINUED if index > first else piece)
-        if piece and not piece.endswith(_INCOMPLETE):  # of an unfinished character some tokenizers show nothing
+        if piece and not piece.endswith(_INCOMPLETE):  # some tokenizers decode an incomplete character to ""
             shown[first] = piece
             first = index + 1
     return shown

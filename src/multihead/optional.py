@@ -1,4 +1,4 @@
-"""Check that optional packages are installed, with an error that says which extra installs them."""
+"""Check that optional packages are installed, with an error that names the extra that installs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def require(*packages: str, purpose: str, extra: str | None) -> None:
 
     Args:
         packages: names that are imported, such as "onnx".
-        purpose: what needs them: the subject of the error's sentence.
+        purpose: what needs them, the subject of the error message.
         extra: the extra of multihead that installs them; None if there is none and pip installs them by name.
 
     Raises:

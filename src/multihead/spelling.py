@@ -20,7 +20,7 @@ ELSEWHERE = {
     "dropout_p": "dropout=",
     "sliding_window": "mask=masks.Causal() & masks.Window(size)",
 }
-"""What other libraries call an argument, and what it is here; for functions and layers both."""
+"""Names of arguments in other libraries, and what to use here; for functions and layers."""
 
 OF_FUNCTIONS = ELSEWHERE | {
     "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
@@ -64,12 +64,12 @@ def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], els
     """Reject keywords that a function does not have.
 
     Args:
-        function: the function that was called; its last parameter collects them.
-        unknown: the keywords.
-        elsewhere: the names that other libraries use, and what to give here.
+        function: the function that was called; its last parameter collects unknown keywords.
+        unknown: the unknown keywords, at least one.
+        elsewhere: the names that other libraries use, and what to use here.
 
     Raises:
-        ArgumentError: there are some.
+        ArgumentError: always.
     """
     name = next(iter(unknown))
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -84,7 +84,7 @@ def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: py
     assert "   OpenMP      which runtimes are loaded cannot be told on this system\n" in output
     assert "Native kernel\n   library     none: it was not built\n\nKernels" in output
     assert " ".join(output.split()).endswith(
-        "! The native kernel is left out: it was not built. Calls take the next kernel that does not refuse; "
+        "! The native kernel is not available: it was not built. Calls use the next kernel that does not refuse; "
         "install a compiler, then multihead again."
     )
 

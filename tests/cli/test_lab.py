@@ -65,7 +65,7 @@ def test_what_can_be_counted_is_counted_for_real(tmp_path: Path) -> None:
         (("--seeds", "0"), "error: The number of seeds is 0. Give at least 1.\n"),
         (("--workers", "0"), "error: The number of workers is 0. Give at least 1.\n"),
         (("--out", "/no/such/folder/x"), ("error: '/no/such/folder/x' cannot be written: there is no folder "
-         "'/no/such/folder'. Make it first.\n")),
+         "'/no/such/folder'. Create it first.\n")),
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_in_one_line(tmp_path: Path, args: tuple[str, ...], sentence: str) -> None:

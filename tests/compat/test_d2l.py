@@ -1,4 +1,4 @@
-"""The book's class against its rule: outputs, weights, gradients, parameters, a training, and what differs."""
+"""The book's class against the original: outputs, weights, gradients, parameters, training, and differences."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_outputs_weights_and_gradients_are_the_books(
     widths = ((queries, query_size), (keys, key_size), (keys, value_size))
     inputs = [torch.randn(batch, length, width, dtype=dtype) for length, width in widths]
     valid = None
-    if lens is not None:  # a length may be beyond the keys: it means them all
+    if lens is not None:  # a length above the number of keys shows all of them
         count = batch if lens == 1 else batch * queries
         drawn = data.draw(st.lists(st.integers(1, keys + 2), min_size=count, max_size=count))
         valid = torch.tensor(drawn).reshape((batch,) if lens == 1 else (batch, queries))
@@ -80,7 +80,7 @@ def test_the_books_own_example_has_its_shapes_and_its_weights() -> None:
     assert output.shape == (2, 4, 100)
     weights = layer.attention_weights
     assert weights is not None
-    assert weights is not layer.attention.attention_weights  # computed when asked for, not kept
+    assert weights is not layer.attention.attention_weights  # computed when read, not stored
     expected = torch.zeros(2, 5, 4, 6)
     expected[0, ..., :3], expected[1, ..., :2] = 1 / 3, 1 / 2
     torch.testing.assert_close(weights.detach(), expected.reshape(10, 4, 6))
@@ -90,7 +90,7 @@ def test_no_weights_are_there_before_the_first_call() -> None:
     assert MultiHeadAttention(4, 4, 4, 4, 2, 0.0).attention_weights is None
 
 
-def test_a_query_that_sees_no_key_has_weights_of_zero_where_the_book_gives_all_keys_the_same() -> None:
+def test_a_query_that_sees_no_key_has_weights_of_zero_where_the_book_weights_all_keys_equally() -> None:
     ours, theirs = pair(4, 4, 4, 6, 2)
     x = floats(2, 3, 4)
     valid = torch.tensor([0, 2])
@@ -129,7 +129,7 @@ NUMBERS = (
 
 
 @pytest.mark.parametrize("lens", NUMBERS, ids=str)
-def test_a_key_is_visible_where_its_index_is_less_than_the_length_whatever_number_that_is(lens: list[Any]) -> None:
+def test_a_key_is_visible_where_its_index_is_less_than_the_length_also_for_a_float(lens: list[Any]) -> None:
     ours, theirs = pair(4, 4, 4, 6, 2)
     x, memory = floats(2, 3, 4), floats(2, 5, 4)
     valid = torch.tensor(lens)
@@ -173,7 +173,7 @@ def test_print_shows_the_books_submodules() -> None:
     ]
 
 
-def test_the_newer_editions_arguments_are_taken_by_keyword_and_read_the_sizes_off_the_first_batch() -> None:
+def test_the_newer_editions_arguments_are_taken_by_keyword_and_infer_the_sizes_from_the_first_batch() -> None:
     layer = MultiHeadAttention(num_hiddens=6, num_heads=2, dropout=0.0)
     queries, keys, values = torch.randn(2, 3, 4), torch.randn(2, 5, 7), torch.randn(2, 5, 8)
     assert layer(queries, keys, values, torch.tensor([5, 1])).shape == (2, 3, 6)
@@ -212,10 +212,10 @@ def test_a_training_script_keeps_its_loss_curve_when_the_import_changes() -> Non
     assert curves[0][-1] < 0.7 * curves[0][0]
 
 
-def test_dropout_is_on_in_training_alone_and_the_weights_are_those_before_it() -> None:
+def test_dropout_is_on_in_training_only_and_the_weights_are_those_before_it() -> None:
     attention = DotProductAttention(0.5)
     queries, keys, eye = torch.randn(1, 40, 4), torch.randn(1, 30, 4), torch.eye(30)[None]
-    dropped = attention(queries, keys, eye)  # values of one column a key show the dropped weights themselves
+    dropped = attention(queries, keys, eye)  # one-hot values return the weights after dropout
     weights = attention.attention_weights
     assert weights is not None
     assert 0.4 < (dropped == 0).float().mean() < 0.6
@@ -223,7 +223,7 @@ def test_dropout_is_on_in_training_alone_and_the_weights_are_those_before_it() -
     torch.testing.assert_close(attention.eval()(queries, keys, eye), weights)
 
 
-def test_a_layer_that_has_run_can_be_copied_and_saved_and_then_remembers_nothing() -> None:
+def test_a_layer_that_has_run_can_be_copied_and_saved_without_its_last_weights() -> None:
     layer = MultiHeadAttention(4, 4, 4, 4, 2, 0.0)
     x = torch.randn(1, 3, 4)
     output = layer(x, x, x, None)
@@ -236,7 +236,7 @@ def test_a_layer_that_has_run_can_be_copied_and_saved_and_then_remembers_nothing
 
 
 class Ear:
-    """Keeps the calls it hears."""
+    """Records the calls that are published."""
 
     wanted: frozenset[str] = frozenset()
 
@@ -255,11 +255,11 @@ def test_a_call_is_published_as_the_layers_own_and_its_padding_is_skipped() -> N
         layer.attention(x, x, x, torch.tensor([5, 3]))
     assert [call.request.origin.layer for call in ear.calls] == [layer, layer.attention]
     request = ear.calls[0].request
-    told = mh.explain(request.q, request.k, request.v, mask=request.mask, kernel="sdpa")
-    assert told.skipped_share == pytest.approx(0.6)
+    explanation = mh.explain(request.q, request.k, request.v, mask=request.mask, kernel="sdpa")
+    assert explanation.skipped_share == pytest.approx(0.6)
 
 
-def test_a_layer_can_be_watched() -> None:
+def test_a_layer_can_be_observed() -> None:
     model = nn.Sequential()
     model.add_module("block", MultiHeadAttention(8, 8, 8, 8, 2, 0.0).eval())
     x = torch.randn(2, 6, 8)
@@ -270,7 +270,7 @@ def test_a_layer_can_be_watched() -> None:
     torch.testing.assert_close(record.weights(head=1, sample=1), weights[1, 1])
 
 
-def test_masked_softmax_is_a_softmax_of_what_may_be_seen() -> None:
+def test_masked_softmax_is_a_softmax_of_the_visible_scores() -> None:
     scores = floats(2, 3, 4)
     for lens in (None, torch.tensor([1, 3]), torch.tensor([[1, 2, 4], [9, 3, 1]])):
         limits = torch.tensor(4) if lens is None else lens[:, None] if lens.dim() == 1 else lens
@@ -282,7 +282,7 @@ def test_masked_softmax_is_a_softmax_of_what_may_be_seen() -> None:
     assert (masked_softmax(scores, torch.tensor([0, 4]))[0] == 0).all()
 
 
-def test_transposed_heads_stand_in_the_batch_sample_by_sample() -> None:
+def test_transposed_heads_are_in_the_batch_sample_by_sample() -> None:
     x = torch.arange(2 * 3 * 4).reshape(2, 3, 4)
     folded = transpose_qkv(x, 2)
     assert torch.equal(folded, torch.stack([x[0, :, :2], x[0, :, 2:], x[1, :, :2], x[1, :, 2:]]))
@@ -290,13 +290,13 @@ def test_transposed_heads_stand_in_the_batch_sample_by_sample() -> None:
 
 
 NEWER = (
-    "num_hiddens, num_heads and dropout are not all given. Give (key_size, query_size, value_size, num_hiddens, "
+    "num_hiddens, num_heads or dropout is missing. Give (key_size, query_size, value_size, num_hiddens, "
     "num_heads, dropout), or, as in the newer edition of the book, the last three by keyword: num_hiddens=100, "
     "num_heads=5, dropout=0.5."
 )
 
 
-def test_what_does_not_fit_is_refused_in_words() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     layer = MultiHeadAttention(4, 4, 4, 4, 2, 0.0)
     x = torch.zeros(2, 3, 4)
 
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     with refused(ArgumentError, NEWER):
         MultiHeadAttention(100, 5, 0.5)  # type: ignore[arg-type] - the newer edition's order
     with refused(
-        ArgumentError, "There is no argument 'device'. Leave it out; for another dtype or device say layer.to(...)."
+        ArgumentError, "There is no argument 'device'. Remove it; for another dtype or device use layer.to(...)."
     ):
         MultiHeadAttention(4, 4, 4, 4, 2, 0.0, device="cpu")
     sentence = (
@@ -314,13 +314,13 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     )
     with refused(ArgumentError, sentence):
         MultiHeadAttention(4, 4, 4, 4, 3, 0.0)
-    with refused(ShapeError, "queries has shape (3, 4). Give three axes: (batch, length, features)."):
+    with refused(ShapeError, "queries has shape (3, 4). Give three dimensions: (batch, length, features)."):
         layer(x[0], x, x, None)
-    with refused(ShapeError, "keys has shape (2, 3, 4) and values has (2, 2, 4). Give every key its one value."):
+    with refused(ShapeError, "keys has shape (2, 3, 4) and values has (2, 2, 4). Give one value per key."):
         layer(x, x, x[:, 1:], torch.tensor([1, 1]))
     with refused(ShapeError, "k has 3 keys and v has 2. Give every key its one value."):
         layer(x, x, x[:, 1:], None)
-    with refused(MaskError, "valid_lens holds NaN. Give numbers of keys, (batch,) or (batch, queries)."):
+    with refused(MaskError, "valid_lens contains NaN. Give numbers of keys, (batch,) or (batch, queries)."):
         layer(x, x, x, torch.tensor([1.0, torch.nan]))
     with refused(
         MaskError,
@@ -335,6 +335,6 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     given = "Lengths(<int64 tensor (2, 4)>) has lengths for 4 queries, and the call has 3."
     with refused(MaskError, f"{given} Give one length per sample and query."):
         layer(x, x, x, two_dimensional)
-    mend = "Give (batch * heads, length, head_dim), such as transpose_qkv returns."
-    with refused(ShapeError, f"X has 3 rows, and 2 heads do not divide them. {mend}"):
+    mend = "Give (batch * heads, length, head_dim), as returned by transpose_qkv."
+    with refused(ShapeError, f"X has 3 rows, which is not a multiple of 2 heads. {mend}"):
         transpose_output(torch.zeros(3, 2, 2), 2)

@@ -17,7 +17,7 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 def passing_on(*projections: nn.Linear) -> None:
-    """Let projections return their inputs, so that the layer's q and k are what it was given."""
+    """Make projections return their inputs, so that q and k are the inputs of the layer."""
     for projection in projections:
         nn.init.eye_(projection.weight)
         if projection.bias is not None:

@@ -1,4 +1,4 @@
-"""The attention of BERT, GPT-2, Llama and Qwen 3 against the originals: outputs, gradients, and what is refused."""
+"""The attention of BERT, GPT-2, Llama and Qwen 3 against the originals: outputs, gradients, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
 def prepared(module: nn.Module, dtype: torch.dtype) -> Any:
-    """Give every parameter numbers of its own, the biases too."""
+    """Fill every parameter with random numbers, the biases too."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.4)
     return module.to(dtype).eval()
@@ -51,7 +51,7 @@ def gpt2(dtype: torch.dtype = torch.float64, *, cross: bool = False, **options: 
 
 def llama(dtype: torch.dtype = torch.float64, *, heads: int = 4, kv_heads: int = 2, **options: Any) -> Any:
     options = {"hidden_size": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **options}
-    config = LlamaConfig(attn_implementation="sdpa", **options)  # its eager softmax is float32 whatever the dtype
+    config = LlamaConfig(attn_implementation="sdpa", **options)  # its eager softmax is float32 for any dtype
     return prepared(LlamaAttention(config, layer_idx=0), dtype)
 
 
@@ -62,7 +62,7 @@ def qwen3(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
 
 
 def turns_of(original: Any, layer: mh.MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines as the library gives them; in float64 exact ones, because it computes them in float32."""
+    """Return cosines and sines from transformers, or exact ones for float64, because it computes them in float32."""
     cosine, sine = LlamaRotaryEmbedding(original.config)(x, torch.arange(x.shape[1])[None])
     if x.dtype == torch.float32:
         return cosine, sine
@@ -76,7 +76,7 @@ def turns_of(original: Any, layer: mh.MultiHeadAttention, x: Tensor) -> tuple[Te
 
 
 def additive(shown: Tensor, dtype: torch.dtype) -> Tensor:
-    """Write a mask as the eager attention of the library takes it: 0, or the lowest number there is."""
+    """Convert a mask to that of the eager attention of transformers: 0, or the lowest number."""
     return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
 
 
@@ -94,7 +94,7 @@ def assert_equal(theirs: Callable[[Tensor], Tensor], ours: Callable[[Tensor], Te
 
 @dtypes
 @pytest.mark.parametrize("kind", LIKE_BERT)
-def test_berts_attention_and_those_copied_from_it_are_equal(kind: type[nn.Module], dtype: torch.dtype) -> None:
+def test_berts_attention_and_its_copies_are_equal(kind: type[nn.Module], dtype: torch.dtype) -> None:
     original, x = bert(kind, dtype), torch.randn(BATCH, LENGTH, 12, dtype=dtype)
     whole, heads = from_bert(original), from_bert(original.self)
     assert heads.out_proj is None
@@ -168,7 +168,7 @@ LLAMAS = [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"attention_bias": True}, {"head
 
 @dtypes
 @pytest.mark.parametrize("options", [*LLAMAS, *(roped(name) for name in ROPES)], ids=str)
-def test_llamas_attention_is_equal_its_rotation_included(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_llamas_attention_is_equal_including_its_rotation(options: dict[str, Any], dtype: torch.dtype) -> None:
     original = llama(dtype, **options)
     layer = from_llama(original)
     x = torch.randn(BATCH, LENGTH, 16, dtype=dtype)
@@ -183,11 +183,11 @@ def test_llamas_attention_is_equal_its_rotation_included(options: dict[str, Any]
 
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"rms_norm_eps": 0.3}, roped("yarn")], ids=str)
-def test_qwen3s_attention_is_equal_its_norms_and_rotation_included(options: Any, dtype: torch.dtype) -> None:
+def test_qwen3s_attention_is_equal_including_its_norms_and_rotation(options: Any, dtype: torch.dtype) -> None:
     original = qwen3(dtype, **options)
     layer = from_qwen3(original)
     x = torch.randn(BATCH, LENGTH, 16, dtype=dtype)
-    if dtype == torch.float64:  # its norm rounds to float32 on the way
+    if dtype == torch.float64:  # its norm rounds to float32
         for norm in (original.q_norm, original.k_norm):
             norm.forward = lambda x, norm=norm: nn.functional.rms_norm(
                 x, norm.weight.shape, norm.weight, norm.variance_epsilon
@@ -221,7 +221,7 @@ def test_llama_decodes_step_by_step() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=1e-12)
 
 
-def test_a_query_that_sees_no_key_gives_zero_where_the_originals_give_the_mean_of_all_values() -> None:
+def test_a_query_that_sees_no_key_results_in_zero_where_the_originals_return_the_mean_of_all_values() -> None:
     original = bert().self
     x = torch.randn(BATCH, LENGTH, 12, dtype=torch.float64)
     lengths = torch.tensor([0, 3])
@@ -235,7 +235,7 @@ def test_a_query_that_sees_no_key_gives_zero_where_the_originals_give_the_mean_o
     assert (from_llama(llama())(x, mask=masks.Lengths(lengths))[0] == 0).all()
 
 
-def test_dropout_and_mode_come_along_and_the_weights_are_copies() -> None:
+def test_dropout_and_mode_are_kept_and_the_weights_are_copies() -> None:
     original = bert()
     original.train()
     layer = from_bert(original)
@@ -248,7 +248,7 @@ def test_dropout_and_mode_come_along_and_the_weights_are_copies() -> None:
         assert not made.training
 
 
-def test_what_comes_out_can_be_watched() -> None:
+def test_a_converted_layer_can_be_observed() -> None:
     layer, x = from_llama(llama(torch.float32)), torch.randn(1, LENGTH, 16)
     with mh.observe(layer) as seen:
         layer(x, mask=masks.Causal())
@@ -261,59 +261,59 @@ def test_what_comes_out_can_be_watched() -> None:
     [
         (
             {"rope_type": "dynamic", "factor": 2.0},
-            "its frequencies change while a text grows, and keys that were turned before would be wrong",
+            "its frequencies change as the text grows, and keys that were rotated before would be wrong",
         ),
         (
             {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]},
-            "its frequencies change at a length, and keys that were turned before would be wrong",
+            "its frequencies change at a length, and keys that were rotated before would be wrong",
         ),
-        ({"rope_type": "proportional"}, "there is no such scaling here"),
+        ({"rope_type": "proportional"}, "this scaling is not implemented"),
     ],
     ids=["dynamic", "longrope", "proportional"],
 )
-def test_other_rope_types_are_refused_in_words(parameters: dict[str, Any], finding: str) -> None:
+def test_other_rope_types_are_rejected(parameters: dict[str, Any], finding: str) -> None:
     original = llama()
     original.config.rope_parameters = {"rope_theta": 10_000.0, **parameters}
     sentence = (
-        f"from_llama was given a layer whose rope_type is {parameters['rope_type']!r}: {finding}. It takes "
-        '"default", "linear", "llama3" and "yarn"; to watch a model of any kind use mh.observe(model).'
+        f"from_llama got a layer whose rope_type is {parameters['rope_type']!r}: {finding}. Give one with "
+        '"default", "linear", "llama3" or "yarn"; to observe any model use mh.observe(model).'
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         from_llama(original)
 
 
-def test_a_part_that_llama_does_not_turn_is_refused_in_words() -> None:
+def test_a_partial_rotation_of_llama_is_rejected() -> None:
     original = llama()
     original.config.rope_parameters = {**original.config.rope_parameters, "partial_rotary_factor": 0.5}
     sentence = (
-        "from_llama was given a layer whose partial_rotary_factor is 0.5, and its class turns all columns. "
-        "Mend the config of the model."
+        "from_llama got a layer whose partial_rotary_factor is 0.5, and its class rotates all columns. "
+        "Set partial_rotary_factor to 1.0 in the config of the model."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         from_llama(original)
 
 
-def test_other_classes_are_refused_in_words() -> None:
-    mend = "Give that module of the model; to watch a whole model of any family use mh.observe(model)."
+def test_other_classes_are_rejected() -> None:
+    mend = "Give that module of the model; to observe a whole model of any family use mh.observe(model)."
     names = "GPT2Attention"
 
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
     with refused(
-        ModelError, f"from_gpt2 was given a BertAttention, and takes the attention of a GPT-2 layer: {names}. {mend}"
+        ModelError, f"from_gpt2 got a BertAttention, and converts the attention of a GPT-2 layer: {names}. {mend}"
     ):
         from_gpt2(bert())
     with refused(
-        ModelError, f"from_llama was given a Linear, and takes the attention of a Llama layer: LlamaAttention. {mend}"
+        ModelError, f"from_llama got a Linear, and converts the attention of a Llama layer: LlamaAttention. {mend}"
     ):
         from_llama(nn.Linear(2, 2))
     with refused(
-        ModelError, f"from_qwen3 was given a Linear, and takes the attention of a Qwen 3 layer: Qwen3Attention. {mend}"
+        ModelError, f"from_qwen3 got a Linear, and converts the attention of a Qwen 3 layer: Qwen3Attention. {mend}"
     ):
         from_qwen3(nn.Linear(2, 2))
     families = ("Bert", "Camembert", "Electra", "Roberta", "XLMRoberta")
     names = ", ".join(sorted(f + kind for f in families for kind in ("Attention", "CrossAttention", "SelfAttention")))
-    finding = f"from_bert was given a GPT2Attention, and takes the attention of a BERT layer, or its .self: {names}."
+    finding = f"from_bert got a GPT2Attention, and converts the attention of a BERT layer, or its .self: {names}."
     with refused(ModelError, f"{finding} {mend}"):
         from_bert(gpt2())

@@ -1,4 +1,4 @@
-"""The weights of Keras in our layer: against its rule in einsum, and against Keras itself where it is installed."""
+"""The weights of Keras in our layer: against its formula in einsum, and against Keras itself where it is installed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def some_weights(
 
 
 def rule(weights: dict[str, np.ndarray[Any, Any]], x: tuple[Tensor, Tensor, Tensor], shown: Tensor | None) -> Tensor:
-    """Say what Keras computes: an einsum a projection, hidden scores lowered by 1e9."""
+    """Compute what Keras computes: one einsum per projection, hidden scores lowered by 1e9."""
 
     def projected(part: str, tensor: Tensor) -> Tensor:
         result = torch.einsum("bnf,fhd->bnhd", tensor, torch.from_numpy(weights[f"{part}/kernel"]))
@@ -72,7 +72,7 @@ def rule(weights: dict[str, np.ndarray[Any, Any]], x: tuple[Tensor, Tensor, Tens
     dtype=dtypes,
 )
 @settings(max_examples=40)
-def test_outputs_are_those_of_keras_rule(
+def test_outputs_are_those_of_keras_formula(
     batch: int, lengths: tuple[int, int], features: tuple[int, int, int], heads: tuple[int, int], dims: tuple[int, int],
     bias: bool, masked: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_list_in_the_order_of_get_weights_and_paths_of_a_model_mean_the_same()
     assert (expected.q_proj.weight != 0).all()
 
 
-def test_a_query_that_sees_no_key_gives_zero_where_keras_gives_the_mean_of_all_values() -> None:
+def test_a_query_that_sees_no_key_results_in_zero_where_keras_returns_the_mean_of_all_values() -> None:
     weights = some_weights((4, 4, 4), (2, 2), (3, 3), bias=False, dtype=torch.float64)
     x = torch.randn(1, 3, 4, dtype=torch.float64)
     shown = torch.tensor([[[True, False, False], [False, False, False], [True, True, True]]])
@@ -134,13 +134,13 @@ def test_outputs_are_those_of_keras_itself(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(actual, of_groups.cpu(), rtol=0, atol=2e-5)
 
 
-def test_what_is_no_keras_layers_is_refused_in_words() -> None:
+def test_other_weights_than_those_of_keras_are_rejected() -> None:
     weights = some_weights((4, 4, 4), (2, 2), (3, 3), bias=True, dtype=torch.float32)
 
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
-    with refused(ArgumentError, "There are 3 arrays. Give layer.get_weights(): 8 arrays, or 4 without biases."):
+    with refused(ArgumentError, "weights has 3 arrays. Give layer.get_weights(): 8 arrays, or 4 without biases."):
         from_keras(list(weights.values())[:3])
     names = ", ".join([f"{part}/kernel" for part in PARTS] + [f"{part}/bias" for part in PARTS])
     missing = {name: array for name, array in weights.items() if name != "key/bias"} | {"gate/kernel": np.zeros(1)}

@@ -19,7 +19,7 @@ from tests.compat.originals import BOUNDS, dtypes
 
 
 def one_by_one(layer: PerHeadAttention, x: Tensor, memory: Tensor, shown: Tensor | None = None) -> list[Tensor]:
-    """Compute each head from its own matrices, as the textbook draws it."""
+    """Compute each head from its own matrices, as in textbooks."""
     found = []
     for i in range(layer.num_heads):
         Q, K, V = x @ layer.W_Q[i], memory @ layer.W_K[i], memory @ layer.W_V[i]
@@ -53,7 +53,7 @@ def drawn(
     dtype=dtypes,
 )
 @settings(max_examples=40)
-def test_each_head_attends_alone_and_one_layer_of_all_gives_the_same_numbers_and_gradients(
+def test_each_head_attends_alone_and_one_layer_of_all_has_the_same_numbers_and_gradients(
     batch: int | None, lengths: tuple[int, int], heads: int, widths: tuple[int, int], head_dims: tuple[int, int],
     bias: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -78,7 +78,7 @@ def test_each_head_attends_alone_and_one_layer_of_all_gives_the_same_numbers_and
     torch.testing.assert_close(of_layer, of_loop, rtol=bound, atol=bound)
 
 
-def test_the_textbooks_sequence_of_a_hundred_gives_each_head_its_three_columns() -> None:
+def test_the_textbooks_sequence_of_a_hundred_has_three_columns_per_head() -> None:
     sequence = torch.randn(100, 16)
     layer = PerHeadAttention(embed_dim=16, num_heads=8, head_dim=3, output_projection=False)
     assert layer(sequence).shape == (100, 24)
@@ -106,13 +106,13 @@ def test_a_layers_heads_are_the_columns_of_its_projections() -> None:
     torch.testing.assert_close(heads.stack()(x), layer(x), rtol=0, atol=1e-12)
 
 
-def test_a_query_that_sees_no_key_gives_zero_in_every_head() -> None:
+def test_a_query_that_sees_no_key_results_in_zero_in_every_head() -> None:
     layer = PerHeadAttention(embed_dim=6, num_heads=2)
     Z = layer.heads(torch.randn(2, 3, 6), mask=masks.Lengths((0, 2)))
     assert all((each[0] == 0).all() and (each[1] != 0).any() for each in Z)
 
 
-def test_the_matrices_that_were_given_stay_what_they_were() -> None:
+def test_the_matrices_of_the_caller_are_not_changed() -> None:
     W = [torch.zeros(2, 2) for _ in range(3)]
     layer = PerHeadAttention.of(W, W, W)
     torch.nn.init.ones_(layer.W_Q[0])
@@ -122,7 +122,7 @@ def test_the_matrices_that_were_given_stay_what_they_were() -> None:
     assert (stacked.k_proj.weight == 0).all()
 
 
-def test_a_bias_is_drawn_as_zero_and_the_layer_can_be_watched() -> None:
+def test_a_bias_is_drawn_as_zero_and_the_layer_can_be_observed() -> None:
     layer = PerHeadAttention(embed_dim=6, num_heads=3, bias=True)
     assert layer.b_O is not None
     assert sorted(name.split(".")[0] for name in layer.state_dict()) == sorted(
@@ -134,23 +134,23 @@ def test_a_bias_is_drawn_as_zero_and_the_layer_can_be_watched() -> None:
     assert "num_heads=3, head_dim=2" in str(layer)
 
 
-def test_what_does_not_fit_is_refused_in_words() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     def refused(error: type[Exception], sentence: str) -> object:
         return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
     a, b = torch.zeros(4, 2), torch.zeros(4, 3)
-    with refused(ShapeError, "There are 2 W_Q, 1 W_K, 2 W_V. Give each head its W_Q, W_K and W_V."):
+    with refused(ShapeError, "There are 2 W_Q, 1 W_K, 2 W_V. Give one W_Q, W_K and W_V per head."):
         PerHeadAttention.of([a, a], [a], [a, a])
-    with refused(ShapeError, "W_K holds the shapes [(4, 2), (4, 3)]. Give every head (features, head_dim) alike."):
+    with refused(ShapeError, "W_K has the shapes [(4, 2), (4, 3)]. Give one (features, head_dim) for all heads."):
         PerHeadAttention.of([a, a], [a, b], [a, a])
     mend = "Give W_Q and W_K the same columns, W_K and W_V the same rows."
-    with refused(ShapeError, f"W_Q is (4, 2), W_K (4, 3) and W_V (4, 2) a head. {mend}"):
+    with refused(ShapeError, f"W_Q is (4, 2), W_K (4, 3) and W_V (4, 2) per head. {mend}"):
         PerHeadAttention.of([a], [b], [a])
-    with refused(ShapeError, "W_O has shape (3, 5). Give (4, output_dim): a row a column of Z."):
+    with refused(ShapeError, "W_O has shape (3, 5). Give (4, output_dim): one row per column of Z."):
         PerHeadAttention.of([a, a], [a, a], [a, a], torch.zeros(3, 5))
-    with refused(ShapeError, "b_V holds the shapes [(3,)]. Give 1 of shape (2,), as wide as the heads."):
+    with refused(ShapeError, "b_V has the shapes [(3,)]. Give 1 of shape (2,), the width of the heads."):
         PerHeadAttention.of([a], [a], [a], b_V=[torch.zeros(3)])
-    with refused(ShapeError, "b_O has shape (5,), and there is no W_O. Give one number a column of W_O, or neither."):
+    with refused(ShapeError, "b_O has shape (5,), and there is no W_O. Give one number per column of W_O, or neither."):
         PerHeadAttention.of([a], [a], [a], b_O=torch.zeros(5))
     layer = PerHeadAttention(embed_dim=4, num_heads=2)
     mend = "Give (length, features) or (batch, length, features), with 4 features."
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
         layer(torch.zeros(5, 3))
     with refused(ShapeError, f"memory has shape (5, 4). {mend}"):
         layer(torch.zeros(1, 5, 4), torch.zeros(5, 4))
-    with refused(ShapeError, "Z holds the shapes [(2, 3), (3, 3)]. Give one result a head, of the same length."):
+    with refused(ShapeError, "Z has the shapes [(2, 3), (3, 3)]. Give one result per head, of the same length."):
         concat([torch.zeros(2, 3), torch.zeros(3, 3)])
     with refused(ArgumentError, "head_dim is 0. Give an integer of at least 1."):
         PerHeadAttention(embed_dim=4, num_heads=2, head_dim=0)

@@ -1,4 +1,4 @@
-"""Run what was written as ONNX, and hold it against the layer it was written from."""
+"""Run an exported model, and compare it with its layer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def ran(model: ModelProto, **given: Tensor) -> Tensor:
-    """The output that onnxruntime makes of a model."""
+    """Return the output of a model in onnxruntime."""
     return all_of(model, **given)["output"]
 
 
 def all_of(model: ModelProto, **given: Tensor) -> dict[str, Tensor]:
-    """All outputs that onnxruntime makes of a model, by name."""
+    """Return all outputs of a model in onnxruntime, by name."""
     onnx.checker.check_model(model, full_check=True)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -34,7 +34,7 @@ def all_of(model: ModelProto, **given: Tensor) -> dict[str, Tensor]:
 
 
 def evaluated(model: ModelProto, **given: Tensor) -> Tensor:
-    """The output by the ONNX package's own evaluator, which follows the words of the standard, bfloat16 too."""
+    """Return the output of a model in the reference evaluator of the package onnx, which supports bfloat16 too."""
     feeds = {
         name: tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         if tensor.dtype == torch.bfloat16
@@ -48,7 +48,7 @@ def evaluated(model: ModelProto, **given: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor, layer: MultiHeadAttention, **call: Any) -> None:
-    """Hold an output against the layer's in float64, within what the layer itself is off in its own dtype."""
+    """Compare an output with the layer's in float64, within the error of the layer in its own dtype."""
     dtype = layer.q_proj.weight.dtype
     with torch.no_grad():
         plain = layer(**call)
@@ -58,7 +58,7 @@ def assert_same(found: Tensor, layer: MultiHeadAttention, **call: Any) -> None:
 
 
 def assert_within(found: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Hold an output against the exact one, within what the plain one of the same dtype is off."""
+    """Compare an output with the exact one, within the error of the plain one in the same dtype."""
     assert found.dtype == plain.dtype
     assert found.shape == plain.shape
     apart, allowed = oracle.difference(found, exact), 2 * oracle.budget(exact, plain)

@@ -1,4 +1,4 @@
-"""Ten families: a watched model gives what it gave, and what is seen is what its eager attention computes."""
+"""Ten families: observing does not change the output, and the maps are those of the eager attention."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_the_statistics_equal_brute_force_over_the_eager_weights(name: str, padd
     for layer, weights in zip(seen.layers, expected, strict=True):
         for sample in range(2):
             trimmed = without_padding(weights, name, layer.name, batch, sample)
-            told = layer.sample(sample)
-            by_hand = brute_force(trimmed.double(), told.query_start, told.visible())
-            found = {statistic: told.statistics[statistic].double() for statistic in by_hand}
+            piece = layer.sample(sample)
+            by_hand = brute_force(trimmed.double(), piece.query_start, piece.visible())
+            found = {statistic: piece.statistics[statistic].double() for statistic in by_hand}
             # Sharp scores: the eager weights themselves are 1.6e-5 off those in float64, and so are ours.
             torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=4e-5, equal_nan=True)
 

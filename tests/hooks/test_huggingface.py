@@ -159,16 +159,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_would_silently_stay_eager_is_refused_in_words(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_would_silently_stay_eager_is_rejected(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     model = REFUSED[name]()
     before = model.config._attn_implementation
     with pytest.raises(ModelError) as caught, mh.observe(model):
         pytest.fail("it was not refused")
     assert str(caught.value) == (
-        f"{name} computes attention inside its layers, where it cannot be exchanged, so it cannot be watched. "
-        "Take a family that uses transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5."
+        f"{name} computes attention inside its layers, where it cannot be replaced, so it cannot be observed. "
+        "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5."
     )
     assert model.config._attn_implementation == before
     assert capfd.readouterr() == ("", "")
@@ -214,7 +212,7 @@ def test_another_thread_computes_as_ever_and_is_not_heard() -> None:
     assert seen.layers[0].num_samples == 2
 
 
-def test_a_model_inside_a_module_of_ones_own_is_watched() -> None:
+def test_a_model_inside_a_module_of_ones_own_is_observed() -> None:
     class Sentence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -235,5 +233,5 @@ def test_pages_of_continuous_batching_are_refused() -> None:
     with pytest.raises(ModelError) as caught:
         huggingface.attend_for(nn.Module(), q, q, q, None, cache=object())
     assert str(caught.value) == (
-        "The model runs in continuous batches. Watch it with model(...) or model.generate(...)."
+        "The model runs with continuous batching, which cannot be observed. Call model(...) or model.generate(...)."
     )

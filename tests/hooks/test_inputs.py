@@ -1,4 +1,4 @@
-"""What a model was given is told for the sequence that a layer's queries are made of, and for that of its memory."""
+"""The inputs from which the queries of a layer are computed, and those of its memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multihead.hooks.inputs import Given, Inputs, noticed
+from multihead.hooks.inputs import Given, Inputs, recorded_inputs
 from tests.families import batch_of, family
 
 
 def ask_within(model: Any, module: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Given, Given]:
-    """Run a model and ask, while one of its layers runs, what its queries' and its memory's sequence is."""
+    """Run a model and return the inputs of the queries and of the memory while one of its layers runs."""
     found: list[tuple[Given, Given]] = []
-    with torch.no_grad(), noticed(model) as inputs:
+    with torch.no_grad(), recorded_inputs(model) as inputs:
 
         def ask(*_: object) -> None:
             assert inputs.running
@@ -63,7 +63,7 @@ def test_a_decoder_that_is_given_no_padding_does_not_take_the_encoders() -> None
 
 def test_positional_arguments_are_understood() -> None:
     model, ids = family("bert"), batch_of("bert")["input_ids"]
-    with torch.no_grad(), noticed(model) as inputs:
+    with torch.no_grad(), recorded_inputs(model) as inputs:
         model(ids, torch.ones_like(ids))
     found = inputs.queries_of("encoder.layer.0.attention.self")
     assert found.ids is not None
@@ -74,7 +74,7 @@ def test_positional_arguments_are_understood() -> None:
 
 def test_passes_are_counted_and_an_exception_ends_one() -> None:
     model, batch = family("bert"), batch_of("bert")
-    with torch.no_grad(), noticed(model) as inputs:
+    with torch.no_grad(), recorded_inputs(model) as inputs:
         model(**batch)
         with pytest.raises(IndexError):
             model(input_ids=batch["input_ids"] + 1000)
@@ -85,7 +85,7 @@ def test_passes_are_counted_and_an_exception_ends_one() -> None:
 
 def test_no_hook_is_left() -> None:
     model = family("t5")
-    with noticed(model):
+    with recorded_inputs(model):
         assert model._forward_hooks
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
@@ -96,7 +96,7 @@ def test_a_module_of_ones_own_tells_its_ids_where_it_calls_them_so() -> None:
             return input_ids
 
     model, ids = Reader(), torch.tensor([[4, 5]])
-    with noticed(model) as inputs:
+    with recorded_inputs(model) as inputs:
         model(ids)
     assert torch.equal(inputs.queries_of("attention").ids, ids)
 

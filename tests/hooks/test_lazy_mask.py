@@ -1,4 +1,4 @@
-"""A carried mask keeps its meaning under way, and is a tensor to whoever computes with it."""
+"""A lazy mask keeps its value while a model passes it on, and becomes a tensor where it is computed with."""
 
 from __future__ import annotations
 

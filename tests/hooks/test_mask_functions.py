@@ -1,4 +1,4 @@
-"""What is read out of a mask function is what the function says, and what cannot be read is made dense."""
+"""Known mask functions are converted to equal masks, and unknown ones become dense."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def extent(**changes: Any) -> Extent:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_known_function_is_read_as_the_mask_it_is(name: str) -> None:
+def test_a_known_function_is_converted_to_the_same_mask(name: str) -> None:
     function, expected = FUNCTIONS[name]
     assert recognised(function, extent()) == expected
 
@@ -62,7 +62,7 @@ CASES = [(name, *place) for name in FUNCTIONS for place in PLACES if name != "bl
 
 @pytest.mark.parametrize(("name", "queries", "keys", "query_offset", "key_offset"), CASES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_mask_says_what_the_librarys_own_says(
+def test_a_mask_equals_that_of_transformers(
     name: str, queries: int, keys: int, query_offset: int, key_offset: int, padded: bool
 ) -> None:
     padding = torch.ones(2, query_offset + queries, dtype=torch.bool)
@@ -89,7 +89,7 @@ def assert_alike(found: Tensor, expected: Tensor | None) -> None:
     not hasattr(library, "packed_sequence_compatibility_function"), reason="this transformers has no such function"
 )
 @pytest.mark.parametrize("inner", [library.causal_mask_function, library.sliding_window_causal_mask_function(2)])
-def test_packed_sequences_are_read_as_documents(inner: Callable[..., Any]) -> None:
+def test_packed_sequences_become_documents(inner: Callable[..., Any]) -> None:
     function = library.packed_sequence_compatibility_function(inner, POSITIONS, PACKED)
     mask = recognised(function, extent())
     assert mask is not None
@@ -99,14 +99,14 @@ def test_packed_sequences_are_read_as_documents(inner: Callable[..., Any]) -> No
 
 
 @given(size=st.integers(1, 7), length=st.integers(1, 20), left=st.integers(0, 6))
-def test_chunks_are_read_as_documents_counted_from_the_first_token(size: int, length: int, left: int) -> None:
+def test_chunks_become_documents_that_start_at_the_first_token(size: int, length: int, left: int) -> None:
     function = library.chunked_causal_mask_function(size, torch.tensor([0, min(left, length)]))
     assert recognised(function, extent(queries=length, keys=length)) is not None
     call = {"batch_size": 2, "q_length": length, "kv_length": length, "mask_function": function}
     assert_alike(mask_for(**call), library.sdpa_mask(**call, allow_is_causal_skip=False))
 
 
-def test_a_function_that_only_has_the_name_of_a_known_one_is_not_taken_for_it() -> None:
+def test_a_function_with_the_name_of_a_known_one_is_not_recognised() -> None:
     def impostor(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key >= query
 

@@ -317,7 +317,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         asked().save(target)
     assert str(caught.value) == (
-        f"{target!r} cannot be written: there is no folder {str(tmp_path / 'none')!r}. Make it first."
+        f"{target!r} cannot be written: there is no folder {str(tmp_path / 'none')!r}. Create it first."
     )
 
 

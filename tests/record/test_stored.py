@@ -103,7 +103,7 @@ def test_a_file_that_is_changed_while_it_is_open_is_an_error(harm: object, file:
     harm(file)  # type: ignore[operator]
     with pytest.raises(InputError) as caught:
         record.layers[1].weights(0)
-    assert str(caught.value) == f"{str(file)!r} was changed, cut or removed while it was read. Open it again."
+    assert str(caught.value) == f"{str(file)!r} was changed, truncated or removed while it was read. Open it again."
     assert torch.equal(record.layers[0].weights(0), before)  # it is in memory
 
 

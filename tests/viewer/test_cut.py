@@ -42,7 +42,7 @@ def test_a_record_that_is_cut_while_it_is_shown_is_an_error_and_the_viewer_goes_
     with serving(Run("run.safetensors", Record.load(file, mapped=False))) as served:
         os.truncate(file, 100_000)
         answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")
-        sentence = f"{str(file)!r} was changed, cut or removed while it was read. Open it again."
+        sentence = f"{str(file)!r} was changed, truncated or removed while it was read. Open it again."
         assert (answer.status, answer.error) == (500, sentence)
         told = until_built(served)
         assert told["error"] == f"The coarse levels could not be built: {sentence}"
@@ -56,7 +56,7 @@ def test_levels_that_are_cut_while_they_are_shown_are_an_error(
     with serving(Run("run.safetensors", long, tmp_path / "levels")) as served:
         until_built(served)
         harm(file := tmp_path / "levels" / "layer-0.sample-0.safetensors")
-        sentence = f"{str(file)!r} was changed, cut or removed while it was read. Open it again."
+        sentence = f"{str(file)!r} was changed, truncated or removed while it was read. Open it again."
         for path in (f"{SAMPLE}/heads/0/1/tile?level=6&row=0&column=0", f"{SAMPLE}/layers/0/maps"):
             answer = served.get(path)
             assert (answer.status, answer.error) == (500, sentence)

@@ -1,4 +1,4 @@
-"""The layers people already have, made ours by changing one import: same signature, same state_dict."""
+"""Drop-in replacements for the layers of other libraries (same signature, same state_dict), and conversions."""
 
 from multihead.compat import annotated, d2l, huggingface, keras, per_head, torch_nn
 

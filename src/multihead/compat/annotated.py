@@ -1,7 +1,7 @@
-"""The two classes that most tutorials write: MultiHeadAttention(d_model, h), and the Annotated Transformer's.
+"""Drop-ins for the attention of most tutorials, MultiHeadAttention(d_model, h), and of the Annotated Transformer.
 
-Parameters, outputs, weights and gradients are those of the originals. Otherwise is one thing: a query that sees
-no key gives weights of 0, where the originals' fill of -1e9 gives every key the same weight.
+Parameters, outputs, weights and gradients are those of the originals. One difference: a query that sees no key has
+weights of 0, where the originals, which fill with -1e9, weight every key equally.
 """
 
 # ruff: noqa: N803 - the tutorials write Q, K and V
@@ -13,7 +13,7 @@ import copy
 from torch import Tensor, nn
 
 from multihead.call import AttentionRequest, CallOrigin
-from multihead.compat.weighing import Remembered, attend_with_weights
+from multihead.compat.weights import LastWeights, attend_with_weights
 from multihead.errors import MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
@@ -29,7 +29,7 @@ class MultiHeadAttention(nn.Module):
         dropout: share of the weights dropped in training, 0 to 1.
 
     Raises:
-        ArgumentError: the heads do not divide the width; the sentence lists those that do.
+        ArgumentError: h does not divide d_model; the message lists the divisors.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2.
 
@@ -54,13 +54,13 @@ class MultiHeadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Give each head its columns: (batch, length, d_model) -> (batch, h, length, d_k)."""
+        """Split the columns into heads: (batch, length, d_model) -> (batch, h, length, d_k)."""
         return split_heads(x, self.h)
 
     def scaled_dot_product_attention(
         self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend with heads on their own axis.
+        """Compute attention on tensors that are split into heads.
 
         Args:
             Q: (batch, h, queries, d_k).
@@ -68,25 +68,25 @@ class MultiHeadAttention(nn.Module):
             V: (batch, h, keys, d_k).
             mask: as in `forward`.
 
-        Returns: the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), after dropout in
-            training: those that the output is made of.
+        Returns: the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), in training those
+            after dropout, from which the output is computed.
         """
         dropout = self.dropout.p if self.training else 0.0
         request: AttentionRequest = request_of(Q, K, V, _mask(mask), dropout=dropout, origin=CallOrigin(self))
         return attend_with_weights(request)
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend from Q to K, and take what stands in V.
+        """Compute attention from the queries of Q to the keys of K and the values of V.
 
         Args:
             Q: (batch, queries, d_model).
             K: (batch, keys, d_model).
             V: (batch, keys, d_model).
             mask: broadcasts to (batch, h, queries, keys), where 0 or False hides a key. A mask of 3 dimensions is
-                refused: (batch, queries, keys) would be read as (h, queries, keys). None hides nothing.
+                rejected: (batch, queries, keys) would be read as (h, queries, keys). None hides nothing.
 
-        Returns: the output (batch, queries, d_model), and the weights (batch, h, queries, keys), after dropout in
-            training. A query that sees no key has weights of 0, and W_o of 0.
+        Returns: the output (batch, queries, d_model), and the weights (batch, h, queries, keys), in training those
+            after dropout. A query that sees no key has weights of 0 and the output W_o(0).
 
         Raises:
             MaskError: the mask has 3 dimensions or does not broadcast.
@@ -99,9 +99,9 @@ class MultiHeadAttention(nn.Module):
 
 
 class MultiHeadedAttention(nn.Module):
-    """The class of Harvard's Annotated Transformer: heads first, four `linears`, the weights kept in `attn`.
+    """Multi-head attention of Harvard's Annotated Transformer: h first, four `linears`, the weights stored in `attn`.
 
-    As in the original the four projections begin as copies of one.
+    As in the original, the four projections are initialised as copies of one.
 
     Args:
         h: number of heads, a divisor of d_model.
@@ -109,7 +109,7 @@ class MultiHeadedAttention(nn.Module):
         dropout: share of the weights dropped in training, 0 to 1.
 
     Raises:
-        ArgumentError: the heads do not divide the width; the sentence lists those that do.
+        ArgumentError: h does not divide d_model; the message lists the divisors.
 
     Source: Rush et al., The Annotated Transformer, section "Attention".
 
@@ -131,18 +131,18 @@ class MultiHeadedAttention(nn.Module):
         first = nn.Linear(d_model, d_model)
         self.linears = nn.ModuleList(copy.deepcopy(first) for _ in range(4))
         self.dropout = nn.Dropout(p=dropout)
-        self._last = Remembered()
+        self._last = LastWeights()
 
     @property
     def attn(self) -> Tensor | None:
-        """(batch, h, queries, keys), the weights of the last call, after dropout in training; None before the first.
+        """The weights of the last call, in training those after dropout: (batch, h, queries, keys).
 
-        Without dropout they are computed when they are asked for. They are differentiable.
+        None before the first call. Without dropout they are computed when they are read. They are differentiable.
         """
         return self._last.weights()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend from query to key, and take what stands in value.
+        """Compute attention from query to key and value.
 
         Args:
             query: (batch, queries, d_model).
@@ -151,17 +151,17 @@ class MultiHeadedAttention(nn.Module):
             mask: (batch or 1, queries or 1, keys), the same for all heads, where 0 or False hides a key; None hides
                 nothing.
 
-        Returns: (batch, queries, d_model). A query that sees no key gives the last linear of 0.
+        Returns: (batch, queries, d_model). The output of a query that sees no key is the last linear of 0.
 
         Raises:
-            MaskError: the mask has not 3 dimensions, or does not broadcast.
+            MaskError: the mask does not have 3 dimensions, or does not broadcast.
             ShapeError, DtypeError: query, key and value do not fit each other or the layer.
         """
         _refuse_unless_width(self.h * self.d_k, query=query, key=key, value=value)
         if mask is not None and mask.dim() != 3:
             raise MaskError(
-                f"mask has shape {tuple(mask.shape)}, and this class puts the axis of heads in by itself.",
-                "Give (batch, queries, keys), with 1 for batch or queries where they share it.",
+                f"mask has shape {tuple(mask.shape)}, and this class inserts the head dimension itself.",
+                "Give (batch, queries, keys), with 1 for the batch or the queries where they share the mask.",
             )
         shown = Full() if mask is None else Keep(mask[:, None] != 0)
         q, k, v = (
@@ -172,28 +172,27 @@ class MultiHeadedAttention(nn.Module):
         request: AttentionRequest = request_of(q, k, v, shown, dropout=dropout, origin=CallOrigin(self))
         if dropout:
             output, weights = attend_with_weights(request)
-            self._last.given(weights)
+            self._last.set_weights(weights)
         else:
-            attended = attend(request)
-            output = attended.output
-            self._last.call(request, attended)
+            output = attend(request).output
+            self._last.set_request(request)
         return self.linears[3](merge_heads(output))  # type: ignore[no-any-return]
 
 
 def _mask(mask: Tensor | None) -> Mask:
-    """Read a mask of 0 and 1 that broadcasts from the right, as tensors do."""
+    """Convert a mask of 0 and 1, which broadcasts from the last dimension, as tensors do."""
     if mask is None:
         return Full()
     if mask.dim() == 3:
         raise MaskError(
-            f"mask has shape {tuple(mask.shape)}: broadcasting to (batch, h, queries, keys), its first axis would be "
-            "read as the heads.",
+            f"mask has shape {tuple(mask.shape)}, and its first dimension would broadcast to the heads of "
+            "(batch, h, queries, keys).",
             "Give mask[:, None] if it is (batch, queries, keys), mask[None] if it is (h, queries, keys).",
         )
     if mask.dim() not in (1, 2, 4):
         raise MaskError(
             f"mask has shape {tuple(mask.shape)}, and must broadcast to (batch, h, queries, keys).",
-            "Give (queries, keys), or 4 axes with 1 where they share it.",
+            "Give (queries, keys), or 4 dimensions, each of that size or 1.",
         )
     return Keep(mask != 0, {1: "keys", 2: "queries keys", 4: None}[mask.dim()])
 

@@ -1,9 +1,9 @@
-"""The multi-head attention of "Dive into Deep Learning": same names, same state_dict, computed by multihead.
+"""Drop-ins for the multi-head attention of "Dive into Deep Learning": same names, same state_dict.
 
-Change `from d2l import torch as d2l` and `d2l.MultiHeadAttention` into
-`from multihead.compat.d2l import MultiHeadAttention`; parameters, outputs and gradients stay what they were.
-Otherwise is one thing: a query that sees no key (a valid length of 0) gives weights of 0, where the book's
-class gives every key the same weight, padding included.
+Replace `from d2l import torch as d2l` and `d2l.MultiHeadAttention` by
+`from multihead.compat.d2l import MultiHeadAttention`; parameters, outputs and gradients stay the same.
+One difference: a query that sees no key (a valid length of 0) has weights of 0, where the book's class weights every
+key equally, padding included.
 """
 
 # ruff: noqa: N803 - the book writes its tensors X
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.call import AttentionRequest, CallOrigin
-from multihead.compat.weighing import Remembered
+from multihead.compat.weights import LastWeights
 from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
@@ -32,7 +32,7 @@ ValidLens: TypeAlias = "Tensor | Sequence[float] | Sequence[Sequence[float]] | N
 
 
 class DotProductAttention(nn.Module):
-    """Scaled dot product attention, the weights of the last call to be looked at afterwards.
+    """Scaled dot product attention, which offers the weights of its last call as `attention_weights`.
 
     Args:
         dropout: share of the weights dropped in training, 0 to 1.
@@ -52,27 +52,27 @@ class DotProductAttention(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self._last = Remembered()
+        self._last = LastWeights()
 
     @property
     def attention_weights(self) -> Tensor | None:
-        """(batch, queries, keys), of the last call and before dropout; None before the first.
+        """The weights of the last call before dropout: (batch, queries, keys); None before the first call.
 
-        Inside `MultiHeadAttention` the heads are folded into the batch: (batch * heads, queries, keys). They are
-        computed when they are asked for, from the queries and keys of that call, and are differentiable.
+        Inside `MultiHeadAttention` the heads are flattened into the batch: (batch * heads, queries, keys). The weights
+        are computed when they are read, from the queries and keys of that call, and are differentiable.
         """
         weights = self._last.weights()
         return None if weights is None else weights.flatten(0, 1)
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
-        """Attend from queries to the keys before each valid length.
+        """Compute attention from the queries to the keys before each valid length.
 
         Args:
             queries: (batch, queries, head_dim).
             keys: (batch, keys, head_dim).
             values: (batch, keys, value_dim).
-            valid_lens: how many keys are visible, (batch,) or (batch, queries); all if None. Key j is visible where
-                j < length: more than there are shows all, 3.5 shows 4, and a negative length shows none.
+            valid_lens: number of visible keys, (batch,) or (batch, queries); all if None. Key j is visible where
+                j < length: a length above the number of keys shows all, 3.5 shows 4, and a negative length none.
 
         Returns: (batch, queries, value_dim), 0 where the length is 0.
         """
@@ -82,12 +82,12 @@ class DotProductAttention(nn.Module):
         return self._attended(q, k, v, _mask(_lengths(valid_lens, keys.shape[1])), owner=self)[:, 0]
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
-        """Attend with heads on their own axis: (batch, heads, queries, value_dim)."""
+        """Compute attention on tensors that are split into heads: (batch, heads, queries, value_dim)."""
         dropout = self.dropout.p if self.training else 0.0
         request: AttentionRequest = request_of(q, k, v, mask, dropout=dropout, origin=CallOrigin(owner))
-        attended = attend(request)
-        self._last.call(request, attended)
-        return attended.output
+        output = attend(request).output
+        self._last.set_request(request)
+        return output
 
 
 class MultiHeadAttention(nn.Module):
@@ -103,13 +103,13 @@ class MultiHeadAttention(nn.Module):
         num_heads: number of heads, a divisor of num_hiddens.
         dropout: share of the weights dropped in training, 0 to 1.
         bias: whether the projections add a bias.
-        kwargs: none; the book's class hands them to `nn.Module`, which takes none either.
+        kwargs: must be empty; the book's class passes them to `nn.Module`, which takes none either.
 
-    The book's newer edition leaves the three sizes out and reads them off the first batch; that is had by
-    keywords: `MultiHeadAttention(num_hiddens=100, num_heads=5, dropout=0.5)`.
+    The book's newer edition omits the three sizes and infers them from the first batch. Pass keywords for that:
+    `MultiHeadAttention(num_hiddens=100, num_heads=5, dropout=0.5)`.
 
     Raises:
-        ArgumentError: the heads do not divide num_hiddens, an argument is missing, or one does not exist.
+        ArgumentError: num_heads does not divide num_hiddens, an argument is missing, or one does not exist.
 
     Source: Zhang et al., Dive into Deep Learning, section "Multi-Head Attention".
 
@@ -136,14 +136,14 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         if num_hiddens is None or num_heads is None or dropout is None:
             raise ArgumentError(
-                "num_hiddens, num_heads and dropout are not all given.",
+                "num_hiddens, num_heads or dropout is missing.",
                 "Give (key_size, query_size, value_size, num_hiddens, num_heads, dropout), or, as in the newer edition "
                 "of the book, the last three by keyword: num_hiddens=100, num_heads=5, dropout=0.5.",
             )
         if kwargs:
             raise ArgumentError(
                 f"There is no argument {' or '.join(map(repr, kwargs))}.",
-                "Leave it out; for another dtype or device say layer.to(...).",
+                "Remove it; for another dtype or device use layer.to(...).",
             )
         head_dim_of(num_hiddens, num_heads, name="num_hiddens")
         super().__init__()
@@ -157,25 +157,25 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def attention_weights(self) -> Tensor | None:
-        """(batch * heads, queries, keys), of the last call and before dropout; None before the first."""
+        """The weights of the last call before dropout: (batch * heads, queries, keys); None before the first call."""
         return self.attention.attention_weights
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
-        """Attend from queries to the keys before each valid length.
+        """Compute attention from the queries to the keys before each valid length.
 
-        Keys behind a (batch,) length are padding: they are not projected, and what is NaN there reaches nothing.
+        Keys at or after a (batch,) length are padding: they are not projected, and NaN there has no effect.
 
         Args:
             queries: (batch, queries, query_size).
             keys: (batch, keys, key_size).
             values: (batch, keys, value_size).
-            valid_lens: how many keys are visible, (batch,) or (batch, queries); all if None. Key j is visible where
-                j < length: more than there are shows all, 3.5 shows 4, and a negative length shows none.
+            valid_lens: number of visible keys, (batch,) or (batch, queries); all if None. Key j is visible where
+                j < length: a length above the number of keys shows all, 3.5 shows 4, and a negative length none.
 
-        Returns: (batch, queries, num_hiddens). Where the length is 0 no key is seen: W_o of 0.
+        Returns: (batch, queries, num_hiddens). Where the length is 0, no key is visible and the output is W_o(0).
 
         Raises:
-            ShapeError, MaskError, DtypeError: what does not fit, in words.
+            ShapeError, MaskError, DtypeError: the tensors or lengths do not fit each other or the layer.
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _refuse_unless_3d(name, tensor)
@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def transpose_qkv(X: Tensor, num_heads: int) -> Tensor:
-    """Split the heads and fold them into the batch: (batch, length, width) -> (batch * heads, length, width / heads).
+    """Split into heads and flatten them into the batch: (batch, length, width) -> (batch * heads, length, head_dim).
 
     >>> transpose_qkv(torch.zeros(2, 4, 100), 5).shape
     torch.Size([10, 4, 20])
@@ -211,20 +211,20 @@ def transpose_output(X: Tensor, num_heads: int) -> Tensor:
     _refuse_unless_3d("X", X)
     if num_heads < 1 or X.shape[0] % num_heads:
         raise ShapeError(
-            f"X has {X.shape[0]} rows, and {num_heads} heads do not divide them.",
-            "Give (batch * heads, length, head_dim), such as transpose_qkv returns.",
+            f"X has {X.shape[0]} rows, which is not a multiple of {num_heads} heads.",
+            "Give (batch * heads, length, head_dim), as returned by transpose_qkv.",
         )
     return merge_heads(X.unflatten(0, (-1, num_heads)))
 
 
 def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
-    """Softmax over the last axis, of the scores before each valid length.
+    """Compute the softmax over the last dimension, of the scores before each valid length.
 
     Args:
         X: (batch, queries, keys), scores.
         valid_lens: (batch,) or (batch, queries), as for the layer; all keys if None.
 
-    Returns: (batch, queries, keys), in the dtype of X; 0 after the length, and 0 everywhere if it is 0.
+    Returns: (batch, queries, keys), in the dtype of X; 0 from the length on, and 0 everywhere if it is 0.
 
     >>> masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 0]))
     tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],
@@ -245,17 +245,17 @@ def _mask(lengths: Tensor | None) -> Mask:
 
 
 def _lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
-    """Return valid lengths as integers. The book shows key j where j < length, whatever number the length is."""
+    """Return valid lengths as integers. The book shows key j where j < length, also for a length that is a float."""
     if valid_lens is None:
         return None
     try:
         lengths = torch.as_tensor(valid_lens)
-    except (TypeError, ValueError):  # rows of different lengths, or something else than numbers
+    except (TypeError, ValueError):  # rows of different lengths, or elements that are not numbers
         Lengths(valid_lens)  # type: ignore[arg-type]  # rejects them
         raise
     if lengths.is_floating_point():
         if readable(lengths.device) and bool(lengths.isnan().any()):
-            raise MaskError("valid_lens holds NaN.", "Give numbers of keys, (batch,) or (batch, queries).")
+            raise MaskError("valid_lens contains NaN.", "Give numbers of keys, (batch,) or (batch, queries).")
         lengths = lengths.nan_to_num(0.0).clamp(0, keys).ceil().long()  # 3.5 shows the keys 0, 1, 2 and 3
     elif lengths.dtype != torch.bool and not lengths.is_complex():
         lengths = lengths.long().clamp(0, keys)
@@ -263,12 +263,12 @@ def _lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
 
 
 def _padding(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
-    """Return the packing that leaves out keys past the lengths of whole samples, or None if there are none."""
+    """Return the packing that omits keys past the lengths of whole samples, or None if there are no such lengths."""
     if lengths is None or lengths.dim() != 1:
         return None
     if values.shape[:2] != keys.shape[:2]:
         raise ShapeError(
-            f"keys has shape {tuple(keys.shape)} and values has {tuple(values.shape)}.", "Give every key its one value."
+            f"keys has shape {tuple(keys.shape)} and values has {tuple(values.shape)}.", "Give one value per key."
         )
     return Packing.of(lengths, batch=keys.shape[0], length=keys.shape[1], device=keys.device, name="valid_lens")
 
@@ -279,4 +279,6 @@ def _linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
 
 def _refuse_unless_3d(name: str, tensor: Tensor) -> None:
     if tensor.dim() != 3:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}.", "Give three axes: (batch, length, features).")
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)}.", "Give three dimensions: (batch, length, features)."
+        )

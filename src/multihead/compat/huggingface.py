@@ -1,6 +1,6 @@
-"""Take the attention modules of BERT, GPT-2, Llama and Qwen 3 out of a Hugging Face model, with equal outputs.
+"""Convert the attention modules of BERT, GPT-2, Llama and Qwen 3 in transformers to our layer, with equal outputs.
 
-A query that sees no key gives 0 before the output projection; the originals give it the mean of all values.
+A query that sees no key results in 0 before the output projection, in the originals in the mean of all values.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 
 _CAUSAL = Causal()
-# Families whose attention is BERT's, copied.
+# Families whose attention is a copy of BERT's.
 _LIKE_BERT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")
 
 
 def from_bert(module: nn.Module) -> MultiHeadAttention:
-    """Make our layer of a BERT attention.
+    """Convert a BERT attention to our layer.
 
-    Of a `BertSelfAttention` (or `BertCrossAttention`) come the heads side by side, without an output projection. Of a
-    `BertAttention`, which holds it, comes `output.dense` as well; its dropout, residual and LayerNorm stay outside.
-    The same classes of RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA are taken too. Padding is `lengths=`, or
-    `mask=masks.Keep(attention_mask.bool(), "batch keys")`; a decoder's causality is `mask=masks.Causal()`.
+    A `BertSelfAttention` (or `BertCrossAttention`) becomes a layer that concatenates the heads, without an output
+    projection. A `BertAttention`, which contains one of them, adds `output.dense`; its dropout, residual and LayerNorm
+    are not part of our layer. The same classes of RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA are accepted too. Padding
+    is `lengths=`, or `mask=masks.Keep(attention_mask.bool(), "batch keys")`; for a decoder use `mask=masks.Causal()`.
 
     Args:
         module: the attention of one layer, for example `model.encoder.layer[0].attention`.
@@ -35,7 +35,7 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     Returns: a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
-        ModelError: another class.
+        ModelError: the module is of another class.
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(vocab_size=5, hidden_size=12, num_attention_heads=3, num_hidden_layers=1)
@@ -72,10 +72,10 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
 
 
 def from_gpt2(module: nn.Module) -> MultiHeadAttention:
-    """Make our layer of a GPT-2 attention.
+    """Convert a GPT-2 attention to our layer.
 
-    GPT-2 is causal: call the layer with `mask=masks.Causal()`. One made for cross-attention takes memory instead. Its
-    dropout behind the output projection stays outside.
+    GPT-2 is causal: call the layer with `mask=masks.Causal()`. One made for cross-attention takes memory instead. The
+    dropout after the output projection is not part of our layer.
 
     Args:
         module: a `GPT2Attention`, for example `model.h[0].attn`.
@@ -83,7 +83,7 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     Returns: a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
-        ModelError: another class.
+        ModelError: the module is of another class.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> gpt2 = GPT2Model(GPT2Config(vocab_size=5, n_embd=12, n_head=3, n_layer=1)).eval()
@@ -93,7 +93,7 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     """
     _refuse_unless_named(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
     source: Any = module
-    # Its Conv1D multiplies from the right: weight (features in, features out).
+    # Its Conv1D computes x @ weight: weight (features in, features out).
     weight, bias = source.c_attn.weight.mT, source.c_attn.bias
     if source.is_cross_attention:
         weight = torch.cat([source.q_attn.weight.mT, weight])
@@ -119,20 +119,20 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
 
 
 def from_llama(module: nn.Module) -> MultiHeadAttention:
-    """Make our layer of a Llama attention, its rotation included.
+    """Convert a Llama attention to our layer, including its rotary embedding.
 
-    Llama is causal: call the layer with `mask=masks.Causal()`. The original is given the cosines and sines of its
-    positions and computes them in float32; ours computes them itself, in float64, and at far positions the originals
-    are the less exact.
+    Llama is causal: call the layer with `mask=masks.Causal()`. The original takes the cosines and sines of the
+    positions as an argument, computed in float32; our layer computes them in float64, which is more exact at large
+    positions.
 
     Args:
-        module: a `LlamaAttention`, for example `model.layers[0].self_attn`. Its config says how it turns: rope types
-            "default", "linear", "llama3" and "yarn".
+        module: a `LlamaAttention`, for example `model.layers[0].self_attn`, whose config has the rope type "default",
+            "linear", "llama3" or "yarn".
 
     Returns: a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
-        ModelError: another class, or another rope type.
+        ModelError: the module is of another class, or has another rope type.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
@@ -144,11 +144,11 @@ def from_llama(module: nn.Module) -> MultiHeadAttention:
     True
     """
     _refuse_unless_named(module, {"LlamaAttention"}, "from_llama", "the attention of a Llama layer")
-    return _turning(module, "from_llama", None)
+    return _with_rotary(module, "from_llama", None)
 
 
 def from_qwen3(module: nn.Module) -> MultiHeadAttention:
-    """Make our layer of a Qwen 3 attention, its rotation and the norms of its queries and keys included.
+    """Convert a Qwen 3 attention to our layer, including its rotary embedding and the norms of queries and keys.
 
     Qwen 3 is causal: call the layer with `mask=masks.Causal()`, and where the module has a `sliding_window`, with
     `mask=masks.Causal() & masks.Window(module.sliding_window)`.
@@ -159,7 +159,7 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     Returns: a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
-        ModelError: another class, or another rope type.
+        ModelError: the module is of another class, or has another rope type.
 
     >>> from transformers import Qwen3Config, Qwen3Model
     >>> sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
@@ -169,7 +169,7 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     """
     _refuse_unless_named(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
     source: Any = module
-    layer = _turning(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
+    layer = _with_rotary(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
     assert layer.qk_norm is not None
     with torch.no_grad():
         for ours, theirs in ((layer.qk_norm.q_weight, source.q_norm), (layer.qk_norm.k_weight, source.k_norm)):
@@ -178,8 +178,8 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     return layer
 
 
-def _turning(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAttention:
-    """Make our layer of an attention whose queries and keys are turned, and perhaps normalised."""
+def _with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAttention:
+    """Convert an attention with a rotary embedding, and perhaps norms of queries and keys, to our layer."""
     projections = (source.q_proj, source.k_proj, source.v_proj, source.o_proj)
     layer = MultiHeadAttention(
         embed_dim=source.q_proj.in_features,
@@ -202,44 +202,44 @@ def _turning(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAtt
 
 
 def _rotary_of(config: Any, function: str) -> Rotary:
-    """Read how queries and keys are turned off the config of a model."""
-    said = config.rope_parameters
-    kind, base = said["rope_type"], float(said["rope_theta"])
-    if (part := said.get("partial_rotary_factor", 1.0)) != 1.0:
+    """Build the rotary embedding that the config of a model describes."""
+    rope = config.rope_parameters
+    kind, base = rope["rope_type"], float(rope["rope_theta"])
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError(
-            f"{function} was given a layer whose partial_rotary_factor is {part}, and its class turns all columns.",
-            "Mend the config of the model.",
+            f"{function} got a layer whose partial_rotary_factor is {share}, and its class rotates all columns.",
+            "Set partial_rotary_factor to 1.0 in the config of the model.",
         )
     if kind == "default":
         return Rotary(base=base)
     if kind == "linear":
-        return Rotary(base=base, scaling=Linear(said["factor"]))
+        return Rotary(base=base, scaling=Linear(rope["factor"]))
     if kind == "llama3":
-        length = said["original_max_position_embeddings"]
+        length = rope["original_max_position_embeddings"]
         return Rotary(
-            base=base, scaling=Llama3(said["factor"], said["low_freq_factor"], said["high_freq_factor"], length)
+            base=base, scaling=Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], length)
         )
     if kind == "yarn":
-        length = said["original_max_position_embeddings"]
-        # Both or none count, as in the library.
-        scales = {name: said.get(name) for name in ("mscale", "mscale_all_dim")}
+        length = rope["original_max_position_embeddings"]
+        # As in transformers, they are used only together.
+        scales = {name: rope.get(name) for name in ("mscale", "mscale_all_dim")}
         yarn = Yarn(
-            said["factor"] or config.max_position_embeddings / length,
+            rope["factor"] or config.max_position_embeddings / length,
             length,
-            beta_fast=said.get("beta_fast") or 32.0,
-            beta_slow=said.get("beta_slow") or 1.0,
-            attention_factor=said.get("attention_factor"),
-            truncate=said.get("truncate", True),
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            attention_factor=rope.get("attention_factor"),
+            truncate=rope.get("truncate", True),
             **(scales if all(scales.values()) else {}),
         )
         return Rotary(base=base, scaling=yarn)
     reason = {
-        "dynamic": "its frequencies change while a text grows, and keys that were turned before would be wrong",
-        "longrope": "its frequencies change at a length, and keys that were turned before would be wrong",
-    }.get(kind, "there is no such scaling here")
+        "dynamic": "its frequencies change as the text grows, and keys that were rotated before would be wrong",
+        "longrope": "its frequencies change at a length, and keys that were rotated before would be wrong",
+    }.get(kind, "this scaling is not implemented")
     raise ModelError(
-        f"{function} was given a layer whose rope_type is {kind!r}: {reason}.",
-        'It takes "default", "linear", "llama3" and "yarn"; to watch a model of any kind use mh.observe(model).',
+        f"{function} got a layer whose rope_type is {kind!r}: {reason}.",
+        'Give one with "default", "linear", "llama3" or "yarn"; to observe any model use mh.observe(model).',
     )
 
 
@@ -251,9 +251,9 @@ def _copy(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _refuse_unless_named(module: object, names: set[str], function: str, what: str) -> None:
-    """Tell by the exact class, because a subclass may compute something else under the same parameters."""
+    """Compare the exact class, because a subclass may compute something else with the same parameters."""
     if type(module).__name__ not in names:
         raise ModelError(
-            f"{function} was given a {type(module).__name__}, and takes {what}: {', '.join(sorted(names))}.",
-            "Give that module of the model; to watch a whole model of any family use mh.observe(model).",
+            f"{function} got a {type(module).__name__}, and converts {what}: {', '.join(sorted(names))}.",
+            "Give that module of the model; to observe a whole model of any family use mh.observe(model).",
         )

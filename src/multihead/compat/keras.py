@@ -1,4 +1,4 @@
-"""Take the weights of keras.layers.MultiHeadAttention into our layer; Keras itself is not needed."""
+"""Convert the weights of keras.layers.MultiHeadAttention to our layer; Keras itself is not needed."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _AXES = {
 
 
 def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0.0) -> MultiHeadAttention:
-    """Make the layer that computes what a Keras layer with these weights computes.
+    """Build the layer that computes the same as a Keras layer with these weights.
 
-    Keras calls `layer(query, value, key)`, ours `layer(query, key, value)`. Its attention_mask (batch, queries, keys),
-    True = may be seen, is `mask=masks.Keep(attention_mask, "batch queries keys")`; its use_causal_mask is
-    `mask=masks.Causal(), query_start=0`. A query that sees no key gives 0 before the output projection; Keras gives
-    it the mean of all values.
+    The arguments of Keras are `layer(query, value, key)`, ours are `layer(query, key, value)`. Its attention_mask
+    (batch, queries, keys), True = visible, is `mask=masks.Keep(attention_mask, "batch queries keys")`; its
+    use_causal_mask is `mask=masks.Causal(), query_start=0`. A query that sees no key results in 0 before the output
+    projection, in Keras in the mean of all values.
 
     Args:
         weights: `layer.get_weights()`, 8 arrays, or 4 without biases; or a dict of them by name, "query/kernel",
-            "query/bias", and so on for key, value and attention_output, whatever stands before. Those of
-            `GroupQueryAttention` are taken too.
-        dropout: share of the weights dropped in training; it is none of the weights.
+            "query/bias", and so on for key, value and attention_output, with any prefix. The weights of
+            `GroupQueryAttention` are accepted too.
+        dropout: share of the weights dropped in training; Keras does not store it among the weights.
 
     Returns: a layer with copies of the weights, in their dtype.
 
     Raises:
-        ArgumentError: a weight is missing, or is none of them.
-        ShapeError: an array has another shape than Keras gives it.
+        ArgumentError: a weight is missing or unknown.
+        ShapeError: an array does not have the shape that Keras uses.
 
     Source: keras.layers.MultiHeadAttention, whose kernels are (features, heads, key_dim) and
         (heads, value_dim, output_dim).
@@ -91,7 +91,7 @@ def _by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         kinds = {4: ("kernel",), 8: ("kernel", "bias")}.get(len(arrays))
         if kinds is None:
             raise ArgumentError(
-                f"There are {len(arrays)} arrays.", "Give layer.get_weights(): 8 arrays, or 4 without biases."
+                f"weights has {len(arrays)} arrays.", "Give layer.get_weights(): 8 arrays, or 4 without biases."
             )
         return dict(zip((f"{part}/{kind}" for part in _PARTS for kind in kinds), arrays, strict=True))
     named = {"/".join(path.split(":")[0].split("/")[-2:]): array for path, array in weights.items()}
@@ -100,10 +100,10 @@ def _by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     expected = kernels + biases if any(bias in named for bias in biases) else kernels
     missing, unknown = [name for name in expected if name not in named], sorted(set(named) - {*kernels, *biases})
     if missing or unknown:
-        finding = [
-            f"{', '.join(names)} {word}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names
+        problems = [
+            f"{', '.join(names)} {problem}" for names, problem in ((missing, "missing"), (unknown, "unknown")) if names
         ]
-        raise ArgumentError(f"Among the weights: {'; '.join(finding)}.", f"Give {', '.join(expected)}.")
+        raise ArgumentError(f"Among the weights: {'; '.join(problems)}.", f"Give {', '.join(expected)}.")
     return named
 
 
@@ -113,7 +113,7 @@ def _tensor(named: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _copy(projection: nn.Linear, columns: Tensor, bias: Tensor | None, part: str) -> None:
-    """Fill a projection with a kernel (features in, features out) and a bias whose axes may be heads and features."""
+    """Copy a kernel (features in, features out) and a bias, (features out,) or split into heads, to a projection."""
     with torch.no_grad():
         projection.weight.copy_(columns.mT)
         if bias is not None:

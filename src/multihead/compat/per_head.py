@@ -1,4 +1,4 @@
-"""The textbook's picture: each head has matrices of its own, attends alone, and the results stand side by side."""
+"""Multi-head attention as in textbooks: each head has its own matrices, and the results are concatenated."""
 
 # ruff: noqa: N803, N806 - the textbook's letters
 
@@ -24,23 +24,23 @@ _PARTS = ("Q", "K", "V")
 class PerHeadAttention(nn.Module):
     """Attention with h independent sets of matrices: Z_i = softmax(X W_Q[i] (X W_K[i])^T / sqrt(head_dim)) X W_V[i].
 
-    All heads are computed in one call, as their matrices set side by side; that changes no number, because a head
-    reads no other head's columns. `stack()` makes the one layer of it, `split(layer)` goes back.
+    All heads are computed in one call with their matrices concatenated; the results are the same, because no head
+    reads another head's columns. `stack()` converts it to one layer, and `split(layer)` is the inverse.
 
-    A query that sees no key gives 0.
+    A query that sees no key results in 0.
 
     Args:
         embed_dim: width of the input, features.
-        num_heads: h, how many sets of matrices there are.
+        num_heads: h, the number of sets of matrices.
         head_dim: columns of each W_Q[i], W_K[i] and W_V[i]; embed_dim / num_heads if None.
         bias: whether each projection adds a bias, b_Q[i], b_K[i], b_V[i] and b_O.
-        output_projection: whether W_O follows; without it the heads side by side are the output.
+        output_projection: whether W_O follows; without it the concatenated heads are the output.
 
-    The matrices stand in the lists `W_Q`, `W_K`, `W_V`, (features, head_dim) each, and `W_O`, (heads * head_dim,
-    output_dim): tokens are rows and are multiplied from the right, X @ W. `PerHeadAttention.of` takes given ones.
+    The matrices are in the lists `W_Q`, `W_K`, `W_V`, (features, head_dim) each, and `W_O`, (heads * head_dim,
+    output_dim): tokens are rows, and are multiplied from the right, X @ W. `PerHeadAttention.of` takes existing ones.
 
     Raises:
-        ArgumentError: a size that does not fit.
+        ArgumentError: a size is invalid.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2; Alammar, The Illustrated Transformer.
 
@@ -91,13 +91,13 @@ class PerHeadAttention(nn.Module):
         b_V: Sequence[Tensor] | None = None,
         b_O: Tensor | None = None,
     ) -> PerHeadAttention:
-        """Take lists of matrices, one a head; they are copied.
+        """Build the module from lists of matrices, one per head; they are copied.
 
         Args:
             W_Q: (embed_dim, head_dim) each.
             W_K: (memory features, head_dim) each.
             W_V: (memory features, value_head_dim) each.
-            W_O: (heads * value_head_dim, output_dim); without it the heads side by side are the output.
+            W_O: (heads * value_head_dim, output_dim); without it the concatenated heads are the output.
             b_Q: (head_dim,) each, or None; so are b_K, and b_V with (value_head_dim,).
             b_K: see b_Q.
             b_V: see b_Q.
@@ -131,24 +131,24 @@ class PerHeadAttention(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many sets of matrices there are."""
+        """Number of sets of matrices."""
         return len(self.W_Q)
 
     def heads(
         self, x: Tensor, memory: Tensor | None = None, *, mask: Mask = _FULL, query_start: int | str | None = None
     ) -> list[Tensor]:
-        """Compute each head by itself.
+        """Compute the output of each head.
 
         Args:
             x: (queries, features) or (batch, queries, features).
-            memory: what keys and values are made of, (keys, features) or (batch, keys, features); x if None.
+            memory: input of keys and values, (keys, features) or (batch, keys, features); x if None.
             mask: which keys each query may see.
-            query_start: where the first query stands among the keys, see `attention`.
+            query_start: position of the first query among the keys, see `attention`.
 
         Returns: Z_1 ... Z_h, (queries, value_head_dim) or (batch, queries, value_head_dim) each.
 
         Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: what does not fit, in words.
+            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the matrices or the others.
         """
         memory = x if memory is None else memory
         for name, tensor, width in (("x", x, len(self.W_Q[0])), ("memory", memory, len(self.W_K[0]))):
@@ -168,15 +168,16 @@ class PerHeadAttention(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor | None = None, *, mask: Mask = _FULL, query_start: int | str | None = None
     ) -> Tensor:
-        """Join the heads, concat(Z_1 ... Z_h) W_O; the arguments are those of `heads`.
+        """Compute concat(Z_1 ... Z_h) W_O; the arguments are those of `heads`.
 
-        Returns: (queries, output_dim) or (batch, queries, output_dim); without W_O heads * value_head_dim wide.
+        Returns: (queries, output_dim) or (batch, queries, output_dim); without W_O output_dim is
+            heads * value_head_dim.
         """
         joined = concat(self.heads(x, memory, mask=mask, query_start=query_start))
         return joined if self.W_O is None else linear(joined, self.W_O.mT, self.b_O)
 
     def stack(self) -> MultiHeadAttention:
-        """Make the one layer whose projections are these matrices side by side; the parameters are copied.
+        """Build the layer whose projections are these matrices concatenated; the parameters are copied.
 
         >>> x, heads = torch.randn(1, 5, 12), PerHeadAttention(embed_dim=12, num_heads=4)
         >>> torch.allclose(heads.stack()(x), heads(x), atol=1e-6)
@@ -209,7 +210,7 @@ class PerHeadAttention(nn.Module):
         return layer
 
     def extra_repr(self) -> str:
-        """Say the sizes that the lists share."""
+        """Return the sizes that `print` shows."""
         return f"num_heads={self.num_heads}, head_dim={self.W_Q[0].shape[1]}"
 
     def _projected(self, x: Tensor, matrices: nn.ParameterList, biases: nn.ParameterList | None) -> Tensor:
@@ -218,26 +219,26 @@ class PerHeadAttention(nn.Module):
 
 
 def concat(Z: Sequence[Tensor]) -> Tensor:
-    """Set the heads' results side by side: h times (..., length, head_dim) -> (..., length, h * head_dim).
+    """Concatenate the results of the heads: h tensors (..., length, head_dim) -> (..., length, h * head_dim).
 
     >>> concat([torch.zeros(2, 3)] * 8).shape
     torch.Size([2, 24])
     """
     if not Z or len({tuple(each.shape[:-1]) for each in Z}) > 1:
         raise ShapeError(
-            f"Z holds the shapes {[tuple(each.shape) for each in Z]}.", "Give one result a head, of the same length."
+            f"Z has the shapes {[tuple(each.shape) for each in Z]}.", "Give one result per head, of the same length."
         )
     return torch.cat(list(Z), -1)
 
 
 def split(layer: MultiHeadAttention) -> PerHeadAttention:
-    """Split a layer into the matrices of its heads, copied.
+    """Split a layer into the matrices of its heads, which are copied.
 
-    Query heads that share a key/value head each get a copy of it. Dropout is left out: the matrices know none.
+    Query heads that share a key/value head each get a copy of it. Dropout is dropped, since this module has none.
 
     Raises:
-        ArgumentError: the layer averages its heads, has its own scale, or makes values of something else than keys:
-            the textbook's picture has no such thing.
+        ArgumentError: the layer averages its heads, has a scale other than 1 / sqrt(head_dim), or value inputs of
+            another width than its key inputs, which this module does not support.
 
     >>> layer = MultiHeadAttention(embed_dim=12, num_heads=4)
     >>> heads = split(layer)
@@ -267,7 +268,7 @@ def split(layer: MultiHeadAttention) -> PerHeadAttention:
 
 
 def _columns(weight: Tensor, count: int, group: int) -> list[Tensor]:
-    """Cut the rows of a projection into heads, each `group` times: (features, head_dim) each."""
+    """Split the rows of a projection into heads, each repeated `group` times: (features, head_dim) each."""
     return [part.mT for part in weight.chunk(count) for _ in range(group)]
 
 
@@ -285,31 +286,31 @@ def _refuse_unless_fitting(
     biases: Sequence[Sequence[Tensor] | None],
     b_O: Tensor | None,
 ) -> None:
-    """Refuse lists of which one layer cannot be made."""
+    """Reject lists of matrices that do not fit each other."""
     if len({len(each) for each in matrices}) > 1 or not matrices[0]:
         counts = ", ".join(f"{len(each)} W_{part}" for part, each in zip(_PARTS, matrices, strict=True))
-        raise ShapeError(f"There are {counts}.", "Give each head its W_Q, W_K and W_V.")
+        raise ShapeError(f"There are {counts}.", "Give one W_Q, W_K and W_V per head.")
     for part, each, bias in zip(_PARTS, matrices, biases, strict=True):
         shapes = [tuple(matrix.shape) for matrix in each]
         if len(set(shapes)) > 1 or len(shapes[0]) != 2 or 0 in shapes[0]:
-            raise ShapeError(f"W_{part} holds the shapes {shapes}.", "Give every head (features, head_dim) alike.")
+            raise ShapeError(f"W_{part} has the shapes {shapes}.", "Give one (features, head_dim) for all heads.")
         if bias is not None and [tuple(vector.shape) for vector in bias] != [shapes[0][1:]] * len(each):
             raise ShapeError(
-                f"b_{part} holds the shapes {[tuple(vector.shape) for vector in bias]}.",
-                f"Give {len(each)} of shape {shapes[0][1:]}, as wide as the heads.",
+                f"b_{part} has the shapes {[tuple(vector.shape) for vector in bias]}.",
+                f"Give {len(each)} of shape {shapes[0][1:]}, the width of the heads.",
             )
     q, k, v = (each[0] for each in matrices)
     if q.shape[1] != k.shape[1] or len(k) != len(v):
         raise ShapeError(
-            f"W_Q is {tuple(q.shape)}, W_K {tuple(k.shape)} and W_V {tuple(v.shape)} a head.",
+            f"W_Q is {tuple(q.shape)}, W_K {tuple(k.shape)} and W_V {tuple(v.shape)} per head.",
             "Give W_Q and W_K the same columns, W_K and W_V the same rows.",
         )
     merged = len(matrices[2]) * v.shape[1]
     if W_O is not None and (W_O.dim() != 2 or len(W_O) != merged):
-        raise ShapeError(f"W_O has shape {tuple(W_O.shape)}.", f"Give ({merged}, output_dim): a row a column of Z.")
+        raise ShapeError(f"W_O has shape {tuple(W_O.shape)}.", f"Give ({merged}, output_dim): one row per column of Z.")
     if b_O is not None and (W_O is None or tuple(b_O.shape) != (W_O.shape[1],)):
         raise ShapeError(
             f"b_O has shape {tuple(b_O.shape)}, and "
             + ("there is no W_O." if W_O is None else f"W_O has {W_O.shape[1]} columns."),
-            "Give one number a column of W_O, or neither.",
+            "Give one number per column of W_O, or neither.",
         )

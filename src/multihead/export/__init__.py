@@ -1,4 +1,4 @@
-"""Layers written in the formats of other runtimes."""
+"""Export layers to the formats of other runtimes."""
 
 from multihead.export import onnx
 

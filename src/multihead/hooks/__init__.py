@@ -1,1 +1,1 @@
-"""Let other libraries' models call this one's attention: install, translate a call, put everything back."""
+"""Make models of other libraries call this library's attention: install, convert each call and mask, restore."""

@@ -1,8 +1,8 @@
-"""Let a Hugging Face model call this library's attention, and put it back as it was.
+"""Make a Hugging Face model call this library's attention, and restore it.
 
-transformers lets a model's attention be exchanged by name: `AttentionInterface` says who computes it, and
-`AttentionMaskInterface` who makes its mask. Both are needed: without the second the library passes no mask at
-all, and padding and causality vanish without a word.
+transformers selects a model's attention by name: `AttentionInterface` registers the function that computes it, and
+`AttentionMaskInterface` the function that makes its mask. Both are needed: without the second one transformers passes
+no mask at all, and padding and causality are silently ignored.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import quiet
 
 NAME = "multihead"
-_CHOICE = "_attn_implementation_internal"  # where a configuration keeps the name of its attention
+_CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a mask told about a call beyond what the call itself says.
+    """What is known of a call from its mask only.
 
-    Fields:
+    Attributes:
         key_offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
-        padding: (batch, keys) bool, True = no padding; None where nothing is known of padding.
+        padding: (batch, keys) bool, True = no padding; None where padding is unknown.
     """
 
     key_offset: int = 0
@@ -47,14 +47,14 @@ _origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
 
 
 def origin() -> Origin | None:
-    """Return where the call that is being heard came from; None if it was no Hugging Face model's."""
+    """Return the origin of the call that listeners are receiving; None if no Hugging Face model made it."""
     return _origin.get()
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the Hugging Face models in a module, itself included: from qualified name to module."""
+    """Return the Hugging Face models in a module, itself included, by qualified name."""
     if "transformers" not in sys.modules:
-        return {}  # then nobody can have made one
+        return {}  # then there cannot be one
     from transformers import PreTrainedModel
 
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
@@ -62,23 +62,23 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def installed(model: nn.Module) -> Iterator[None]:
-    """Let all Hugging Face models in a module call this library's attention while the context lasts.
+    """Make all Hugging Face models in a module call this library's attention while the context is active.
 
     Raises:
-        ModelError: a family that has its attention written into its layers, and cannot be watched.
+        ModelError: a model computes attention inside its layers, so that it cannot be observed.
     """
-    found = pretrained_models(model)
-    if not found:
+    models = pretrained_models(model)
+    if not models:
         yield
         return
     _register()
-    before = [(config, getattr(config, _CHOICE, None)) for config in _configurations(found)]
+    before = [(config, getattr(config, _CHOICE, None)) for config in _configurations(models)]
     try:
-        for module in _outermost(found):
+        for module in _outermost(models):
             _install(module)
-        refused = [module for module in found.values() if getattr(module.config, _CHOICE, None) != NAME]
-        if refused:
-            raise _refusal(type(refused[0]).__name__)
+        unchanged = [module for module in models.values() if getattr(module.config, _CHOICE, None) != NAME]
+        if unchanged:
+            raise _refusal(type(unchanged[0]).__name__)
         yield
     finally:
         for config, choice in before:
@@ -93,7 +93,7 @@ def attend_for(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,  # noqa: FBT001 - the library says how it is called
+    is_causal: bool | None = None,  # noqa: FBT001 - the signature is that of transformers
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -103,23 +103,26 @@ def attend_for(
     """Compute one attention call of a Hugging Face model; registered in `AttentionInterface`.
 
     Args:
-        module: the layer that asks.
+        module: the layer that makes the call.
         query: (batch, heads, queries, head_dim), after rotary embedding.
         key: (batch, kv_heads, keys, head_dim), after rotary embedding and cache.
         value: (batch, kv_heads, keys, value_dim).
-        attention_mask: what `mask_for` made, or a tensor of the model's or user's own, or None.
-        scaling: what q . k is multiplied by.
+        attention_mask: the mask from `mask_for`, or a tensor made by the model or the user, or None.
+        scaling: factor of q . k.
         dropout: share of the weights dropped.
-        is_causal: whether to hide later keys; it counts only where there is no mask and more than one query.
+        is_causal: whether to hide later keys; used only where there is no mask and more than one query.
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.
         position_bias: (batch or 1, heads, queries, keys), added to the scores.
-        cache: continuous batching's pages; refused.
+        cache: the pages of continuous batching; rejected.
 
-    Returns: (batch, queries, heads, value_dim), contiguous; and None, since the weights are never written down.
+    Returns: (batch, queries, heads, value_dim), contiguous; and None, since the weights are never materialised.
     """
     if cache is not None:
-        raise ModelError("The model runs in continuous batches.", "Watch it with model(...) or model.generate(...).")
+        raise ModelError(
+            "The model runs with continuous batching, which cannot be observed.",
+            "Call model(...) or model.generate(...).",
+        )
     queries, keys = query.shape[2], key.shape[2]
     place, bias = Origin(), None
     start = 0 if crosses(module) else max(keys - queries, 0)
@@ -132,7 +135,7 @@ def attend_for(
     elif attention_mask is not None:
         mask, bias = mask_of_tensor(attention_mask, keys)
     elif queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        mask, start = Causal(), 0  # as in the library: counted from the first key
+        mask, start = Causal(), 0  # as in transformers: the first query is at the first key
     if position_bias is not None:
         position_bias = position_bias[..., :keys]
         bias = position_bias if bias is None else position_bias + bias
@@ -165,12 +168,12 @@ def mask_for(
         kv_length: number of keys.
         q_offset: position of the first query in the sequence.
         kv_offset: position of the first key in the sequence.
-        mask_function: what a query may see, by indices.
+        mask_function: returns whether a query may see a key, from their indices.
         attention_mask: (batch, tokens), 1 or True = no padding.
-        device: where the model computes.
-        options: what else the library's own mask function takes.
+        device: device of the model.
+        options: other arguments of transformers' own mask function.
 
-    Returns: a mask that holds no queries x keys tensor, where the mask function is one of those known.
+    Returns: a mask that stores no queries x keys tensor if the mask function is recognised.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -203,40 +206,40 @@ def mask_for(
     )
 
 
-def mask_of_tensor(given: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
-    """Say a mask tensor of a model or a user as a mask, and a bias where it is more than that.
+def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
+    """Convert a mask tensor of a model or a user to a mask, and to a bias if it also changes visible scores.
 
     Args:
-        given: (batch or 1, heads or 1, queries or 1, keys or more), or (batch, queries, keys), or (batch, keys);
-            bool, True = may be seen; integers, 1 = may be seen; or floating point, added to the scores.
+        tensor: (batch or 1, heads or 1, queries or 1, keys or more), or (batch, queries, keys), or (batch, keys);
+            bool, True = visible; integers, 1 = visible; or floating point, added to the scores.
         keys: number of keys.
 
-    Returns: the mask; and what is added to the scores, or None where it is 0 for every key that may be seen.
+    Returns: the mask; and the bias, or None where it is 0 for every visible key.
     """
-    given = given[..., :keys]
-    if given.dim() == 2:
-        given = given[:, None, None]
-    elif given.dim() == 3:
-        given = given[:, None]
-    if not given.is_floating_point():
-        return Keep(given.bool()), None
-    # Half of the lowest number: two masks may have been added, and rounding to another dtype moves the lowest.
-    hidden = given <= torch.finfo(given.dtype).min / 2
-    bias = given.masked_fill(hidden, 0)
-    return Keep(~hidden), bias if bool((bias != 0).any()) or given.requires_grad else None
+    tensor = tensor[..., :keys]
+    if tensor.dim() == 2:
+        tensor = tensor[:, None, None]
+    elif tensor.dim() == 3:
+        tensor = tensor[:, None]
+    if not tensor.is_floating_point():
+        return Keep(tensor.bool()), None
+    # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
+    hidden = tensor <= torch.finfo(tensor.dtype).min / 2
+    bias = tensor.masked_fill(hidden, 0)
+    return Keep(~hidden), bias if bool((bias != 0).any()) or tensor.requires_grad else None
 
 
 def crosses(module: nn.Module, name: str = "") -> bool:
-    """Whether an attention layer's keys are another sequence than its queries, told by flag or by name."""
+    """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
     if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
         return flag
-    known_as = f"{name}.{type(module).__name__}".lower()
-    return any(mark in known_as for mark in ("cross", "encdec", "encoder_attn"))
+    names = f"{name}.{type(module).__name__}".lower()
+    return any(part in names for part in ("cross", "encdec", "encoder_attn"))
 
 
 @cache
 def _register() -> None:
-    """Make the name known to transformers, once a process."""
+    """Register the name in transformers, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend_for)
@@ -253,22 +256,22 @@ def _install(module: Any) -> None:
 
 def _refusal(family: str) -> ModelError:
     return ModelError(
-        f"{family} computes attention inside its layers, where it cannot be exchanged, so it cannot be watched.",
-        "Take a family that uses transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5.",
+        f"{family} computes attention inside its layers, where it cannot be replaced, so it cannot be observed.",
+        "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5.",
     )
 
 
-def _outermost(found: dict[str, nn.Module]) -> list[nn.Module]:
+def _outermost(models: dict[str, nn.Module]) -> list[nn.Module]:
     return [
         module
-        for name, module in found.items()
-        if not any(other == "" or name.startswith(f"{other}.") for other in found if other != name)
+        for name, module in models.items()
+        if not any(other == "" or name.startswith(f"{other}.") for other in models if other != name)
     ]
 
 
-def _configurations(found: dict[str, nn.Module]) -> list[Any]:
-    """List every configuration of the models, those inside others too, each once."""
-    waiting: list[Any] = [module.config for module in found.values()]
+def _configurations(models: dict[str, nn.Module]) -> list[Any]:
+    """Return every configuration of the models, nested ones included, each once."""
+    waiting: list[Any] = [module.config for module in models.values()]
     listed: dict[int, Any] = {}
     while waiting:
         config = waiting.pop()

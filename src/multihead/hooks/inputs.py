@@ -1,4 +1,4 @@
-"""Notice what a Hugging Face model is given: its token ids, and which of its tokens are padding."""
+"""Record the inputs of a Hugging Face model: its token ids, and which of its tokens are padding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from multihead.hooks.lazy_mask import LazyMask
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What one model in a forward pass was given.
+    """Inputs of one model in a forward pass.
 
-    Fields:
+    Attributes:
         ids: (batch, tokens), the token ids, or None.
-        tokens: (batch, tokens so far) bool, True = no padding, or None where nothing says.
+        tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
     """
 
     ids: Tensor | None = None
@@ -29,10 +29,10 @@ class Given:
 
 @dataclass(eq=False)
 class Inputs:
-    """What the models of a tree are given, while they run.
+    """Inputs of a model and of the models in it, updated while they run.
 
-    Fields:
-        passes: how many forward passes began.
+    Attributes:
+        passes: number of forward passes that have started.
     """
 
     passes: int = 0
@@ -43,32 +43,32 @@ class Inputs:
 
     @property
     def running(self) -> bool:
-        """Whether a forward pass runs now."""
+        """Whether a forward pass is running."""
         return self._depth > 0
 
     def queries_of(self, name: str) -> Given:
-        """Say what the sequence was that a layer's queries are made of.
+        """Return the inputs from which the queries of a layer are computed.
 
-        A layer belongs to the innermost model around it that takes tokens: an encoder and a decoder are models
-        of their own, and so each is told apart from the other's ids and padding.
+        A layer belongs to the innermost model around it that takes tokens. An encoder and a decoder are models of their
+        own, so that each has its own ids and padding.
         """
         around = sorted((each for each in self._models if _holds(each, name)), key=len, reverse=True)
         for each in around:
             taken = self._parameters(each)
             if "input_ids" in taken or "inputs_embeds" in taken:
-                found = self._given.get(each, Given())
+                inputs = self._given.get(each, Given())
                 outer = next((other for other in around if len(other) < len(each)), None)
-                if found.ids is None and outer is not None and not self._pairs(outer):
-                    # A model of texts and images embeds the tokens itself and hands on what came of it.
-                    found = Given(self._given.get(outer, Given()).ids, found.tokens)
-                return found
+                if inputs.ids is None and outer is not None and not self._pairs(outer):
+                    # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
+                    inputs = Given(self._given.get(outer, Given()).ids, inputs.tokens)
+                return inputs
         return Given()
 
     def memory_of(self, name: str) -> Given:
-        """Say what the encoder's sequence was, for a cross-attention layer of an encoder-decoder model.
+        """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
 
-        While it decodes such a model is given what its encoder made, and no ids: then those that the encoder was
-        given last are meant.
+        While it decodes, such a model gets the output of its encoder and no ids: then the result is the last inputs of
+        the encoder.
         """
         for each in sorted(self._models, key=len):
             model: Any = self._models[each]
@@ -82,7 +82,7 @@ class Inputs:
         return Given()
 
     def _parameters(self, model: str) -> frozenset[str]:
-        """Name what a model's forward takes; looked up once, since every attention call asks."""
+        """Return the parameter names of a model's forward; cached, because every attention call needs them."""
         if model not in self._taken:
             self._taken[model] = frozenset(inspect.signature(self._models[model].forward).parameters)
         return self._taken[model]
@@ -103,8 +103,8 @@ class Inputs:
 
 
 @contextmanager
-def noticed(model: nn.Module) -> Iterator[Inputs]:
-    """Notice the inputs of a model and of all Hugging Face models in it while the context lasts."""
+def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
+    """Record the inputs of a model and of all Hugging Face models in it while the context is active."""
     inputs = Inputs(_models={"": model, **pretrained_models(model)})
     with ExitStack() as stack:
         for name, module in inputs._models.items():  # noqa: SLF001 - made here
@@ -128,7 +128,7 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except TypeError:
-        return Given()  # the model itself will say what is wrong with its arguments
+        return Given()  # the model itself will raise an error about its arguments
     ids, mask = bound.get("input_ids"), bound.get("attention_mask")
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)

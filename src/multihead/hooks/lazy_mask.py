@@ -1,4 +1,4 @@
-"""A mask on its way through another library's model: a meaning, and a tensor only where the model computes with it."""
+"""A tensor that stores a mask as a value while a model passes it on, and becomes dense only when computed with."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _KEYS_AXIS = 3
 
 
 class LazyMask(Tensor):
-    """Looks like the boolean mask (batch, 1, queries, keys) that a model expects, and holds no cell of it.
+    """A tensor subclass shaped like a model's boolean mask (batch, 1, queries, keys) that stores a Mask and no cells.
 
-    Models hand the mask from where it is made to their attention layers, mostly untouched; some cut keys off its
-    end. Both keep the meaning. Any other operation on it is made on the dense tensor, so that nothing that a
-    model does to a mask is lost.
+    Models pass the mask from where it is made to their attention layers, mostly unchanged; some slice keys off its
+    end. Both keep the stored mask. Any other operation runs on the dense tensor, so that every change that a model
+    makes to its mask takes effect.
 
-    Fields:
+    Attributes:
         mask: which keys each query may see.
-        query_start: where the first query stands among the keys.
+        query_start: position of the first query among the keys.
         key_offset: position of the first key in the sequence, tokens.
         padding: (batch, keys) bool, True = no padding; None where there is none.
     """
@@ -44,7 +44,7 @@ class LazyMask(Tensor):
         padding: Tensor | None,
         device: torch.device,
     ) -> LazyMask:
-        """Carry a mask under the size that the model expects of its own."""
+        """Create a tensor of the size that the model expects of its own mask."""
         made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=device)  # noqa: SLF001 - torch's documented way
         made.mask, made.query_start, made.key_offset, made.padding = mask, query_start, key_offset, padding
         return made
@@ -53,13 +53,13 @@ class LazyMask(Tensor):
         return f"LazyMask({tuple(self.shape)}, {self.mask!r}, query_start={self.query_start})"
 
     def dense(self) -> Tensor:
-        """Write the mask down: bool (batch, 1, queries, keys), True = may be seen."""
+        """Return the mask as a plain tensor: bool (batch, 1, queries, keys), True = visible."""
         batch, heads, queries, keys = self.shape
         place = Place.of(queries, keys, query_start=self.query_start, device=self.device)
         return self.mask.tile(place).expand(batch, heads, queries, keys)
 
     def first_keys(self, keys: int) -> LazyMask:
-        """Cut keys off the end."""
+        """Return the mask of the first keys."""
         batch, heads, queries, before = self.shape
         mask = self.mask if keys == before else self.mask.with_first_keys(keys)
         return LazyMask(
@@ -75,18 +75,18 @@ class LazyMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Run an operation on what the mask means; cutting keys off the end stays a meaning."""
+        """Run an operation on the dense mask, except for copies and for slices that cut keys off the end."""
         name = getattr(function, "__name__", "")
         source = args[0] if args else None
         if isinstance(source, LazyMask):
             if name in ("detach.default", "alias.default"):
                 return source.first_keys(source.shape[_KEYS_AXIS])
             if name == "slice.Tensor":
-                given = list(args[1:])  # axis, first, behind and step; those at the end may be left out
-                axis, first, behind, step = given + [0, None, None, 1][len(given) :]
+                options = list(args[1:])  # axis, start, end and step; the last ones may be missing
+                axis, start, end, step = options + [0, None, None, 1][len(options) :]
                 size = source.shape[axis]
-                stop = size if behind is None else min(behind if behind >= 0 else behind + size, size)
-                if not first and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
+                stop = size if end is None else min(end if end >= 0 else end + size, size)
+                if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
                     return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
         args, kwargs = pytree.tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Read a mask out of transformers' mask functions, which say for indices (batch, head, query, key) what may be seen."""
+"""Convert transformers' mask functions, which map indices (batch, head, query, key) to visibility, to masks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Where the queries and keys of a mask stand in the whole sequence.
+    """Positions of the queries and keys of a mask in the whole sequence.
 
-    Fields:
+    Attributes:
         batch: number of samples.
         queries: number of queries.
         keys: number of keys.
         query_offset: position of the first query in the sequence, tokens.
         key_offset: position of the first key in the sequence; more than 0 where a cache dropped the oldest keys.
-        device: where the mask is made.
+        device: device of the mask.
     """
 
     batch: int
@@ -39,15 +39,15 @@ class Extent:
 
     @property
     def query_start(self) -> int:
-        """Where the first query stands among the keys at hand."""
+        """Position of the first query among the available keys."""
         return self.query_offset - self.key_offset
 
 
 def recognised(function: MaskFunction, extent: Extent) -> Mask | None:
-    """Say a mask function as a mask, or None where it is not one of those known here.
+    """Convert a mask function to a mask, or return None where the function is unknown.
 
-    A function is recognised by its name and by what its closure holds. Names are no promise, so what was read
-    is compared with the function itself on the first, the middle and the last query; where they differ, None.
+    A function is recognised by its name and by the variables of its closure. Since a name proves nothing, the mask is
+    compared with the function itself on the first, the middle and the last query; where they differ, it is None.
 
     Source: transformers/masking_utils.py.
     """
@@ -57,16 +57,16 @@ def recognised(function: MaskFunction, extent: Extent) -> Mask | None:
 
 def _read(function: MaskFunction, extent: Extent) -> Mask | None:
     name = getattr(function, "__qualname__", "")
-    held = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
+    closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
     reader = _READERS.get(name)
     try:
-        return reader(held, extent) if reader is not None else None
+        return reader(closure, extent) if reader is not None else None
     except (KeyError, TypeError, AttributeError, IndexError):
-        return None  # a closure of that name which holds something else
+        return None  # a closure of that name with other variables
 
 
 def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
-    """Whether a mask and a mask function tell the same on three queries: O(batch * keys) cells."""
+    """Whether a mask and a mask function agree on three queries: O(batch * keys) cells."""
     rows = sorted({0, extent.queries // 2, extent.queries - 1} & set(range(extent.queries)))
     if not rows or not extent.keys:
         return True
@@ -75,9 +75,9 @@ def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=extent.device)
     key = torch.arange(extent.keys, device=extent.device)[None, None, None] + extent.key_offset
     try:
-        told = function(batch, head, index[None, None, :, None] + extent.query_offset, key)
+        expected = function(batch, head, index[None, None, :, None] + extent.query_offset, key)
     except (RuntimeError, IndexError, TypeError):
-        return False  # it takes single indices only
+        return False  # it takes only single indices
     size = (extent.batch, 1, len(rows), extent.keys)
     read = torch.cat(
         [
@@ -94,14 +94,14 @@ def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:
         ],
         2,
     )
-    return bool((told.expand(size) == read.expand(size)).all())
+    return bool((expected.expand(size) == read.expand(size)).all())
 
 
-def _parts(held: dict[str, Any], extent: Extent) -> list[Mask] | None:
-    functions = list(held["mask_functions"])
+def _parts(closure: dict[str, Any], extent: Extent) -> list[Mask] | None:
+    functions = list(closure["mask_functions"])
     if any(_name(each).startswith("packed_sequence_mask_function") for each in functions):
-        # Inside one packed sequence positions rise by one a token, so a mask that speaks of differences of
-        # positions only (causal, window) means the same with and without the remapping to them.
+        # Inside one packed sequence positions increase by one per token, so a mask that depends on differences of
+        # positions only (causal, window) is the same with and without the remapping.
         remapped = [each for each in functions if _name(each).startswith("remap_positions_for_packed_sequence")]
         inner = [inspect.getclosurevars(each).nonlocals["mask_function"] for each in remapped]
         functions = [each for each in functions if each not in remapped] + inner
@@ -109,8 +109,8 @@ def _parts(held: dict[str, Any], extent: Extent) -> list[Mask] | None:
     return None if any(mask is None for mask in masks) else [mask for mask in masks if mask is not None]
 
 
-def _and(held: dict[str, Any], extent: Extent) -> Mask | None:
-    parts = _parts(held, extent)
+def _and(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    parts = _parts(closure, extent)
     if parts is None:
         return None
     if Causal() in parts:
@@ -123,25 +123,25 @@ def _and(held: dict[str, Any], extent: Extent) -> Mask | None:
     return reduce(lambda left, right: left & right, parts)
 
 
-def _or(held: dict[str, Any], extent: Extent) -> Mask | None:
-    parts = _parts(held, extent)
+def _or(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    parts = _parts(closure, extent)
     return None if parts is None else reduce(lambda left, right: left | right, parts)
 
 
-def _window(held: dict[str, Any], extent: Extent) -> Mask:
-    """Read `key > query - w`: the query, the w - 1 keys before it, and all after it."""
-    return Window(int(held["sliding_window"]), after=extent.keys)
+def _window(closure: dict[str, Any], extent: Extent) -> Mask:
+    """Convert `key > query - w`: the query, the w - 1 keys before it, and all after it."""
+    return Window(int(closure["sliding_window"]), after=extent.keys)
 
 
-def _window_both_ways(held: dict[str, Any], extent: Extent) -> Mask:
-    """Read `|query - key| <= w`, both ends included."""
-    width = int(held["sliding_window"])
+def _window_both_ways(closure: dict[str, Any], extent: Extent) -> Mask:
+    """Convert `|query - key| <= w`, both ends included."""
+    width = int(closure["sliding_window"])
     return Window(width + 1, after=width)
 
 
-def _chunks(held: dict[str, Any], extent: Extent) -> Mask | None:
-    """Read chunks of equal size, counted from the first token that is no padding, as documents."""
-    size, padding = int(held["chunk_size"]), held["left_padding"].to(extent.device)
+def _chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    """Convert chunks of equal size, which start at the first token that is not padding, to documents."""
+    size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
         return None
     first = padding % size  # a chunk before the first whole one, in the padding
@@ -151,13 +151,13 @@ def _chunks(held: dict[str, Any], extent: Extent) -> Mask | None:
     return Documents(shortened(lengths, extent.keys))
 
 
-def _padding(held: dict[str, Any], extent: Extent) -> Mask:
-    return padding_mask(held["padding_mask"], extent)
+def _padding(closure: dict[str, Any], extent: Extent) -> Mask:
+    return padding_mask(closure["padding_mask"], extent)
 
 
-def _packed(held: dict[str, Any], extent: Extent) -> Mask | None:
-    """Read one sequence number a token as documents; sequences have to stand one behind the other."""
-    number = held["packed_sequence_mask"]  # (batch, length)
+def _packed(closure: dict[str, Any], extent: Extent) -> Mask | None:
+    """Convert sequence numbers, one per token and in increasing order, to documents."""
+    number = closure["packed_sequence_mask"]  # (batch, length)
     if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
         return None
     lengths = torch.nn.functional.one_hot(number - number[:, :1]).sum(1)  # (batch, sequences)
@@ -165,19 +165,19 @@ def _packed(held: dict[str, Any], extent: Extent) -> Mask | None:
 
 
 def padding_mask(attention_mask: Tensor, extent: Extent) -> Mask:
-    """Say a 2-D attention mask (batch, tokens), True = a token, as a mask; tokens beyond it are hidden."""
+    """Convert a 2-D attention mask (batch, tokens), True = a token, to a mask; keys past its end are hidden."""
     return Keep(padding_of_keys(attention_mask, extent), "batch keys")
 
 
 def padding_of_keys(attention_mask: Tensor, extent: Extent) -> Tensor:
-    """Cut the keys at hand out of a 2-D attention mask: (batch, keys) bool, True = no padding."""
+    """Slice the available keys out of a 2-D attention mask: (batch, keys) bool, True = no padding."""
     kept = attention_mask.to(device=extent.device, dtype=torch.bool)
     kept = kept[:, extent.key_offset : extent.key_offset + extent.keys]
     return torch.nn.functional.pad(kept, (0, extent.keys - kept.shape[1]))
 
 
 def shortened(lengths: Tensor, keys: int) -> Tensor:
-    """Cut documents, (documents,) or (batch, documents) tokens each, off behind a number of keys.
+    """Truncate documents, (documents,) or (batch, documents) tokens each, to a number of keys.
 
     >>> shortened(torch.tensor([3, 3, 3]), 5)
     tensor([3, 2, 0])
@@ -190,8 +190,8 @@ def _name(function: object) -> str:
 
 
 _READERS: dict[str, Callable[[dict[str, Any], Extent], Mask | None]] = {
-    "causal_mask_function": lambda held, extent: Causal(),
-    "bidirectional_mask_function": lambda held, extent: Full(),
+    "causal_mask_function": lambda closure, extent: Causal(),
+    "bidirectional_mask_function": lambda closure, extent: Full(),
     "and_masks.<locals>.and_mask": _and,
     "or_masks.<locals>.or_mask": _or,
     "sliding_window_overlay.<locals>.inner_mask": _window,

@@ -13,7 +13,7 @@ from torch import nn
 from multihead import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError, refuse_unless_integer
 from multihead.hooks import huggingface
-from multihead.hooks.inputs import noticed
+from multihead.hooks.inputs import recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
@@ -89,7 +89,7 @@ def observe(
         stack.enter_context(huggingface.installed(root))
         if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        inputs = stack.enter_context(noticed(root))
+        inputs = stack.enter_context(recorded_inputs(root))
         recorder = Recorder(
             record=record,
             names=names,

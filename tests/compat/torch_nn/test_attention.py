@@ -1,4 +1,4 @@
-"""The drop-in against nn.MultiheadAttention: every argument, every gradient, and where the contract is another."""
+"""The drop-in against nn.MultiheadAttention: every argument, every gradient, and where the contract differs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from multihead.errors import ArgumentError, DtypeError, MultiheadError, ShapeErr
 from multihead.listeners import listen
 
 BUDGET = {torch.float32: 2e-5, torch.float64: 1e-10}
-MASKS = ("none", "bool", "float", "hiding float", "bool 3-D", "float 3-D", "causal", "causal, said")
+MASKS = ("none", "bool", "float", "hiding float", "bool 3-D", "float 3-D", "causal", "causal, hinted")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One way to make the layer and to call it."""
+    """Options of a layer and of its call."""
 
     heads: int
     head_dim: int
@@ -62,7 +62,7 @@ class Call:
         return torch.randn(*size, width, dtype=self.dtype)
 
     def masks(self) -> dict[str, Any]:
-        """Masks under which every query sees the first key at least."""
+        """Draw masks with which every query sees at least the first key."""
         batch, keys = self.batch if self.batched else 1, self.keys if self.inputs != "self" else self.queries
         shape = (batch * self.heads, self.queries, keys) if "3-D" in self.attn_mask else (self.queries, keys)
         hidden = torch.rand(shape) < 0.4
@@ -75,8 +75,8 @@ class Call:
         given: dict[str, Any] = {"attn_mask": added if "float" in self.attn_mask else hidden}
         if self.attn_mask == "none":
             given = {}
-        # Told of a causal mask and not asked for weights, the original hides the added keys too.
-        given["is_causal"] = "said" in self.attn_mask and not (self.add_bias_kv or self.add_zero_attn)
+        # With is_causal and without need_weights, the original hides the added keys too.
+        given["is_causal"] = "hinted" in self.attn_mask and not (self.add_bias_kv or self.add_zero_attn)
         behind = torch.arange(keys) >= torch.randint(1, keys + 1, (batch, 1))
         scattered = torch.rand(batch, keys) < 0.3
         scattered[:, 0] = False
@@ -115,7 +115,7 @@ calls = st.builds(
 
 
 def inputs_of(call: Call, layer: nn.MultiheadAttention) -> tuple[Tensor, ...]:
-    """Make query, key and value, the same tensors where the call says so."""
+    """Draw query, key and value, the same tensor for several of them if the call has it so."""
     query = call.tokens(call.queries, layer.embed_dim)
     if call.inputs == "self":
         return query, query, query
@@ -124,7 +124,7 @@ def inputs_of(call: Call, layer: nn.MultiheadAttention) -> tuple[Tensor, ...]:
 
 
 def run(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: Call) -> list[Tensor]:
-    """Return output, weights, and all gradients of a loss that looks at both."""
+    """Return output, weights, and all gradients of a loss of both."""
     torch.manual_seed(1)
     given = call.masks()
     distinct = {id(tensor): tensor.clone().requires_grad_() for tensor in inputs}
@@ -158,7 +158,7 @@ def test_outputs_weights_and_gradients_are_the_originals(call: Call, seed: int) 
 
 @given(calls, st.integers(0, 2**31))
 @settings(max_examples=60)
-def test_without_gradients_they_are_too_and_asking_for_weights_changes_rounding_alone(call: Call, seed: int) -> None:
+def test_without_gradients_they_are_too_and_need_weights_changes_rounding_only(call: Call, seed: int) -> None:
     torch.manual_seed(seed)
     theirs, ours = call.layer
     inputs, given = inputs_of(call, theirs), call.masks()
@@ -186,7 +186,7 @@ def test_a_seed_makes_the_same_parameters_under_the_same_names(options: dict[str
     assert isinstance(ours, nn.MultiheadAttention)
 
 
-def test_arguments_stand_in_the_originals_order() -> None:
+def test_arguments_are_in_the_originals_order() -> None:
     given = (12, 3, 0.25, False, True, True, 5, 7, True, "cpu", torch.float64)
     theirs, ours = nn.MultiheadAttention(*given), MultiheadAttention(*given)
     public = {name: value for name, value in vars(theirs).items() if not name.startswith("_")}
@@ -252,7 +252,7 @@ def test_a_query_that_sees_no_key_gets_the_output_projections_bias_and_weights_o
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("as_float", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_nan_in_a_hidden_token_reaches_nothing(*, cross: bool, as_float: bool, batch_first: bool) -> None:
+def test_nan_in_a_hidden_token_has_no_effect(*, cross: bool, as_float: bool, batch_first: bool) -> None:
     ours = MultiheadAttention(12, 3, batch_first=batch_first)
     padding = torch.tensor([[False, False, True, False], [False, True, True, True]])
     added = torch.zeros(2, 4).masked_fill(padding, -torch.inf) if as_float else padding
@@ -301,7 +301,7 @@ def test_an_encoder_with_drop_ins_is_compiled_as_one_graph_with_padding() -> Non
         torch.testing.assert_close(actual, model(x, src_key_padding_mask=hidden), rtol=0, atol=2e-5)
 
 
-def test_hooks_on_the_output_projection_fire_and_listeners_hear_the_layer_itself() -> None:
+def test_hooks_on_the_output_projection_fire_and_listeners_receive_the_layer_itself() -> None:
     heard: list[Any] = []
 
     class Ear:
@@ -323,7 +323,7 @@ def test_hooks_on_the_output_projection_fire_and_listeners_hear_the_layer_itself
     torch.testing.assert_close(weights.mean(1), ours(x, x, x)[1])
 
 
-def test_autocast_gives_the_originals_dtypes_and_values() -> None:
+def test_autocast_has_the_originals_dtypes_and_values() -> None:
     theirs, ours = pair(add_bias_kv=True)
     x = torch.randn(2, 5, 12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
     "one unbatched": (
         lambda layer, x: layer(x, x[0], x),
         ShapeError,
-        "query has 3 dimensions and key has 2. Give all three a batch, or none.",
+        "query has 3 dimensions and key has 2. Give all three a batch dimension, or none of them.",
     ),
     "dtype": (
         lambda layer, x: layer(x.double(), x, x),
@@ -371,21 +371,21 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
     "values": (
         lambda layer, x: layer(x, x, x[:, :4]),
         ShapeError,
-        "key has shape (2, 5, 12) and value (2, 4, 12). Give every key its one value.",
+        "key has shape (2, 5, 12) and value has (2, 4, 12). Give one value per key.",
     ),
     "batch": (
         lambda layer, x: layer(x, x[:1], x[:1]),
         ShapeError,
         (
             "query has 2 samples and key has 1: with batch_first=True inputs are (batch, length, features). "
-            "Give both the same batch, or make the layer with batch_first=False."
+            "Give both the same batch size, or construct the layer with batch_first=False."
         ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_in_a_whole_sentence(name: str) -> None:
+def test_what_does_not_fit_is_rejected_with_a_whole_sentence(name: str) -> None:
     call, error, sentence = REFUSED[name]
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
         call(*layer_and_tokens())

@@ -1,4 +1,4 @@
-"""Our layer out of PyTorch's and back: equal outputs, and words for what cannot be said."""
+"""Conversion of PyTorch's layer to ours and back: equal outputs, and errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_there_and_back_every_output_and_every_parameter_is_equal(
         assert torch.equal(back.state_dict()[name], tensor)
 
 
-def test_weights_are_copies_that_learn_where_the_originals_did() -> None:
+def test_weights_are_copies_with_the_originals_requires_grad() -> None:
     original = nn.MultiheadAttention(12, 3)
     original.in_proj_weight.requires_grad_(requires_grad=False)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_weights_are_copies_that_learn_where_the_originals_did() -> None:
 
 
 @pytest.mark.parametrize("options", [("add_bias_kv",), ("add_zero_attn",), ("add_bias_kv", "add_zero_attn")])
-def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
+def test_added_keys_are_converted_both_ways(options: tuple[str, ...]) -> None:
     original = nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, **dict.fromkeys(options, True))  # type: ignore[arg-type]
     layer = from_torch(original)
     x = torch.randn(2, 5, 12, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
     [
         ({"output_projection": False}, "has no output projection|output_projection=True"),
         ({"merge": "mean"}, "merges its heads by 'mean'|merge=\"concat\""),
-        ({"num_kv_heads": 1}, "has 3 heads and 1 key/value heads|as many key/value heads as heads"),
+        ({"num_kv_heads": 1}, "has 3 heads and 1 key/value heads|one key/value head per head"),
         (
             {"value_head_dim": 2},
             "has heads of 4 features and values of 2|heads and values of embed_dim / num_heads = 4",
@@ -78,7 +78,7 @@ def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
         ({"head_dim": 5}, "has heads of 5 features and values of 5|heads and values of embed_dim / num_heads = 4"),
         ({"output_dim": 7}, "has output_dim 7|output_dim=12"),
         ({"scale": 1.0}, "has the scale 1.0|the scale 1 / sqrt(head_dim) = 0.5"),
-        ({"rotary": Rotary()}, "turns queries and keys (rotary)|rotary=None"),
+        ({"rotary": Rotary()}, "rotates queries and keys (rotary)|rotary=None"),
         ({"qk_norm": QKNorm()}, "normalises queries and keys|qk_norm=None"),
         ({"position_bias": ALiBi(3)}, "has a position bias|position_bias=None"),
         ({"softcap": 5.0}, "has the softcap 5.0|softcap=None"),
@@ -86,23 +86,23 @@ def test_added_keys_come_along_both_ways(options: tuple[str, ...]) -> None:
         ({"head_gates": True}, "has gates on its heads|head_gates=False"),
     ],
 )
-def test_what_pytorchs_layer_cannot_say_is_refused(options: dict[str, Any], sentence: str) -> None:
+def test_what_pytorchs_layer_does_not_support_is_rejected(options: dict[str, Any], sentence: str) -> None:
     finding, mend = sentence.split("|")
-    whole = f"The layer {finding}, which nn.MultiheadAttention cannot say. Convert a layer with {mend}."
+    whole = f"The layer {finding}, which nn.MultiheadAttention does not support. Convert a layer with {mend}."
     with pytest.raises(ArgumentError, match=f"^{re.escape(whole)}$"):
         to_torch(MultiHeadAttention(12, 3, **options))
 
 
-def test_the_usual_scale_said_aloud_is_no_obstacle() -> None:
+def test_an_explicit_default_scale_is_accepted() -> None:
     assert to_torch(MultiHeadAttention(12, 3, scale=0.5)).embed_dim == 12
 
 
-def test_a_projection_that_is_no_longer_a_linear_is_refused() -> None:
+def test_a_projection_that_is_not_a_linear_is_rejected() -> None:
     layer = MultiHeadAttention(12, 3)
     layer.q_proj = nn.Sequential(layer.q_proj)  # type: ignore[assignment]
     sentence = (
-        "The layer's q_proj is a Sequential, and no nn.Linear. "
-        "Merge what was put around it (an adapter, a quantisation) into an nn.Linear first."
+        "The layer's q_proj is a Sequential, not an nn.Linear. "
+        "Merge its wrapper (an adapter, a quantisation) into an nn.Linear first."
     )
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         to_torch(layer)

@@ -1,4 +1,4 @@
-"""The original's masks become values: what hides is a mask with a meaning, what adds is a bias."""
+"""Conversion of the original's masks: those that hide become mask values, those that add become a bias."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.compat.torch_nn.masks import Sizes, seeing
+from multihead.compat.torch_nn.masks import Sizes, visible
 from multihead.errors import DtypeError, MaskError, MultiheadError
 from multihead.masks import Causal, Drop, Full, Lengths
 from multihead.masks.place import Place
 
 SIZES = Sizes(batch=2, heads=3, queries=4, keys=5, extra=0)
 CAUSAL = torch.ones(4, 5, dtype=torch.bool).triu(1)
-BEHIND = torch.arange(5) >= torch.tensor([[5], [2]])
+PAST_END = torch.arange(5) >= torch.tensor([[5], [2]])
 
 
 def as_float(hidden: Tensor) -> Tensor:
@@ -24,69 +24,69 @@ def as_float(hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [torch.Tensor.bool, as_float])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_causal_tensor_is_causal_whether_it_is_said_or_not(form: object, *, is_causal: bool) -> None:
-    told = seeing(form(CAUSAL), None, SIZES, is_causal=is_causal)  # type: ignore[operator]
-    assert (told.mask, told.bias, told.query_start) == (Causal(), None, 0)
+def test_the_causal_tensor_is_causal_with_the_hint_and_without(form: object, *, is_causal: bool) -> None:
+    shown = visible(form(CAUSAL), None, SIZES, is_causal=is_causal)  # type: ignore[operator]
+    assert (shown.mask, shown.bias, shown.query_start) == (Causal(), None, 0)
 
 
-def test_is_causal_alone_is_the_causal_mask() -> None:
-    assert seeing(None, None, SIZES, is_causal=True).mask == Causal()
+def test_is_causal_without_a_mask_is_the_causal_mask() -> None:
+    assert visible(None, None, SIZES, is_causal=True).mask == Causal()
 
 
-def test_a_wrong_hint_is_not_believed_where_the_mask_can_be_read() -> None:
+def test_a_wrong_hint_is_ignored_where_the_mask_can_be_read() -> None:
     hidden = CAUSAL.clone()
     hidden[1, 0] = True
-    mask = seeing(hidden, None, SIZES, is_causal=True).mask
+    mask = visible(hidden, None, SIZES, is_causal=True).mask
     assert isinstance(mask, Drop)
     assert torch.equal(mask.tensor, hidden)
 
 
 @pytest.mark.parametrize("form", [torch.Tensor.bool, as_float])
-def test_padding_behind_the_tokens_is_lengths(form: object) -> None:
-    mask = seeing(None, form(BEHIND), SIZES, is_causal=False).mask  # type: ignore[operator]
+def test_padding_after_the_tokens_is_lengths(form: object) -> None:
+    mask = visible(None, form(PAST_END), SIZES, is_causal=False).mask  # type: ignore[operator]
     assert isinstance(mask, Lengths)
     assert isinstance(mask.lengths, Tensor)
     assert mask.lengths.tolist() == [5, 2]
 
 
 def test_no_padding_is_no_mask() -> None:
-    assert seeing(None, torch.zeros(2, 5, dtype=torch.bool), SIZES, is_causal=False).mask == Full()
+    assert visible(None, torch.zeros(2, 5, dtype=torch.bool), SIZES, is_causal=False).mask == Full()
 
 
 def test_scattered_padding_is_dropped_key_by_key() -> None:
-    hidden = BEHIND.flip(1)
-    mask = seeing(None, hidden, SIZES, is_causal=False).mask
+    hidden = PAST_END.flip(1)
+    mask = visible(None, hidden, SIZES, is_causal=False).mask
     assert isinstance(mask, Drop)
     assert mask.axes == "batch keys"
 
 
 def test_floats_that_do_more_than_hide_are_added_and_those_of_both_masks_together() -> None:
     of_query, of_key = torch.randn(6, 4, 5), torch.randn(2, 5)
-    told = seeing(of_query, of_key, SIZES, is_causal=False)
-    assert told.mask == Full()
-    assert told.bias is not None
-    torch.testing.assert_close(told.bias, of_query.view(2, 3, 4, 5) + of_key[:, None, None])
+    shown = visible(of_query, of_key, SIZES, is_causal=False)
+    assert shown.mask == Full()
+    assert shown.bias is not None
+    torch.testing.assert_close(shown.bias, of_query.view(2, 3, 4, 5) + of_key[:, None, None])
 
 
-def test_a_float_mask_whose_gradient_is_asked_for_stays_a_bias() -> None:
+def test_a_float_mask_that_requires_a_gradient_stays_a_bias() -> None:
     added = as_float(CAUSAL).requires_grad_()
-    told = seeing(added, None, SIZES, is_causal=False)
-    assert told.mask == Full()
-    assert told.bias is not None
-    assert told.bias.requires_grad
+    shown = visible(added, None, SIZES, is_causal=False)
+    assert shown.mask == Full()
+    assert shown.bias is not None
+    assert shown.bias.requires_grad
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
-def test_added_keys_stand_first_and_are_seen_by_every_query(extra: int) -> None:
+def test_added_keys_come_first_and_every_query_sees_them(extra: int) -> None:
     sizes = Sizes(2, 3, 4, 5, extra)
     per_head = torch.rand(6, 4, 5) < 0.5
     for attn_mask, hidden in ((CAUSAL, CAUSAL[None, None]), (per_head, per_head.view(2, 3, 4, 5))):
-        for padding in (BEHIND, BEHIND.flip(1)):
-            told = seeing(attn_mask, padding, sizes, is_causal=False)
-            shown = told.mask.tile(Place.of(4, 5 + extra, query_start=told.query_start)).expand(2, 3, -1, -1)
+        for padding in (PAST_END, PAST_END.flip(1)):
+            shown = visible(attn_mask, padding, sizes, is_causal=False)
+            shown = shown.mask.tile(Place.of(4, 5 + extra, query_start=shown.query_start)).expand(2, 3, -1, -1)
             assert shown[..., :extra].all()
             assert torch.equal(shown[..., extra:], ~(hidden | padding[:, None, None]).expand(2, 3, -1, -1))
-    added = seeing(torch.randn(4, 5), None, sizes, is_causal=False).bias
+    added = visible(torch.randn(4, 5), None, sizes, is_causal=False).bias
     assert added is not None
     assert (added[..., :extra] == 0).all()
 
@@ -121,4 +121,4 @@ def test_masks_that_do_not_fit_are_refused(
     attn_mask: Tensor | None, padding: Tensor | None, error: type[MultiheadError], sentence: str
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
-        seeing(attn_mask, padding, SIZES, is_causal=False)
+        visible(attn_mask, padding, SIZES, is_causal=False)

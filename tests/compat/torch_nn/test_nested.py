@@ -1,4 +1,4 @@
-"""Nested tensors in the drop-in: what their samples give alone, the original's weights, and what is refused."""
+"""Nested tensors in the drop-in: the outputs of their samples alone, the original's weights, and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.compat.torch_nn import MultiheadAttention
-from multihead.compat.torch_nn.nested import beyond, nested_like
+from multihead.compat.torch_nn.nested import nested_like, padding_of
 from multihead.errors import ArgumentError, MultiheadError, ShapeError
 from tests.compat.torch_nn.test_attention import pair
 
@@ -46,7 +46,7 @@ def test_nested_samples_get_the_originals_padded_weights(*, average: bool) -> No
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}, {"batch_first": False}], ids=str)
 @pytest.mark.parametrize("call", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("cross", [False, True])
-def test_nested_samples_give_what_they_give_alone_with_gradients(
+def test_nested_samples_have_the_outputs_of_each_alone_with_gradients(
     layout: torch.layout, options: dict[str, Any], call: dict[str, Any], *, cross: bool
 ) -> None:
     _, ours = pair(**options)
@@ -87,7 +87,7 @@ def test_nested_samples_that_lie_apart_stay_where_they_are(*, need_weights: bool
 
 def test_padding_is_marked_and_samples_of_the_same_lengths_can_be_added() -> None:
     jagged = torch.nested.as_nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged)
-    assert beyond(jagged).tolist() == [[False, True, True], [False, False, False]]
+    assert padding_of(jagged).tolist() == [[False, True, True], [False, False, False]]
     ones = [torch.ones(1, 4), torch.ones(3, 4)]
     assert all((sample == 1).all() for sample in (jagged + nested_like(jagged, ones)).unbind())
 
@@ -101,15 +101,15 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
         lambda layer, x: layer(*[nested_of(x)] * 3, key_padding_mask=x[..., 0] > 0),
         ArgumentError,
         (
-            "query is a nested tensor, and key_padding_mask is given, which describes padded ones. "
-            "Leave key_padding_mask out, or give query.to_padded_tensor(0.0) and a key_padding_mask."
+            "query is a nested tensor, and key_padding_mask describes padded tensors. "
+            "Remove key_padding_mask, or give query.to_padded_tensor(0.0) and a key_padding_mask."
         ),
     ),
     "nested in part": (
         lambda layer, x: layer(nested_of(x), x, x),
         ShapeError,
         (
-            "key is no nested tensor, and another input is one. "
+            "key is not a nested tensor, and another input is. "
             "Give query, key and value as nested tensors, or none of them."
         ),
     ),
@@ -126,18 +126,18 @@ REFUSED: dict[str, tuple[Any, type[MultiheadError], str]] = {
     "nested batches": (
         lambda layer, x: layer(nested_of(x), nested_of(x[:1]), nested_of(x[:1])),
         ShapeError,
-        "query has 2 samples and key has 1. Give both the same batch.",
+        "query has 2 samples and key has 1. Give both the same batch size.",
     ),
     "nested values": (
         lambda layer, x: layer(nested_of(x), nested_of(x), nested_of(x[:, :4])),
         ShapeError,
-        "key has samples of the lengths [5, 5] and value of [4, 4]. Give every key its one value.",
+        "key has samples of lengths [5, 5] and value of lengths [4, 4]. Give one value per key.",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_in_a_whole_sentence(name: str) -> None:
+def test_what_does_not_fit_is_rejected_with_a_whole_sentence(name: str) -> None:
     call, error, sentence = REFUSED[name]
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
         call(MultiheadAttention(12, 3, batch_first=True), torch.zeros(2, 5, 12))

@@ -1,4 +1,4 @@
-"""replace() exchanges every attention, says which, keeps all else, and can be undone."""
+"""replace() replaces every attention, lists them, keeps everything else, and can be undone."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_layer_saved_when_it_stated_separate_projections_states_packed_ones_af
     assert MultiheadAttention(16, 2, kdim=8)._qkv_same_embed_dim is False
 
 
-def test_the_list_names_what_was_exchanged_and_what_stays_and_why() -> None:
+def test_the_list_names_what_was_replaced_and_what_was_not_and_why() -> None:
     class Special(nn.MultiheadAttention):
         pass
 
@@ -143,22 +143,22 @@ def test_the_list_names_what_was_exchanged_and_what_stays_and_why() -> None:
     model["by hand"] = hand_made
     replaced = replace(model, inplace=True)
     assert str(replaced).splitlines() == [
-        "4 nn.MultiheadAttention were exchanged.",
+        "4 nn.MultiheadAttention were replaced.",
         "  plain",
         "  wrapped.layers.0.self_attn",
         "  wrapped.layers.1.self_attn",
         "  wrapped.layers.2.self_attn",
-        "  special stays: it is a Special, whose forward may be another.",
-        "  by hand stays: its forward was set on the instance.",
+        "  special was not: it is a Special, whose forward may differ.",
+        "  by hand was not: its forward was set on the instance.",
     ]
-    assert str(replace(model, inplace=True)).startswith("No nn.MultiheadAttention was exchanged.")
+    assert str(replace(model, inplace=True)).startswith("No nn.MultiheadAttention was replaced.")
 
 
 def test_the_model_itself_may_be_one() -> None:
     root = nn.MultiheadAttention(8, 2)
     with replace(root, inplace=True) as replaced:
         assert type(root) is MultiheadAttention
-        assert str(replaced) == "1 nn.MultiheadAttention was exchanged.\n  the model itself"
+        assert str(replaced) == "1 nn.MultiheadAttention was replaced.\n  the model itself"
     assert type(root) is nn.MultiheadAttention
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a written layer: their names, dtypes and sizes."""
+"""The inputs of an exported layer: their names, dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_input_of_the_call_is_declared_under_its_name_with_its_sizes() -> 
 
 
 @pytest.mark.parametrize(("fixed", "past", "total"), [({}, "past", "keys"), ({"queries": 1, "keys": 9}, 8, 9)])
-def test_keys_and_values_of_earlier_calls_are_taken_and_given_back(
+def test_keys_and_values_of_earlier_calls_are_inputs_and_outputs(
     fixed: dict[str, int], past: int | str, total: int | str
 ) -> None:
     made = to_model(MultiHeadAttention(8, 2, num_kv_heads=1, value_head_dim=3).eval(), inputs=("x", "past"), **fixed)
@@ -72,7 +72,7 @@ def test_inputs_have_the_dtype_of_the_layer_where_they_are_numbers() -> None:
     }
 
 
-def test_what_is_read_off_the_inputs_is_read_once() -> None:
+def test_each_value_of_the_inputs_is_computed_once() -> None:
     made = to_model(MultiHeadAttention(8, 2).eval(), inputs=("x", "lengths"), mask=masks.Causal())
     assert sum(node.op_type == "Shape" for node in made.graph.node) == 1
     assert sum(node.op_type == "Range" for node in made.graph.node) == 1

@@ -1,4 +1,4 @@
-"""What a runtime gives is what the layer gives, whatever its options, mask, inputs and sizes.
+"""The output of a runtime is that of the layer, for all options, masks, inputs and sizes.
 
 Two runtimes: onnxruntime, and the evaluator of the ONNX package, which follows the words of the standard.
 """
@@ -127,7 +127,7 @@ def calls(draw: Draw) -> tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask
 
 
 @given(calls(), st.sampled_from((23, 24, 25)), st.booleans(), st.sampled_from((ran, ran, evaluated)))
-def test_a_runtime_gives_what_the_layer_gives(
+def test_a_runtime_computes_the_output_of_the_layer(
     call: tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask, Any],
     opset: int,
     start_is_given: bool,
@@ -149,9 +149,7 @@ DECODED = [masks.Full(), masks.Causal(), masks.Causal() & masks.Window(3), masks
 
 @pytest.mark.parametrize("mask", DECODED, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_a_text_decoded_piece_by_piece_is_what_the_layer_makes_of_it_with_a_cache(
-    mask: masks.Mask, dtype: torch.dtype
-) -> None:
+def test_decoding_in_steps_equals_the_layer_with_a_cache(mask: masks.Mask, dtype: torch.dtype) -> None:
     rotary = None if dtype == torch.float64 else Rotary(dim=2)
     terms: dict[str, Any] = {"rotary": rotary, "qk_norm": QKNorm(), "position_bias": ALiBi(3), "softcap": 2.0}
     layer = MultiHeadAttention(12, 3, num_kv_heads=1, value_head_dim=5, head_gates=True, **terms)

@@ -1,4 +1,4 @@
-"""A graph in the making: names, constants bit by bit, what every model says of itself."""
+"""Building a graph: names, constants bit by bit, and the metadata of every model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multihead.errors import MissingPackageError
 from multihead.export.onnx.graph import Graph, imported
 
 
-def test_without_the_package_onnx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_onnx_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(MissingPackageError) as refusal:
         imported()
@@ -29,7 +29,7 @@ def test_a_name_that_is_taken_gets_a_number() -> None:
     assert [graph.constant(torch.zeros(1), name="weight") for _ in range(3)] == ["weight", "weight_2", "weight_3"]
 
 
-def test_a_list_of_integers_and_a_count_are_put_down_once() -> None:
+def test_a_list_of_integers_and_a_range_are_added_once() -> None:
     graph = Graph()
     assert graph.ints(1, 2) == graph.ints(1, 2) != graph.ints(1)
     assert graph.range(graph.ints(1)) == graph.range(graph.ints(1))
@@ -44,12 +44,12 @@ def test_a_constant_holds_the_tensor_bit_by_bit(dtype: torch.dtype) -> None:
     assert torch.equal(found, tensor.T.double())
 
 
-def test_a_model_says_who_made_it_in_the_oldest_format_that_holds_its_operators() -> None:
+def test_a_model_names_its_producer_in_the_oldest_format_with_its_operators() -> None:
     graph = Graph()
     graph.output(
         graph.node("Identity", graph.input("x", torch.float32, ("batch", None))), "y", torch.float32, (None, 1)
     )
-    model = graph.model(opset=23, name="nothing", said={"multihead.mask": "Full()"}, version="1.2")
+    model = graph.model(opset=23, name="nothing", metadata={"multihead.mask": "Full()"}, version="1.2")
     assert (model.producer_name, model.producer_version, model.ir_version) == ("multihead", "1.2", 11)
     assert [(each.key, each.value) for each in model.metadata_props] == [("multihead.mask", "Full()")]
     assert [(each.domain, each.version) for each in model.opset_import] == [("", 23)]

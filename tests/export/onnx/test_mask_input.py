@@ -1,4 +1,4 @@
-"""The operator is told what may be seen in the cheapest way that says it."""
+"""The operator gets the mask by the cheapest of its inputs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from onnx import helper
 
 from multihead import masks
 from multihead.export.onnx import to_model
-from multihead.export.onnx.context import Ground
+from multihead.export.onnx.context import Context
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.mask_input import shown, sinks_of
-from multihead.export.onnx.spec import asked
+from multihead.export.onnx.mask_input import mask_inputs, sinks_of
+from multihead.export.onnx.spec import checked_spec
 from multihead.layer import MultiHeadAttention
 from tests.export.running import assert_same, ran
 
 SELF, CROSS = ("x",), ("x", "memory")
 
 
-def told(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: Any = None, **options: Any) -> set[str]:
-    """The ways in which the operator is told something."""
+def used(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: Any = None, **options: Any) -> set[str]:
+    """Return the mask inputs of the operator that are used."""
     layer = MultiHeadAttention(8, 2, **options).eval()
     free = {"batch": None, "queries": None, "keys": None}
-    found = shown(Ground(Graph(), layer, asked(layer, inputs, mask, start, opset, free)))
+    found = mask_inputs(Context(Graph(), layer, checked_spec(layer, inputs, mask, start, opset, free)))
     return {name for name in ("is_causal", "table", "lengths", "some") if getattr(found, name)}
 
 
@@ -52,14 +52,14 @@ def told(inputs: tuple[str, ...], mask: masks.Mask, *, opset: int = 23, start: A
         ((*SELF, "bias"), masks.Full(), {}, {"table", "some"}),
     ],
 )
-def test_the_operator_is_told_what_it_must_know(
+def test_the_operator_gets_the_inputs_that_it_needs(
     inputs: tuple[str, ...], mask: masks.Mask, options: dict[str, Any], ways: set[str]
 ) -> None:
-    assert told(inputs, mask, **options) == ways
+    assert used(inputs, mask, **options) == ways
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_a_query_that_sees_no_key_gives_0_in_every_dtype(dtype: torch.dtype) -> None:
+def test_a_query_that_sees_no_key_results_in_0_in_every_dtype(dtype: torch.dtype) -> None:
     layer, x = MultiHeadAttention(8, 2, dtype=dtype, output_projection=False).eval(), torch.randn(2, 4, 8).to(dtype)
     mask = masks.Lengths(((0, 1, 2, 3), (4, 0, 4, 0)))
     found = ran(to_model(layer, mask=mask), x=x)
@@ -92,10 +92,10 @@ def test_a_key_of_0_is_a_sink_whose_logit_is_0() -> None:
     layer = MultiHeadAttention(8, 2, sinks=True, add_zero_attn=True).eval()
     assert layer.sinks is not None
     torch.nn.init.constant_(layer.sinks, 1.0)
-    ground = Ground(
-        Graph(), layer, asked(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
+    context = Context(
+        Graph(), layer, checked_spec(layer, SELF, masks.Full(), None, 23, dict.fromkeys(("batch", "queries", "keys")))
     )
-    assert torch.allclose(sinks_of(ground), torch.tensor(1.0).exp().add(1).log().double())
+    assert torch.allclose(sinks_of(context), torch.tensor(1.0).exp().add(1).log().double())
 
 
 def test_a_causal_layer_is_one_operator_between_projections() -> None:

@@ -1,4 +1,4 @@
-"""A mask written as nodes means what the mask means, for every size and start."""
+"""The nodes of a mask compute the mask, for every size and start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import drawing, oracle
 
 
 def computed(mask: masks.Mask, queries: int, keys: int, start: Start) -> Tensor:
-    """What the nodes of a mask give, broadcasting to (batch, heads, queries, keys)."""
+    """Return the result of the nodes of a mask, broadcasting to (batch, heads, queries, keys)."""
     graph = Graph()
     sizes = [graph.size(graph.input(name, torch.float32, (None,)), 0) for name in ("queries", "keys")]
     found = visible(graph, mask, Place.of(graph, *sizes, start))
@@ -38,7 +38,7 @@ def test_nodes_show_what_the_mask_shows(data: st.DataObject, size: drawing.Sizes
     assert torch.equal(found.expand(size.cells), oracle.shown(mask, size.cells, start))
 
 
-def test_a_tensor_behind_other_keys_speaks_of_those_behind_them() -> None:
+def test_a_tensor_after_leading_keys_covers_the_keys_after_them() -> None:
     mask = LeadingKeys(2, masks.Drop(torch.tensor([True, False, True]), "keys")) & masks.Lengths((5, 4))
     expected = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]]).bool()
     assert torch.equal(computed(mask, 1, 5, 0)[:, 0, 0], expected)
@@ -50,7 +50,7 @@ def test_a_prefix_of_no_key_shows_none() -> None:
 
 
 @given(st.data(), drawing.sizes(longest=6))
-def test_where_every_query_is_said_to_see_a_key_it_does(data: st.DataObject, size: drawing.Sizes) -> None:
+def test_if_always_sees_is_true_every_query_sees_a_key(data: st.DataObject, size: drawing.Sizes) -> None:
     mask, own = data.draw(drawing.trees(size)), data.draw(st.booleans())
     cells = (size.batch, size.heads, size.queries, size.queries) if own else size.cells
     try:
@@ -75,7 +75,7 @@ def test_where_every_query_is_said_to_see_a_key_it_does(data: st.DataObject, siz
         (LeadingKeys(2, masks.Keep(torch.ones(6, dtype=torch.bool), "keys")), {"keys": 8}),
     ],
 )
-def test_a_mask_fixes_the_sizes_it_is_written_with(mask: masks.Mask, sizes: dict[str, int]) -> None:
+def test_a_mask_fixes_the_sizes_of_its_tensors_and_lists(mask: masks.Mask, sizes: dict[str, int]) -> None:
     assert sizes_of(mask) == sizes
 
 
@@ -83,8 +83,7 @@ def test_parts_of_different_sizes_are_refused() -> None:
     with pytest.raises(MaskError) as refusal:
         sizes_of(masks.Lengths((5, 3)) & masks.Prefix((1, 2, 3)))
     assert str(refusal.value) == (
-        "Lengths((5, 3)) & Prefix((1, 2, 3)) speaks of 2 batch in one place and of 3 in another. "
-        "Give its parts the same sizes."
+        "Lengths((5, 3)) & Prefix((1, 2, 3)) has parts with 2 batch and parts with 3. Give its parts the same sizes."
     )
 
 

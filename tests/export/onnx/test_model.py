@@ -1,4 +1,4 @@
-"""The two functions that write a layer: what a model says of itself, files, and runs with other sizes."""
+"""The two functions that export a layer: metadata, files, and runs with other sizes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ WRITTEN = {
 WITHOUT_MEANING = {"dropout", "device", "dtype"}  # none in eval mode; where and how parameters are held
 
 
-def test_every_option_of_the_layer_is_written() -> None:
+def test_every_option_of_the_layer_is_exported() -> None:
     rejected = "unknown"  # collects names that the layer does not know
     options = set(inspect.signature(MultiHeadAttention.__init__).parameters) - {"self", rejected}
     assert options == WRITTEN | WITHOUT_MEANING
 
 
-def test_both_functions_take_the_same() -> None:
+def test_both_functions_have_the_same_arguments() -> None:
     of_model, of_write = (inspect.signature(each).parameters for each in (to_model, save))
     assert [name for name in of_write if name != "path"] == list(of_model)
     assert all(of_write[name] == parameter for name, parameter in of_model.items())
 
 
-def test_a_model_says_who_made_it_and_what_its_mask_is() -> None:
+def test_a_model_names_its_producer_and_its_mask() -> None:
     made = to_model(MultiHeadAttention(8, 2).eval(), mask=masks.Causal() & masks.Window(3))
     assert (made.producer_name, made.producer_version) == ("multihead", metadata.version("multihead"))
     assert {each.key: each.value for each in made.metadata_props} == {
@@ -72,11 +72,11 @@ def test_a_file_in_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> No
         save(MultiHeadAttention(8, 2).eval(), tmp_path / "none" / "layer.onnx")
     assert str(refusal.value) == (
         f"{str(tmp_path / 'none' / 'layer.onnx')!r} cannot be written: there is no folder "
-        f"{str(tmp_path / 'none')!r}. Make it first."
+        f"{str(tmp_path / 'none')!r}. Create it first."
     )
 
 
-def test_a_model_of_bfloat16_gives_what_the_layer_gives() -> None:
+def test_a_model_of_bfloat16_computes_the_output_of_the_layer() -> None:
     """By the standard's own evaluator: onnxruntime has no bfloat16 on the CPU."""
     layer, mask = MultiHeadAttention(8, 2, qk_norm=QKNorm(), dtype=torch.bfloat16).eval(), masks.Causal()
     x, lengths = torch.randn(2, 5, 8).bfloat16(), torch.tensor([3, 5])

@@ -1,4 +1,4 @@
-"""What position biases add is computed in the graph for every size, or written down for one."""
+"""Position biases are computed in the graph for every size, or stored as a constant for one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_model_adds_what_the_layer_adds_for_every_length(bias: nn.Module) ->
 
 @pytest.mark.parametrize("bias", BIASES, ids=repr)
 @pytest.mark.parametrize("start", [3, "end", torch.tensor([0, 5])], ids=str)
-def test_it_is_added_where_the_queries_stand(bias: nn.Module, start: Any) -> None:
+def test_it_is_added_at_the_positions_of_the_queries(bias: nn.Module, start: Any) -> None:
     layer, x, memory = layer_with(bias), torch.randn(2, 4, 12), torch.randn(2, 30, 12)
     found = ran(to_model(layer, inputs=("x", "memory"), query_start=start), x=x, memory=memory)
     assert_same(found, layer, x=x, memory=memory, query_start=start)
@@ -68,27 +68,27 @@ class Nearest(nn.Module):
         return RelativeBias(torch.where(far, -torch.inf, 0.0)[:, None].to(**made))
 
 
-def test_a_bias_that_is_not_ours_is_written_down_for_one_size() -> None:
+def test_a_bias_that_is_not_ours_is_a_constant_for_one_size() -> None:
     layer, x, memory = layer_with(Nearest()), torch.randn(2, 4, 12), torch.randn(2, 5, 12)
     made = to_model(layer, inputs=("x", "memory"), query_start=3, queries=4, keys=5)
     assert_same(ran(made, x=x, memory=memory), layer, x=x, memory=memory, query_start=3)
 
 
-def test_a_query_whose_bias_hides_all_keys_gives_0() -> None:
+def test_a_query_whose_bias_hides_all_keys_results_in_0() -> None:
     layer, x, memory = layer_with(Nearest(), dtype=torch.float64), torch.randn(2, 4, 12), torch.randn(2, 3, 12)
     made = to_model(layer, inputs=("x", "memory"), query_start=2, queries=4, keys=3)
     found = ran(made, x=x.double(), memory=memory.double())
     assert_same(found, layer, x=x.double(), memory=memory.double(), query_start=2)
 
 
-def test_a_query_that_stands_before_all_places_of_a_learned_bias_takes_the_first() -> None:
+def test_a_query_before_all_rows_of_a_learned_bias_takes_the_first() -> None:
     layer, x, memory = layer_with(LearnedBias(3, 9, 9)), torch.randn(2, 4, 12), torch.randn(2, 9, 12)
     start = torch.tensor([-2, 5])
     found = ran(to_model(layer, inputs=("x", "memory", "query_start")), x=x, memory=memory, query_start=start)
     assert_same(found, layer, x=x, memory=memory, query_start=start)
 
 
-def test_with_more_queries_than_keys_the_first_stand_before_all_places() -> None:
+def test_with_more_queries_than_keys_the_first_are_before_all_rows() -> None:
     layer, x, memory = layer_with(LearnedBias(3, 9, 9)), torch.randn(2, 4, 12), torch.randn(2, 2, 12)
     found = ran(to_model(layer, inputs=("x", "memory"), query_start="end"), x=x, memory=memory)
     assert_same(found, layer, x=x, memory=memory, query_start="end")
@@ -98,6 +98,6 @@ def test_a_bias_that_is_not_ours_is_refused_where_sizes_may_change() -> None:
     with pytest.raises(ArgumentError) as refusal:
         to_model(layer_with(Nearest()), queries=None)
     assert str(refusal.value) == (
-        "position_bias is a Nearest, whose values are not known for all sizes. "
-        "Fix the sizes: give queries=, keys= and no query_start among the inputs."
+        "position_bias is a Nearest, which can only be exported for fixed sizes. "
+        "Fix the sizes: give queries= and keys=, and remove query_start from the inputs."
     )

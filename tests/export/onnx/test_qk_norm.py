@@ -1,4 +1,4 @@
-"""Queries and keys are normalised as the layer normalises them, in float32 whatever the layer's dtype."""
+"""Queries and keys are normalised as the layer normalises them, in float32 for any dtype of the layer."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_a_norm_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ArgumentError) as refusal:
         to_model(layer)
     assert str(refusal.value) == (
-        "qk_norm is a Identity, and what it computes is not known here. Give a layer made with qk_norm=QKNorm(...)."
+        "qk_norm is a Identity, which cannot be exported. Give a layer constructed with qk_norm=QKNorm(...)."
     )

@@ -1,4 +1,4 @@
-"""What a model is asked to take: sizes that are fixed or may change, and what is refused, in words."""
+"""The specification of a model: sizes that are fixed or may change, and errors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import nn
 
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError, MultiheadError
-from multihead.export.onnx.spec import Asked, asked
+from multihead.export.onnx.spec import Spec, checked_spec
 from multihead.layer import MultiHeadAttention
 
 
-def checked(layer: object = None, **said: Any) -> Asked:
-    """Ask for a model, with what is not said as `model` has it."""
+def checked(layer: object = None, **options: Any) -> Spec:
+    """Check a specification, with the defaults of `to_model`."""
     layer = MultiHeadAttention(8, 2).eval() if layer is None else layer
-    sizes = {axis: said.pop(axis, None) for axis in ("batch", "queries", "keys")}
-    given = {"inputs": ("x",), "mask": masks.Full(), "query_start": None, "opset": 23} | said
-    return asked(layer, given["inputs"], given["mask"], given["query_start"], given["opset"], sizes)
+    sizes = {axis: options.pop(axis, None) for axis in ("batch", "queries", "keys")}
+    given = {"inputs": ("x",), "mask": masks.Full(), "query_start": None, "opset": 23} | options
+    return checked_spec(layer, given["inputs"], given["mask"], given["query_start"], given["opset"], sizes)
 
 
-def sizes(wanted: Asked) -> tuple[int | str, ...]:
-    return wanted.batch, wanted.queries, wanted.keys
+def sizes(spec: Spec) -> tuple[int | str, ...]:
+    return spec.batch, spec.queries, spec.keys
 
 
 class TestSizes:
@@ -47,8 +47,8 @@ class TestSizes:
 
 
 class Turned(MultiHeadAttention):
-    def forward(self, *given: Any, **said: Any) -> Any:
-        return super().forward(*given, **said)
+    def forward(self, *given: Any, **options: Any) -> Any:
+        return super().forward(*given, **options)
 
 
 class Adapted(nn.Linear):
@@ -68,38 +68,38 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"layer": nn.MultiheadAttention(8, 2)},
         ArgumentError,
         (
-            "layer is a MultiheadAttention, and no multihead.MultiHeadAttention. "
-            "Give ours; multihead.compat makes one of many other layers."
+            "layer is a MultiheadAttention, not a multihead.MultiHeadAttention. "
+            "Convert it first; multihead.compat converts many other layers."
         ),
     ),
     (
         {"layer": Turned(8, 2)},
         ArgumentError,
-        "Turned has a forward of its own, and what it does is not known here. Give a multihead.MultiHeadAttention.",
+        "Turned overrides forward, which cannot be exported. Give a multihead.MultiHeadAttention.",
     ),
     (
         {"layer": MultiHeadAttention(8, 2, dropout=0.1)},
         ArgumentError,
-        "The layer is in training mode and drops 10% of its weights, which no model does. Call layer.eval() first.",
+        "The layer is in training mode with a dropout of 10%, which cannot be exported. Call layer.eval() first.",
     ),
     (
         {"layer": adapted()},
         ArgumentError,
         (
-            "v_proj is a Adapted, and what it computes is not known here. "
-            "Give a layer of plain nn.Linear projections; adapters such as LoRA are merged into them first."
+            "v_proj is a Adapted, which cannot be exported. "
+            "Give a layer whose projections are plain nn.Linear; merge adapters such as LoRA into them first."
         ),
     ),
     (
         {"opset": 22},
         ArgumentError,
-        "opset is 22, and the Attention operator is written for opsets 23, 24 and 25. Give one of them.",
+        "opset is 22, and the operator Attention is supported for opsets 23, 24 and 25. Give one of them.",
     ),
     (
         {"inputs": ("x", "mask")},
         ArgumentError,
         (
-            "inputs is ('x', 'mask'). Give \"x\", and what else the model takes of memory, values, past, lengths, "
+            "inputs is ('x', 'mask'). Give \"x\", and any others of memory, values, past, lengths, "
             "memory_lengths, keep, bias, head_gates, query_start, each once."
         ),
     ),
@@ -107,20 +107,21 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"inputs": "x"},
         ArgumentError,
         (
-            "inputs is 'x'. Give \"x\", and what else the model takes of memory, values, past, lengths, "
+            "inputs is 'x'. Give \"x\", and any others of memory, values, past, lengths, "
             "memory_lengths, keep, bias, head_gates, query_start, each once."
         ),
     ),
     (
         {"inputs": ("x", "values")},
         ArgumentError,
-        'values is an input, and memory is none. Give inputs=("x", "memory", ...) for cross-attention.',
+        'values is an input, and memory is not. Give inputs=("x", "memory", ...) for cross-attention.',
     ),
     (
         {"layer": MultiHeadAttention(8, 2, key_dim=6)},
         ArgumentError,
         (
-            "memory is no input, and the layer's queries are made of 8 features, its keys of 6 and its values of 6. "
+            "memory is not an input, and the layer's queries are computed from 8 features, its keys from 6 and its "
+            "values from 6. "
             'Give inputs=("x", "memory", ...).'
         ),
     ),
@@ -128,38 +129,36 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         {"inputs": ("x", "memory"), "mask": masks.Causal()},
         ArgumentError,
         (
-            "memory is an input, and it matters where queries and keys stand. Say where the first query is: "
+            "memory is an input, and the mask or the layer depends on the positions of queries among the "
+            "keys. Give the position of the first query: "
             'query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).'
         ),
     ),
     (
         {"inputs": ("x", "query_start"), "query_start": 3},
         ArgumentError,
-        "query_start is an input and is given as a number too. Give it in one of two ways.",
+        "query_start is both an input and an argument. Remove one of them.",
     ),
     (
         {"inputs": ("x", "past", "lengths")},
         ArgumentError,
         (
             "past and lengths are both inputs. "
-            "The keys before those of x are those of past, all of them tokens: give one of the two."
+            "Remove one of them: with past, the keys are those of past followed by those of x, without padding."
         ),
     ),
     (
         {"layer": MultiHeadAttention(8, 2, sinks=True), "inputs": ("x", "past")},
         ArgumentError,
         (
-            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which would "
-            "stand behind those of past. Give a layer without one, or leave past out."
+            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which the "
+            "operator would place after those of past. Give a layer without one, or remove past."
         ),
     ),
     (
         {"inputs": ("x", "past"), "query_start": "end"},
         ArgumentError,
-        (
-            "query_start is 'end', and past is an input. "
-            "Leave query_start out: the queries stand behind the keys of past."
-        ),
+        ("query_start is 'end', and past is an input. Remove query_start: the queries follow the keys of past."),
     ),
     (
         {"query_start": "last"},
@@ -172,13 +171,13 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
         "query_start is a torch.float32 tensor of shape (2,). Give one int per sample.",
     ),
     ({"query_start": -1}, ArgumentError, "query_start is -1. Give an integer of at least 0."),
-    ({"mask": KEEP}, MaskError, f"{KEEP!r} has 3 heads, and the layer has 2. Give it as many, or 1."),
+    ({"mask": KEEP}, MaskError, f"{KEEP!r} has 3 heads, and the layer has 2. Give it 2 heads, or 1."),
     (
         {"mask": masks.Keep(KEEP.tensor[:, :1])},
         ArgumentError,
         (
-            "There are 4 queries and 6 keys, and neither memory nor past. "
-            "Give as many of both: in self-attention they are the same tokens."
+            "There are 4 queries and 6 keys, and neither memory nor past is an input. "
+            "Give the same number of both: in self-attention they are the same tokens."
         ),
     ),
     (
@@ -189,7 +188,7 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
     (
         {"inputs": ("x", "past"), "queries": 5, "keys": 3},
         ArgumentError,
-        "There are 5 queries and 3 keys, those of past among them. Give keys of at least as many.",
+        "There are 5 queries and 3 keys, including those of past. Give at least 5 keys.",
     ),
     ({"queries": 0}, ArgumentError, "queries is 0. Give an integer of at least 1."),
     (
@@ -203,10 +202,12 @@ REFUSED: list[tuple[dict[str, Any], type[MultiheadError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("said", "kind", "sentence"), REFUSED)
-def test_what_cannot_be_written_is_refused(said: dict[str, Any], kind: type[MultiheadError], sentence: str) -> None:
+@pytest.mark.parametrize(("options", "kind", "sentence"), REFUSED)
+def test_what_cannot_be_exported_is_rejected(
+    options: dict[str, Any], kind: type[MultiheadError], sentence: str
+) -> None:
     with pytest.raises(kind) as refusal:
-        checked(**said)
+        checked(**options)
     assert str(refusal.value) == sentence
 
 

@@ -1,4 +1,4 @@
-"""The attention of torch.nn: its drop-in class, the exchange of whole models, and conversions both ways."""
+"""Drop-ins for the attention of torch.nn, their installation in whole models, and conversions both ways."""
 
 from torch.nn import TransformerDecoder
 
@@ -12,7 +12,7 @@ from multihead.compat.torch_nn.transformer import (
     TransformerEncoderLayer,
 )
 
-# TransformerDecoder is PyTorch's own: it is here so that an import of all five is changed in one place.
+# TransformerDecoder is PyTorch's own; it is exported so that one changed import line covers all five classes.
 __all__ = [
     "MultiheadAttention",
     "Replaced",

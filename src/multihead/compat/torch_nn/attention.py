@@ -1,4 +1,4 @@
-"""The drop-in for nn.MultiheadAttention: its arguments and its state_dict, and the contract of multihead."""
+"""Drop-in for nn.MultiheadAttention: same arguments and state_dict, with the contract of multihead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from multihead.call import CallOrigin
-from multihead.compat.torch_nn.masks import Seeing, Sizes, seeing
-from multihead.compat.torch_nn.nested import beyond, nested_like
-from multihead.compat.torch_nn.weights import random_state, returned_weights
+from multihead.compat.torch_nn.masks import Sizes, Visible, visible
+from multihead.compat.torch_nn.nested import nested_like, padding_of
+from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_scripting, refuse_unless_share
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
@@ -24,19 +24,19 @@ _KEY = -1  # torch numbers the hooks that it registers from 0
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention, faster on any mask, and seen by `observe`.
+    """nn.MultiheadAttention, faster with any mask, and recorded by `observe`.
 
-    The arguments, the parameters and their first values for a seed, the state_dict, the outputs, weights and gradients
-    are the original's. Where the original gives NaN, this layer keeps the contract of multihead:
+    The arguments, the parameters and their initial values for a seed, the state_dict, the outputs, weights and
+    gradients are the original's. Where the original returns NaN, this layer keeps the contract of multihead:
 
-    - a query that sees no key gets weights of 0, and the output projection's bias as output;
-    - NaN in a token that `key_padding_mask` hides reaches nothing, no parameter's gradient either;
-    - asking for weights does not change a bit of the output; nor does saying `is_causal` of a causal mask, after which
-      the original hides added keys too.
+    - a query that sees no key has weights of 0, and the output projection's bias as its output;
+    - NaN in a token that `key_padding_mask` hides has no effect, on no parameter's gradient either;
+    - `need_weights` does not change a bit of the output without dropout; nor does `is_causal` with a causal mask, after
+      which the original hides added keys too.
 
-    It is an nn.MultiheadAttention to `isinstance`. `nn.TransformerEncoderLayer` calls its forward, where (in eval
-    without gradients) it would read the original's weights and bypass it: a forward pre-hook that does nothing keeps
-    the encoder layer off this fused path. Hooks on `out_proj` fire.
+    It is a subclass of nn.MultiheadAttention. In eval without gradients `nn.TransformerEncoderLayer` reads the
+    original's weights and bypasses its forward; a forward pre-hook that does nothing keeps the encoder layer off this
+    fused path, so that it calls the forward of this class. Hooks on `out_proj` fire.
 
     Args:
         embed_dim: width of queries and output, features.
@@ -48,11 +48,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         kdim: width of the keys' inputs; embed_dim if None.
         vdim: width of the values' inputs; embed_dim if None.
         batch_first: whether batched inputs are (batch, length, features), and not (length, batch, features).
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        ArgumentError: a size or share that does not fit; the sentence lists what would.
+        ArgumentError: a size or share that does not fit; the message lists those that do.
 
     >>> layer = MultiheadAttention(512, 8, batch_first=True)
     >>> x = torch.randn(2, 10, 512)
@@ -85,7 +85,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         keep_from_bypassing(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle a layer, also one saved when the drop-in stated that its projections were separate."""
+        """Unpickle a layer, also one that was saved with `_qkv_same_embed_dim` set to False by an older drop-in."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         keep_from_bypassing(self)
@@ -101,10 +101,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,  # noqa: FBT001, FBT002
         is_causal: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from query to key and value.
+        """Compute attention from query to key and value.
 
         Shapes are those of `batch_first=True`; without it batched inputs and outputs have length and batch
-        exchanged, and masks and weights stay as they are. Unbatched inputs, masks and outputs have no batch.
+        exchanged, and masks and weights have the same shapes. Unbatched inputs, masks and outputs have no batch.
 
         Args:
             query: (batch, queries, embed_dim), or a nested tensor of samples (queries, embed_dim).
@@ -113,18 +113,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask: (batch, keys), bool, True = hidden; or floats added to the scores.
             need_weights: whether the weights are returned.
             attn_mask: (queries, keys) or (batch * heads, queries, keys), bool, True = hidden; or floats added to
-                the scores, whose gradient may be asked for.
+                the scores, which may require a gradient.
             average_attn_weights: whether the returned weights are averaged over the heads.
-            is_causal: that attn_mask is the causal mask. It is looked at where that costs no waiting for a device;
-                without attn_mask the causal mask itself is meant, which the original refuses.
+            is_causal: whether attn_mask is the causal mask. This is checked where it needs no device synchronisation;
+                without attn_mask the causal mask itself is applied, which the original rejects.
 
         Returns: the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
             `average_attn_weights=False` (batch, heads, queries, keys), or None. In training they are those after
-            dropout, as the original's are. Added keys (bias, then zero) are their last columns. Of nested inputs the
+            dropout, as the original's are. Added keys (bias, then zero) are their last columns. For nested inputs the
             output is nested, and the weights are padded with 0.
 
         Raises:
-            ShapeError, DtypeError, MaskError, ArgumentError: in words, before anything is computed.
+            ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the layer or the others; raised
+                before anything is computed.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             self._refuse_unless_nested(query, key, value, attn_mask, key_padding_mask)
@@ -146,22 +147,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v = q[None], k[None], v[None]
         extra = (self.bias_k is not None) + bool(self.add_zero_attn)
         sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
-        told = seeing(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
+        shown = visible(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._with_added_keys(k, v)
-        merged, weights = self._attended(q, k, v, told, need_weights=need_weights, average=average_attn_weights)
+        merged, weights = self._attended(q, k, v, shown, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
-            # The added keys stand before the others, where they leave intervals of keys intervals; theirs is the end.
+            # Here added keys precede the others, so that visible keys remain intervals; in the original they are last.
             weights = weights.roll(-extra, -1) if extra else weights
             weights = weights if batched else weights[0]
         return output, weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Project what is the same tensor together: (..., embed_dim) each."""
+        """Project query, key and value, in one matrix product if they are the same tensor: (..., embed_dim) each."""
         width, packed = self.embed_dim, self.in_proj_weight
         dtype = self.out_proj.weight.dtype
-        # The original adds a bias of another dtype, and does not refuse it.
+        # The original accepts a bias of another dtype.
         bias = None if self.in_proj_bias is None else self.in_proj_bias.to(dtype)
         if packed is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -176,7 +177,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (projected[0], *projected[1].chunk(2, -1)) if key is value else tuple(projected)
 
     def _with_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the learned key and the key of 0, where the layer has them, before all others."""
+        """Prepend the learned key and the key of 0, where the layer has them."""
         if self.bias_k is not None and self.bias_v is not None:
             size = (k.shape[0], 1, self.embed_dim)
             k_added, v_added = [self.bias_k.to(k.dtype).expand(size)], [self.bias_v.to(v.dtype).expand(size)]
@@ -188,41 +189,41 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
 
     def _attended(
-        self, q: Tensor, k: Tensor, v: Tensor, told: Seeing, *, need_weights: bool, average: bool
+        self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, *, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        terms = (told.mask, told.bias, None, None, None, dropout, told.query_start)
+        terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
         request = request_of(q, k, v, *terms, origin=CallOrigin(self))
         if suits(request, need_weights=need_weights):
             output, weights = attended_by_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights
-        state = random_state(q.device) if need_weights and dropout else None
-        attended = attend(request)
-        weights = returned_weights(request, attended, average=average, random_state=state) if need_weights else None
-        return merge_heads(attended.output), weights
+        if need_weights:
+            output, weights = attend_with_weights(request, average=average)
+            return merge_heads(output), weights
+        return merge_heads(attend(request).output), None
 
     def _packed(self, query: Tensor) -> Tensor:
-        """Attend within nested samples of any lengths, as nn.TransformerEncoder gives them: one row of documents."""
+        """Attend within nested samples, as nn.TransformerEncoder makes them: packed into one row of documents."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        told = Seeing(Documents(lengths), None, 0)
+        shown = Visible(Documents(lengths), None, 0)
         q, k, v = self._projected(tokens, tokens, tokens)
-        merged, _ = self._attended(q, k, v, told, need_weights=False, average=False)
+        merged, _ = self._attended(q, k, v, shown, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from nested samples to nested samples; weights are padded with 0, as the original's are."""
-        rows, columns = beyond(query), beyond(key)  # (batch, length) each
-        unique = {id(given): given for given in (query, key, value)}
+        rows, columns = padding_of(query), padding_of(key)  # (batch, length) each
+        unique = {id(nested): nested for nested in (query, key, value)}
         padded = {
-            name: pad_sequence(list(given.unbind()), batch_first=self.batch_first) for name, given in unique.items()
+            name: pad_sequence(list(nested.unbind()), batch_first=self.batch_first) for name, nested in unique.items()
         }
-        q, k, v = (padded[id(given)] for given in (query, key, value))
+        q, k, v = (padded[id(nested)] for nested in (query, key, value))
         output, weights = self.forward(q, k, v, columns, need_weights, None, average, is_causal)
         output = output if self.batch_first else output.transpose(0, 1)
         samples = [sample[~hidden] for sample, hidden in zip(output, rows, strict=True)]
@@ -234,27 +235,27 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _refuse_unless_nested(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> None:
-        """Refuse inputs of which some are nested and others are not, or which do not fit each other."""
+        """Reject inputs of which only some are nested, or which do not fit each other."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ArgumentError(
                 "query is a nested tensor, whose lengths torch.jit.trace would record as constants.",
                 "Set enable_nested_tensor=False in nn.TransformerEncoder (or encoder.use_nested_tensor = False).",
             )
-        given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
-        for name, tensor, _ in given:
+        inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, tensor, _ in inputs:
             if not tensor.is_nested:
                 raise ShapeError(
-                    f"{name} is no nested tensor, and another input is one.",
+                    f"{name} is not a nested tensor, and another input is.",
                     "Give query, key and value as nested tensors, or none of them.",
                 )
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if mask is not None:
                 raise ArgumentError(
-                    f"query is a nested tensor, and {name} is given, which describes padded ones.",
-                    f"Leave {name} out, or give query.to_padded_tensor(0.0) and a key_padding_mask.",
+                    f"query is a nested tensor, and {name} describes padded tensors.",
+                    f"Remove {name}, or give query.to_padded_tensor(0.0) and a key_padding_mask.",
                 )
         lengths = []
-        for name, tensor, width in given:
+        for name, tensor, width in inputs:
             samples = tensor.unbind()
             if not samples or any(sample.dim() != 2 or sample.shape[1] != width for sample in samples):
                 shapes = ", ".join(str(tuple(sample.shape)) for sample in samples) or "no samples"
@@ -264,18 +265,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             lengths.append([sample.shape[0] for sample in samples])
         if len(lengths[0]) != len(lengths[1]):
             raise ShapeError(
-                f"query has {len(lengths[0])} samples and key has {len(lengths[1])}.", "Give both the same batch."
+                f"query has {len(lengths[0])} samples and key has {len(lengths[1])}.", "Give both the same batch size."
             )
         if lengths[1] != lengths[2]:
             raise ShapeError(
-                f"key has samples of the lengths {lengths[1]} and value of {lengths[2]}.",
-                "Give every key its one value.",
+                f"key has samples of lengths {lengths[1]} and value of lengths {lengths[2]}.",
+                "Give one value per key.",
             )
 
     def _without_bad_padding(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Put 0 for NaN and inf in hidden tokens: in the projection, 0 * NaN would reach a parameter's gradient."""
+        """Replace NaN and inf in hidden tokens by 0: in the projection, 0 * NaN would reach a parameter's gradient."""
         if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
             return query, key, value
         if readable(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
@@ -286,19 +287,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             hidden = hidden.T
         if hidden.shape != key.shape[:-1]:
-            return query, key, value  # refused in words where masks are translated
+            return query, key, value  # rejected where the masks are translated
         clean = _finite_where(hidden, key)
         of_value = clean if value is key else _finite_where(hidden, value)
         return clean if query is key else query, clean, of_value
 
     def _refuse_unless_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse inputs that do not fit the layer or each other."""
+        """Reject inputs that do not fit the layer or each other."""
         assert self.kdim is not None
         assert self.vdim is not None
         layout = "(batch, length, features)" if self.batch_first else "(length, batch, features)"
         dtype = self.out_proj.weight.dtype
-        given = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
-        for name, tensor, width in given:
+        inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, tensor, width in inputs:
             if tensor.dim() not in (2, 3) or tensor.shape[-1] != width:
                 raise ShapeError(
                     f"{name} has shape {tuple(tensor.shape)}.",
@@ -307,7 +308,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if tensor.dim() != query.dim():
                 raise ShapeError(
                     f"query has {query.dim()} dimensions and {name} has {tensor.dim()}.",
-                    "Give all three a batch, or none.",
+                    "Give all three a batch dimension, or none of them.",
                 )
             if tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
                 raise DtypeError(
@@ -316,30 +317,30 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
         if key.shape[:-1] != value.shape[:-1]:
             raise ShapeError(
-                f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}.", "Give every key its one value."
+                f"key has shape {tuple(key.shape)} and value has {tuple(value.shape)}.", "Give one value per key."
             )
         batch_axis = 0 if self.batch_first else 1
         if query.dim() == 3 and query.shape[batch_axis] != key.shape[batch_axis]:
             raise ShapeError(
                 f"query has {query.shape[batch_axis]} samples and key has {key.shape[batch_axis]}: "
                 f"with batch_first={self.batch_first} inputs are {layout}.",
-                f"Give both the same batch, or make the layer with batch_first={not self.batch_first}.",
+                f"Give both the same batch size, or construct the layer with batch_first={not self.batch_first}.",
             )
 
 
 def _finite_where(hidden: Tensor, x: Tensor) -> Tensor:
-    """Replace hidden tokens that are not finite by 0, and no others, so that their own outputs do not depend on it."""
+    """Replace hidden tokens that are not finite by 0, and no others: a finite one may be a query of its own."""
     return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
 
 
 def keep_from_bypassing(module: nn.MultiheadAttention) -> None:
-    """Keep nn.TransformerEncoderLayer from computing the attention without calling the module.
+    """Make nn.TransformerEncoderLayer call the module instead of its fused operator.
 
-    In eval without gradients the encoder layer hands the weights of `self_attn` to one fused operator, unless one of
+    In eval without gradients the encoder layer passes the weights of `self_attn` to one fused operator, unless one of
     its submodules has a forward hook. This hook does nothing, and adapters and copies of the module keep it.
     """
-    # The key is no number that register_forward_pre_hook draws: a hook that is registered after unpickling in another
-    # process would replace this one otherwise.
+    # register_forward_pre_hook never assigns this key. Otherwise, a hook that is registered after unpickling in another
+    # process could replace this one.
     module._forward_pre_hooks[_KEY] = _do_nothing  # noqa: SLF001
 
 
@@ -348,14 +349,14 @@ def let_bypass(module: nn.MultiheadAttention) -> None:
     module._forward_pre_hooks.pop(_KEY, None)  # noqa: SLF001
 
 
-def _do_nothing(module: nn.Module, given: tuple[Any, ...]) -> None:
-    """Be a forward pre-hook."""
+def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Leave the inputs of a module as they are (a forward pre-hook)."""
 
 
 def _batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange length and batch, and keep the same tensors the same.
+    """Exchange length and batch; inputs that are the same tensor stay the same tensor.
 
-    They are laid out anew: the tokens of a sample would stand too far apart for every matrix product behind.
+    The copies are contiguous, because the matrix products that follow are slow on tokens with large strides.
     """
     q = query.transpose(0, 1).contiguous()
     k = q if key is query else key.transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Turn an nn.MultiheadAttention into our own layer, and back."""
+"""Convert an nn.MultiheadAttention to our own layer, and back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """Make our layer out of an nn.MultiheadAttention: equal outputs, weights of its own.
+    """Convert an nn.MultiheadAttention to our layer, with equal outputs and copies of the parameters.
 
-    Ours takes (batch, length, features) whatever the original's `batch_first` says, and masks of `multihead.masks`.
+    Our layer takes (batch, length, features) for any `batch_first` of the original, and masks of `multihead.masks`.
     Device, dtype, mode and requires_grad are kept.
 
     Args:
@@ -39,7 +39,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         dropout=module.dropout,
         add_bias_kv=module.bias_k is not None,
         add_zero_attn=module.add_zero_attn,
-        device="meta",  # no random number is drawn for weights that are given
+        device="meta",  # so that no random numbers are drawn for parameters that are copied
         dtype=out.weight.dtype,
     )
     separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -51,29 +51,30 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if out.bias is not None:
         sources |= {"out_proj.bias": out.bias, **_divided(module.in_proj_bias, "bias")}
     for name, row in (("bias_k", module.bias_k), ("bias_v", module.bias_v)):
-        if row is not None:  # (1, 1, embed_dim) there, a row a head here
+        if row is not None:  # (1, 1, embed_dim) there, one row per head here
             sources[name] = row.detach().view(module.num_heads, -1).requires_grad_(row.requires_grad)
     return _filled(layer, sources).train(module.training)
 
 
 def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.MultiheadAttention:
-    """Make an nn.MultiheadAttention out of our layer: equal outputs, weights of its own.
+    """Convert our layer to an nn.MultiheadAttention, with equal outputs and copies of the parameters.
 
-    Device, dtype and mode are kept; so is requires_grad, where a packed parameter learns if one of its parts does.
+    Device, dtype and mode are kept, and so is requires_grad: a packed parameter requires a gradient if one of its parts
+    does.
 
     Args:
         layer: our layer.
-        batch_first: whether the original is to take (batch, length, features), as ours does.
+        batch_first: whether the result takes (batch, length, features), as our layer does.
 
     Raises:
-        ArgumentError: the layer has what nn.MultiheadAttention cannot have, such as grouped heads.
+        ArgumentError: the layer has options that nn.MultiheadAttention lacks, such as grouped heads.
 
     >>> layer = MultiHeadAttention(16, 2)
     >>> x = torch.randn(3, 5, 16)
     >>> torch.allclose(to_torch(layer)(x, x, x)[0], layer(x), atol=1e-6)
     True
     """
-    _refuse_unless_sayable(layer)
+    _refuse_unless_convertible(layer)
     assert layer.out_proj is not None
     module = nn.MultiheadAttention(
         layer.embed_dim,
@@ -103,7 +104,7 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
 
 
 def _divided(packed: Tensor, name: str) -> dict[str, Tensor]:
-    """Cut a packed parameter into those of the three projections."""
+    """Split a packed parameter into those of the three projections."""
     parts = (part.requires_grad_(packed.requires_grad) for part in packed.detach().chunk(3))
     return {f"{projection}.{name}": part for projection, part in zip(_PROJECTIONS, parts, strict=True)}
 
@@ -114,7 +115,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def _filled(module: _Made, sources: dict[str, Tensor]) -> _Made:
-    """Give a module without storage copies of tensors, which learn if their sources do."""
+    """Set the parameters of a module on the meta device to copies of tensors, with the same requires_grad."""
     for name, source in sources.items():
         owner, _, attribute = name.rpartition(".")
         parameter = nn.Parameter(source.detach().clone(), requires_grad=source.requires_grad)
@@ -122,35 +123,36 @@ def _filled(module: _Made, sources: dict[str, Tensor]) -> _Made:
     return module
 
 
-def _refuse_unless_sayable(layer: MultiHeadAttention) -> None:
-    """Refuse what nn.MultiheadAttention has no word for."""
+def _refuse_unless_convertible(layer: MultiHeadAttention) -> None:
+    """Reject a layer with options that nn.MultiheadAttention lacks."""
     usual = layer.head_dim**-0.5
-    findings = (
+    differences = (
         (layer.out_proj is None, "has no output projection", "output_projection=True"),
         (layer.merge != "concat", f"merges its heads by {layer.merge!r}", 'merge="concat"'),
         (layer.num_kv_heads != layer.num_heads, f"has {layer.num_heads} heads and {layer.num_kv_heads} key/value heads",
-         "as many key/value heads as heads"),
+         "one key/value head per head"),
         (layer.head_dim * layer.num_heads != layer.embed_dim or layer.value_head_dim != layer.head_dim,
          f"has heads of {layer.head_dim} features and values of {layer.value_head_dim}",
          f"heads and values of embed_dim / num_heads = {layer.embed_dim / layer.num_heads:g}"),
         (layer.output_dim != layer.embed_dim, f"has output_dim {layer.output_dim}", f"output_dim={layer.embed_dim}"),
         (layer.scale is not None and not math.isclose(layer.scale, usual), f"has the scale {layer.scale}",
          f"the scale 1 / sqrt(head_dim) = {usual:g}"),
-        (layer.rotary is not None, "turns queries and keys (rotary)", "rotary=None"),
+        (layer.rotary is not None, "rotates queries and keys (rotary)", "rotary=None"),
         (layer.qk_norm is not None, "normalises queries and keys", "qk_norm=None"),
         (layer.position_bias is not None, "has a position bias", "position_bias=None"),
         (layer.softcap is not None, f"has the softcap {layer.softcap}", "softcap=None"),
         (layer.sinks is not None, "has learned sinks", "sinks=False"),
         (layer.head_gates is not None, "has gates on its heads", "head_gates=False"),
     )  # fmt: skip
-    for found, finding, mend in findings:
-        if found:
+    for differs, difference, remedy in differences:
+        if differs:
             raise ArgumentError(
-                f"The layer {finding}, which nn.MultiheadAttention cannot say.", f"Convert a layer with {mend}."
+                f"The layer {difference}, which nn.MultiheadAttention does not support.",
+                f"Convert a layer with {remedy}.",
             )
     for name in (*_PROJECTIONS, "out_proj"):
         if type(layer.get_submodule(name)) is not nn.Linear:
             raise ArgumentError(
-                f"The layer's {name} is a {type(layer.get_submodule(name)).__name__}, and no nn.Linear.",
-                "Merge what was put around it (an adapter, a quantisation) into an nn.Linear first.",
+                f"The layer's {name} is a {type(layer.get_submodule(name)).__name__}, not an nn.Linear.",
+                "Merge its wrapper (an adapter, a quantisation) into an nn.Linear first.",
             )

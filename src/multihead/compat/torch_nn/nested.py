@@ -1,4 +1,4 @@
-"""Nested tensors: which places their padded form has in excess, and new ones of the same lengths."""
+"""Find the padding of a nested tensor's padded form, and build nested tensors of the same lengths."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def beyond(nested: Tensor) -> Tensor:
-    """Mark the padding that the padded form of a nested tensor has: (batch, length), bool.
+def padding_of(nested: Tensor) -> Tensor:
+    """Return where the padded form of a nested tensor is padding: (batch, length), bool.
 
-    >>> beyond(torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged))
+    >>> padding_of(torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged))
     tensor([[False,  True,  True],
             [False, False, False]])
     """
@@ -18,10 +18,10 @@ def beyond(nested: Tensor) -> Tensor:
 
 
 def nested_like(nested: Tensor, samples: list[Tensor]) -> Tensor:
-    """Make a nested tensor of samples that are as long as those of another, so that the two can be added.
+    """Build a nested tensor of samples with the lengths of another, so that the two can be added.
 
     Args:
-        nested: the other one, of layout strided or jagged.
+        nested: the other nested tensor, of layout strided or jagged.
         samples: (length, features) each.
 
     >>> x = torch.nested.nested_tensor([torch.zeros(1, 4), torch.zeros(3, 4)], layout=torch.jagged)
@@ -30,12 +30,12 @@ def nested_like(nested: Tensor, samples: list[Tensor]) -> Tensor:
     """
     if nested.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(samples, layout=nested.layout)
-    # PyTorch takes two jagged tensors for equally long where they share the tensor of offsets, and of lengths.
+    # To PyTorch two jagged tensors have the same lengths only if they share the tensors of offsets and lengths.
     offsets, lengths = nested.offsets(), nested.lengths()  # type: ignore[attr-defined]
     tokens = torch.cat(samples)
-    if lengths is not None:  # the samples lie apart
+    if lengths is not None:  # there are gaps between the samples
         starts = zip(offsets[:-1].tolist(), samples, strict=True)
         places = [torch.arange(start, start + len(sample), device=offsets.device) for start, sample in starts]
-        room = tokens.new_zeros(nested.values().shape[0], tokens.shape[1])
-        tokens = room.index_copy(0, torch.cat(places), tokens)
+        whole = tokens.new_zeros(nested.values().shape[0], tokens.shape[1])
+        tokens = whole.index_copy(0, torch.cat(places), tokens)
     return torch.nested.nested_tensor_from_jagged(tokens, offsets, lengths)

@@ -1,4 +1,4 @@
-"""Exchange every nn.MultiheadAttention of a model for the drop-in, list them, and undo it."""
+"""Replace every nn.MultiheadAttention of a model by the drop-in, list them, and restore them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, eq=False)
 class Replaced(Generic[Model]):
-    """A model whose attention was exchanged; `str()` lists it, `restore()` or leaving a `with` block undoes it.
+    """A model whose attention was replaced; `str()` lists it, `restore()` or leaving a `with` block undoes it.
 
-    Fields:
+    Attributes:
         model: the model with drop-ins.
-        names: of the modules that were exchanged, the model itself being "".
-        left: for each nn.MultiheadAttention that stays, why, in words.
+        names: names of the modules that were replaced, "" for the model itself.
+        left: for each nn.MultiheadAttention that was not replaced, its name and the reason.
     """
 
     model: Model
@@ -30,7 +30,7 @@ class Replaced(Generic[Model]):
     left: dict[str, str]
 
     def restore(self) -> Model:
-        """Make each exchanged module the original again, with the parameters that it has now."""
+        """Change each replaced module back to the original class, with its current parameters."""
         for name in self.names:
             module = self.model.get_submodule(name)
             if type(module) is MultiheadAttention:
@@ -47,27 +47,27 @@ class Replaced(Generic[Model]):
 
     def __str__(self) -> str:
         count = len(self.names)
-        lines = [f"{count or 'No'} nn.MultiheadAttention {'was' if count < 2 else 'were'} exchanged."]
+        lines = [f"{count or 'No'} nn.MultiheadAttention {'was' if count < 2 else 'were'} replaced."]
         lines += [f"  {name or 'the model itself'}" for name in self.names]
-        lines += [f"  {name or 'the model itself'} stays: {reason}" for name, reason in self.left.items()]
+        lines += [f"  {name or 'the model itself'} was not: {reason}" for name, reason in self.left.items()]
         return "\n".join(lines)
 
 
 def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
-    """Exchange every nn.MultiheadAttention of a model, the model itself included, for the drop-in.
+    """Replace every nn.MultiheadAttention of a model, the model itself included, by the drop-in.
 
-    Parameters stay the very same, so an optimizer that has them goes on; hooks, device, dtype, mode and
-    requires_grad stay too. Subclasses and modules with a forward of their own stay what they are, and are listed.
+    The parameters are the same objects, so an optimizer that holds them keeps working; hooks, device, dtype, mode and
+    requires_grad are kept. Subclasses and modules whose forward was overridden are not replaced, and are listed.
 
     Args:
         model: any model.
         inplace: whether the model itself is changed. Otherwise a copy is, which shares its parameters and buffers.
 
-    Returns: the model and the names of what was exchanged.
+    Returns: the model and the names of the replaced modules.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 2, enable_nested_tensor=False)
     >>> print(replaced := replace(encoder, inplace=True))
-    2 nn.MultiheadAttention were exchanged.
+    2 nn.MultiheadAttention were replaced.
       layers.0.self_attn
       layers.1.self_attn
     >>> replaced.restore() is encoder
@@ -81,7 +81,7 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
         if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):
             continue
         if type(module) is not nn.MultiheadAttention:
-            left[name] = f"it is a {type(module).__name__}, whose forward may be another."
+            left[name] = f"it is a {type(module).__name__}, whose forward may differ."
         elif "forward" in module.__dict__:
             left[name] = "its forward was set on the instance."
         else:
@@ -91,7 +91,7 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
 
 
 def _become(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
-    """Change the class of a module. The drop-in has the original's attributes and one hook: the object stays."""
+    """Change the class of a module in place: the drop-in has the original's attributes and one more hook."""
     module.__class__ = kind
     assert isinstance(module, nn.MultiheadAttention)
     if kind is MultiheadAttention:

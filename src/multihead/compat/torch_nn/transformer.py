@@ -1,4 +1,4 @@
-"""PyTorch's transformer layers, made with the drop-in: the originals' arguments and state_dict."""
+"""PyTorch's transformer layers with the drop-in as their attention: same arguments and state_dict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multihead.compat.torch_nn.replace import replace
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """nn.TransformerEncoderLayer, whose `self_attn` is the drop-in. It takes the same arguments.
+    """nn.TransformerEncoderLayer with the drop-in as `self_attn` and the same arguments.
 
     >>> import torch
     >>> TransformerEncoderLayer(16, 2, batch_first=True)(torch.randn(3, 5, 16)).shape
@@ -23,7 +23,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
-    """nn.TransformerDecoderLayer, whose `self_attn` and `multihead_attn` are the drop-in. It takes the same arguments.
+    """nn.TransformerDecoderLayer with the drop-in as `self_attn` and `multihead_attn`, and the same arguments.
 
     >>> import torch
     >>> layer = TransformerDecoderLayer(16, 2, batch_first=True)
@@ -37,10 +37,10 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """nn.TransformerEncoder, whose attention is the drop-in. It takes the same arguments.
+    """nn.TransformerEncoder with the drop-in as its attention, and the same arguments.
 
-    In eval without gradients a padded batch is packed before the first layer, as by the original: padding costs
-    nothing, and its outputs are 0.
+    In eval without gradients a padded batch is packed before the first layer, as by the original: padding is not
+    computed, and its outputs are 0.
 
     >>> import torch
     >>> layer = TransformerEncoderLayer(16, 2, batch_first=True)
@@ -54,7 +54,7 @@ class TransformerEncoder(nn.TransformerEncoder):
 
 
 class Transformer(nn.Transformer):
-    """nn.Transformer, whose attention is the drop-in in encoder and decoder. It takes the same arguments.
+    """nn.Transformer with the drop-in as the attention of encoder and decoder, and the same arguments.
 
     >>> import torch
     >>> model = Transformer(16, 2, 1, 1, 32, batch_first=True)

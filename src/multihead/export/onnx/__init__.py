@@ -1,4 +1,4 @@
-"""A layer as an ONNX model."""
+"""Export a layer as an ONNX model."""
 
 from multihead.export.onnx.model import save, to_model
 

@@ -1,4 +1,4 @@
-"""What all parts of an exported layer stand on: its graph, its inputs, and the sizes of the call."""
+"""Shared state of one export: the graph, its inputs, and the sizes of a call."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import torch
 
 from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.masks import Place
-from multihead.export.onnx.spec import INPUTS, Asked
+from multihead.export.onnx.spec import INPUTS, Spec
 from multihead.layer import MultiHeadAttention
 
 
-class Ground:
-    """A graph with the inputs of a layer's call, and the names of what is read off them, each read once.
+class Context:
+    """A graph with the inputs of a layer's call, and the names of values computed from them, each computed once.
 
     Args:
-        graph: an empty one.
-        layer: what is written.
-        wanted: what the model takes.
+        graph: an empty graph.
+        layer: the layer to export.
+        spec: the specification of the model.
 
-    Fields:
-        dtype: of the layer and of all that flows through it.
-        inputs: the names of the inputs there are.
+    Attributes:
+        dtype: dtype of the layer and of its inputs and outputs.
+        inputs: the names of the inputs.
     """
 
-    def __init__(self, graph: Graph, layer: MultiHeadAttention, wanted: Asked) -> None:
-        self.graph, self.layer, self.wanted = graph, layer, wanted
+    def __init__(self, graph: Graph, layer: MultiHeadAttention, spec: Spec) -> None:
+        self.graph, self.layer, self.spec = graph, layer, spec
         self.dtype: torch.dtype = layer.q_proj.weight.dtype
-        self.inputs = tuple(name for name in INPUTS if name in wanted.inputs)
+        self.inputs = tuple(name for name in INPUTS if name in spec.inputs)
         for name in self.inputs:
             self._declare(name)
 
     def _declare(self, name: str) -> None:
-        wanted, layer = self.wanted, self.layer
+        spec, layer = self.spec, self.layer
         rows: dict[str, tuple[int | str, int]] = {
-            "x": (wanted.queries, layer.embed_dim),
-            "memory": (wanted.keys, layer.key_dim),
-            "values": (wanted.keys, layer.value_dim),
+            "x": (spec.queries, layer.embed_dim),
+            "memory": (spec.keys, layer.key_dim),
+            "values": (spec.keys, layer.value_dim),
         }
         if name in rows:
-            self.graph.input(name, self.dtype, (wanted.batch, *rows[name]))
+            self.graph.input(name, self.dtype, (spec.batch, *rows[name]))
         elif name == "past":
-            fixed = isinstance(wanted.keys, int) and isinstance(wanted.queries, int)
-            past = int(wanted.keys) - int(wanted.queries) if fixed else "past"
+            fixed = isinstance(spec.keys, int) and isinstance(spec.queries, int)
+            past = int(spec.keys) - int(spec.queries) if fixed else "past"
             for part, width in (("past_key", layer.head_dim), ("past_value", layer.value_head_dim)):
-                self.graph.input(part, self.dtype, (wanted.batch, layer.num_kv_heads, past, width))
+                self.graph.input(part, self.dtype, (spec.batch, layer.num_kv_heads, past, width))
         elif name in ("keep", "bias", "head_gates"):
             axes = 3 if name == "head_gates" else 4
             self.graph.input(name, torch.bool if name == "keep" else self.dtype, (None,) * axes)
         else:
-            self.graph.input(name, torch.int64, (wanted.batch,))
+            self.graph.input(name, torch.int64, (spec.batch,))
 
     @cached_property
     def batch(self) -> str:
@@ -64,15 +64,15 @@ class Ground:
 
     @cached_property
     def keys(self) -> str:
-        """The number of keys, a list of one integer; those that the layer adds are not counted."""
-        if self.wanted.goes_on:
+        """The number of keys without those that the layer adds, a list of one integer."""
+        if self.spec.has_past:
             return self.graph.node("Add", self.graph.size("past_key", 2), self.queries)
-        return self.graph.size("memory", 1) if self.wanted.crosses else self.queries
+        return self.graph.size("memory", 1) if self.spec.crosses else self.queries
 
     @cached_property
     def place(self) -> Place:
-        """Where queries and keys stand."""
-        return Place.of(self.graph, self.queries, self.keys, self.wanted.start)
+        """The positions of queries and keys."""
+        return Place.of(self.graph, self.queries, self.keys, self.spec.start)
 
     @cached_property
     def nothing(self) -> str:
@@ -81,17 +81,17 @@ class Ground:
 
     @cached_property
     def hidden(self) -> str:
-        """What is added to the score of a key that is hidden: -inf."""
+        """The bias of a hidden key, -inf, in the layer's dtype."""
         return self.graph.constant(torch.tensor(-torch.inf, dtype=self.dtype), name="hidden")
 
     @property
     def key_lengths(self) -> str | None:
-        """The input that says how many keys of a sample are tokens, if there is one."""
-        name = "memory_lengths" if self.wanted.crosses else "lengths"
+        """The input with the number of keys of each sample that are tokens, if there is one."""
+        name = "memory_lengths" if self.spec.crosses else "lengths"
         return name if name in self.inputs else None
 
     def inside(self, lengths: str) -> str:
-        """(batch, length, 1), bool: True = a token, False = padding."""
+        """Return where there are tokens, and not padding: (batch, length, 1), bool."""
         size = self.queries if lengths == "lengths" else self.keys
         tokens = self.graph.node("Reshape", self.graph.range(size), self.graph.ints(1, -1, 1))
         counts = self.graph.node("Reshape", lengths, self.graph.ints(-1, 1, 1))

@@ -1,4 +1,4 @@
-"""An ONNX graph in the making: each method adds something and returns the name of the value it gives."""
+"""Build an ONNX graph: each method adds a node, a constant or an input, and returns the name of its value."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def imported() -> ModuleType:
 
 
 class Graph:
-    """Nodes, constants, inputs and outputs, put down one after the other.
+    """Nodes, constants, inputs and outputs of a graph, in the order in which they were added.
 
     >>> graph = Graph()
     >>> x = graph.input("x", torch.float32, ("batch", 3))
@@ -64,7 +64,7 @@ class Graph:
         return name
 
     def output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
-        """Declare what the last node gives as an output, under a name of its own."""
+        """Declare the value of the last node as an output, and rename it."""
         assert self._nodes[-1].output[0] == value
         self._nodes[-1].output[0] = self._own(name)
         self._outputs.append(self._declared(name, dtype, sizes))
@@ -74,64 +74,65 @@ class Graph:
         self._outputs.append(self._declared(value, dtype, sizes))
 
     def constant(self, value: Tensor, *, name: str = "constant") -> str:
-        """Put down a tensor, bit by bit, whatever its dtype and device."""
+        """Add a tensor of any dtype and device as a constant, bit by bit."""
         name = self._own(name)
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        made = self._onnx.helper.make_tensor(name, self._type(value.dtype), tuple(value.shape), raw, raw=True)
-        self._constants.append(made)
+        constant = self._onnx.helper.make_tensor(name, self._type(value.dtype), tuple(value.shape), raw, raw=True)
+        self._constants.append(constant)
         return name
 
     def ints(self, *values: int) -> str:
-        """Put down a list of integers, as shapes and axes are given; the same list is put down once."""
+        """Add a list of integers, such as shapes and axes; equal lists share one constant."""
         if values not in self._lists:
             self._lists[values] = self.constant(torch.tensor(values, dtype=torch.int64), name="ints")
         return self._lists[values]
 
     def node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """Add a node with one output; an input that is left out is an empty name."""
-        given = self._own(name or operator.lower())
-        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [given], **attributes))
-        return given
+        """Add a node with one output; an unused input is an empty name."""
+        output = self._own(name or operator.lower())
+        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
+        return output
 
     def several(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
-        """Add a node with an output for each name."""
-        given = [self._own(name) for name in names]
-        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), given, **attributes))
-        return given
+        """Add a node with one output per name."""
+        outputs = [self._own(name) for name in names]
+        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), outputs, **attributes))
+        return outputs
 
     def cast(self, value: str, dtype: torch.dtype) -> str:
-        """Convert a value."""
+        """Convert a value to a dtype."""
         return self.node("Cast", value, to=self._type(dtype))
 
     def size(self, value: str, axis: int) -> str:
-        """Read one size of a value, as a list of one integer."""
+        """Return one size of a value, as a list of one integer."""
         return self.node("Shape", value, start=axis, end=axis + 1, name="size")
 
     def range(self, count: str) -> str:
-        """Count 0, 1, 2, ... up to a number given as a list of one integer."""
+        """Return 0, 1, 2, ... count - 1, where count is a list of one integer."""
         if count not in self._ranges:
             self._ranges[count] = self.node("Range", self._zero, self.node("Squeeze", count), self._one)
         return self._ranges[count]
 
-    def model(self, *, opset: int, name: str, said: Mapping[str, str] | None = None, version: str = "") -> ModelProto:
-        """Close the graph and make a model of it.
+    def model(
+        self, *, opset: int, name: str, metadata: Mapping[str, str] | None = None, version: str = ""
+    ) -> ModelProto:
+        """Build a model from the graph.
 
         Args:
-            opset: of the standard operators.
-            name: of the graph.
-            said: what the model's metadata say, by key.
-            version: of the package that made it.
+            opset: version of the standard operators.
+            name: name of the graph.
+            metadata: metadata of the model, by key.
+            version: version of the package that builds it.
         """
         helper = self._onnx.helper
-        made = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._constants)
+        graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._constants)
         opsets = [helper.make_opsetid("", opset)]
-        # The oldest format that holds these operators, so that older runtimes read it too.
+        # The oldest format with these operators, so that older runtimes can read it too.
         oldest = helper.find_min_ir_version_for(opsets)
-        model = helper.make_model(made, opset_imports=opsets, ir_version=oldest)
+        model: ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=oldest)
         model.producer_name, model.producer_version = "multihead", version
-        helper.set_model_props(model, dict(said or {}))
-        found: ModelProto = model
-        return found
+        helper.set_model_props(model, dict(metadata or {}))
+        return model
 
     @cached_property
     def _zero(self) -> str:
@@ -149,7 +150,7 @@ class Graph:
         return int(getattr(self._onnx.TensorProto, _TYPES[dtype]))
 
     def _own(self, name: str) -> str:
-        """Return the name, numbered where it is taken."""
+        """Return a unique name: this one, with a number if it is taken."""
         own, number = name, 1
         while own in self._taken:
             number += 1

@@ -1,4 +1,4 @@
-"""Write which keys each query may see as nodes of an ONNX graph, for sizes still to come."""
+"""Export masks to nodes of an ONNX graph, for sizes that are unknown at export."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Start: TypeAlias = 'int | Tensor | Literal["end", "query_start"]'
 
 @dataclass(frozen=True)
 class Place:
-    """The names of the values that say where a call stands, all int64.
+    """The names of the values with the positions of queries and keys, all int64.
 
-    Fields:
-        positions: (batch or 1, 1, queries, 1), the key index at which each query stands.
+    Attributes:
+        positions: (batch or 1, 1, queries, 1), the key index of each query's position.
         columns: (1, 1, 1, keys), the key indices.
-        before: how many keys stand before the one with index 0.
+        before: number of keys before the one with index 0.
     """
 
     positions: str
@@ -37,14 +37,14 @@ class Place:
 
     @staticmethod
     def of(graph: Graph, queries: str, keys: str, start: Start) -> Place:
-        """Lay out a map.
+        """Add the nodes of the positions to a graph.
 
         Args:
-            graph: where the nodes are added.
+            graph: the graph.
             queries: the number of queries, a list of one integer.
             keys: the number of keys, a list of one integer.
-            start: where the first query stands among the keys: an int, a tensor (batch,), "end", or "query_start",
-                an input (batch,).
+            start: position of the first query among the keys: an int, a tensor (batch,), "end", or "query_start", an
+                input (batch,).
         """
         rows = graph.node("Reshape", graph.range(queries), graph.ints(1, 1, -1, 1), name="rows")
         columns = graph.node("Reshape", graph.range(keys), graph.ints(1, 1, 1, -1), name="columns")
@@ -62,20 +62,20 @@ class Place:
 
 
 def visible(graph: Graph, mask: Mask, place: Place) -> str:
-    """Add the nodes of a mask: what `Mask.tile` computes with tensors.
+    """Add the nodes of a mask, the counterpart of `Mask.tile` for tensors.
 
-    Returns: bool, broadcasting to (batch, heads, queries, keys); True = may be seen.
+    Returns: bool, broadcasting to (batch, heads, queries, keys); True = visible.
     """
     if isinstance(mask, And):
         return reduce(lambda one, other: graph.node("And", one, other), (visible(graph, p, place) for p in mask.parts))
     if isinstance(mask, Or):
         return reduce(lambda one, other: graph.node("Or", one, other), (visible(graph, p, place) for p in mask.parts))
     if isinstance(mask, LeadingKeys):
-        return _behind(graph, mask, place)
+        return _after_leading_keys(graph, mask, place)
     if isinstance(mask, (Keep, Drop)):
         tensor = mask.kept()
         if tensor.shape[3] > 1:
-            tensor = F.pad(tensor, (place.before, 0))  # what it says of keys before its first one is never asked
+            tensor = F.pad(tensor, (place.before, 0))  # the values of these columns are never used
         return graph.constant(tensor, name="keep")
     if isinstance(mask, Full):
         return graph.constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
@@ -98,8 +98,8 @@ def visible(graph: Graph, mask: Mask, place: Place) -> str:
     )
 
 
-def _behind(graph: Graph, mask: LeadingKeys, place: Place) -> str:
-    """Count from the first key that the inner mask speaks of; all before it are seen."""
+def _after_leading_keys(graph: Graph, mask: LeadingKeys, place: Place) -> str:
+    """Shift the inner mask past the leading keys, which every query sees."""
     if not mask.count:
         return visible(graph, mask.mask, place)
     count = graph.ints(mask.count)
@@ -109,12 +109,12 @@ def _behind(graph: Graph, mask: LeadingKeys, place: Place) -> str:
         place.before + mask.count,
     )
     before = graph.node("Less", place.columns, count)
-    behind = graph.node("And", visible(graph, mask.mask, inner), graph.node("Not", before))
-    return graph.node("Or", before, behind, name="behind")
+    after = graph.node("And", visible(graph, mask.mask, inner), graph.node("Not", before))
+    return graph.node("Or", before, after, name="leading_keys")
 
 
 def _same_document(graph: Graph, mask: Documents, place: Place) -> str:
-    """Compare the documents of queries and keys: as many as there are ends at or before a position."""
+    """Compare the documents of queries and keys; a document's index is the number of ends at or before a position."""
     ends = torch.as_tensor(mask.lengths, dtype=torch.int64).cumsum(-1)
     count = ends.shape[-1]
     if not count:
@@ -122,12 +122,12 @@ def _same_document(graph: Graph, mask: Documents, place: Place) -> str:
     table = graph.constant(ends.reshape(-1, 1, 1, count), name="ends")
 
     def document_of(positions: str) -> str:  # (batch or 1, 1, n, 1) -> the same
-        behind = graph.cast(graph.node("GreaterOrEqual", positions, table), torch.int64)
-        return graph.node("ReduceSum", behind, graph.ints(-1), keepdims=1, name="document")
+        passed = graph.cast(graph.node("GreaterOrEqual", positions, table), torch.int64)
+        return graph.node("ReduceSum", passed, graph.ints(-1), keepdims=1, name="document")
 
     of_query = document_of(place.positions)
-    standing = graph.node("Reshape", place.columns, graph.ints(1, 1, -1, 1))
-    of_key = graph.node("Transpose", document_of(standing), perm=[0, 1, 3, 2])
+    columns = graph.node("Reshape", place.columns, graph.ints(1, 1, -1, 1))
+    of_key = graph.node("Transpose", document_of(columns), perm=[0, 1, 3, 2])
     inside = graph.node(
         "And",
         graph.node("Less", of_query, graph.ints(count)),
@@ -137,26 +137,26 @@ def _same_document(graph: Graph, mask: Documents, place: Place) -> str:
 
 
 def sizes_of(mask: Mask) -> dict[str, int]:
-    """Find the sizes that a mask fixes, by axis: those of the tensors and lists it is written with.
+    """Return the sizes that a mask fixes, by axis: those of the tensors and lists in it.
 
     Raises:
-        MaskError: two parts fix one axis differently.
+        MaskError: two parts fix different sizes of one axis.
 
     >>> sizes_of(Causal() & Lengths((5, 3)))
     {'batch': 2}
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for axis, size in _fixed(mask):
-        if found.setdefault(axis, size) != size:
+        if sizes.setdefault(axis, size) != size:
             raise MaskError(
-                f"{mask!r} speaks of {found[axis]} {axis} in one place and of {size} in another.",
+                f"{mask!r} has parts with {sizes[axis]} {axis} and parts with {size}.",
                 "Give its parts the same sizes.",
             )
-    return found
+    return sizes
 
 
 def _fixed(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
-    """Go through the axes of the tensors and lists in a mask; one of size 1 fits all sizes."""
+    """Yield the axes and sizes of the tensors and lists in a mask, except those of size 1, which broadcast."""
     if isinstance(mask, (And, Or)):
         for part in mask.parts:
             yield from _fixed(part, before)
@@ -175,16 +175,16 @@ def _fixed(mask: Mask, before: int = 0) -> Iterator[tuple[str, int]]:
 
 
 def always_sees(mask: Mask, *, own: bool) -> bool:
-    """Tell whether every query sees a key, whatever the sizes.
+    """Return whether every query sees a key, for all sizes.
 
     Args:
         mask: any mask.
-        own: whether each query's own position is that of a key, as in self-attention.
+        own: whether there is a key at each query's own position, as in self-attention.
 
     >>> always_sees(Causal() & Window(3), own=True), always_sees(Lengths((5, 0)), own=True)
     (True, False)
     """
-    if isinstance(mask, And):  # what shows the query's own key in every part shows it
+    if isinstance(mask, And):  # the query's own key is visible if every part shows it
         return own and all(isinstance(part, (Full, Causal, Window)) for part in mask.parts)
     if isinstance(mask, Or):
         return any(always_sees(part, own=own) for part in mask.parts)

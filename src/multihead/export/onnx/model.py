@@ -1,4 +1,4 @@
-"""Write a layer as an ONNX model around the standard operator Attention."""
+"""Export a layer as an ONNX model with the standard operator Attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from multihead.export.onnx.context import Ground
+from multihead.export.onnx.context import Context
 from multihead.export.onnx.forward import forward
 from multihead.export.onnx.graph import Graph
-from multihead.export.onnx.spec import asked
+from multihead.export.onnx.spec import checked_spec
 from multihead.files import refuse_unless_writable, write_whole
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Full, Mask
@@ -34,21 +34,21 @@ def to_model(
     queries: int | None = None,
     keys: int | None = None,
 ) -> ModelProto:
-    """Make an ONNX model that gives what the layer gives in eval mode.
+    """Build an ONNX model whose output is that of the layer in eval mode.
 
     The mask is computed in the graph from the sizes of its inputs, so batch and lengths may change from call to call,
-    except where the mask itself is written with lists or tensors of some size.
+    unless the mask itself contains lists or tensors of fixed sizes.
 
     Args:
-        layer: what to write; its parameters are copied.
-        inputs: what the model takes, by the names of the layer's call: "x" (batch, queries, embed_dim), "memory",
+        layer: the layer to export; its parameters are copied.
+        inputs: inputs of the model, named as in the layer's call: "x" (batch, queries, embed_dim), "memory",
             "values"; "lengths", "memory_lengths" (padding on the right) and "query_start" (batch,) int64; "head_gates"
             (batch or 1, heads or 1, queries or 1); "bias" (batch or 1, heads or 1, queries or 1, keys or 1), added to
-            the scores. Besides, "keep" of that shape, bool, True = may be seen; and "past" for decoding: "past_key"
-            and "past_value" (batch, kv_heads, past, dim) come first, and "present_key" and "present_value" are given
-            back for the next call.
+            the scores. In addition, "keep" of that shape, bool, True = visible; and "past" for decoding: the inputs
+            "past_key" and "past_value" (batch, kv_heads, past, dim) precede the new keys, and the outputs "present_key"
+            and "present_value" are the "past" of the next call.
         mask: which keys each query may see.
-        query_start: where the first query stands among the keys, see `multihead.attention`.
+        query_start: position of the first query among the keys, see `multihead.attention`.
         opset: 23, 24 or 25, the version of the standard operators.
         batch: the number of samples, if it never changes.
         queries: the number of queries, if it never changes.
@@ -57,14 +57,15 @@ def to_model(
     Returns: the model; its output "output" is (batch, queries, output_dim).
 
     Raises:
-        ArgumentError: the package onnx is missing, or the layer holds something that the operators cannot say.
+        MissingPackageError: the package onnx is not installed.
+        ArgumentError: the layer has options that the operators do not support.
         MaskError: the mask does not fit the layer or the sizes.
 
-    A query that sees no key gives 0 as the layer does, and what lies in padding given by lengths is never read. What
-    is not promised: NaN in a key that a mask hides reaches the output in most runtimes, and onnxruntime 1.31 refuses a
-    batch, queries or keys of 0, and has no bfloat16 on the CPU. The operator takes any mask
-    but `Full` and `Causal` as a table of queries x keys, and biases and sinks as one a head, which a runtime holds;
-    lengths with `Full` need none from opset 24 on.
+    As in the layer, a query that sees no key results in 0, and padding that lengths describe is never read. Not
+    guaranteed: in most runtimes NaN in a key that a mask hides reaches the output; onnxruntime 1.31 rejects a batch,
+    queries or keys of 0, and has no bfloat16 on the CPU. The operator takes any mask except `Full` and `Causal` as a
+    table of queries x keys, and biases and sinks as one table per head, which the runtime holds in memory; lengths with
+    `Full` need no table from opset 24 on.
 
     Source: onnx.ai/onnx/operators/onnx__Attention.html.
 
@@ -74,10 +75,10 @@ def to_model(
     ['MatMul', 'Add', 'MatMul', 'Add', 'MatMul', 'Add', 'Attention', 'MatMul', 'Add']
     """
     graph = Graph()
-    wanted = asked(layer, inputs, mask, query_start, opset, {"batch": batch, "queries": queries, "keys": keys})
-    forward(Ground(graph, layer, wanted))
-    said = {"multihead.mask": repr(mask), "multihead.query_start": repr(query_start)}
-    return graph.model(opset=opset, name="MultiHeadAttention", said=said, version=_version())
+    spec = checked_spec(layer, inputs, mask, query_start, opset, {"batch": batch, "queries": queries, "keys": keys})
+    forward(Context(graph, layer, spec))
+    origin = {"multihead.mask": repr(mask), "multihead.query_start": repr(query_start)}
+    return graph.model(opset=opset, name="MultiHeadAttention", metadata=origin, version=_version())
 
 
 def save(
@@ -92,7 +93,7 @@ def save(
     queries: int | None = None,
     keys: int | None = None,
 ) -> None:
-    """Write a layer to a file; see `to_model`, whose arguments these are.
+    """Export a layer to a file; the other arguments are those of `to_model`.
 
     Raises:
         ArgumentError, MaskError: as `to_model`.
@@ -104,10 +105,10 @@ def save(
     ...     save(layer, f"{folder}/layer.onnx", inputs=("x", "lengths"))
     """
     refuse_unless_writable([os.fspath(path)])
-    made = to_model(
+    model = to_model(
         layer, inputs=inputs, mask=mask, query_start=query_start, opset=opset, batch=batch, queries=queries, keys=keys
     )
-    write_whole(path, made.SerializeToString())
+    write_whole(path, model.SerializeToString())
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""What a model to be written is asked to take, checked: its inputs, its mask, where its queries stand, its sizes."""
+"""Check the specification of an exported model: its inputs, mask, query positions and sizes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ OPSETS = (23, 24, 25)
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A model that can be written.
+class Spec:
+    """The checked specification of an exported model.
 
-    Fields:
+    Attributes:
         inputs: names of the inputs.
         mask: which keys each query may see.
-        start: where the first query stands among the keys; "query_start" where that is an input.
-        opset: of the standard operators.
-        batch: number of samples, or the name of it.
-        queries: number of queries, or the name of it.
-        keys: number of keys, or the name of it.
+        start: position of the first query among the keys; "query_start" where that is an input.
+        opset: version of the standard operators.
+        batch: number of samples, or its symbolic name.
+        queries: number of queries, or its symbolic name.
+        keys: number of keys, or its symbolic name.
     """
 
     inputs: frozenset[str]
@@ -41,69 +41,70 @@ class Asked:
 
     @property
     def crosses(self) -> bool:
-        """Whether keys are made of a memory, and not of x."""
+        """Whether keys are computed from a memory, and not from x."""
         return "memory" in self.inputs
 
     @property
-    def goes_on(self) -> bool:
-        """Whether keys and values of earlier calls come first."""
+    def has_past(self) -> bool:
+        """Whether keys and values of earlier calls precede those of x."""
         return "past" in self.inputs
 
     @property
     def from_zero(self) -> bool:
-        """Whether the first query stands at the first key."""
+        """Whether the first query is at the position of the first key."""
         return isinstance(self.start, int) and not self.start
 
     @property
     def own(self) -> bool:
-        """Whether each query stands at a key of its own."""
-        return not self.crosses and (self.from_zero or self.goes_on)
+        """Whether there is a key at each query's own position."""
+        return not self.crosses and (self.from_zero or self.has_past)
 
 
-def asked(
+def checked_spec(
     layer: object,
     inputs: Sequence[str],
     mask: Mask,
     query_start: int | Tensor | str | None,
     opset: int,
     sizes: dict[str, int | None],
-) -> Asked:
-    """Check a layer and what its model is asked to take; see `multihead.export.onnx.to_model`."""
+) -> Spec:
+    """Check a layer and the specification of its model; see `multihead.export.onnx.to_model` for the arguments."""
     attention = _checked(layer)
     check_is_mask(mask)
     if opset not in OPSETS:
         raise ArgumentError(
-            f"opset is {opset!r}, and the Attention operator is written for opsets 23, 24 and 25.", "Give one of them."
+            f"opset is {opset!r}, and the operator Attention is supported for opsets 23, 24 and 25.",
+            "Give one of them.",
         )
     _refuse_unless_inputs(attention, inputs)
     start = _start(attention, inputs, mask, query_start)
     batch, queries, keys = _sizes(attention, inputs, mask, start, sizes)
-    return Asked(frozenset(inputs), mask, start, opset, batch, queries, keys)
+    return Spec(frozenset(inputs), mask, start, opset, batch, queries, keys)
 
 
 def _checked(layer: object) -> MultiHeadAttention:
-    """Refuse a layer whose call is not what its options and projections say."""
+    """Reject a layer whose forward or projections were replaced, or that is in training mode with dropout."""
     if not isinstance(layer, MultiHeadAttention):
         raise ArgumentError(
-            f"layer is a {type(layer).__name__}, and no multihead.MultiHeadAttention.",
-            "Give ours; multihead.compat makes one of many other layers.",
+            f"layer is a {type(layer).__name__}, not a multihead.MultiHeadAttention.",
+            "Convert it first; multihead.compat converts many other layers.",
         )
     if type(layer).forward is not MultiHeadAttention.forward:
         raise ArgumentError(
-            f"{type(layer).__name__} has a forward of its own, and what it does is not known here.",
+            f"{type(layer).__name__} overrides forward, which cannot be exported.",
             "Give a multihead.MultiHeadAttention.",
         )
     if layer.training and layer.dropout:
         raise ArgumentError(
-            f"The layer is in training mode and drops {layer.dropout:.0%} of its weights, which no model does.",
+            f"The layer is in training mode with a dropout of {layer.dropout:.0%}, which cannot be exported.",
             "Call layer.eval() first.",
         )
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         projection = getattr(layer, name)
         if projection is not None and getattr(type(projection), "forward", None) is not nn.Linear.forward:
             raise ArgumentError(
-                f"{name} is a {type(projection).__name__}, and what it computes is not known here.",
-                "Give a layer of plain nn.Linear projections; adapters such as LoRA are merged into them first.",
+                f"{name} is a {type(projection).__name__}, which cannot be exported.",
+                "Give a layer whose projections are plain nn.Linear; merge adapters such as LoRA into them first.",
             )
     return layer
 
@@ -113,7 +114,7 @@ def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> N
     if isinstance(inputs, str) or unknown or "x" not in inputs or len(set(inputs)) < len(inputs):
         raise ArgumentError(
             f"inputs is {inputs!r}.",
-            f'Give "x", and what else the model takes of {", ".join(INPUTS[1:])}, each once.',
+            f'Give "x", and any others of {", ".join(INPUTS[1:])}, each once.',
         )
     if "past" in inputs:
         _refuse_unless_alone(layer, inputs)
@@ -122,29 +123,29 @@ def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> N
     needless = [name for name in ("values", "memory_lengths") if name in inputs]
     if needless:
         raise ArgumentError(
-            f"{needless[0]} is an input, and memory is none.", 'Give inputs=("x", "memory", ...) for cross-attention.'
+            f"{needless[0]} is an input, and memory is not.", 'Give inputs=("x", "memory", ...) for cross-attention.'
         )
     if not layer.embed_dim == layer.key_dim == layer.value_dim:
         raise ArgumentError(
-            f"memory is no input, and the layer's queries are made of {layer.embed_dim} features, its keys of "
-            f"{layer.key_dim} and its values of {layer.value_dim}.",
+            f"memory is not an input, and the layer's queries are computed from {layer.embed_dim} features, its keys "
+            f"from {layer.key_dim} and its values from {layer.value_dim}.",
             'Give inputs=("x", "memory", ...).',
         )
 
 
 def _refuse_unless_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
-    """Refuse what the operator cannot say together with keys and values of earlier calls."""
+    """Reject inputs and options that the operator does not support together with keys and values of earlier calls."""
     others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
     if others:
         raise ArgumentError(
             f"past and {others[0]} are both inputs.",
-            "The keys before those of x are those of past, all of them tokens: give one of the two.",
+            "Remove one of them: with past, the keys are those of past followed by those of x, without padding.",
         )
     if layer.bias_k is not None or layer.sinks is not None or layer.add_zero_attn:
         raise ArgumentError(
-            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which would "
-            "stand behind those of past.",
-            "Give a layer without one, or leave past out.",
+            "past is an input, and the layer adds a key of its own (add_bias_kv, add_zero_attn or sinks), which the "
+            "operator would place after those of past.",
+            "Give a layer without one, or remove past.",
         )
 
 
@@ -153,21 +154,22 @@ def _start(
 ) -> Start:
     if "query_start" in inputs:
         if query_start is not None:
-            raise ArgumentError("query_start is an input and is given as a number too.", "Give it in one of two ways.")
+            raise ArgumentError("query_start is both an input and an argument.", "Remove one of them.")
         return "query_start"
     if "past" in inputs:
         if query_start is not None:
             raise ArgumentError(
                 f"query_start is {query_start!r}, and past is an input.",
-                "Leave query_start out: the queries stand behind the keys of past.",
+                "Remove query_start: the queries follow the keys of past.",
             )
         return "end"
     if query_start is None:
-        speaks = mask.uses_positions or layer.rotary is not None or layer.position_bias is not None
-        if speaks and "memory" in inputs:
+        uses_positions = mask.uses_positions or layer.rotary is not None or layer.position_bias is not None
+        if uses_positions and "memory" in inputs:
             raise ArgumentError(
-                "memory is an input, and it matters where queries and keys stand.",
-                'Say where the first query is: query_start=0 (as torch\'s is_causal) or query_start="end" (decoding).',
+                "memory is an input, and the mask or the layer depends on the positions of queries among the keys.",
+                "Give the position of the first query: query_start=0 (as torch's is_causal) or "
+                'query_start="end" (decoding).',
             )
         return 0
     if isinstance(query_start, Tensor):
@@ -190,11 +192,12 @@ def _start(
 def _sizes(
     layer: MultiHeadAttention, inputs: Sequence[str], mask: Mask, start: Start, given: dict[str, int | None]
 ) -> tuple[int | str, int | str, int | str]:
-    """Join the sizes that were given with those that the mask fixes; what nobody fixes may change from call to call."""
+    """Merge the `given` sizes with those that the mask fixes; the others may change from call to call."""
     fixed = sizes_of(mask)
     if fixed.get("heads", layer.num_heads) != layer.num_heads:
         raise MaskError(
-            f"{mask!r} has {fixed['heads']} heads, and the layer has {layer.num_heads}.", "Give it as many, or 1."
+            f"{mask!r} has {fixed['heads']} heads, and the layer has {layer.num_heads}.",
+            f"Give it {layer.num_heads} heads, or 1.",
         )
     if isinstance(start, Tensor) and start.shape[0] > 1:
         fixed.setdefault("batch", start.shape[0])
@@ -213,13 +216,13 @@ def _sizes(
         named[axis] = fixed.get(axis, size)
     if not apart and named["queries"] != named["keys"]:
         raise ArgumentError(
-            f"There are {named['queries']} queries and {named['keys']} keys, and neither memory nor past.",
-            "Give as many of both: in self-attention they are the same tokens.",
+            f"There are {named['queries']} queries and {named['keys']} keys, and neither memory nor past is an input.",
+            "Give the same number of both: in self-attention they are the same tokens.",
         )
     fewest, most = named["queries"], named["keys"]
     if "past" in inputs and fewest is not None and most is not None and most < fewest:
         raise ArgumentError(
-            f"There are {fewest} queries and {most} keys, those of past among them.", "Give keys of at least as many."
+            f"There are {fewest} queries and {most} keys, including those of past.", f"Give at least {fewest} keys."
         )
     names = {"batch": "batch", "queries": "queries" if apart else "length", "keys": "keys" if apart else "length"}
     batch, queries, keys = (names[axis] if size is None else size for axis, size in named.items())

@@ -1,0 +1,185 @@
+"""Compute the weights of a call besides its output, for the classes that return them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from multihead import listeners
+from multihead.call import AttentionRequest
+from multihead.functional import attend
+from multihead.kernels.dense_tile import seen, without_autocast, without_tensors, working_dtype
+from multihead.kernels.nonfinite import without_nonfinite
+from multihead.kernels.per_head import CELLS
+from multihead.plan.bounds import bounds_of
+from multihead.scores.bias import dense_bias
+from multihead.tracing import traced
+
+
+def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute the output and the weights of a call, both differentiable.
+
+    Under dropout the weights are those after it, and the output is computed from these same weights. The call is then
+    published without dropout, because statistics are those of the weights before it.
+
+    Args:
+        request: a checked call without softcap and sinks, with as many key/value heads as query heads.
+        average: whether the weights are averaged over the heads; without dropout, the weights of one head, or 1 MiB of
+            them, are held at a time besides the result, in the backward pass too.
+
+    Returns: the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
+        (batch, queries, keys) if averaged, both in the dtype of q; a query that sees no key has 0 in both.
+
+    >>> from multihead.functional import request_of
+    >>> output, weights = attend_with_weights(request_of(*torch.randn(3, 1, 2, 4, 8).unbind()))
+    >>> weights.shape, torch.allclose(weights.sum(-1), torch.ones(1, 2, 4))
+    (torch.Size([1, 2, 4, 4]), True)
+    """
+    dtype = request.q.dtype
+    if not request.dropout:
+        return attend(request).output, _weights(request, average=average)[0].to(dtype)
+    if listeners.listeners():
+        with torch.no_grad():
+            attend(replace(request, dropout=0.0))
+    weights, v = _weights(request)
+    dropped = dropout(weights, request.dropout)
+    with without_autocast(request.shape.device):
+        output = dropped @ v.to(dropped.dtype)
+    return output.to(dtype), (dropped.mean(1) if average else dropped).to(dtype)
+
+
+class LastWeights:
+    """The weights of a layer's last call, computed when they are read.
+
+    It stores the request of the call, and no queries x keys tensor. A copied or unpickled layer starts without them,
+    because a tensor with a graph cannot be copied.
+    """
+
+    def __init__(self) -> None:
+        self._request: AttentionRequest | None = None
+        self._weights: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[LastWeights], tuple[()]]:
+        return LastWeights, ()
+
+    def set_request(self, request: AttentionRequest) -> None:
+        """Store a call in place of the last one, without its origin, which would close a reference cycle."""
+        self._request, self._weights = replace(request, origin=None), None
+
+    def set_weights(self, weights: Tensor) -> None:
+        """Store weights that are computed already: (batch, heads, queries, keys)."""
+        self._request, self._weights = None, weights
+
+    def weights(self) -> Tensor | None:
+        """Return the stored weights, or those of the stored call before dropout.
+
+        Returns: (batch, heads, queries, keys), in the dtype of q; None if nothing is stored.
+        """
+        if self._request is None:
+            return self._weights
+        return _weights(self._request)[0].to(self._request.q.dtype)
+
+
+def _weights(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute the weights of a call before dropout, in the working dtype; and its values without hidden NaN."""
+    with without_autocast(request.shape.device):
+        # A mask alone keeps a hidden NaN out of the weights, but not out of their gradient: there 0 * NaN is summed.
+        request, bad_rows = without_nonfinite(request, bounds_of(request))
+        q, k, bias = request.q, request.k, request.bias
+        bias = None if bias is None else dense_bias(bias, request.shape)
+        if traced():  # torch.func and torch.jit.trace take no such autograd.Function; a compiler decides what to keep
+            weights = _softmax(q, k, bias, _hidden(request), request.scale, slice(None))
+            weights = weights.mean(1) if average else weights
+        else:
+            weights = _Weights.apply(q, k, bias, without_tensors(request), average)  # type: ignore[no-untyped-call]
+        if bad_rows is not None:
+            bad = bad_rows[..., None] & seen(request)  # (batch, heads, queries, keys)
+            weights = weights.masked_fill(bad.any(1) if average else bad, torch.nan)
+    return weights, request.v
+
+
+class _Weights(torch.autograd.Function):
+    """softmax(scores), one or a few heads at a time, forward and backward: the graph keeps q, k and the bias only.
+
+    The backward pass consists of differentiable operations, so second derivatives exist.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        bias: Tensor | None,
+        request: AttentionRequest,
+        average: bool,  # noqa: FBT001  (autograd takes no keywords)
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, bias)
+        ctx.request, ctx.average = request, average
+        batch, heads, queries, _ = q.shape
+        result = q.new_zeros((batch, 1 if average else heads, queries, k.shape[2]), dtype=working_dtype(q.dtype))
+        hidden = _hidden(request)
+        for some in _steps(q, k):
+            weights = _softmax(q, k, bias, hidden, request.scale, some)
+            if average:
+                result += weights.sum(1, keepdim=True)
+            else:
+                result[:, some] = weights
+        return result[:, 0] / heads if average else result
+
+    @staticmethod
+    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, bias = ctx.saved_tensors
+        request, heads, dtype = ctx.request, q.shape[1], d_weights.dtype
+        dq, dk = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+        dbias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
+        hidden = _hidden(request)
+        with without_autocast(q.device):
+            for some in _steps(q, k):
+                weights = _softmax(q, k, bias, hidden, request.scale, some)
+                d_some = d_weights[:, None] / heads if ctx.average else d_weights[:, some]
+                # The softmax: dp_ij / ds_ik = p_ij (1[j = k] - p_ik).
+                d_scores = weights * (d_some - (weights * d_some).sum(-1, keepdim=True))  # like the weights
+                dq[:, some] = d_scores @ k[:, some].to(dtype) * request.scale
+                dk[:, some] = d_scores.mT @ q[:, some].to(dtype) * request.scale
+                if dbias is not None:
+                    part = _of_heads(dbias, some)
+                    part += d_scores.sum_to_size(part.shape)
+        return dq.to(q.dtype), dk.to(k.dtype), None if dbias is None else dbias.to(bias.dtype), None, None
+
+
+def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, heads: slice) -> Tensor:
+    """Compute the weights of some heads: (batch, heads, queries, keys), in the working dtype; 0 where hidden.
+
+    Each row is normalised by its own sum. The logsumexp of a kernel, whose scores were summed in another order, is off
+    by 1e-4 at scores of 400.
+    """
+    dtype = working_dtype(q.dtype)
+    scores = (q[:, heads].to(dtype) * scale) @ k[:, heads].to(dtype).mT
+    if bias is not None:
+        scores = scores + _of_heads(bias, heads).to(dtype)
+    if hidden is None:
+        return scores.softmax(-1)
+    hidden = _of_heads(hidden, heads)
+    # The lowest finite number has the weight 0 next to any score. With -inf a row without keys would be 0 / 0.
+    return scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1).masked_fill(hidden, 0)
+
+
+def _hidden(request: AttentionRequest) -> Tensor | None:
+    """Return which cells are hidden: bool, (batch or 1, heads or 1, queries, keys); None where all are visible."""
+    return None if request.mask.hides_nothing and request.bias is None else ~seen(request)
+
+
+def _steps(q: Tensor, k: Tensor) -> list[slice]:
+    """Return the heads to compute together: one at a time, or as many as have CELLS weights between them."""
+    batch, heads, queries, _ = q.shape
+    step = max(1, CELLS // max(1, batch * queries * k.shape[2]))
+    return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
+
+
+def _of_heads(tensor: Tensor, heads: slice) -> Tensor:
+    """Slice the heads of a tensor, unless all heads share it: (batch or 1, heads or 1, ...)."""
+    return tensor[:, heads] if tensor.shape[1] > 1 else tensor
