@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -58,7 +59,8 @@ def sentence(module: ModuleType, name: str) -> str:
     value = getattr(module, name)
     text = inspect.getdoc(value) if callable(value) or inspect.ismodule(value) else _comment_of_constant(name)
     paragraph = " ".join((text or "").split("\n\n")[0].split())
-    return paragraph.partition(". ")[0].rstrip(".") + "." if paragraph else ""
+    found = re.match(r".+?[^\s.]\.(?=\s+[A-Z`]|$)", paragraph)  # "q . k" does not end a sentence
+    return found[0] if found else paragraph
 
 
 def _comment_of_constant(name: str) -> str:

@@ -19,6 +19,20 @@ from __future__ import annotations
 from math import isfinite
 from typing import NoReturn
 
+__all__ = [
+    "ArgumentError",
+    "DtypeError",
+    "InputError",
+    "MaskError",
+    "MissingPackageError",
+    "ModelError",
+    "MultiheadError",
+    "ProbeError",
+    "ShapeError",
+    "SlowPathError",
+    "SlowPathWarning",
+]
+
 
 class MultiheadError(Exception):
     """The base class of all errors that multihead raises on purpose.

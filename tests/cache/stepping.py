@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.cache import Held, KeyValueCache
+from multihead.cache import KeyValueCache
+from multihead.cache.buffers import Held
 from multihead.functional import attend, attention, request_of
 from multihead.masks.base import And, Or
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.cache import Held, KeyValueCache
-from multihead.cache.buffers import SPARE
+from multihead.cache import KeyValueCache
+from multihead.cache.buffers import SPARE, Held
 from multihead.errors import ArgumentError, MaskError, ShapeError
 
 

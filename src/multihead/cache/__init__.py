@@ -1,6 +1,5 @@
-"""Keys and values of a text while it is written, kept from step to step."""
+"""The key/value cache of one attention layer, for decoding step by step."""
 
-from multihead.cache.buffers import Held
-from multihead.cache.cache import KeyValueCache, Memory
+from multihead.cache.cache import KeyValueCache
 
-__all__ = ["Held", "KeyValueCache", "Memory"]
+__all__ = ["KeyValueCache"]

@@ -19,6 +19,8 @@ from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Full, Keep, Mask
 
+__all__ = ["MultiHeadAttention", "MultiHeadedAttention"]
+
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention of the tutorials: four projections with bias, returning the output and the weights.

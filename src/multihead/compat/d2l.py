@@ -28,6 +28,8 @@ from multihead.masks.place import CallSize, Place
 from multihead.packing import Packing
 from multihead.tracing import readable
 
+__all__ = ["DotProductAttention", "MultiHeadAttention", "masked_softmax", "transpose_output", "transpose_qkv"]
+
 ValidLens: TypeAlias = "Tensor | Sequence[float] | Sequence[Sequence[float]] | None"
 
 

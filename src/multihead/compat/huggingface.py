@@ -16,6 +16,8 @@ from multihead.masks import Causal
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
 
+__all__ = ["from_bert", "from_gpt2", "from_llama", "from_qwen3"]
+
 _CAUSAL = Causal()
 # Families whose attention is a copy of BERT's.
 _LIKE_BERT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")

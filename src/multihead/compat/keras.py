@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, ShapeError
 from multihead.layer import MultiHeadAttention
 
+__all__ = ["from_keras"]
+
 _PARTS = ("query", "key", "value", "attention_output")
 _AXES = {
     "query": "(features, heads, key_dim)",

@@ -17,6 +17,8 @@ from multihead.heads import head_dim_of, split_heads
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Full, Mask
 
+__all__ = ["PerHeadAttention", "concat", "split"]
+
 _FULL = Full()
 _PARTS = ("Q", "K", "V")
 

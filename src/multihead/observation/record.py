@@ -30,7 +30,7 @@ __all__ = ["Record"]
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """What `observe` saw, or what was saved of it.
+    """The attention of a model as `observe` recorded it, or as a file stores it.
 
     Attributes:
         layers: one a layer, in the order they first ran.

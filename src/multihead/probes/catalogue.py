@@ -214,7 +214,11 @@ _LISTED = (
     ),
 )
 PROBES: dict[str, Probe] = {probe.name: probe for probe in _LISTED}
+"""The built-in probes by name."""
+
 DEFAULT = tuple(probe.name for probe in _LISTED if probe.default)
+"""The names of the probes that are computed if none are chosen."""
+
 SEPARATOR = Statistic("separator_mass", label="separator", number_format=SHARE)
 """Special tokens after the first: `analysis.highlights` derives it from `special_mass` and `first_mass`."""
 

@@ -23,6 +23,12 @@ class Replaced(Generic[Model]):
         model: the model with drop-ins.
         names: names of the modules that were replaced, "" for the model itself.
         left: for each nn.MultiheadAttention that was not replaced, its name and the reason.
+
+    >>> replaced = replace(nn.TransformerEncoderLayer(8, 2))
+    >>> replaced.names, replaced.left
+    (('self_attn',), {})
+    >>> type(replaced.restore().self_attn) is nn.MultiheadAttention
+    True
     """
 
     model: Model
