@@ -157,7 +157,8 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def _place(target: str) -> tuple[Path | None, os.stat_result | None]:
     """Resolve the path to replace; None where the existing file must be written in place.
 
-    Returns: the path with links resolved, and the status of the existing file, if there is one.
+    Returns:
+        the path with links resolved, and the status of the existing file, if there is one.
     """
     try:
         info = Path(target).stat()

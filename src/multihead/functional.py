@@ -75,7 +75,8 @@ def attention(
         kernel: the name of the kernel that must run; None chooses the fastest one that does not refuse.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
-    Returns: (batch, heads, queries, value_dim), in the dtype of q.
+    Returns:
+        (batch, heads, queries, value_dim), in the dtype of q.
 
     Raises:
         ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
@@ -112,7 +113,8 @@ def attention_with_logsumexp(
 
     The arguments are those of `attention`.
 
-    Returns: the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats,
+    Returns:
+        the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats,
         float32 (float64 for float64), -inf where a query sees no key.
 
     >>> q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
@@ -163,7 +165,8 @@ def attention_weights(
         keys: which keys.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
-    Returns: (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
+    Returns:
+        (batch, heads, queries, keys) of the tile, float32 (float64 for float64); 0 where hidden.
 
     Source: p_ij = exp(s_ij - L_i), with L the logsumexp over all keys; s and L in float64.
 
@@ -214,7 +217,8 @@ def statistics(
         context: inputs of some statistics besides q and k, such as which keys are special.
         unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
-    Returns: a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
+    Returns:
+        a dict from name to tensor, (batch, heads, queries) each; `received` and `coverage` are
         (batch, heads, keys), `pooled_map` (batch, heads, rows, columns). float32 (float64 for float64), `largest_key`
         int64.
 
@@ -305,7 +309,8 @@ def _request(
         dropout: see `attention`.
         query_start: see `attention`.
 
-    Returns: the request, and the leading dimensions to restore, None where there was one batch dimension.
+    Returns:
+        the request, and the leading dimensions to restore, None where there was one batch dimension.
     """
     if unknown:
         refuse_unknown(function, unknown, OF_FUNCTIONS)

@@ -142,7 +142,8 @@ def pack(x: Tensor, lengths: Sequence[int] | Tensor, *, padding_side: Side = "ri
         lengths: (batch,) tokens of each sample, ints or an integer tensor.
         padding_side: on which side of a sample's tokens its padding is.
 
-    Returns: the tokens (1, tokens, features), sample after sample, and their places in the batch.
+    Returns:
+        the tokens (1, tokens, features), sample after sample, and their places in the batch.
 
     Raises:
         ShapeError, ArgumentError: the lengths do not fit x.
@@ -167,7 +168,8 @@ def unpack(tokens: Tensor, packing: Packing) -> Tensor:
         tokens: (1, tokens, features).
         packing: their places in the batch, as `pack` returns them.
 
-    Returns: (batch, length, features).
+    Returns:
+        (batch, length, features).
 
     Raises:
         ShapeError: there are more or fewer tokens than were packed.
@@ -285,7 +287,8 @@ class Padding(NamedTuple):
     def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Drop the padding before the projections: NaN in it must not reach a parameter's gradient.
 
-        Returns: (1, tokens, features) each where there is padding, and what was passed where there is none.
+        Returns:
+            (1, tokens, features) each where there is padding, and what was passed where there is none.
         """
         if self.packed:
             return x, memory, values

@@ -118,7 +118,8 @@ class QKNorms(nn.Module):
             q: (batch, heads, queries, head_dim).
             k: (batch, kv_heads, keys, head_dim).
 
-        Returns: the normalised q and k, with the same shapes, dtypes and memory layouts; computed in float32, or in
+        Returns:
+            the normalised q and k, with the same shapes, dtypes and memory layouts; computed in float32, or in
             float64 for float64.
 
         Raises:

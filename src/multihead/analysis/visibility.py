@@ -99,7 +99,8 @@ def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     Where only statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
     inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
 
-    Returns: (heads,) float64, shares from 0 to 1.
+    Returns:
+        (heads,) float64, shares from 0 to 1.
     """
     try:
         return _band_mass(sample, visibility)

@@ -24,7 +24,8 @@ def write(buffer: Tensor, new: Tensor, slots: int | Tensor, *, real: Tensor | No
         copy: whether to write into a new tensor, as gradients through the buffer need. Where `slots` is an int, that
             tensor ends with the new tokens.
 
-    Returns: the buffer that holds the new tokens.
+    Returns:
+        the buffer that holds the new tokens.
     """
     if not isinstance(slots, Tensor):
         if copy:

@@ -140,7 +140,8 @@ class KeyValueCache:
             lengths: (batch,), number of new tokens of each sample that are real; those after them are padding and are
                 not stored, whatever they contain. None = all.
 
-        Returns: `Held`, with the keys and values, and the position of the new tokens among them.
+        Returns:
+            `Held`, with the keys and values, and the position of the new tokens among them.
 
         Raises:
             ShapeError: the sizes of k and v do not match, or differ from those in the cache.

@@ -70,7 +70,8 @@ class MultiHeadAttention(nn.Module):
             V: (batch, h, keys, d_k).
             mask: as in `forward`.
 
-        Returns: the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), in training those
+        Returns:
+            the output (batch, h, queries, d_k), and the weights (batch, h, queries, keys), in training those
             after dropout, from which the output is computed.
         """
         dropout = self.dropout.p if self.training else 0.0
@@ -87,7 +88,8 @@ class MultiHeadAttention(nn.Module):
             mask: broadcasts to (batch, h, queries, keys), where 0 or False hides a key. A mask of 3 dimensions is
                 rejected: (batch, queries, keys) would be read as (h, queries, keys). None hides nothing.
 
-        Returns: the output (batch, queries, d_model), and the weights (batch, h, queries, keys), in training those
+        Returns:
+            the output (batch, queries, d_model), and the weights (batch, h, queries, keys), in training those
             after dropout. A query that sees no key has weights of 0 and the output W_o(0).
 
         Raises:
@@ -153,7 +155,8 @@ class MultiHeadedAttention(nn.Module):
             mask: (batch or 1, queries or 1, keys), the same for all heads, where 0 or False hides a key; None hides
                 nothing.
 
-        Returns: (batch, queries, d_model). The output of a query that sees no key is the last linear of 0.
+        Returns:
+            (batch, queries, d_model). The output of a query that sees no key is the last linear of 0.
 
         Raises:
             MaskError: the mask does not have 3 dimensions, or does not broadcast.

@@ -76,7 +76,8 @@ class DotProductAttention(nn.Module):
             valid_lens: number of visible keys, (batch,) or (batch, queries); all if None. Key j is visible where
                 j < length: a length above the number of keys shows all, 3.5 shows 4, and a negative length none.
 
-        Returns: (batch, queries, value_dim), 0 where the length is 0.
+        Returns:
+            (batch, queries, value_dim), 0 where the length is 0.
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
             _refuse_unless_3d(name, tensor)
@@ -174,7 +175,8 @@ class MultiHeadAttention(nn.Module):
             valid_lens: number of visible keys, (batch,) or (batch, queries); all if None. Key j is visible where
                 j < length: a length above the number of keys shows all, 3.5 shows 4, and a negative length none.
 
-        Returns: (batch, queries, num_hiddens). Where the length is 0, no key is visible and the output is W_o(0).
+        Returns:
+            (batch, queries, num_hiddens). Where the length is 0, no key is visible and the output is W_o(0).
 
         Raises:
             ShapeError, MaskError, DtypeError: the tensors or lengths do not fit each other or the layer.
@@ -226,7 +228,8 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
         X: (batch, queries, keys), scores.
         valid_lens: (batch,) or (batch, queries), as for the layer; all keys if None.
 
-    Returns: (batch, queries, keys), in the dtype of X; 0 from the length on, and 0 everywhere if it is 0.
+    Returns:
+        (batch, queries, keys), in the dtype of X; 0 from the length on, and 0 everywhere if it is 0.
 
     >>> masked_softmax(torch.zeros(2, 1, 4), torch.tensor([2, 0]))
     tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],

@@ -34,7 +34,8 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     Args:
         module: the attention of one layer, for example `model.encoder.layer[0].attention`.
 
-    Returns: a layer with copies of the weights, in train or eval mode as the module.
+    Returns:
+        a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
         ModelError: the module is of another class.
@@ -82,7 +83,8 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     Args:
         module: a `GPT2Attention`, for example `model.h[0].attn`.
 
-    Returns: a layer with copies of the weights, in train or eval mode as the module.
+    Returns:
+        a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
         ModelError: the module is of another class.
@@ -131,7 +133,8 @@ def from_llama(module: nn.Module) -> MultiHeadAttention:
         module: a `LlamaAttention`, for example `model.layers[0].self_attn`, whose config has the rope type "default",
             "linear", "llama3" or "yarn".
 
-    Returns: a layer with copies of the weights, in train or eval mode as the module.
+    Returns:
+        a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
         ModelError: the module is of another class, or has another rope type.
@@ -158,7 +161,8 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     Args:
         module: a `Qwen3Attention`, for example `model.layers[0].self_attn`; rope types as in `from_llama`.
 
-    Returns: a layer with copies of the weights, in train or eval mode as the module.
+    Returns:
+        a layer with copies of the weights, in train or eval mode as the module.
 
     Raises:
         ModelError: the module is of another class, or has another rope type.

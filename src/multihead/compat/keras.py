@@ -37,7 +37,8 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
             `GroupQueryAttention` are accepted too.
         dropout: share of the weights dropped in training; Keras does not store it among the weights.
 
-    Returns: a layer with copies of the weights, in their dtype.
+    Returns:
+        a layer with copies of the weights, in their dtype.
 
     Raises:
         ArgumentError: a weight is missing or unknown.

@@ -147,7 +147,8 @@ class PerHeadAttention(nn.Module):
             mask: which keys each query may see.
             query_start: position of the first query among the keys, see `attention`.
 
-        Returns: Z_1 ... Z_h, (queries, value_head_dim) or (batch, queries, value_head_dim) each.
+        Returns:
+            Z_1 ... Z_h, (queries, value_head_dim) or (batch, queries, value_head_dim) each.
 
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the matrices or the others.
@@ -172,7 +173,8 @@ class PerHeadAttention(nn.Module):
     ) -> Tensor:
         """Compute concat(Z_1 ... Z_h) W_O; the arguments are those of `heads`.
 
-        Returns: (queries, output_dim) or (batch, queries, output_dim); without W_O output_dim is
+        Returns:
+            (queries, output_dim) or (batch, queries, output_dim); without W_O output_dim is
             heads * value_head_dim.
         """
         joined = concat(self.heads(x, memory, mask=mask, query_start=query_start))

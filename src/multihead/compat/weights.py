@@ -31,7 +31,8 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
         average: whether the weights are averaged over the heads; without dropout, the weights of one head, or 1 MiB of
             them, are held at a time besides the result, in the backward pass too.
 
-    Returns: the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
+    Returns:
+        the output (batch, heads, queries, value_dim), and the weights (batch, heads, queries, keys), or
         (batch, queries, keys) if averaged, both in the dtype of q; a query that sees no key has 0 in both.
 
     >>> from multihead.functional import request_of
@@ -77,7 +78,8 @@ class LastWeights:
     def weights(self) -> Tensor | None:
         """Return the stored weights, or those of the stored call before dropout.
 
-        Returns: (batch, heads, queries, keys), in the dtype of q; None if nothing is stored.
+        Returns:
+            (batch, heads, queries, keys), in the dtype of q; None if nothing is stored.
         """
         if self._request is None:
             return self._weights

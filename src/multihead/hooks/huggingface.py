@@ -116,7 +116,8 @@ def attend_for(
         position_bias: (batch or 1, heads, queries, keys), added to the scores.
         cache: the pages of continuous batching; rejected.
 
-    Returns: (batch, queries, heads, value_dim), contiguous; and None, since the weights are never materialised.
+    Returns:
+        (batch, queries, heads, value_dim), contiguous; and None, since the weights are never materialised.
     """
     if cache is not None:
         raise ModelError(
@@ -173,7 +174,8 @@ def mask_for(
         device: device of the model.
         options: other arguments of transformers' own mask function.
 
-    Returns: a mask that stores no queries x keys tensor if the mask function is recognised.
+    Returns:
+        a mask that stores no queries x keys tensor if the mask function is recognised.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -214,7 +216,8 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
             bool, True = visible; integers, 1 = visible; or floating point, added to the scores.
         keys: number of keys.
 
-    Returns: the mask; and the bias, or None where it is 0 for every visible key.
+    Returns:
+        the mask; and the bias, or None where it is 0 for every visible key.
     """
     tensor = tensor[..., :keys]
     if tensor.dim() == 2:

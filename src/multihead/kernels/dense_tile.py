@@ -36,7 +36,8 @@ def without_tensors(request: AttentionRequest) -> AttentionRequest:
 def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
     """Compute softcap(scale * q . k) + bias on a tile, hidden cells included.
 
-    Returns: (batch, heads, queries, keys), in the working dtype.
+    Returns:
+        (batch, heads, queries, keys), in the working dtype.
     """
     dtype = working_dtype(request.q.dtype)
     q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
@@ -52,7 +53,8 @@ def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice 
 def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
     """Return which cells of a tile are visible: those that the mask shows and no bias of -inf hides.
 
-    Returns: bool, broadcasting to (batch, heads, queries, keys).
+    Returns:
+        bool, broadcasting to (batch, heads, queries, keys).
     """
     shape = request.shape
     place = Place.of(

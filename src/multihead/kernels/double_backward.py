@@ -32,7 +32,8 @@ def differentiable_gradients(
         of_output: gradient of the output, or None.
         of_logsumexp: gradient of the logsumexp, or None.
 
-    Returns: the gradients of q, k, v, bias and sinks; None for each that does not require one.
+    Returns:
+        the gradients of q, k, v, bias and sinks; None for each that does not require one.
 
     Raises:
         ArgumentError: the call has dropout, whose random choice cannot be repeated.

@@ -23,7 +23,8 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     Usually a sum, which reads the tensors once, shows that all entries are finite; where values cannot be read,
     entries are replaced in any case.
 
-    Returns: the request, with finite entries, and (batch, heads, queries) bool, the rows that become NaN, or None.
+    Returns:
+        the request, with finite entries, and (batch, heads, queries) bool, the rows that become NaN, or None.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()

@@ -51,7 +51,8 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
         need_weights: whether to return the weights.
         average: whether to average them over the heads.
 
-    Returns: the output (batch, heads, queries, value_dim); the weights (batch, queries, keys) if averaged, else
+    Returns:
+        the output (batch, heads, queries, value_dim); the weights (batch, queries, keys) if averaged, else
         (batch, heads, queries, keys), or None.
     """
     request = replace(request, wanted=listeners.wanted())

@@ -72,7 +72,8 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         cells: (batch, heads, queries, keys), scores, -inf where hidden.
         sinks: (heads,) logits that take weight, or None.
 
-    Returns: weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries).
+    Returns:
+        weights (batch, heads, queries, keys) and logsumexp (batch, heads, queries).
     """
     empty = (cells == -torch.inf).all(-1, keepdim=True)  # (batch, heads, queries, 1)
     if cells.shape[-1] == 0:

@@ -229,7 +229,8 @@ class MultiHeadAttention(nn.Module):
             query_start: position of the first query among the keys, see `attention`; a cache knows it itself.
             unknown: none; names of other libraries, such as is_causal, are rejected with the name here.
 
-        Returns: (batch, queries, output_dim), with as many dimensions as x.
+        Returns:
+            (batch, queries, output_dim), with as many dimensions as x.
 
         Raises:
             ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
@@ -301,7 +302,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Padding, bool]:
         """Check the arguments of a call and drop its padding.
 
-        Returns: x, memory and values, (batch, length, features) or packed (1, tokens, features); the padding; whether
+        Returns:
+            x, memory and values, (batch, length, features) or packed (1, tokens, features); the padding; whether
             x has a batch.
         """
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001

@@ -40,7 +40,8 @@ def check_inputs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
     """Check the inputs of a layer, and add a batch of one where they have none.
 
-    Returns: x, memory and values, (batch, length, features) each, and whether x has a batch.
+    Returns:
+        x, memory and values, (batch, length, features) each, and whether x has a batch.
 
     Raises:
         ShapeError, DtypeError, MaskError, ArgumentError: the first one that does not fit.

@@ -47,7 +47,8 @@ def prepend(key: Tensor, x_heads: Tensor) -> Tensor:
         key: (kv_heads, dim).
         x_heads: (batch, kv_heads, keys, dim).
 
-    Returns: (batch, kv_heads, 1 + keys, dim).
+    Returns:
+        (batch, kv_heads, 1 + keys, dim).
     """
     row = key[None, :, None].expand(x_heads.shape[0], -1, -1, -1)
     return torch.cat([row.to(x_heads.dtype), x_heads], 2)

@@ -88,7 +88,8 @@ def extend(
         padding: the padding of the call.
         within: whether queries and keys are the same tokens.
 
-    Returns: keys and values, the mask for them without padding, and the position of the first query among them.
+    Returns:
+        keys and values, the mask for them without padding, and the position of the first query among them.
     """
     lengths = None if padding.rows is None else padding.rows.lengths
     if within:

@@ -230,7 +230,8 @@ def local_part(
         head_gates: the gates of all heads, or None.
         fresh: whether this call projected k and v; a cache holds those of this process alone.
 
-    Returns: the part of the layer, keys, values, mask, bias and gates; all as they are where all heads are here.
+    Returns:
+        the part of the layer, keys, values, mask, bias and gates; all as they are where all heads are here.
     """
     local = local_heads(layer, q, k, v) if fresh else local_heads(layer, q)
     if local is None:

@@ -111,7 +111,8 @@ class Mask:
             queries: (batch or 1, heads or 1, queries, 1), int64, the position of each query among the keys.
             keys: (batch or 1, heads or 1, 1, keys), int64, the position of each key.
 
-        Returns: bool, broadcasting to (batch, heads, queries, keys); True = may be seen.
+        Returns:
+            bool, broadcasting to (batch, heads, queries, keys); True = may be seen.
         """
         raise MaskError(
             f"{type(self).__name__} does not define visible(queries, keys).",
@@ -125,7 +126,8 @@ class Mask:
             queries: (batch or 1, queries), int64, the position of each query among the keys.
             keys: number of keys.
 
-        Returns: start and stop, int64, broadcasting to (batch, queries); they may reach outside of [0, keys).
+        Returns:
+            start and stop, int64, broadcasting to (batch, queries); they may reach outside of [0, keys).
         """
         return None
 
@@ -166,7 +168,8 @@ class Mask:
     def tile(self, place: Place) -> Tensor:
         """Return which keys each query may see in one tile of the map.
 
-        Returns: bool, broadcasting to (batch, heads, rows, columns).
+        Returns:
+            bool, broadcasting to (batch, heads, rows, columns).
 
         >>> from multihead import masks
         >>> masks.Causal().tile(Place.of(queries=2, keys=2))[0, 0].int()

@@ -111,7 +111,8 @@ def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
         positions: (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n), int64.
         lengths: (documents,) or (batch, documents), int64, tokens.
 
-    Returns: int64, of the positions' shape with the batch of the lengths; -1 outside all documents.
+    Returns:
+        int64, of the positions' shape with the batch of the lengths; -1 outside all documents.
     """
     ends = lengths.cumsum(-1)
     rows = max(positions.shape[0], ends.shape[0] if ends.dim() == 2 else 1)

@@ -58,7 +58,8 @@ def observe(
         map_size: largest number of rows and columns of the pooled map.
         map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
 
-    Returns: a record that fills while the model runs.
+    Returns:
+        a record that fills while the model runs.
 
     Raises:
         ModelError: `model` is not a module, its family is not supported, or a name in `layers` matches no module; at

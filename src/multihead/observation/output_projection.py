@@ -20,7 +20,8 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
         name: qualified name of the layer in the model.
         width: heads * value_dim, the number of input features of the projection.
 
-    Returns: (embed_dim, heads * value_dim), as in `nn.Linear`, or None if nothing fits. Per-head factors before the
+    Returns:
+        (embed_dim, heads * value_dim), as in `nn.Linear`, or None if nothing fits. Per-head factors before the
         projection (`head_gates`) are included.
 
     >>> import multihead as mh

@@ -180,7 +180,8 @@ class Record:
                 that have such a key), `broad` (entropy as a share of the largest that the mask allows) and `local`
                 (share within 3 tokens).
 
-        Returns: the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
+        Returns:
+            the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
             else from the smallest.
 
         Raises:
@@ -211,7 +212,8 @@ class Record:
             sample: which text.
             queries: how many queries are looked at, spread evenly; None takes as many as a second or two allow.
 
-        Returns: the nearest first, the head itself left out.
+        Returns:
+            the nearest first, the head itself left out.
 
         Raises:
             ProbeError: only statistics were kept.

@@ -396,7 +396,8 @@ class Recorder:
 def _after_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:
     """Return the weight on the call's first key of queries whose token is that before it, which a cache has dropped.
 
-    Returns: (1, heads, queries), to be added to their `induction_mass`.
+    Returns:
+        (1, heads, queries), to be added to their `induction_mass`.
     """
     ids, request = sample.keys_read.ids, call.request
     assert ids is not None

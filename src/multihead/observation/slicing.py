@@ -43,7 +43,8 @@ class SampleSpans:
     def queries(self) -> tuple[Tensor, Tensor, Tensor]:
         """The queries of the call that belong to a sample, and where they are in it: (batch, 1, queries) each.
 
-        Returns: whether the query belongs to a sample, bool; its position among the keys of its sample; the number
+        Returns:
+            whether the query belongs to a sample, bool; its position among the keys of its sample; the number
             of keys of its sample.
         """
         shape, found = self.request.shape, self.found

@@ -64,7 +64,8 @@ def textbook_heads(
         times: how often they come.
         draws: how many such texts are read.
 
-    Returns: for each of `KINDS` all heads, the largest share first.
+    Returns:
+        for each of `KINDS` all heads, the largest share first.
 
     Raises:
         InputError: there are fewer words than random tokens.
@@ -100,7 +101,8 @@ def repeated_tokens(
 ) -> Tensor:
     """Draw random tokens, no two of a text alike, and repeat them.
 
-    Returns: (draws, tokens), int64: in each the start token, if any, and `times` runs of its `length` tokens.
+    Returns:
+        (draws, tokens), int64: in each the start token, if any, and `times` runs of its `length` tokens.
 
     >>> repeated_tokens(range(100), start=1, length=3, times=2).shape
     torch.Size([4, 7])

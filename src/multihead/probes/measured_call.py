@@ -102,7 +102,8 @@ class MeasuredCall:
         Args:
             keys: (batch, queries, n), int64; those outside the call's keys are hidden.
 
-        Returns: (batch, heads or 1, queries, n) bool.
+        Returns:
+            (batch, heads or 1, queries, n) bool.
         """
         inside = (keys >= self.bounds.start[..., None]) & (keys < self.bounds.stop[..., None])  # (batch, queries, n)
         if self.bounds.remainder is None and self.request.bias is None:

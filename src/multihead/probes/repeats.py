@@ -44,7 +44,8 @@ def repeated(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
         call: a call that this module `supports`, with token ids in its context.
         parts: "duplicate_mass", "induction_mass" or both.
 
-    Returns: (batch, heads, queries) each. Of queries x keys only the pairs of equal tokens are computed: about one in a
+    Returns:
+        (batch, heads, queries) each. Of queries x keys only the pairs of equal tokens are computed: about one in a
         hundred in a text.
     """
     shape, ids = call.request.shape, call.context.ids

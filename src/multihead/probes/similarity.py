@@ -37,7 +37,8 @@ def divergence(
         other_heads: which heads of the other.
         queries: which queries; slice(None, None, 16) looks at every sixteenth.
 
-    Returns: (heads, other_heads), float64, nats: the mean over the queries that see a key in both; 0 = the same
+    Returns:
+        (heads, other_heads), float64, nats: the mean over the queries that see a key in both; 0 = the same
         weights, ln 2 = no key in common, NaN where no query sees a key in both. A learned sink counts as one key more.
 
     Raises:
@@ -79,7 +80,8 @@ def divergence(
 def _weights(request: AttentionRequest, logsumexp: Tensor, heads: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the weights of some rows, that of the sink after those of the keys, and which rows see a key.
 
-    Returns: (heads, rows, keys + 1), and (heads, rows) bool.
+    Returns:
+        (heads, rows, keys + 1), and (heads, rows) bool.
     """
     chosen = heads.tolist()
     cells = tile(request, logsumexp, heads=chosen, queries=rows)[0]

@@ -123,7 +123,8 @@ def measured(
         output: (batch, heads, queries, value_dim) of the call without dropout, if it is known.
         has_values: whether the request holds values, and not keys in their place.
 
-    Returns: a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`),
+    Returns:
+        a dict from name to tensor, each with the batch in front; a row of NaN is NaN (-1 for `largest_key`),
         and counts as 0 in what keys receive and in a map.
 
     Raises:
@@ -267,7 +268,8 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
         parts: the parts that are missing.
         special_keys: (batch, keys) bool, or None.
 
-    Returns: the parts, (batch, heads, queries) each; None if a part is another one, or the native kernel does not
+    Returns:
+        the parts, (batch, heads, queries) each; None if a part is another one, or the native kernel does not
         support the call.
     """
     request, logsumexp = call.request, call.attended.logsumexp.detach()

@@ -98,7 +98,8 @@ def streamed(
         parts: some of STREAMED.
         columns: (batch, kv_heads, keys, n), numbers of the keys to be weighed, or None.
 
-    Returns: the parts, and sum_j p_ij c_j as (batch, heads, queries, n) or None; in float64.
+    Returns:
+        the parts, and sum_j p_ij c_j as (batch, heads, queries, n) or None; in float64.
     """
     shape = call.request.shape
     size = (shape.batch, shape.num_heads, shape.query_length)

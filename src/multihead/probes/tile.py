@@ -75,7 +75,8 @@ def tile(
         keys: which keys.
         totals: keeps the L of the call for its next tile.
 
-    Returns: (batch, heads, queries, keys) of the tile, in the dtype of the logsumexp; 0 where a key is hidden,
+    Returns:
+        (batch, heads, queries, keys) of the tile, in the dtype of the logsumexp; 0 where a key is hidden,
         NaN in the cells that a row of NaN does see.
 
     Raises:
@@ -146,7 +147,8 @@ def in_float64(request: AttentionRequest) -> AttentionRequest:
 def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
     """Compute the scores of a tile in float64, -inf where hidden, and which cells may be seen.
 
-    Returns: (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
+    Returns:
+        (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
     """
     precise = _precise(request.shape.device)
     # Cut before heads are chosen: choosing copies, and a tile is far smaller than the keys of a long text.

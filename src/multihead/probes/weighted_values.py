@@ -52,7 +52,8 @@ def weighed(call: MeasuredCall, columns: Tensor) -> Tensor:
         call: the call.
         columns: (batch, kv_heads, keys, n).
 
-    Returns: (batch, heads, queries, n).
+    Returns:
+        (batch, heads, queries, n).
 
     Source: P c is attention with values c, so a kernel does it; by tiles where only the reference kernel would.
     """

@@ -104,7 +104,8 @@ def _damaged(target: str, what: str) -> InputError:
 def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Tensor], dict[str, StoredRows]]:
     """Open a file.
 
-    Returns: its metadata, its tensors, and the tensors that are read when they are needed.
+    Returns:
+        its metadata, its tensors, and the tensors that are read when they are needed.
 
     Raises:
         InputError: the file does not exist, is not a safetensors file, or is truncated.

@@ -277,7 +277,8 @@ class SampleRecord:
             queries: which queries.
             keys: which keys.
 
-        Returns: (queries, keys), or (heads, queries, keys) without a head; float32 (float64 for float64).
+        Returns:
+            (queries, keys), or (heads, queries, keys) without a head; float32 (float64 for float64).
 
         Raises:
             ProbeError: only statistics were kept.
@@ -298,7 +299,8 @@ class SampleRecord:
     def visible(self, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Return which keys each query may see.
 
-        Returns: (queries, keys) bool; (heads, queries, keys) if heads may see different keys.
+        Returns:
+            (queries, keys) bool; (heads, queries, keys) if heads may see different keys.
         """
         found = [
             seen(segment.request, rows, self._columns(segment, keys))[0].cpu() for segment, rows in self._rows(queries)
@@ -310,7 +312,8 @@ class SampleRecord:
     def at_offset(self, offset: int) -> Tensor:
         """Compute the weight on the key at an offset from each query's own position: -1 is the key before it.
 
-        Returns: (heads, queries), a share from 0 to 1; 0 if that key is hidden or does not exist.
+        Returns:
+            (heads, queries), a share from 0 to 1; 0 if that key is hidden or does not exist.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -322,7 +325,8 @@ class SampleRecord:
     def intervals(self) -> tuple[Tensor, Tensor] | None:
         """Return the interval of keys that each query may see.
 
-        Returns: index of the first key and index after the last, (queries,) int64 each, equal if a query sees no key;
+        Returns:
+            index of the first key and index after the last, (queries,) int64 each, equal if a query sees no key;
             None if some query sees something other than an interval, or if heads differ.
         """
         starts, stops = [], []
@@ -361,7 +365,8 @@ class SampleRecord:
             without_first_key: whether key 0 counts as hidden.
             cancelled: called between strips; if it returns True, `CancelledError` is raised.
 
-        Returns: sums and counts, (heads or 1, row blocks, column blocks) each.
+        Returns:
+            sums and counts, (heads or 1, row blocks, column blocks) each.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -397,7 +402,8 @@ class SampleRecord:
             keys: a slice of the keys, without steps.
             bins: largest number of rows and columns of the result; bins have equal sizes, except the last.
 
-        Returns: (row bins, column bins), or (heads, row bins, column bins) without a head; float32, the mean weight
+        Returns:
+            (row bins, column bins), or (heads, row bins, column bins) without a head; float32, the mean weight
             over the visible cells of a bin, NaN if it has none.
 
         Raises:

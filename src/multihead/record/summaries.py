@@ -39,7 +39,8 @@ def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tens
         samples: the statistics of each sample of one layer; a statistic that one of them lacks is left out.
         of: "mean", "median" or "p95". Between two queries the value is interpolated, as in torch.quantile.
 
-    Returns: statistic -> (heads,) float64; 0 where no query counts.
+    Returns:
+        statistic -> (heads,) float64; 0 where no query counts.
     """
     check_summary(of)
     names = [name for name in samples[0] if all(name in each for each in samples)]
@@ -73,7 +74,8 @@ def queries_that_count(
         num_keys: number of keys of the sample, or of each query's sample, (batch, 1, queries).
         ids: (keys,) int64, the token ids of the keys of the one sample, or None if unknown.
 
-    Returns: ([batch,] heads, queries) bool.
+    Returns:
+        ([batch,] heads, queries) bool.
     """
     if name == "previous_mass":
         return sees & (positions >= 1)

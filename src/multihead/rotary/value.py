@@ -109,7 +109,8 @@ class Rotary:
             positions: position of the first token, the others being consecutive; or the position of each token,
                 integers (batch or 1, length). A negative position rotates backward.
 
-        Returns: a tensor as x; where x is a view of (batch, length, heads * head_dim), as from `split_heads`, so is
+        Returns:
+            a tensor as x; where x is a view of (batch, length, heads * head_dim), as from `split_heads`, so is
             the result.
 
         Raises:

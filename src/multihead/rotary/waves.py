@@ -153,7 +153,8 @@ class Tables:
         Args:
             positions: (batch or 1, length), integers.
 
-        Returns: (batch or 1, length, 1, columns or pairs).
+        Returns:
+            (batch or 1, length, 1, columns or pairs).
         """
         if not positions.numel():
             return None

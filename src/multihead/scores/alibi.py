@@ -79,7 +79,8 @@ class ALiBi(nn.Module):
             device: device of the bias; that of the slopes if None.
             dtype: dtype of the bias; float32 if None.
 
-        Returns: `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
+        Returns:
+            `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         slopes = self.slopes.float() if device is None else self.slopes.to(device, torch.float32)
         distance = offsets(queries, keys, query_start=query_start, device=slopes.device).abs()

@@ -70,7 +70,8 @@ class LearnedBias(nn.Module):
             device: device of the bias; that of the weight if None.
             dtype: dtype of the bias; that of the weight if None.
 
-        Returns: (batch or 1, heads, queries, keys).
+        Returns:
+            (batch or 1, heads, queries, keys).
 
         Raises:
             ShapeError: a position is outside the table.

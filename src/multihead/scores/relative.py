@@ -72,7 +72,8 @@ def offsets(queries: int, keys: int, *, query_start: int | Tensor = 0, device: t
         query_start: position of the first query among the keys; a tensor (batch,) has one per sample.
         device: device of the result.
 
-    Returns: (batch or 1, queries + keys - 1), int64, tokens; negative for keys before the query.
+    Returns:
+        (batch or 1, queries + keys - 1), int64, tokens; negative for keys before the query.
 
     >>> offsets(2, 3)
     tensor([[-1,  0,  1,  2]])

@@ -24,7 +24,8 @@ def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, both_w
         max_distance: distance from which on all keys share the last bucket, tokens.
         both_ways: whether keys after the query have their own buckets.
 
-    Returns: int64, from 0 to num_buckets - 1, shaped as distances.
+    Returns:
+        int64, from 0 to num_buckets - 1, shaped as distances.
 
     Source: arXiv:1910.10683, section 2.1, and its published code, whose float32 logarithm decides at bucket edges.
 
@@ -117,7 +118,8 @@ class T5Bias(nn.Module):
             device: device of the bias; that of the weight if None.
             dtype: dtype of the bias; that of the weight if None.
 
-        Returns: `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
+        Returns:
+            `RelativeBias` with values (batch or 1, heads, queries + keys - 1).
         """
         weight = self.weight.to(device=device, dtype=dtype)
         buckets = buckets_of(

@@ -118,7 +118,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal: whether attn_mask is the causal mask. This is checked where it needs no device synchronisation;
                 without attn_mask the causal mask itself is applied, which the original rejects.
 
-        Returns: the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
+        Returns:
+            the output (batch, queries, embed_dim); and the weights (batch, queries, keys), or with
             `average_attn_weights=False` (batch, heads, queries, keys), or None. In training they are those after
             dropout, as the original's are. Added keys (bias, then zero) are their last columns. For nested inputs the
             output is nested, and the weights are padded with 0.

@@ -69,7 +69,8 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
         model: any model.
         inplace: whether the model itself is changed. Otherwise a copy is, which shares its parameters and buffers.
 
-    Returns: the model and the names of the replaced modules.
+    Returns:
+        the model and the names of the replaced modules.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 2, enable_nested_tensor=False)
     >>> print(replaced := replace(encoder, inplace=True))

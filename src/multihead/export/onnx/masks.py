@@ -64,7 +64,8 @@ class Place:
 def visible(graph: Graph, mask: Mask, place: Place) -> str:
     """Add the nodes of a mask, the counterpart of `Mask.tile` for tensors.
 
-    Returns: bool, broadcasting to (batch, heads, queries, keys); True = visible.
+    Returns:
+        bool, broadcasting to (batch, heads, queries, keys); True = visible.
     """
     if isinstance(mask, And):
         return reduce(lambda one, other: graph.node("And", one, other), (visible(graph, p, place) for p in mask.parts))

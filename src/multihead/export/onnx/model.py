@@ -54,7 +54,8 @@ def to_model(
         queries: the number of queries, if it never changes.
         keys: the number of keys, if it never changes.
 
-    Returns: the model; its output "output" is (batch, queries, output_dim).
+    Returns:
+        the model; its output "output" is (batch, queries, output_dim).
 
     Raises:
         MissingPackageError: the package onnx is not installed.

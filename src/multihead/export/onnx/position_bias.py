@@ -16,7 +16,8 @@ from multihead.scores.t5 import T5Bias, buckets_of
 def position_bias(context: Context) -> str | None:
     """Add the position bias, computed in the graph for any size, or stored as a constant if the module is not ours.
 
-    Returns: (batch or 1, heads, queries, keys), in the layer's dtype; None where the layer has no position bias.
+    Returns:
+        (batch or 1, heads, queries, keys), in the layer's dtype; None where the layer has no position bias.
 
     Raises:
         ArgumentError: the layer's `position_bias` is a module that is not ours, and sizes may change.
