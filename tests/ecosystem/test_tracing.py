@@ -220,9 +220,9 @@ def test_a_backward_pass_that_is_recorded_before_dispatch_is_rejected() -> None:
     with pytest.raises(ArgumentError) as refused:
         made_by(Gradient(), "before dispatch")
     assert str(refused.value) == (
-        "The backward pass of torch.ops.multihead.attention is recorded before dispatch, where PyTorch turns the tensors "
-        "saved by the forward pass into constants. Leave out pre_dispatch=True of make_fx, or the gradient in the "
-        "function that torch.export records."
+        "The backward pass of torch.ops.multihead.attention is recorded before dispatch, where PyTorch turns the "
+        "tensors saved by the forward pass into constants. Leave out pre_dispatch=True of make_fx, or the gradient in "
+        "the function that torch.export records."
     )
 
 

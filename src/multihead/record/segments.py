@@ -90,8 +90,9 @@ def kept_rows(tensor: Tensor, spans: Sequence[tuple[int, int, int]], device: tor
     firsts = torch.tensor([sample * tensor.shape[2] + start for sample, start, _ in spans], dtype=torch.int64)
     before = lengths.cumsum(0) - lengths
     row = (firsts - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
-    row = row.to(tensor.device)
-    tokens = tensor.transpose(1, 2)[row // max(tensor.shape[2], 1), row % max(tensor.shape[2], 1)].to(device)
+    # (batch * rows, heads * features): no copy where a projection was split into heads, so that rows are copied whole
+    flat = tensor.transpose(1, 2).flatten(0, 1).flatten(1)
+    tokens = flat.index_select(0, row.to(tensor.device)).to(device).unflatten(1, (tensor.shape[1], tensor.shape[3]))
     return [part.transpose(0, 1)[None] for part in tokens.split(lengths.tolist())]  # from (rows, heads, features)
 
 
