@@ -72,12 +72,12 @@ def test_every_word_the_script_asks_for_is_on_the_page() -> None:
     (texts,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     own = script[script.index("modules['lab/static/lab.js']") :]
-    asked = set(re.findall(r"say\('([^']+)'[,)]", own)) | {"value lookup", "value induction"}
+    named = set(re.findall(r"translate\('([^']+)'[,)]", own)) | {"value lookup", "value induction"}
     measured = {
         "measure." + name for task in data["tasks"] for course in task["courses"]
         for look in course["moments"][0]["looks"] for name in look["measures"]
     }  # fmt: skip
-    assert asked | measured | {"measure.only asked"} <= set(json.loads(texts))
+    assert named | measured | {"measure.only named"} <= set(json.loads(texts))
 
 
 def test_every_link_of_the_page_leads_somewhere() -> None:
