@@ -248,7 +248,7 @@ def test_a_page_that_holds_less_says_so_and_keeps_to_its_size(tmp_path: Path) ->
 
 
 REFUSALS = [
-    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'),
+    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'),
     ({"max_bytes": 0}, ArgumentError, "max_bytes is 0, and must be positive. Give a positive number of bytes."),
     ({"sample": 1}, ArgumentError, "sample is 1, and the record has 1 sample. Give 0."),
     ({"sample": -1}, ArgumentError, "sample is -1, and the record has 1 sample. Give 0."),

@@ -117,7 +117,7 @@ const page = {
   setHead: async (i, then) => { await again({ a: { ...record.heads[i] } }); then?.(); },
   stepHead: by => page.setHead((record.index(state.a.l, state.a.h) + by + record.heads.length) % record.heads.length),
   setSecond: (r, { l, h }) => again({ b: { r, l, h } }),
-  flipSink: () => { state.mtarget = !state.mtarget; forgetPanel(); redraw(); },
+  flipSink: () => { state.masked = !state.masked; forgetPanel(); redraw(); },
   flipCompare: () => again({ compare: !state.compare, b: state.b ?? secondFor(record, state.a) }),
   nextScale: () => { state.scale = state.scale === 'log' ? 'linear' : 'log'; redraw(); },
   toAll: () => go(toAll()),

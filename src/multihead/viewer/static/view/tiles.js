@@ -5,9 +5,9 @@ export const SIDE = 256;  // cells per side; a cell of level k is the mean of 2^
 const AT_ONCE = 4, MAX_BYTES = 96 << 20;
 const kept = new Map(), requested = new Map(), refused = new Map();
 let wanted = [], held = 0;
-export const arrived = { count: 0, trouble: '', => notify: () => => {} };
+export const arrived = { count: 0, trouble: '', notify: () => {} };
 
-const nameOf = t => `${t.run} ${t.sample} ${t.l} ${t.h} ${t.level} ${t.i} ${t.j} ${t.mrequested}`;
+const nameOf = t => `${t.run} ${t.sample} ${t.l} ${t.h} ${t.level} ${t.i} ${t.j} ${t.masked}`;
 export function tile(t) {
   const name = nameOf(t), found = kept.get(name);
   if (found) { kept.delete(name); kept.set(name, found); }  // least recently used first
@@ -34,7 +34,7 @@ async function fetchTile(t, name) {
   const control = new AbortController();
   requested.set(name, control);
   try {
-    const { shape: [rows, cols], values } = await floats(`${headAt(t.run, t.sample, t.l, t.h)}/tile?level=${t.level}&row=${t.i}&column=${t.j}&sink=${t.mrequested ? 0 : 1}`, control.signal);
+    const { shape: [rows, cols], values } = await floats(`${headAt(t.run, t.sample, t.l, t.h)}/tile?level=${t.level}&row=${t.i}&column=${t.j}&sink=${t.masked ? 0 : 1}`, control.signal);
     keep(name, { rows, cols, values });
   } catch (error) {
     if (control.signal.aborted) return;
