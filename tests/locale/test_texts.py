@@ -172,7 +172,7 @@ def test_a_statistic_without_a_label_in_a_language_keeps_its_own() -> None:
 
 
 def test_an_unknown_language_is_refused() -> None:
-    sentence = 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'
+    sentence = 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'
     for look_up in (lambda: text("look.kind", "fr"), lambda: section("fr", "look")):
         with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
             look_up()
