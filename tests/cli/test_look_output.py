@@ -1,4 +1,4 @@
-"""What `look` says of memory and files, and of textbook heads."""
+"""What `look` prints about memory, files and textbook heads."""
 
 from __future__ import annotations
 

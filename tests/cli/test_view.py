@@ -45,7 +45,7 @@ class Started:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
-        # Should it say nothing, its end is what the test reads.
+        # If it prints nothing, the test reads the end of its output.
         self.patience = threading.Timer(120, self.process.kill)
         self.patience.daemon = True
         self.patience.start()

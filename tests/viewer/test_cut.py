@@ -1,4 +1,4 @@
-"""Files that are cut while they are shown, and disks without room: the viewer answers with an error and goes on."""
+"""Files truncated while they are shown, and full disks: the viewer responds with an error and keeps running."""
 
 from __future__ import annotations
 

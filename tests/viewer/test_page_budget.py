@@ -1,4 +1,4 @@
-"""A page holds as much of the maps as fits, and says what it holds."""
+"""A page stores as much of the maps as fits, and states what it stores."""
 
 from __future__ import annotations
 

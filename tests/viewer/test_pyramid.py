@@ -28,7 +28,7 @@ def made_pyramid(folder: Path | None = None, **options: Any) -> Pyramid:
 
 
 def order(made: Pyramid) -> list[tuple[int, int]]:
-    """Build all, and say in which order heads were finished."""
+    """Build all levels; returns the order in which heads were finished."""
     finished: list[tuple[int, int]] = []
     while not made.finished:
         before = set(made._left)

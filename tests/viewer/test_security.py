@@ -1,4 +1,4 @@
-"""Who may ask the viewer: the right host, the right token, and only to look."""
+"""Access to the viewer: only for the right host, with the right token, and read-only."""
 
 from __future__ import annotations
 

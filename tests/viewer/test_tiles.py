@@ -92,7 +92,7 @@ def workers() -> Any:
 
 
 class Gate:
-    """A computation that says when it begins, and waits until it may end or nobody wants it any more."""
+    """A computation that signals its start, and waits until it is released or cancelled."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()

@@ -19,7 +19,7 @@ __all__ = ["COMMANDS", "Commands", "main"]
 
 # A new command is a file of this folder with a click command of the same name, and one line here.
 COMMANDS = {
-    "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
+    "look": "Every head of a model on a text: a table, highlights, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
     "lab": "What the number of heads changes: counted, trained and measured.",

@@ -186,10 +186,10 @@ def _checked(
             f"batch has {batch} {'sample' if batch == 1 else 'samples'}.",
             f"Give {batch} {'length' if batch == 1 else 'lengths'}, one per sample.",
         )
-    for sample, valid in enumerate(lengths):
-        if not 0 <= valid <= length:
+    for sample, tokens in enumerate(lengths):
+        if not 0 <= tokens <= length:
             raise ArgumentError(
-                f"The length of sample {sample} is {valid}, and must be from 0 to {length}, "
+                f"The length of sample {sample} is {tokens}, and must be from 0 to {length}, "
                 "the length of the sequence.",
                 "Give a length in that range.",
             )

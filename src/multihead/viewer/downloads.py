@@ -32,7 +32,7 @@ def cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.lstrip(" ").startswith(_OPENS_A_FORMULA) else value
 
 
-def refuse_unless_moderate(queries: slice, keys: slice) -> None:
+def check_size(queries: slice, keys: slice) -> None:
     """Reject a download of too many weights.
 
     Raises:

@@ -93,7 +93,7 @@ class LayerLevels:
         return self._file is not None
 
     def has(self, head: int) -> bool:
-        """Whether a head's levels are built."""
+        """Return whether a head's levels are built."""
         return bool(self._done[head])
 
     def build(self, head: int) -> Iterator[float]:

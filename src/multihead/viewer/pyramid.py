@@ -72,7 +72,7 @@ class Pyramid:
             return self._opened[index]
 
     def has(self, layer: int, head: int) -> bool:
-        """Whether a head's levels are built."""
+        """Return whether a head's levels are built."""
         return (layer, head) not in self._left
 
     def want(self, *places: Place) -> None:

@@ -116,7 +116,7 @@ class Viewer:
             if pooled is not None and max(pooled.shape[1:]) <= SIDE:
                 values: Array = pooled.float().numpy()
                 return values
-            _refuse_without_map(one)
+            _require_map(one)
             level = count(one.num_queries, one.num_keys) - 1
             if level < BASE:
                 return small(one, level, cancelled=cancelled)
@@ -131,7 +131,7 @@ class Viewer:
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
         run, sample, layer, head, one = self._head(request)
-        _refuse_without_map(one)
+        _require_map(one)
         params = request.query_params
         level = number("level", params.get("level"), below=count(one.num_queries, one.num_keys))
         row = number("row of tiles", params.get("row"), below=tiles_of(one.num_queries, level))
@@ -155,7 +155,7 @@ class Viewer:
     async def row(self, request: Request) -> Response:
         """Return one query's weights."""
         *place, one = self._head(request)
-        _refuse_without_map(one)
+        _require_map(one)
         query = number("query", request.query_params.get("query"), below=one.num_queries)
         return floats(await self._computed(request, ("row", *place, query), lambda _: row_of(one, place[-1], query)))
 
@@ -172,10 +172,10 @@ class Viewer:
         """Return a part of a head's map as a file."""
         run, sample, layer, head, one = self._head(request)
         form, write = _form(request, downloads.WEIGHTS)
-        _refuse_without_map(one)
+        _require_map(one)
         queries = span("queries", request.query_params.get("queries"), one.num_queries)
         keys = span("keys", request.query_params.get("keys"), one.num_keys)
-        downloads.refuse_unless_moderate(queries, keys)
+        downloads.check_size(queries, keys)
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )
@@ -184,7 +184,7 @@ class Viewer:
     async def nearest(self, request: Request) -> Response:
         """Return the heads whose weights are most similar to those of one head."""
         run, sample, layer, head, one = self._head(request)
-        _refuse_without_map(one)
+        _require_map(one)
         top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=5)
         found = await self._computed(
             request,
@@ -279,7 +279,7 @@ class Viewer:
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
 
 
-def _refuse_without_map(sample: SampleRecord) -> None:
+def _require_map(sample: SampleRecord) -> None:
     if not sample.keeps_weights:
         raise AbsentError(
             "The record has no q and k, so there is no map.", 'Save the record with keep="all" to see its maps.'

@@ -8,7 +8,7 @@ const D = JSON.parse(document.getElementById('data').textContent);
 const SCALE = 'root';
 const headsName = n => n === 1 ? translate('1 head') : translate('heads', { n });
 
-// The picture of a head: one pixel per weight; a masked weight is left clear, so that the hatching shows.
+// The picture of a head: one pixel per weight; a masked weight is transparent, so that the hatching shows.
 function picture(rows, causal) {
   const values = Float32Array.from(rows.flatMap((row, i) => row.map((w, j) => causal && j > i ? NaN : w / 1000)));
   const canvas = bitmap({ rows: rows.length, cols: rows[0].length, values }, 'ink', SCALE, 1);
