@@ -162,7 +162,7 @@ def test_the_findings_speak_chinese() -> None:
 
 
 def test_an_unknown_language_is_refused() -> None:
-    sentence = 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'
+    sentence = 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         findings(a_record().layers, lang="fr")
 

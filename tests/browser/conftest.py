@@ -32,7 +32,7 @@ SILENT = ("--disable-background-networking", "--disable-component-update", "--di
 
 
 def pytest_runtest_setup() -> None:
-    """Leave these tests out where nobody asked for a browser; told once for all of them."""
+    """Skip these tests unless a browser was requested; reported once for all of them."""
     if not os.environ.get("MULTIHEAD_BROWSER"):
         pytest.skip("`make browser` runs the tests in a browser; it installs Chromium where there is none.")
 
@@ -79,7 +79,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def opened(browser: Browser, served: Callable[..., str]) -> Iterator[Callable[..., Shown]]:
-    """Open pages; at the end none has asked for another address, and none has complained."""
+    """Open pages; fails at the end if one requested another address or logged an error."""
     shown: list[Shown] = []
 
     def open_page(*names: str, place: str = "", lang: str = "en", wait: bool = True, **options: Any) -> Shown:
@@ -93,5 +93,5 @@ def opened(browser: Browser, served: Callable[..., str]) -> Iterator[Callable[..
     for page in shown:
         page.close()
     for page in shown:
-        assert page.elsewhere == [], f"The page asked for {page.elsewhere}."
-        assert page.complaints == [], f"The page complained: {page.complaints}."
+        assert page.elsewhere == [], f"The page requested {page.elsewhere}."
+        assert page.complaints == [], f"The page logged errors: {page.complaints}."

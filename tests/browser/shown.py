@@ -14,8 +14,8 @@ RAMP = ["#FBFAF7", "#BFDFF1", "#86C2E6", "#54A3DA", "#387FCA", "#325AB4", "#3238
 class Shown:
     """One page.
 
-    Fields:
-        elsewhere: addresses outside of the viewer that were asked for.
+    Attributes:
+        elsewhere: requested addresses outside of the viewer.
         complaints: errors and warnings of the console, and errors that nobody caught.
     """
 
@@ -46,7 +46,7 @@ class Shown:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until every map in view is there, and the address says what is shown."""
+        """Wait until every map in view is loaded, and the address matches the page."""
         self.page.wait_for_function(SETTLED)
 
     def close(self) -> None:
@@ -68,13 +68,13 @@ class Shown:
 
     @property
     def place(self) -> dict[str, str]:
-        """What the address says."""
+        """The parameters in the address."""
         found = self.page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")
         assert isinstance(found, dict)
         return found
 
     def pane(self, which: str = "a") -> dict[str, float]:
-        """Where a pane stands on the page: left, top, its cells' width and height, the key and query it begins with."""
+        """Return a pane's layout: left, top, its cells' width and height, and its first key and query."""
         return dict(self.page.evaluate(PANE, which))
 
     def cell(self, query: int, key: int, which: str = "a") -> tuple[float, float]:
@@ -101,7 +101,7 @@ class Shown:
         return tuple(self.page.evaluate(COLOURS, [x, y, 1])[0])
 
     def colours(self, query: int, key: int, size: int = 40) -> set[tuple[int, ...]]:
-        """The colours of the map in a square of so many pixels, from the middle of a cell on."""
+        """Return the colours of a square of the map, `size` pixels per side, from the middle of a cell on."""
         x, y = self.cell(query, key)
         return {tuple(each) for each in self.page.evaluate(COLOURS, [round(x), round(y), size])}
 
@@ -151,7 +151,7 @@ def ink(tone: float) -> tuple[int, int, int]:
 
 
 def percent(text: str) -> float:
-    """The share that a percentage says: "67 %", or "5·10⁻⁴ %" where it is small."""
+    """Parse a percentage to a share: "67 %", or "5·10⁻⁴ %" if it is small."""
     found = re.search(r"([-−+]?[\d.]+)(?:·10⁻([⁰¹²³⁴⁵⁶⁷⁸⁹]+))?", text)
     assert found is not None, text
     power = int("".join(str("⁰¹²³⁴⁵⁶⁷⁸⁹".index(digit)) for digit in found[2])) if found[2] else 0

@@ -55,7 +55,7 @@ def check(shown: Shown, a: Tensor, b: Tensor) -> None:
         assert all(abs(x - y) <= 3 for x, y in zip(found, apart(value / top), strict=False)), (query, key, value)
 
 
-def test_two_heads_stand_side_by_side_with_their_difference(opened: Opened) -> None:
+def test_two_heads_are_shown_side_by_side_with_their_difference(opened: Opened) -> None:
     shown = opened(place=f"#a=L2H1&b=L0H2&{VIEW}")
     check(shown, part(causal(), 2, 1), part(causal(), 0, 2))
     assert shown.at("#compare").get_attribute("aria-pressed") == "true"

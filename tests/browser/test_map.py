@@ -1,4 +1,4 @@
-"""One head's map: deep zoom, exact at every level, and what is said of the query that is pointed at."""
+"""One head's map: deep zoom, exact at every level, and the panel of the query under the pointer."""
 
 from __future__ import annotations
 

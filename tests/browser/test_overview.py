@@ -84,21 +84,21 @@ def test_a_column_sorts_both_ways(opened: Opened, column: str) -> None:
 @pytest.mark.parametrize(
     ("words", "holds"),
     [
-        ("L2", lambda layer, head, told, n: layer == 2),
-        ("h1 l3", lambda layer, head, told, n: (layer, head) == (3, 1)),
-        ("L2H0", lambda layer, head, told, n: (layer, head) == (2, 0)),
-        ("entropy<{}", lambda layer, head, told, n: told["entropy"][n] < told["limit"]),
-        ("prev>0.4 L1", lambda layer, head, told, n: layer == 1 and told["previous_mass"][n] > 0.004),
+        ("L2", lambda layer, head, sample, n: layer == 2),
+        ("h1 l3", lambda layer, head, sample, n: (layer, head) == (3, 1)),
+        ("L2H0", lambda layer, head, sample, n: (layer, head) == (2, 0)),
+        ("entropy<{}", lambda layer, head, sample, n: sample["entropy"][n] < sample["limit"]),
+        ("prev>0.4 L1", lambda layer, head, sample, n: layer == 1 and sample["previous_mass"][n] > 0.004),
     ],
 )
 def test_the_filter_keeps_what_fits_in_the_table_and_fades_the_rest_of_the_grid(
     opened: Opened, words: str, holds: Callable[..., bool]
 ) -> None:
     shown = opened()
-    told = numbers()["metrics"]
-    told["limit"] = round(sorted(told["entropy"])[5], 3)
-    shown.at("#filter").fill(words.format(told["limit"]))
-    expected = {f"L{n // HEADS}H{n % HEADS}" for n in range(LAYERS * HEADS) if holds(n // HEADS, n % HEADS, told, n)}
+    sample = numbers()["metrics"]
+    sample["limit"] = round(sorted(sample["entropy"])[5], 3)
+    shown.at("#filter").fill(words.format(sample["limit"]))
+    expected = {f"L{n // HEADS}H{n % HEADS}" for n in range(LAYERS * HEADS) if holds(n // HEADS, n % HEADS, sample, n)}
     assert set(heads(shown)) == expected
     assert expected
     assert shown.at("#grid a:not(.dim)").count() == len(expected)
@@ -138,10 +138,10 @@ def test_the_address_keeps_filter_kind_and_order(opened: Opened) -> None:
 def test_the_numbers_of_the_table_are_those_of_the_record(opened: Opened) -> None:
     shown = opened()
     shown.at("#filter").fill("L3H2")
-    told, n = numbers(), 3 * HEADS + 2
+    sample, n = numbers(), 3 * HEADS + 2
     written = shown.texts("#rows td .v")
-    for column, text in zip(told["columns"], written, strict=True):
-        value = told["metrics"][column["id"]][n] * (100 if column["format"] == "share" else 1)
+    for column, text in zip(sample["columns"], written, strict=True):
+        value = sample["metrics"][column["id"]][n] * (100 if column["format"] == "share" else 1)
         assert math.isclose(float(text), value, abs_tol=0.06), column
 
 

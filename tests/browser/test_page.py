@@ -197,56 +197,56 @@ class TestWhatIsNotThere:
         assert shown.at("#numbers tr").count() > 5
         assert not shown.at("#map").is_visible()
 
-    def test_coarse_levels_that_are_being_built_are_told_with_their_share(self, opened: Opened) -> None:
+    def test_coarse_levels_that_are_being_built_are_shown_with_their_share(self, opened: Opened) -> None:
         shown = opened(wait=False)
 
         def with_more_levels(route: Route) -> None:
-            told = route.fetch().json()
-            route.fulfill(json=told | {"layers": [layer | {"levels": 9} for layer in told["layers"]]})
+            body = route.fetch().json()
+            route.fulfill(json=body | {"layers": [layer | {"levels": 9} for layer in body["layers"]]})
 
         shown.page.route("**/samples/0", with_more_levels)
-        told = [{"state": "building", "done": 6, "total": 12}]
-        shown.page.route("**/levels", lambda route: route.fulfill(body=json.dumps(told[0])))
+        progress = [{"state": "building", "done": 6, "total": 12}]
+        shown.page.route("**/levels", lambda route: route.fulfill(body=json.dumps(progress[0])))
         shown.page.reload()
         shown.page.wait_for_selector("#gridstate:not([hidden])")
         assert shown.text("#gridstate") == "Computing the coarse levels, 50 % (saved next to the record)"
-        told[0] = {"state": "ready", "done": 12, "total": 12}
+        progress[0] = {"state": "ready", "done": 12, "total": 12}
         shown.page.wait_for_selector("#gridstate", state="hidden")
 
     def test_a_map_of_100_000_tokens_waits_for_its_coarse_levels_and_asks_for_few_tiles(self, opened: Opened) -> None:
         shown = opened(place="#a=L0H0", wait=False)
-        told, length = [{"state": "building", "done": 3, "total": 12}], 100_000
-        asked: list[str] = []
+        progress, length = [{"state": "building", "done": 3, "total": 12}], 100_000
+        requested: list[str] = []
 
         def as_if_longer(route: Route) -> None:
-            said = route.fetch().json()
+            body = route.fetch().json()
             size = {"queries": length, "keys": length, "levels": 12, "keyText": 9, "queryText": 9}
-            route.fulfill(json=said | {"layers": [layer | size for layer in said["layers"]]})
+            route.fulfill(json=body | {"layers": [layer | size for layer in body["layers"]]})
 
         def tile(route: Route) -> None:
-            asked.append(route.request.url)
+            requested.append(route.request.url)
             (level,) = re.findall(r"level=(\d+)", route.request.url)
             side = min(256, -(-length // 2 ** int(level)))
             route.fulfill(body=b"\x00\x00\x00\x3f" * side**2, headers={"X-Shape": f"{side},{side}"})
 
         row = {"body": b"\x00\x00\x80\x3a" * length, "headers": {"X-Shape": str(length)}}
         shown.page.route("**/samples/0", as_if_longer)
-        shown.page.route("**/levels", lambda route: route.fulfill(json=told[0]))
+        shown.page.route("**/levels", lambda route: route.fulfill(json=progress[0]))
         shown.page.route(re.compile(r"/tile\?"), tile)
         shown.page.route(re.compile(r"/row\?"), lambda route: route.fulfill(**row))
         shown.page.reload()
         shown.page.wait_for_function("() => document.getElementById('level').textContent.includes('25')")
         assert shown.text("#level") == "Computing the coarse levels, 25 % (saved next to the record)"
-        assert asked == []
-        told[0] = {"state": "ready", "done": 12, "total": 12}
+        assert requested == []
+        progress[0] = {"state": "ready", "done": 12, "total": 12}
         shown.settle()
         assert shown.text("#level") == "each cell is the mean of 512 × 512 weights, exact"
-        assert 0 < len(asked) <= 6
+        assert 0 < len(requested) <= 6
         for _ in range(20):
             shown.press("+")
         assert shown.place["n"] == "12"
         assert shown.text("#level") == "each cell is one weight, exact"
-        assert len(asked) < 120
+        assert len(requested) < 120
 
     def test_a_server_that_is_gone_is_told_with_how_to_start_it(self, browser: Browser) -> None:
         with serving(Run("run.safetensors", causal())) as server:

@@ -24,7 +24,7 @@ def a_record(**given: Any) -> Any:
 
 @pytest.fixture
 def written(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Write a record as a page and open it; at the end it has neither complained nor asked for anything."""
+    """Write a record as a page and open it; fails at the end if it logged an error or requested anything."""
     complaints: list[str] = []
     context = browser.new_context(viewport={"width": 1280, "height": 900})
 

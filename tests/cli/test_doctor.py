@@ -51,13 +51,13 @@ Native kernel
    avx2        used: the widest that runs here
    avx512      this processor lacks it
    avx512_bf16 not in this build
-   emulated    for tests, where asked for
+   emulated    for tests, only on request
 
 Kernels, the fastest first
-   native      refuses float16, float64: it computes float32
-   reference   takes every call
+   native      rejects float16, float64: it computes float32
+   reference   supports every call
 
-Nothing is amiss.
+No problems found.
 """
 
 
@@ -74,14 +74,14 @@ def test_all_that_is_found_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forced_set_says_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, replace(FOUND, asked="scalar", chosen="scalar"))
-    assert "   scalar      used: MULTIHEAD_CPU asks for it\n   avx2        runs here\n" in result.output
+    assert "   scalar      used: set by MULTIHEAD_CPU\n   avx2        runs here\n" in result.output
 
 
 def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(FOUND, library=None, absence="it was not built", sets=(), chosen=None, runtimes=None, features=())
     output = run(monkeypatch, bare, columns=200).output
     assert "   features    torch names none\n" in output
-    assert "   OpenMP      which runtimes are loaded cannot be told on this system\n" in output
+    assert "   OpenMP      the loaded runtimes cannot be listed on this system\n" in output
     assert "Native kernel\n   library     none: it was not built\n\nKernels" in output
     assert " ".join(output.split()).endswith(
         "! The native kernel is not available: it was not built. Calls use the next kernel that does not refuse; "
@@ -90,7 +90,7 @@ def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: py
 
 
 def test_no_runtime_of_its_own_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "   OpenMP      no runtime is loaded as a library of its own\n" in run(
+    assert "   OpenMP      no runtime is loaded as a separate library\n" in run(
         monkeypatch, replace(FOUND, runtimes=())
     ).output  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_lines_wrap_beside_their_label(monkeypatch: pytest.MonkeyPatch, columns:
     reason = "it computes float32 and bfloat16, and the tensors are of another dtype altogether"
     result = run(monkeypatch, replace(FOUND, kernels=(room.Kernel("native", {"float16": reason}),)), columns)
     assert max(map(len, result.output.splitlines())) <= columns
-    assert f"refuses float16: {reason}" in " ".join(result.output.split())
+    assert f"rejects float16: {reason}" in " ".join(result.output.split())
 
 
 def test_the_doctor_of_this_machine_runs() -> None:

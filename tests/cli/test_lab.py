@@ -16,7 +16,7 @@ def run(*args: str, columns: int = 100) -> Result:
     return CliRunner().invoke(main, ["lab", *args], env={"COLUMNS": str(columns)})
 
 
-def said(output: str) -> str:
+def joined(output: str) -> str:
     return " ".join(output.replace("\u00a0", " ").split())
 
 
@@ -34,7 +34,7 @@ def test_every_answer_is_printed_and_the_page_is_written(tmp_path: Path, lang: s
     result = run("--lang", lang, "--out", str(out))
     assert result.exit_code == 0
     assert result.output.lstrip("\n").startswith(title)
-    assert row in said(result.output)
+    assert row in joined(result.output)
     assert "(1, 2, 4, 4)" in result.output
     assert out.read_text("utf-8").startswith("<!doctype html>")
 
@@ -49,7 +49,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int) -> Non
 def test_what_can_be_counted_is_counted_for_real(tmp_path: Path) -> None:
     result = run("--only", "parameters", "--out", str(tmp_path / "lab.html"))
     assert result.exit_code == 0
-    output = said(result.output)
+    output = joined(result.output)
     assert "With 1, 2, 4 or 8 heads the layer has the same 4 tensors and the same 1,050,624 parameters." in output
     assert "With 2 heads, q·k is (1, 2, 12, 12)" in output
     assert "Every head reads all 512 features" in output
@@ -60,7 +60,7 @@ def test_what_can_be_counted_is_counted_for_real(tmp_path: Path) -> None:
     [
         (("--heads", "1,x"), ("error: heads is '1,x', and must be whole numbers with commas between them. "
          "Give for example 1,2,4,8.\n")),
-        (("--heads", "2,2"), "error: heads is '2,2', and names a number twice. Give each number once.\n"),
+        (("--heads", "2,2"), "error: heads is '2,2', and contains a number twice. Give each number once.\n"),
         (("--heads", "3"), "error: embed_dim is 32, and 3 heads do not divide it. "),
         (("--seeds", "0"), "error: The number of seeds is 0. Give at least 1.\n"),
         (("--workers", "0"), "error: The number of workers is 0. Give at least 1.\n"),

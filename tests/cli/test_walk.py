@@ -27,7 +27,7 @@ def lines(*rows: str) -> str:
     return "\n".join(rows)
 
 
-def said(output: str) -> str:
+def joined(output: str) -> str:
     """The output without the breaks of its lines, to look for sentences in it."""
     return " ".join(output.split())
 
@@ -72,7 +72,7 @@ def test_the_wrong_reshape_says_where_each_row_was_taken_from() -> None:
     output = run("walk").output
     assert (
         "Head 0 of sample 0 should hold [[0, 1], [6, 7], [12, 13]], and would hold [[0, 1], [2, 3], [4, 5]]."
-        in said(output)
+        in joined(output)
     )
     assert "    position 1   2  3 <- p0 h1    8  9 <- p1 h1   14 15 <- p2 h1" in output
 
@@ -88,7 +88,7 @@ def test_the_pictures_of_the_docs_are_what_the_walk_prints(page: str, language: 
 
 
 def test_with_nothing_to_mix_the_walk_says_so() -> None:
-    output = said(run("walk", "--heads", "1").output)
+    output = joined(run("walk", "--heads", "1").output)
     assert text("walk.unmixed", "en") in output
     assert "<- p0" not in output
 
@@ -158,7 +158,7 @@ def test_large_sizes_stay_readable_and_say_what_they_leave_out(language: str) ->
 
 
 def test_a_sample_without_tokens_is_explained() -> None:
-    assert text("walk.empty", "en") in said(run("walk", "--lengths", "3,0").output)
+    assert text("walk.empty", "en") in joined(run("walk", "--lengths", "3,0").output)
 
 
 @pytest.mark.parametrize("given", ["3,1", "3, 1", "3，1"])
@@ -201,7 +201,7 @@ def test_lengths_are_read_with_either_comma(given: str) -> None:
             ["walk", "--lengths", "3,x"],
             (
                 "lengths is '3,x', and must be whole numbers with commas between them. "
-                "Give one per sample, such as --lengths 3,2."
+                "Give one number per sample, such as --lengths 3,2."
             ),
         ),
         (

@@ -7,9 +7,9 @@ from multihead.lab.walk import walk
 
 
 def test_a_walk_has_every_tensor_that_the_chapters_tell_of_in_their_order() -> None:
-    told = [step for chapter in CHAPTERS for step in chapter.steps]
-    assert len(told) == len(set(told))
-    assert [step.name for step in walk().steps if step.name in told] == told
+    shown = [step for chapter in CHAPTERS for step in chapter.steps]
+    assert len(shown) == len(set(shown))
+    assert [step.name for step in walk().steps if step.name in shown] == shown
 
 
 def test_the_split_is_told_before_the_attention() -> None:

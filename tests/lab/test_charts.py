@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from xml.etree import ElementTree as ET
 
-from multihead.lab.charts import APART, BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, chart
+from multihead.lab.charts import BOTTOM, HEIGHT, LEFT, NAME_DISTANCE, RIGHT, TOP, WIDTH, Curve, chart
 
 
 def drawn(curves: list[Curve], **options):
@@ -33,7 +33,7 @@ def test_the_band_goes_along_its_upper_edge_and_back_along_its_lower() -> None:
 def test_names_at_the_same_height_are_set_apart_within_the_drawing() -> None:
     svg = drawn([flat(str(number), 0.01) for number in range(4)])
     heights = sorted(float(text.get("y")) for text in svg.findall("text") if text.get("class") == "name")
-    assert all(after - before >= APART - 0.11 for before, after in itertools.pairwise(heights))
+    assert all(after - before >= NAME_DISTANCE - 0.11 for before, after in itertools.pairwise(heights))
     assert heights[-1] <= HEIGHT - BOTTOM + 4.1
 
 

@@ -68,7 +68,7 @@ def test_parts_that_do_not_fit_and_empty_measurements_are_refused() -> None:
     with pytest.raises(ArgumentError) as parts:
         vectors(parts=7)
     assert str(parts.value) == (
-        "parts is 7, and columns is 64. Give an even number of parts that divides the columns, such as 8 of 64."
+        "parts is 7, and columns is 64. Give an even number of parts that divides the columns, such as 8 for 64."
     )
     with pytest.raises(ArgumentError) as empty:
         vectors(trials=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multihead.lab.page import page, write_page
-from multihead.lab.report import tell
+from multihead.lab.report import build_chapters
 from multihead.lab.text import language
 from tests.lab.few import few_answers
 
@@ -32,7 +32,7 @@ def test_the_page_holds_every_answer_and_every_number_without_script(lang: str) 
 
     reader = Reader()
     reader.feed(page(few_answers(), lang=lang))
-    for chapter in tell(few_answers(), language(lang)):
+    for chapter in build_chapters(few_answers(), language(lang)):
         for sentence in (chapter.title, chapter.answer, *chapter.text, *chapter.looks):
             assert sentence in reader.seen
         for table in (*chapter.tables, *chapter.looks_tables):
@@ -66,18 +66,18 @@ def test_the_heads_of_the_first_seed_are_there_at_their_moments() -> None:
             assert shown["picture"] == [[round(1000 * weight) for weight in row] for row in seen.picture]
 
 
-def test_every_word_the_script_asks_for_is_on_the_page() -> None:
+def test_every_text_of_the_script_is_on_the_page() -> None:
     html = page(few_answers())
     data = data_of(html)
     (texts,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     own = script[script.index("modules['lab/static/lab.js']") :]
-    asked = set(re.findall(r"say\('([^']+)'[,)]", own)) | {"value lookup", "value induction"}
+    named = set(re.findall(r"translate\('([^']+)'[,)]", own)) | {"value lookup", "value induction"}
     measured = {
         "measure." + name for task in data["tasks"] for course in task["courses"]
         for look in course["moments"][0]["looks"] for name in look["measures"]
     }  # fmt: skip
-    assert asked | measured | {"measure.only asked"} <= set(json.loads(texts))
+    assert named | measured | {"measure.only asked"} <= set(json.loads(texts))
 
 
 def test_every_link_of_the_page_leads_somewhere() -> None:
@@ -86,7 +86,7 @@ def test_every_link_of_the_page_leads_somewhere() -> None:
     assert links <= set(re.findall(r'id="([^"]+)"', html))
 
 
-def test_the_page_is_written_in_the_language_asked_for(tmp_path: Path) -> None:
+def test_the_page_is_written_in_the_chosen_language(tmp_path: Path) -> None:
     path = write_page(few_answers(), tmp_path / "lab.html", lang="zh")
     text = path.read_text("utf-8")
     assert '<html lang="zh">' in text

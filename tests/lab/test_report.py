@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from multihead.lab.matching import Match, Spread
-from multihead.lab.report import tell
+from multihead.lab.report import build_chapters
 from multihead.lab.text import Chapter, language
 from tests.lab.few import few_answers
 
 
 def chapters(answers=None, lang: str = "en") -> dict[str, Chapter]:
-    return {chapter.name: chapter for chapter in tell(answers or few_answers(), language(lang))}
+    return {chapter.name: chapter for chapter in build_chapters(answers or few_answers(), language(lang))}
 
 
 def plain(text: str) -> str:
@@ -22,10 +22,10 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_every_part_has_its_chapters_with_tables_as_wide_as_their_heads(lang: str) -> None:
-    told = chapters(lang=lang)
+    built = chapters(lang=lang)
     names = ["count", "shapes", "outputs", "reads", "one", "two", "induction", "copies", "vectors", "lengths"]
-    assert list(told) == names
-    for chapter in told.values():
+    assert list(built) == names
+    for chapter in built.values():
         assert chapter.answer
         assert "{" not in " ".join((chapter.title, chapter.answer, *chapter.text, *chapter.looks))
         for table in (*chapter.tables, *chapter.looks_tables):
@@ -55,21 +55,21 @@ def test_other_counts_would_be_told_otherwise() -> None:
     found = few_answers().parameters
     one, two = found.counts
     fewer = replace(two, packed=two.packed[:1], torch=two.packed)
-    told = chapters(replace(few_answers(), parameters=replace(found, counts=(one, fewer))))
-    assert plain(told["count"].answer) == (
+    built = chapters(replace(few_answers(), parameters=replace(found, counts=(one, fewer))))
+    assert plain(built["count"].answer) == (
         "Yes. The layers have different numbers of parameters: 1 head 1,088 and 2 heads 768."
     )
-    assert told["count"].text[1].endswith("have other names or shapes.")
+    assert built["count"].text[1].endswith("have other names or shapes.")
     read = replace(two, features_read=(3, 16))
-    told = chapters(replace(few_answers(), parameters=replace(found, counts=(one, read))))
-    assert told["reads"].answer == "Not every head reads all 16 features: between 3 and 16."
+    built = chapters(replace(few_answers(), parameters=replace(found, counts=(one, read))))
+    assert built["reads"].answer == "Not every head reads all 16 features: between 3 and 16."
 
 
 def test_equal_outputs_would_be_told_otherwise() -> None:
     found = few_answers().parameters
     pairs = tuple(replace(pair, output_difference=0.0) for pair in found.pairs)
-    told = chapters(replace(few_answers(), parameters=replace(found, pairs=pairs)))
-    assert told["outputs"].answer.startswith("Yes. The output is the same for every number of heads")
+    built = chapters(replace(few_answers(), parameters=replace(found, pairs=pairs)))
+    assert built["outputs"].answer.startswith("Yes. The output is the same for every number of heads")
 
 
 def match(content, long: float, short: float, own: float, noise: float = 1.0) -> Match:
@@ -126,5 +126,5 @@ def test_leaving_out_the_division_is_called_harmful_only_where_it_was(
         scaled_slope=Spread(0.09, 0.001),
         plain_slope=Spread(slope, 0.001),
     )
-    told = chapters(replace(few_answers(), vectors=replace(found, lengths=(*found.lengths[:-1], last))))
-    assert told["lengths"].text[0].startswith(beginning)
+    built = chapters(replace(few_answers(), vectors=replace(found, lengths=(*found.lengths[:-1], last))))
+    assert built["lengths"].text[0].startswith(beginning)

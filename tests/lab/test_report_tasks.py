@@ -1,4 +1,4 @@
-"""What is said of training: the verdict, the curves and the heads follow from the numbers."""
+"""The chapters on training: the verdict, the curves and the heads follow from the numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multihead.lab.report_tasks import told_copies, told_experiment
+from multihead.lab.report_tasks import copies_chapter, experiment_chapter
 from multihead.lab.tasks import HeadLook
 from multihead.lab.text import language
 from multihead.lab.training import Experiment, Moment, Training
@@ -33,8 +33,8 @@ def experiment(task: str, shares: dict[int, tuple[float, ...]], looks=None) -> E
     return Experiment(task, "drawn", 10, 64, 0.01, 0.125, tuple(trainings))
 
 
-def told(one: Experiment):
-    return told_experiment(one, few_answers(), language("en"))
+def chapter_of(one: Experiment):
+    return experiment_chapter(one, few_answers(), language("en"))
 
 
 def plain(text: str) -> str:
@@ -71,12 +71,12 @@ def plain(text: str) -> str:
         ("one", {2: (0.9, 0.9)}, "2 heads: 90.0 ± 0.0 % correct."),
     ],
 )
-def test_the_verdict_says_what_the_numbers_say(task: str, shares, answer: str) -> None:
-    assert plain(told(experiment(task, shares)).answer) == answer
+def test_the_verdict_follows_from_the_numbers(task: str, shares, answer: str) -> None:
+    assert plain(chapter_of(experiment(task, shares)).answer) == answer
 
 
 def test_the_table_of_results_has_the_worst_and_the_best_seed() -> None:
-    rows = told(experiment("two", {1: (0.1, 0.2), 2: (0.95, 1.0)})).tables[0].rows
+    rows = chapter_of(experiment("two", {1: (0.1, 0.2), 2: (0.95, 1.0)})).tables[0].rows
     assert [plain(" | ".join(row)) for row in rows] == [
         "1 head | 15.0 ± 7.1 % | 10.0 % | 20.0 % | 0 of 2 | –",
         "2 heads | 97.5 ± 3.5 % | 95.0 % | 100.0 % | 2 of 2 | 10 ± 0",
@@ -86,7 +86,7 @@ def test_the_table_of_results_has_the_worst_and_the_best_seed() -> None:
 def test_seeds_in_which_two_heads_share_two_names_are_counted() -> None:
     shared = (lookup(0, 0, 0.9, 0.0), lookup(0, 1, 0.1, 0.8))
     alone = (lookup(0, 0, 0.9, 0.0),)
-    chapter = told(experiment("two", {1: (0.1, 0.1), 2: (1.0, 1.0)}, {1: alone, 2: shared}))
+    chapter = chapter_of(experiment("two", {1: (0.1, 0.1), 2: (1.0, 1.0)}, {1: alone, 2: shared}))
     assert plain(chapter.looks[0]).endswith("and another on the second: 2 heads 2 of 2.")
     assert (
         plain(" | ".join(chapter.looks_tables[0].rows[1]))
@@ -102,24 +102,24 @@ def test_able_models_without_an_induction_head_are_counted() -> None:
         )
 
     with_it = experiment("induction", {1: (0.95, 0.95)}, {1: looks(0.8)})
-    assert told(with_it).looks == ()
-    without = told(experiment("induction", {1: (0.95, 0.5)}, {1: looks(0.3)}))
+    assert chapter_of(with_it).looks == ()
+    without = chapter_of(experiment("induction", {1: (0.95, 0.5)}, {1: looks(0.3)}))
     assert without.looks[0].startswith("Of the 1 models with at least 90 % correct answers, 1 have no head in layer 1")
     assert plain(" | ".join(without.looks_tables[0].rows[0])) == "1 head | 70.0 ± 0.0 % | 30.0 ± 0.0 % | 0.0 ± 0.0"
 
 
 def test_the_curves_hold_every_number_of_heads() -> None:
-    chapter = told(experiment("two", {1: (0.1, 0.2), 2: (0.95, 1.0)}))
+    chapter = chapter_of(experiment("two", {1: (0.1, 0.2), 2: (0.95, 1.0)}))
     assert chapter.chart is not None
     assert chapter.chart[0].count("<polyline") == chapter.chart[0].count("<polygon") == 2
 
 
-def test_copies_are_said_to_stay_copies_only_where_they_did() -> None:
+def test_the_chapter_on_copies_follows_from_their_distance() -> None:
     found = few_answers()
-    chapter = told_copies(found.copies, found.experiments, language("en"))
+    chapter = copies_chapter(found.copies, found.experiments, language("en"))
     assert chapter.answer.startswith("They start from different random weights. Started as exact copies, 2 heads stay")
     assert [row[0] for row in chapter.tables[0].rows] == ["drawn", "copied"]
     parted = replace(found.copies, trainings=tuple(replace(each, apart_after=0.5) for each in found.copies.trainings))
-    other = told_copies(parted, (), language("en"))
+    other = copies_chapter(parted, (), language("en"))
     assert other.answer.startswith("Started as copies, 2 heads end 0.5 apart")
     assert [row[0] for row in other.tables[0].rows] == ["copied"]

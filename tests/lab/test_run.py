@@ -1,4 +1,4 @@
-"""The lab's parts together: what is asked for is answered, what is not is left out, and progress is told."""
+"""The lab's parts together: the chosen parts run, others are left out, and progress is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multihead.lab.run import answer
 from multihead.lab.tasks import TASKS
 
 
-def test_only_what_is_asked_for_is_answered() -> None:
+def test_only_the_chosen_parts_run() -> None:
     found = answer(parts=("parameters",), heads=(1, 2))
     assert found.parameters is not None
     assert (found.experiments, found.copies, found.vectors) == ((), None, None)
@@ -22,16 +22,16 @@ def test_only_what_is_asked_for_is_answered() -> None:
 def test_all_tasks_are_taught_half_as_long_where_it_must_be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     short = {name: replace(task, steps=4) for name, task in TASKS.items()}
     monkeypatch.setattr(room, "task_named", short.__getitem__)
-    told: list[tuple[str, int, int]] = []
-    found = answer(parts=("tasks",), heads=(1, 2), seeds=1, quick=True, progress=lambda *each: told.append(each))
+    progress: list[tuple[str, int, int]] = []
+    found = answer(parts=("tasks",), heads=(1, 2), seeds=1, quick=True, progress=lambda *each: progress.append(each))
     assert [experiment.task for experiment in found.experiments] == ["one", "two", "induction"]
     assert {experiment.steps for experiment in found.experiments} == {2}
     assert found.copies is not None
     assert (found.copies.start, found.copies.heads, found.copies.steps) == ("copied", (2,), 2)
-    assert told == [(name, done, 2) for name in ("one", "two", "induction") for done in (1, 2)] + [("copies", 1, 1)]
+    assert progress == [(name, done, 2) for name in ("one", "two", "induction") for done in (1, 2)] + [("copies", 1, 1)]
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ArgumentError) as part:
         answer(parts=("poems",))  # type: ignore[arg-type]
     assert str(part.value) == "There is no part 'poems'. Give some of parameters, tasks, vectors."

@@ -1,4 +1,4 @@
-"""The tasks: their questions have the answers they claim, and what is said of heads is what their weights are."""
+"""The tasks: their answers are correct, and the measures of heads follow from their weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def draw(task, samples: int = 50, seed: int = 0):
     return task.draw(samples, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("asked", [1, 2])
-def test_the_answer_of_a_lookup_is_the_value_beside_the_name(asked: int) -> None:
-    batch = draw(Lookup("x", asked=asked))
+@pytest.mark.parametrize("lookups", [1, 2])
+def test_the_answer_of_a_lookup_is_the_value_of_the_name(lookups: int) -> None:
+    batch = draw(Lookup("x", lookups=lookups))
     names, values, questions = batch.inputs
     for row in range(len(names)):
         assert len(set(names[row].tolist())) == names.shape[1]
@@ -24,12 +24,12 @@ def test_the_answer_of_a_lookup_is_the_value_beside_the_name(asked: int) -> None
         assert names[row, batch.targets[row]].tolist() == questions[row].tolist()
 
 
-def test_the_answer_of_an_induction_stands_at_its_target_behind_the_same_token() -> None:
+def test_the_answer_of_an_induction_is_at_its_target_after_the_same_token() -> None:
     batch = draw(Induction())
     (row,) = batch.inputs
-    asked = batch.targets >= 0
-    assert torch.equal(asked, batch.answers >= 0)
-    for sample, place in asked.nonzero().tolist():
+    questions = batch.targets >= 0
+    assert torch.equal(questions, batch.answers >= 0)
+    for sample, place in questions.nonzero().tolist():
         target = int(batch.targets[sample, place])
         assert 1 <= target <= place
         assert row[sample, target - 1] == row[sample, place]
@@ -48,7 +48,7 @@ def test_every_number_of_heads_starts_with_the_same_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_what_a_head_looks_at_is_its_weight_on_the_facts_asked_for(name: str) -> None:
+def test_the_measures_of_a_head_are_its_weights_on_the_facts_in_question(name: str) -> None:
     task = TASKS[name]
     torch.manual_seed(0)
     model, batch = task.build(2), draw(task, 6)
@@ -62,7 +62,7 @@ def test_what_a_head_looks_at_is_its_weight_on_the_facts_asked_for(name: str) ->
     looks = task.look(model, batch)
     for look in looks:
         mine = weights[:, look.head]
-        for place, measure in enumerate(("first asked", "second asked")[: task.asked]):
+        for place, measure in enumerate(("first asked", "second asked")[: task.lookups]):
             expected = float(mine.gather(1, batch.targets[:, place : place + 1]).mean())
             assert look.measures[measure] == pytest.approx(expected, abs=1e-5)
         assert look.measures["entropy"] == pytest.approx(float(torch.special.entr(mine).sum(1).mean()), abs=1e-5)
@@ -72,24 +72,24 @@ def test_what_a_head_looks_at_is_its_weight_on_the_facts_asked_for(name: str) ->
         assert [sum(row) for row in look.picture] == pytest.approx([1] * 6, abs=0.01)
 
 
-def test_what_is_said_of_an_induction_model_s_heads_is_what_their_maps_hold() -> None:
+def test_the_measures_of_an_induction_model_s_heads_follow_from_their_maps() -> None:
     task = Induction()
     torch.manual_seed(0)
     model, batch = task.build(2), draw(task, 1)
     looks = task.look(model, batch)
     assert [(look.layer, look.head) for look in looks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    asked = (batch.targets[0] >= 0).nonzero()[:, 0].tolist()
+    questions = (batch.targets[0] >= 0).nonzero()[:, 0].tolist()
     for look in looks:
         rows = look.picture
         assert all(weight == 0 for query, row in enumerate(rows) for weight in row[query + 1 :])
-        expected = sum(rows[query][int(batch.targets[0, query])] for query in asked) / len(asked)
+        expected = sum(rows[query][int(batch.targets[0, query])] for query in questions) / len(questions)
         assert look.measures["induction"] == pytest.approx(expected, abs=6e-4)
         before = [rows[query][query - 1] for query in range(1, len(rows))]
         assert look.measures["previous"] * len(rows) == pytest.approx(sum(before), rel=0.06)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_right_answers_are_right_and_a_blind_guess_is_as_often_right_as_is_said(name: str) -> None:
+def test_correct_answers_count_and_random_guessing_reaches_the_stated_chance(name: str) -> None:
     task = TASKS[name]
     batch = draw(task, 2000)
     classes = 8 if name != "induction" else 16

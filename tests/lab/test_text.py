@@ -32,4 +32,4 @@ def test_shapes_and_rounding_errors_are_written_plainly() -> None:
 def test_another_language_is_refused() -> None:
     with pytest.raises(ArgumentError) as refused:
         language("fr")
-    assert str(refused.value) == 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'
+    assert str(refused.value) == 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'

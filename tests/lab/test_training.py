@@ -64,16 +64,16 @@ def test_heads_are_looked_at_at_five_moments_where_they_are_watched_and_at_the_e
     assert [moment.step for moment in watched.moments] == list(range(21))
 
 
-def test_two_workers_find_what_one_finds_and_tell_how_far_they_are() -> None:
+def test_two_workers_find_what_one_finds_and_report_their_progress() -> None:
     options = {"heads": (1, 2), "seeds": 1, "steps": 3}
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
     with workers(2) as pool:
-        together = compare(TASKS["one"], **options, pool=pool, progress=lambda done, of: told.append((done, of)))
+        together = compare(TASKS["one"], **options, pool=pool, progress=lambda done, of: seen.append((done, of)))
     assert together == compare(TASKS["one"], **options)
-    assert told == [(1, 2), (2, 2)]
+    assert seen == [(1, 2), (2, 2)]
 
 
-def test_a_summary_tells_mean_spread_and_when_nine_of_ten_were_right() -> None:
+def test_a_summary_has_mean_spread_and_the_step_at_which_nine_of_ten_were_correct() -> None:
     (summary,) = experiment({2: (0.8, 1.0)}).summaries()
     assert summary.right.mean == pytest.approx(0.9)
     assert summary.right.deviation == pytest.approx(2**0.5 / 10)
@@ -84,12 +84,12 @@ def test_a_summary_tells_mean_spread_and_when_nine_of_ten_were_right() -> None:
     assert replace(never, moments=never.moments[:1]).learned_at is None
 
 
-def test_the_verdict_names_the_best_and_tells_apart_only_what_lies_beyond_the_spread() -> None:
+def test_the_verdict_names_the_best_and_those_that_are_worse_by_more_than_the_spread() -> None:
     found = experiment({1: (0.1, 0.12), 2: (0.98, 1.0), 8: (0.9, 1.0)})
-    assert found.verdict() == Verdict(best=2, behind=(1,), level=(8,))
+    assert found.verdict() == Verdict(best=2, worse=(1,), level=(8,))
 
 
-def test_the_verdict_may_go_to_a_single_head_and_may_tell_nothing_apart() -> None:
+def test_the_verdict_may_go_to_a_single_head_and_may_find_no_difference() -> None:
     assert experiment({1: (0.99, 0.99), 4: (0.5, 0.5)}).verdict() == Verdict(1, (4,), ())
     assert experiment({1: (0.5, 0.9), 4: (0.5, 0.8)}).verdict() == Verdict(1, (), (4,))
 

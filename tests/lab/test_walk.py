@@ -96,7 +96,7 @@ def test_the_head_of_a_column_or_block_is_the_head_that_its_numbers_came_from() 
 def test_the_wrong_reshape_is_traced_to_the_positions_and_heads_it_mixes(options: dict[str, Any]) -> None:
     steps = walk(**options)
     sizes = steps.sizes
-    inside = steps["wrong"].tensor[0]  # of sample 0 the number tells its position and column
+    inside = steps["wrong"].tensor[0]  # of sample 0 the number shows its position and column
     for head in range(sizes.num_heads):
         for row in range(sizes.length):
             numbers = inside[head, row]
@@ -156,7 +156,7 @@ def test_the_output_and_the_weights_are_those_of_torch_multihead_attention(optio
 
 @pytest.mark.parametrize("options", SIZES)
 def test_the_joined_heads_are_those_of_the_package(options: dict[str, Any]) -> None:
-    """The walk shows each step; `attention` hides them behind a kernel."""
+    """The walk shows each step; `attention` hides them in a kernel."""
     steps = walk(**options)
     q, k, v = (split_heads(steps[name].tensor, steps.sizes.num_heads) for name in "qkv")
     bias = None if options.get("bias") == "none" else steps["bias"].tensor[None].double()
@@ -244,7 +244,7 @@ def test_a_step_that_is_not_there_is_a_missing_key() -> None:
         (
             {"length": 4096},
             (
-                "These sizes make a tensor of 100,663,296 values, and a walk holds at most 4,194,304. "
+                "These sizes need a tensor of 100,663,296 values, and a walk allows at most 4,194,304. "
                 "Give a smaller batch, length, model_dim or number of heads."
             ),
         ),
@@ -256,9 +256,9 @@ def test_sizes_out_of_range_are_refused_in_words(options: dict[str, Any], senten
     assert str(refusal.value) == sentence
 
 
-def test_every_step_is_told_in_one_chapter_of_its_part() -> None:
+def test_every_step_is_shown_in_one_chapter_of_its_part() -> None:
     steps: Walk = walk()
-    told = [name for chapter in CHAPTERS for name in chapter.steps]
-    assert sorted([*told, "wrong_position", "wrong_head"]) == sorted(step.name for step in steps)
+    shown = [name for chapter in CHAPTERS for name in chapter.steps]
+    assert sorted([*shown, "wrong_position", "wrong_head"]) == sorted(step.name for step in steps)
     for chapter in CHAPTERS:
         assert {steps[name].part for name in chapter.steps} == {chapter.part}

@@ -69,8 +69,8 @@ def test_a_page_has_every_text_that_its_script_and_its_template_name(folder: str
     named = {key for path in files([f"{folder}/*.html"]) for key in keys_in(path)[0]}
     for path in files([f"{folder}/*.js"]):
         source = path.read_text("utf-8")
-        named |= set(re.findall(r"\bsay\('([^']+)'[,)]", source))
-        for prefix in re.findall(r"\bsay\('([^']+)' \+", source):
+        named |= set(re.findall(r"\btranslate\('([^']+)'[,)]", source))
+        for prefix in re.findall(r"\btranslate\('([^']+)' \+", source):
             assert any(key.startswith(prefix) for key in here), prefix
     assert len(named) > 9
     assert named - set(here) == set()
@@ -80,7 +80,7 @@ def test_a_page_has_every_text_that_its_script_and_its_template_name(folder: str
 def test_the_shared_scripts_find_their_texts_on_both_pages(sections: tuple[str, ...]) -> None:
     named = set()
     for path in files(["viewer/static/shared/*.js"]):
-        named |= set(re.findall(r"\bsay\('([^']+)'[,)]", path.read_text("utf-8")))
+        named |= set(re.findall(r"\btranslate\('([^']+)'[,)]", path.read_text("utf-8")))
     assert named - set(section("en", *sections)) == set()
 
 
@@ -172,7 +172,7 @@ def test_a_statistic_without_a_label_in_a_language_keeps_its_own() -> None:
 
 
 def test_an_unknown_language_is_refused() -> None:
-    sentence = 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'
+    sentence = 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'
     for look_up in (lambda: text("look.kind", "fr"), lambda: section("fr", "look")):
         with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
             look_up()

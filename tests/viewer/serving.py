@@ -1,4 +1,4 @@
-"""A viewer that runs: a real server on a real port, asked with the standard library's HTTP client."""
+"""A running viewer: a real server on a real port, requested with the standard library's HTTP client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "the-token-of-a-test"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """A response."""
 
     status: int
     headers: Mapping[str, str]
@@ -46,17 +46,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     port: int
     app: Any
 
     def get(self, path: str, **options: Any) -> Answer:
-        """Ask for an address behind the token."""
-        return self.ask(f"/{TOKEN}/{path}", **options)
+        """Request an address below the token."""
+        return self.request(f"/{TOKEN}/{path}", **options)
 
-    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
-        """Ask for any address, as it stands."""
+    def request(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
+        """Request any address, without adding the token."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         given = dict(headers or {})
         connection.putrequest(method, path, skip_host="Host" in given, skip_accept_encoding=True)
@@ -69,8 +69,8 @@ class Served:
         return found
 
     @contextmanager
-    def asking(self, path: str) -> Iterator[None]:
-        """Ask for an address behind the token, and go away at the end of the block, without the answer."""
+    def requesting(self, path: str) -> Iterator[None]:
+        """Request an address below the token, and disconnect at the end of the block without reading the response."""
         with socket.create_connection(("127.0.0.1", self.port)) as client:
             client.sendall(f"GET /{TOKEN}/{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n\r\n".encode())
             yield

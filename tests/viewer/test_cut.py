@@ -1,4 +1,4 @@
-"""Files that are cut while they are shown, and disks without room: the viewer answers with an error and goes on."""
+"""Files truncated while they are shown, and full disks: the viewer responds with an error and keeps running."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def long() -> Record:
 def until_built(served: Served) -> dict[str, Any]:
     """Wait until the levels are built, or given up."""
     for _ in range(600):
-        told: dict[str, Any] = served.get(f"{SAMPLE}/levels").json
-        if told["state"] != "building":
-            return told
+        progress: dict[str, Any] = served.get(f"{SAMPLE}/levels").json
+        if progress["state"] != "building":
+            return progress
         time.sleep(0.02)
     raise AssertionError("The levels were never ready.")
 
@@ -44,8 +44,8 @@ def test_a_record_that_is_cut_while_it_is_shown_is_an_error_and_the_viewer_goes_
         answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")
         sentence = f"{str(file)!r} was changed, truncated or removed while it was read. Open it again."
         assert (answer.status, answer.error) == (500, sentence)
-        told = until_built(served)
-        assert told["error"] == f"The coarse levels could not be built: {sentence}"
+        progress = until_built(served)
+        assert progress["error"] == f"The coarse levels could not be built: {sentence}"
         assert served.get("api/view").status == 200
 
 
@@ -66,13 +66,13 @@ def test_levels_that_are_cut_while_they_are_shown_are_an_error(
 def test_levels_in_memory_are_bounded(long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "IN_MEMORY", 12_000)  # of one head: 33 x 33 cells of 8 bytes, and 33
     with serving(Run("run.safetensors", long)) as served:
-        told = until_built(served)
+        progress = until_built(served)
         sentence = (
-            "The coarse levels could not be built: The disk has no room for them, and memory holds 8,976 bytes of "
-            "them, of 12,000 at most. Free some space next to the record, and open it again."
+            "The coarse levels could not be built: The disk has no room for the levels, and memory holds 8,976 of "
+            "at most 12,000 bytes. Free some space next to the record, and open it again."
         )
-        assert (told["state"], told["error"]) == ("none", sentence)
+        assert (progress["state"], progress["error"]) == ("none", sentence)
         paths = [f"{SAMPLE}/heads/0/{head}/tile?level=6&row=0&column=0" for head in (0, 1)]
         answers = sorted((served.get(path) for path in paths), key=lambda each: each.status)
         assert [each.status for each in answers] == [200, 404]
-        assert answers[1].error == f"{sentence} Zoom in: finer ones need none."
+        assert answers[1].error == f"{sentence} Zoom in: finer levels do not need them."

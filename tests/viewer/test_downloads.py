@@ -45,19 +45,19 @@ def test_a_weight_has_all_its_digits_and_a_hidden_one_has_none() -> None:
 
 
 def test_json_holds_the_same_weights_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(downloads, "_BLOCK_CELLS", 7)
     sample = watch(5, mask=masks.Causal()).layers[0].sample()
     names = list("abcde")
     parts = list(
         downloads.weights_json(sample, 0, queries=slice(1, 4), keys=slice(0, 3), query_tokens=names, key_tokens=names)
     )
     assert len(parts) > 4
-    told = json.loads(b"".join(parts))
-    assert told["query_tokens"] == ["b", "c", "d"]
-    assert told["key_tokens"] == ["a", "b", "c"]
-    assert told["weights"][0][2] is None
+    body = json.loads(b"".join(parts))
+    assert body["query_tokens"] == ["b", "c", "d"]
+    assert body["key_tokens"] == ["a", "b", "c"]
+    assert body["weights"][0][2] is None
     whole = sample.weights(0).numpy()
-    assert np.float32(told["weights"][2][1]) == whole[3, 1]
+    assert np.float32(body["weights"][2][1]) == whole[3, 1]
 
 
 def test_no_token_becomes_a_formula() -> None:
@@ -75,18 +75,18 @@ def test_no_name_in_the_table_becomes_a_formula_and_numbers_stay_numbers() -> No
     found = read(downloads.table_csv(rows))
     assert found[0] == {"layer": "0", "name": "'=1+1", "entropy": "-0.5", "first_mass": ""}
     assert found[1]["first_mass"] == "nan"
-    told = json.loads(b"".join(downloads.table_json(rows)))
-    assert told[0]["name"] == "=1+1"
-    assert told[1]["first_mass"] is None
+    body = json.loads(b"".join(downloads.table_json(rows)))
+    assert body[0]["name"] == "=1+1"
+    assert body[1]["first_mass"] is None
 
 
 def test_more_weights_than_a_file_should_hold_are_refused() -> None:
-    downloads.refuse_unless_moderate(slice(0, 1024), slice(0, 1024))
+    downloads.check_size(slice(0, 1024), slice(0, 1024))
     with pytest.raises(ArgumentError) as refused:
-        downloads.refuse_unless_moderate(slice(0, 1025), slice(10, 1034))
+        downloads.check_size(slice(0, 1025), slice(10, 1034))
     assert str(refused.value) == (
-        "1,025 queries x 1,024 keys are 1,049,600 weights. "
-        "Ask for 1,048,576 at most; `seen[layer].weights(...)` gives as many as fit the memory."
+        "1,025 queries x 1,024 keys are 1,049,600 weights; a download holds at most 1,048,576. "
+        "Choose a smaller part; `seen[layer].weights(...)` in Python is limited only by memory."
     )
 
 

@@ -74,7 +74,7 @@ def test_without_the_largest_weights_there_are_none_to_code() -> None:
     with pytest.raises(ProbeError) as caught:
         maps.largest_of_all(sample, rounding=maps.Rounding())
     assert str(caught.value) == (
-        'The record holds no largest weights. Observe with "largest_weight" and "largest_key".'
+        'The record has no largest weights. Observe with the probes "largest_weight" and "largest_key".'
     )
 
 

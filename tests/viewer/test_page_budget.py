@@ -1,4 +1,4 @@
-"""A page holds as much of the maps as fits, and says what it holds."""
+"""A page stores as much of the maps as fits, and states what it stores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_maps_become_coarser_before_they_are_left_out() -> None:
     assert kept.map_size[0] < 60
 
 
-def test_without_room_nothing_is_held_and_the_reason_is_said() -> None:
+def test_without_room_the_page_stores_no_map_and_names_the_reason() -> None:
     kept = page_budget.fill(a_record(), sample=0, room=100)
     assert (kept.mode, kept.reason, kept.packs) == ("none", "room", [])
     assert len(kept.layers) == 2
@@ -88,7 +88,7 @@ def test_a_pooled_map_of_other_blocks_is_pooled_anew() -> None:
 def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(page_budget, "MOST_CELLS", 1000)
+    monkeypatch.setattr(page_budget, "MAX_CELLS", 1000)
     record = a_record()
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
@@ -101,7 +101,7 @@ def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_r
 def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
     lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_budget, "MOST_CELLS", 1000)
+    monkeypatch.setattr(page_budget, "MAX_CELLS", 1000)
     record = a_record()
     for layer in record.layers:
         layer.sample().statistics.pop(lacking, None)

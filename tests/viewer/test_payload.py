@@ -1,4 +1,4 @@
-"""What the page is told: names, lengths, tokens, kinds and every head's numbers, and null where there is none."""
+"""The data for the page: names, lengths, tokens, kinds and every head's numbers, and null where there is none."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:
 def test_a_sample_is_described_head_by_head() -> None:
     record = watch(70, layers=2, mask=masks.Causal())
     record.set_text(Text(tokens=[f"t{index}" for index in range(70)], special=[True] + [False] * 69))
-    told = described(Run("a", record), 0)
-    json.dumps(told, allow_nan=False)
-    (text,) = told["texts"]
+    body = described(Run("a", record), 0)
+    json.dumps(body, allow_nan=False)
+    (text,) = body["texts"]
     assert (text["gaps"][:2], text["shown"][:2], text["flags"][:2]) == (["", " "], ["t0", "t1"], [SPECIAL, 0])
-    assert told["layers"][1] == {
+    assert body["layers"][1] == {
         "number": 1,
         "name": "1",
         "heads": 2,
@@ -54,8 +54,8 @@ def test_a_sample_is_described_head_by_head() -> None:
         "queryText": 0,
         "keyText": 0,
     }
-    assert len(told["kinds"]) == 4
-    ids = [each["id"] for each in told["columns"]]
+    assert len(body["kinds"]) == 4
+    ids = [each["id"] for each in body["columns"]]
     assert {
         "entropy",
         "effective_keys",
@@ -64,18 +64,18 @@ def test_a_sample_is_described_head_by_head() -> None:
         "previous_mass",
         "largest_weight",
     } <= set(ids)
-    assert sorted(ids) == sorted(told["metrics"])
-    assert all(len(values) == 4 for values in told["metrics"].values())
+    assert sorted(ids) == sorted(body["metrics"])
+    assert all(len(values) == 4 for values in body["metrics"].values())
     means = record.layers[1].sample().means
-    assert told["metrics"]["entropy"][3] == pytest.approx(float(means["entropy"][1]))
-    assert {each["id"]: each["unit"] for each in told["columns"]}["mean_distance"] == "tokens"
-    assert set(told["thresholds"]) >= {"mass", "local", "broad", "reach"}
+    assert body["metrics"]["entropy"][3] == pytest.approx(float(means["entropy"][1]))
+    assert {each["id"]: each["unit"] for each in body["columns"]}["mean_distance"] == "tokens"
+    assert set(body["thresholds"]) >= {"mass", "local", "broad", "reach"}
 
 
 def test_a_layer_that_reads_another_text_says_so() -> None:
     record = watch(6, memory=11)
-    told = described(Run("a", record), 0)
-    layer = told["layers"][0]
+    body = described(Run("a", record), 0)
+    layer = body["layers"][0]
     assert layer["crosses"]
     assert (layer["queries"], layer["keys"]) == (6, 11)
 
@@ -83,9 +83,9 @@ def test_a_layer_that_reads_another_text_says_so() -> None:
 def test_a_number_that_is_none_is_null() -> None:
     record = watch(5, layers=2)
     record.layers[1].samples[0]._per_query.pop("entropy")
-    told = described(Run("a", record), 0)["metrics"]["entropy"]
-    assert told[2:] == [None, None]
-    assert all(math.isfinite(value) for value in told[:2])
+    body = described(Run("a", record), 0)["metrics"]["entropy"]
+    assert body[2:] == [None, None]
+    assert all(math.isfinite(value) for value in body[:2])
 
 
 def test_the_table_has_a_row_a_head_with_its_kind() -> None:

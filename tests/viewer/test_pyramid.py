@@ -28,7 +28,7 @@ def made_pyramid(folder: Path | None = None, **options: Any) -> Pyramid:
 
 
 def order(made: Pyramid) -> list[tuple[int, int]]:
-    """Build all, and say in which order heads were finished."""
+    """Build all levels; returns the order in which heads were finished."""
     finished: list[tuple[int, int]] = []
     while not made.finished:
         before = set(made._left)
@@ -92,13 +92,13 @@ def test_what_is_kept_in_the_folder_is_not_built_again(tmp_path: Path) -> None:
     assert Pyramid(another, 0, folder).done == 0
 
 
-def test_states_in_words() -> None:
+def test_states_of_a_pyramid() -> None:
     assert state(None) == {"state": "none", "done": 0, "total": 0}
     made = made_pyramid()
     made.step()
-    told = state(made)
-    assert told["state"] == "building"
-    assert 0 < told["done"] < 1
+    progress = state(made)
+    assert progress["state"] == "building"
+    assert 0 < progress["done"] < 1
     order(made)
     assert state(made) == {"state": "ready", "done": 4, "total": 4, "inMemory": True}
     failed = state(made, ValueError("no room"))
@@ -106,9 +106,9 @@ def test_states_in_words() -> None:
     assert failed["error"] == "The coarse levels could not be built: no room"
 
 
-def test_the_sample_looked_at_last_is_built_first_and_progress_is_told() -> None:
-    told: list[tuple[float, int]] = []
-    builder = Builder(lambda done, total: told.append((done, total)))
+def test_the_sample_opened_last_is_built_first_and_progress_is_reported() -> None:
+    progress: list[tuple[float, int]] = []
+    builder = Builder(lambda done, total: progress.append((done, total)))
     first, second = made_pyramid(), made_pyramid(seed=1)
     assert builder.look("first", lambda: first) is first
     assert builder.look("second", lambda: second) is second
@@ -118,9 +118,9 @@ def test_the_sample_looked_at_last_is_built_first_and_progress_is_told() -> None
     while builder.step():
         pass
     assert first.finished
-    assert [total for _, total in told] == [8] * len(told)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (8, 8)
+    assert [total for _, total in progress] == [8] * len(progress)
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert progress[-1] == (8, 8)
 
 
 def test_a_failure_ends_one_sample_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from multihead.viewer.query_params import AbsentError, flag, number, span
         ("9" * 5000, f"The layer is '{'9' * 39}…'. Give a whole number from 0 to 5."),
     ],
 )
-def test_what_is_no_number_is_refused(text: str | None, sentence: str) -> None:
+def test_text_that_is_not_a_number_is_rejected(text: str | None, sentence: str) -> None:
     with pytest.raises(ArgumentError) as refused:
         number("layer", text, below=6)
     assert str(refused.value) == sentence
@@ -43,11 +43,11 @@ def test_a_number_may_be_left_out_where_there_is_a_default() -> None:
     [
         (
             "3",
-            "The keys are '3'. Give the first and the one behind the last with a colon between them, such as 0:10.",
+            "The keys are '3'. Give the first and the one after the last with a colon between them, such as 0:10.",
         ),
         (
             "-1:3",
-            "The keys are '-1:3'. Give the first and the one behind the last with a colon between them, such as 0:10.",
+            "The keys are '-1:3'. Give the first and the one after the last with a colon between them, such as 0:10.",
         ),
         ("3:3", "The keys are 3:3, of 10. Give a part of 0:10."),
         ("5:3", "The keys are 5:3, of 10. Give a part of 0:10."),
@@ -55,7 +55,7 @@ def test_a_number_may_be_left_out_where_there_is_a_default() -> None:
         ("5:999999999999", "The keys are 5:999999999999, of 10. Give a part of 0:10."),
     ],
 )
-def test_a_part_that_is_none_is_refused(text: str, sentence: str) -> None:
+def test_an_invalid_range_is_rejected(text: str, sentence: str) -> None:
     with pytest.raises(ArgumentError) as refused:
         span("keys", text, 10)
     assert str(refused.value) == sentence

@@ -248,22 +248,22 @@ def test_a_page_that_holds_less_says_so_and_keeps_to_its_size(tmp_path: Path) ->
 
 
 REFUSALS = [
-    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and there are texts in "en" or "zh". Give "en" or "zh".'),
-    ({"max_bytes": 0}, ArgumentError, "max_bytes is 0, and a page needs room. Give a positive number of bytes."),
-    ({"sample": 1}, ArgumentError, "sample is 1, and the record has 1. Give 0 to 0."),
-    ({"sample": -1}, ArgumentError, "sample is -1, and the record has 1. Give 0 to 0."),
+    ({"lang": "fr"}, ArgumentError, 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'),
+    ({"max_bytes": 0}, ArgumentError, "max_bytes is 0, and must be positive. Give a positive number of bytes."),
+    ({"sample": 1}, ArgumentError, "sample is 1, and the record has 1 sample. Give 0."),
+    ({"sample": -1}, ArgumentError, "sample is -1, and the record has 1 sample. Give 0."),
     (
         {"tokens": ["a"] * 3, "special": None},
         ShapeError,
         (
-            "There are 3 tokens, and the layers saw 20 positions. "
-            "Give one token a position: marks such as [CLS] with, padding without."
+            "There are 3 tokens, and the layers recorded 20 positions. "
+            "Give one token per position: include special tokens such as [CLS], leave out padding."
         ),
     ),
     (
         {"special": [True]},
         ShapeError,
-        "special has 1 entries, and there are 20 tokens. Give special one entry per token.",
+        "special has 1 entries for 20 tokens. Give special one entry per token.",
     ),
 ]
 
@@ -281,8 +281,8 @@ def test_a_size_that_the_bare_page_exceeds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as refusal:
         write(a_record(), tmp_path / "report.html", max_bytes=10_000)
     pattern = (
-        r"max_bytes is 10,000, and this page takes \d\d,\d{3} without any map\. "
-        r"Give max_bytes more, or a shorter text\."
+        r"max_bytes is 10,000, and this page needs \d\d,\d{3} bytes without any map\. "
+        r"Increase max_bytes, or use a shorter text\."
     )
     assert re.fullmatch(pattern, str(refusal.value))
     assert list(tmp_path.iterdir()) == []
@@ -290,7 +290,7 @@ def test_a_size_that_the_bare_page_exceeds_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "none"
-    sentence = f'The folder "{folder}" does not exist. Make it first, or write elsewhere.'
+    sentence = f'The folder "{folder}" does not exist. Create it, or give another path.'
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         write(a_record(), folder / "report.html")
 
@@ -302,7 +302,7 @@ def test_a_folder_in_the_place_of_the_page_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_record_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^The record holds no layer\. Run the model inside observe\(\) first\.$"):
+    with pytest.raises(InputError, match=r"^The record has no layer\. Run the model inside observe\(\) first\.$"):
         write(DenseRecord([]), tmp_path / "report.html")
 
 

@@ -61,7 +61,7 @@ def test_cross_attention_is_called_so() -> None:
     assert found["Key tokens"] == "50"
 
 
-def test_the_texts_of_a_layer_are_told_by_their_lengths() -> None:
+def test_the_texts_of_a_layer_are_found_by_their_lengths() -> None:
     texts = {"main": reading(["q"] * 4), "keys": reading(["k"] * 9)}
     record = DenseRecord(
         [

@@ -70,22 +70,22 @@ def test_numbers_are_float32_with_their_shape() -> None:
     ],
 )
 def test_an_error_is_its_sentence(error: Exception, status: int) -> None:
-    answer = asyncio.run(responses.in_words(REQUEST, error))
+    answer = asyncio.run(responses.error_response(REQUEST, error))
     assert answer.status_code == status
     assert json.loads(answer.body) == {"error": "It is 3. Give 2."}
     assert (answer.headers.get("retry-after") == "1") == (status == 503)
 
 
-def test_a_failure_of_the_viewer_says_so_and_has_the_headers() -> None:
+def test_a_failure_of_the_viewer_returns_a_sentence_and_has_the_headers() -> None:
     answer = asyncio.run(responses.failed(REQUEST, ValueError("secret")))
     assert answer.status_code == 500
     assert json.loads(answer.body) == {
-        "error": "The viewer failed at this; its terminal says how. Please report it.",
+        "error": "The viewer failed on this request. Please report the error that its terminal shows.",
     }
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_an_address_that_no_route_takes_is_answered_in_words() -> None:
+def test_an_address_without_a_route_returns_an_error_sentence() -> None:
     answer = asyncio.run(responses.no_such_address(REQUEST, HTTPException(404)))
     assert json.loads(answer.body) == {
         "error": "The viewer has nothing at this address. Open the address that `multihead view` printed.",

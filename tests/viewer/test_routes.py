@@ -1,4 +1,4 @@
-"""The viewer asked over HTTP: every address, exact numbers, sentences for what cannot be, many requests at once."""
+"""The viewer over HTTP: every address, exact numbers, error sentences, many requests at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_page_and_its_files_are_served(served: Served) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert served.get("static/view/main.js").headers["content-type"] == "text/javascript; charset=utf-8"
     assert served.get("static/shared/dom.js").status == 200
-    assert served.ask(f"/{TOKEN}").headers["location"] == f"/{TOKEN}/"
+    assert served.request(f"/{TOKEN}").headers["location"] == f"/{TOKEN}/"
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_no_other_file_and_no_other_address_is_served(served: Served, path: str)
 
 
 def test_the_view_lists_the_runs(served: Served) -> None:
-    told = served.get("api/view").json
-    assert told["lang"] == "zh"
-    assert [run["name"] for run in told["runs"]] == ["a.safetensors", "b.safetensors", "c.safetensors"]
-    assert [run["keep"] for run in told["runs"]] == ["all", "all", "statistics"]
-    assert told["runs"][0]["samples"] == [{"queries": LENGTH, "keys": LENGTH}, {"queries": 41, "keys": 41}]
+    body = served.get("api/view").json
+    assert body["lang"] == "zh"
+    assert [run["name"] for run in body["runs"]] == ["a.safetensors", "b.safetensors", "c.safetensors"]
+    assert [run["keep"] for run in body["runs"]] == ["all", "all", "statistics"]
+    assert body["runs"][0]["samples"] == [{"queries": LENGTH, "keys": LENGTH}, {"queries": 41, "keys": 41}]
 
 
 def test_a_sample_is_described_and_a_hostile_token_is_plain_json(served: Served) -> None:
@@ -163,17 +163,17 @@ def test_weights_are_exported_with_safe_tokens(served: Served, record: Record) -
     expected = record.layers[1].weights(0, queries=slice(3, 5), keys=slice(0, 6))
     assert [row["weight"] == "" for row in rows[:6]] == [False] * 4 + [True] * 2
     assert np.float32(rows[3]["weight"]) == expected[0, 3].numpy()
-    told = served.get(f"{HEAD}/weights.json?queries=3:5&keys=0:6").json
-    assert told["key_tokens"][0] == "=1+1"
-    assert told["weights"][0][4] is None
+    body = served.get(f"{HEAD}/weights.json?queries=3:5&keys=0:6").json
+    assert body["key_tokens"][0] == "=1+1"
+    assert body["weights"][0][4] is None
 
 
 def test_the_nearest_heads_are_the_records_and_say_how_many_queries_were_looked_at(
     served: Served, record: Record
 ) -> None:
-    told = served.get(f"{HEAD}/nearest?top=2").json
+    body = served.get(f"{HEAD}/nearest?top=2").json
     expected = record.nearest(1, 0, top=2)
-    assert told == [
+    assert body == [
         {"layer": each.layer, "head": each.head, "divergence": each.divergence, "queries": LENGTH} for each in expected
     ]
     assert len(served.get(f"{HEAD}/nearest").json) == 3  # all others
@@ -224,26 +224,26 @@ def test_the_divergence_of_a_head_of_nan_is_null() -> None:
         ),
         (f"{HEAD}/tile?level=0&row=0&column=0&sink=no", 400, "sink is 'no'. Give 1 or 0."),
         (f"{HEAD}/nearest?top=101", 404, "There is no count of heads 101. Give a number from 1 to 100."),
-        (f"{SAMPLE}/table.xml", 404, "There is no export of the form 'xml'. Ask for csv or json."),
+        (f"{SAMPLE}/table.xml", 404, "There is no export in the format 'xml'. Request csv or json."),
         (f"{HEAD}/weights.csv?queries=5:3", 400, "The queries are 5:3, of 300. Give a part of 0:300."),
         (
             "api/runs/2/samples/0/heads/0/0/tile?level=0&row=0&column=0",
             404,
-            'q and k were not kept, so there is no map. Save the record with keep="all" to see its maps.',
+            'The record has no q and k, so there is no map. Save the record with keep="all" to see its maps.',
         ),
         (
             "api/runs/2/samples/0/layers/0/maps",
             404,
-            'q and k were not kept, so there is no map. Save the record with keep="all" to see its maps.',
+            'The record has no q and k, so there is no map. Save the record with keep="all" to see its maps.',
         ),
         (
             "api/runs/2/samples/0/heads/0/0/weights.csv",
             404,
-            'q and k were not kept, so there is no map. Save the record with keep="all" to see its maps.',
+            'The record has no q and k, so there is no map. Save the record with keep="all" to see its maps.',
         ),
     ],
 )
-def test_what_cannot_be_is_answered_in_words(served: Served, path: str, status: int, sentence: str) -> None:
+def test_an_invalid_request_returns_an_error_sentence(served: Served, path: str, status: int, sentence: str) -> None:
     answer = served.get(path)
     assert (answer.status, answer.error) == (status, sentence)
 
@@ -252,13 +252,15 @@ def test_too_many_weights_are_refused() -> None:
     with serving(Run("a", watch(1100, heads=1))) as served:
         answer = served.get("api/runs/0/samples/0/heads/0/0/weights.csv")
         assert answer.status == 400
-        assert answer.error.startswith("1,100 queries x 1,100 keys are 1,210,000 weights. Ask for 1,048,576 at most;")
+        assert answer.error.startswith(
+            "1,100 queries x 1,100 keys are 1,210,000 weights; a download holds at most 1,048,576."
+        )
 
 
 def test_a_record_of_statistics_has_its_numbers_and_no_levels(served: Served) -> None:
-    told = served.get("api/runs/2/samples/0").json
-    assert told["layers"][0]["levels"] == 0
-    assert len(told["metrics"]["entropy"]) == 4
+    body = served.get("api/runs/2/samples/0").json
+    assert body["layers"][0]["levels"] == 0
+    assert len(body["metrics"]["entropy"]) == 4
     assert served.get("api/runs/2/samples/0/levels").json == {"state": "none", "done": 0, "total": 0}
     assert served.get("api/runs/2/samples/0/table.csv").status == 200
 
@@ -277,18 +279,18 @@ def long() -> Record:
 class TestLongTexts:
     def until_ready(self, served: Served) -> dict[str, Any]:
         for _ in range(600):
-            told: dict[str, Any] = served.get(f"{SAMPLE}/levels").json
-            if told["state"] == "ready":
-                return told
-            assert told["state"] == "building"
+            body: dict[str, Any] = served.get(f"{SAMPLE}/levels").json
+            if body["state"] == "ready":
+                return body
+            assert body["state"] == "building"
             time.sleep(0.02)
         raise AssertionError("The levels were never ready.")
 
-    def test_coarse_levels_are_built_beside_the_file_and_told(self, long: Record, tmp_path: Path) -> None:
-        told: list[tuple[float, int]] = []
+    def test_coarse_levels_are_built_next_to_the_file_and_reported(self, long: Record, tmp_path: Path) -> None:
+        progress: list[tuple[float, int]] = []
         folder = tmp_path / "run.safetensors.levels"
         run = Run("run.safetensors", long, folder)
-        with serving(run, told=lambda done, total: told.append((done, total))) as served:
+        with serving(run, progress=lambda done, total: progress.append((done, total))) as served:
             assert served.get(SAMPLE).json["layers"][0]["levels"] == 7
             assert self.until_ready(served) == {"state": "ready", "done": 2, "total": 2, "inMemory": False}
             found = served.get("api/runs/0/samples/0/heads/0/1/tile?level=6&row=0&column=0").floats
@@ -296,12 +298,12 @@ class TestLongTexts:
             assert_close(torch.from_numpy(found.copy()).double(), expected, rtol=2e-5, atol=1e-8, equal_nan=True)
             maps = served.get(f"{SAMPLE}/layers/0/maps").floats
             np.testing.assert_array_equal(maps[1], found)
-        assert told[-1] == (2, 2)
+        assert progress[-1] == (2, 2)
         assert [each.name for each in folder.iterdir()] == ["layer-0.sample-0.safetensors"]
         with serving(run) as served:
             assert served.get(f"{SAMPLE}/levels").json["state"] == "ready"
 
-    def test_until_they_are_built_the_answer_is_to_ask_again(
+    def test_until_levels_are_built_the_response_is_to_retry(
         self, long: Record, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(routes.Builder, "step", lambda self: False)
@@ -310,7 +312,7 @@ class TestLongTexts:
                 answer = served.get(path)
                 assert answer.status == 503
                 assert answer.headers["retry-after"] == "1"
-                assert answer.error == "The coarse levels are being built, 0 % are done. Ask again in a second."
+                assert answer.error == "The coarse levels are being built, 0 % are done. Try again in a second."
 
     def test_where_the_folder_cannot_be_written_they_stay_in_memory(self, long: Record, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("no folder")
@@ -340,7 +342,7 @@ def test_a_tile_whose_client_went_away_is_given_up(record: Record, monkeypatch: 
     begun, ended = threading.Event(), []
     monkeypatch.setattr(routes, "fine", slowly(begun, ended))
     with serving(Run("a", record)) as served:
-        with served.asking(f"{HEAD}/tile?level=0&row=0&column=0"):
+        with served.requesting(f"{HEAD}/tile?level=0&row=0&column=0"):
             assert begun.wait(10)
         for _ in range(2000):
             if ended:
@@ -376,7 +378,7 @@ def test_requests_at_once_are_all_answered_and_the_same_ones_computed_once(
         assert sorted(computed) == sorted(set(computed))
 
 
-def test_a_failure_is_a_sentence_and_the_server_goes_on(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_a_sentence_and_the_server_keeps_running(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any, **options: Any) -> Any:
         raise ValueError("secret")
 
@@ -385,17 +387,17 @@ def test_a_failure_is_a_sentence_and_the_server_goes_on(record: Record, monkeypa
         answer = served.get(f"{HEAD}/tile?level=0&row=0&column=0")
         assert answer.status == 500
         assert json.loads(answer.body) == {
-            "error": "The viewer failed at this; its terminal says how. Please report it."
+            "error": "The viewer failed on this request. Please report the error that its terminal shows."
         }
         assert "content-security-policy" in answer.headers
         assert served.get(f"{HEAD}/row?query=3").status == 200
 
 
-def test_a_layer_is_asked_for_and_shown_by_its_number_where_only_some_were_recorded() -> None:
+def test_a_layer_is_requested_and_shown_by_its_number_if_only_some_were_recorded() -> None:
     some = watch(20, layers=3, layers_kept=[1, 2])
     with serving(Run("run.safetensors", some)) as served:
-        told = served.get(SAMPLE).json
-        assert [layer["number"] for layer in told["layers"]] == [1, 2]
+        body = served.get(SAMPLE).json
+        assert [layer["number"] for layer in body["layers"]] == [1, 2]
         rows = served.get(f"{SAMPLE}/table.json").json
         assert [(row["layer"], row["name"]) for row in rows] == [(1, "1"), (1, "1"), (2, "2"), (2, "2")]
         answer = served.get(f"{SAMPLE}/heads/2/1/weights.csv")

@@ -1,4 +1,4 @@
-"""Who may ask the viewer: the right host, the right token, and only to look."""
+"""Access to the viewer: only for the right host, with the right token, and read-only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_any_other_name_is_refused(served: Served, host: str) -> None:
     assert answer.status == 403
     names = ", ".join(sorted(security.hosts_of(served.port)))
     assert answer.error == (
-        f"The request is for {host!r}, and this viewer answers only as {names}. "
+        f"The request is for {host!r}, and this viewer serves only {names}. "
         "Open the address that `multihead view` printed."
     )
 
@@ -47,12 +47,11 @@ def test_any_other_name_is_refused(served: Served, host: str) -> None:
         f"/x/../{TOKEN}/api/view",
     ],
 )
-def test_without_the_token_nothing_is_told(served: Served, path: str) -> None:
-    answer = served.ask(path)
+def test_without_the_token_every_request_is_rejected(served: Served, path: str) -> None:
+    answer = served.request(path)
     assert answer.status == 403
     assert answer.error == (
-        "The address does not carry the token of this viewer, or that of an earlier one. "
-        "Open the address that `multihead view` printed."
+        "The address has no token, or not the token of this viewer. Open the address that `multihead view` printed."
     )
 
 
@@ -61,7 +60,7 @@ def test_nothing_can_be_changed(served: Served, method: str) -> None:
     answer = served.get("api/view", method=method)
     assert answer.status == 405
     assert answer.headers["allow"] == "GET, HEAD"
-    assert answer.error == f"The method is {method}, and the viewer only shows: nothing can be changed. Use GET."
+    assert answer.error == f"The method is {method}, and the viewer is read-only. Use GET."
 
 
 def test_head_gives_the_headers_alone(served: Served) -> None:
@@ -80,7 +79,7 @@ def test_head_gives_the_headers_alone(served: Served) -> None:
     ],
 )
 def test_every_answer_has_the_headers(served: Served, path: str) -> None:
-    answer = served.ask(path)
+    answer = served.request(path)
     for name, value in security.HEADERS.items():
         assert answer.headers[name.lower()] == value
     assert answer.headers["content-security-policy"] == (

@@ -19,15 +19,15 @@ def test_it_says_its_address_once_it_takes_requests(monkeypatch: pytest.MonkeyPa
     made: list[Any] = []
     plain = server._Server
     monkeypatch.setattr(server, "_Server", lambda *given: made.append(plain(*given)) or made[0])
-    said: list[str] = []
-    options = {"token": "abc", "ready": said.append}
+    addresses: list[str] = []
+    options = {"token": "abc", "ready": addresses.append}
     thread = threading.Thread(target=server.serve, args=([Run("a", watch(5))],), kwargs=options)
     thread.start()
     while not made or not made[0].started:
         thread.join(0.01)
         assert thread.is_alive()
-    with urllib.request.urlopen(said[0]) as page:
-        assert said[0].endswith("/abc/")
+    with urllib.request.urlopen(addresses[0]) as page:
+        assert addresses[0].endswith("/abc/")
         assert b"<!doctype html>" in page.read()[:100].lower()
     made[0].should_exit = True
     thread.join(20)
@@ -36,7 +36,7 @@ def test_it_says_its_address_once_it_takes_requests(monkeypatch: pytest.MonkeyPa
 
 def test_the_address_without_its_last_slash_leads_to_the_page() -> None:
     with serving(Run("a", watch(5))) as served:
-        answer = served.ask(f"/{TOKEN}")
+        answer = served.request(f"/{TOKEN}")
         assert (answer.status, answer.headers["location"]) == (307, f"/{TOKEN}/")
 
 

@@ -61,8 +61,8 @@ def test_a_row_is_one_querys_weights_with_the_hidden_ones_absent() -> None:
 
 
 class TestTheCache:
-    def test_what_was_asked_for_longest_ago_goes_first(self) -> None:
-        cache = Cache(most_bytes=8 * 3)
+    def test_the_least_recently_used_array_is_dropped_first(self) -> None:
+        cache = Cache(max_bytes=8 * 3)
         for key in "abc":
             cache.put(key, np.zeros(1))
         assert cache.get("a") is not None
@@ -70,14 +70,14 @@ class TestTheCache:
         assert [key for key in "abcd" if cache.get(key) is not None] == ["a", "c", "d"]
 
     def test_it_never_holds_more_bytes_than_it_may(self) -> None:
-        cache = Cache(most_bytes=1000)
+        cache = Cache(max_bytes=1000)
         for index in range(200):
             cache.put(index % 70, np.zeros(index % 40))
             assert cache.num_bytes <= 1000
             assert cache.num_bytes == sum(each.nbytes for each in cache._kept.values())
 
     def test_what_is_larger_than_all_the_room_is_not_kept(self) -> None:
-        cache = Cache(most_bytes=100)
+        cache = Cache(max_bytes=100)
         cache.put("small", np.zeros(2))
         cache.put("large", np.zeros(20))
         assert cache.get("large") is None
@@ -92,7 +92,7 @@ def workers() -> Any:
 
 
 class Gate:
-    """A computation that says when it begins, and waits until it may end or nobody wants it any more."""
+    """A computation that signals its start, and waits until it is released or cancelled."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -108,50 +108,50 @@ class Gate:
 
 
 class TestTheWorkers:
-    def test_what_was_asked_for_last_comes_first(self, workers: Workers) -> None:
+    def test_the_newest_job_runs_first(self, workers: Workers) -> None:
         gate, order = Gate(), []
-        workers.ask("gate", gate)
+        workers.submit("gate", gate)
         gate.begun.wait(5)
-        jobs = [workers.ask(name, lambda _, name=name: order.append(name)) for name in "abc"]
+        jobs = [workers.submit(name, lambda _, name=name: order.append(name)) for name in "abc"]
         gate.may_end.set()
         wait([job.result for job in jobs], 5)
         assert order == ["c", "b", "a"]
 
     def test_the_same_request_is_computed_once(self, workers: Workers) -> None:
         gate = Gate()
-        jobs = [workers.ask("same", gate) for _ in range(5)]
+        jobs = [workers.submit("same", gate) for _ in range(5)]
         gate.begun.wait(5)
-        jobs.append(workers.ask("same", gate))
+        jobs.append(workers.submit("same", gate))
         gate.may_end.set()
         assert [job.result.result(5) for job in jobs] == ["done"] * 6
         assert gate.times == 1
-        assert workers.ask("same", gate).result.result(5) == "done"
+        assert workers.submit("same", gate).result.result(5) == "done"
         assert gate.times == 2
 
-    def test_one_that_is_asked_for_again_moves_to_the_front(self, workers: Workers) -> None:
+    def test_a_job_that_is_submitted_again_moves_to_the_front(self, workers: Workers) -> None:
         gate, order = Gate(), []
-        workers.ask("gate", gate)
+        workers.submit("gate", gate)
         gate.begun.wait(5)
-        jobs = [workers.ask(name, lambda _, name=name: order.append(name)) for name in ("a", "b", "a")]
+        jobs = [workers.submit(name, lambda _, name=name: order.append(name)) for name in ("a", "b", "a")]
         gate.may_end.set()
         wait([job.result for job in jobs], 5)
         assert order == ["a", "b"]
 
     def test_what_nobody_waits_for_is_given_up(self, workers: Workers) -> None:
         gate, never = Gate(), Gate()
-        job = workers.ask("gate", gate)
+        job = workers.submit("gate", gate)
         gate.begun.wait(5)
-        waiting = workers.ask("never", never)
+        waiting = workers.submit("never", never)
         workers.leave(waiting)
         workers.leave(job)
         with pytest.raises(CancelledError):
             job.result.result(5)
-        assert workers.ask("next", lambda _: "next").result.result(5) == "next"
+        assert workers.submit("next", lambda _: "next").result.result(5) == "next"
         assert never.times == 0
 
     def test_it_goes_on_while_one_of_two_still_waits(self, workers: Workers) -> None:
         gate = Gate()
-        first, second = workers.ask("same", gate), workers.ask("same", gate)
+        first, second = workers.submit("same", gate), workers.submit("same", gate)
         gate.begun.wait(5)
         workers.leave(first)
         time.sleep(0.03)
@@ -160,10 +160,10 @@ class TestTheWorkers:
 
     def test_who_asks_after_it_was_given_up_has_it_computed_anew(self, workers: Workers) -> None:
         gate = Gate()
-        job = workers.ask("same", gate)
+        job = workers.submit("same", gate)
         gate.begun.wait(5)
         workers.leave(job)
-        again = workers.ask("same", gate)
+        again = workers.submit("same", gate)
         gate.may_end.set()
         assert again is not job
         assert again.result.result(5) == "done"
@@ -173,8 +173,8 @@ class TestTheWorkers:
             raise ValueError("no")
 
         with pytest.raises(ValueError, match=r"^no$"):
-            workers.ask("bad", fail).result.result(5)
-        assert workers.ask("good", lambda _: 1).result.result(5) == 1
+            workers.submit("bad", fail).result.result(5)
+        assert workers.submit("good", lambda _: 1).result.result(5) == 1
 
     def test_who_has_time_does_a_step_and_lets_requests_go_first(self) -> None:
         steps, held = [], threading.Event()
@@ -188,7 +188,7 @@ class TestTheWorkers:
         workers.wake()
         while not steps:
             time.sleep(0.001)
-        seen = workers.ask("now", lambda _: len(steps))
+        seen = workers.submit("now", lambda _: len(steps))
         held.set()
         assert seen.result.result(5) == 1  # the step that had begun, and no other
         while len(steps) < 4:
@@ -199,9 +199,9 @@ class TestTheWorkers:
 
     def test_closing_ends_what_runs_and_what_waits(self) -> None:
         workers, gate = Workers(1), Gate()
-        running, waiting = workers.ask("gate", gate), None
+        running, waiting = workers.submit("gate", gate), None
         gate.begun.wait(5)
-        waiting = workers.ask("later", lambda _: 1)
+        waiting = workers.submit("later", lambda _: 1)
         workers.close()
         for job in (running, waiting):
             with pytest.raises(CancelledError):

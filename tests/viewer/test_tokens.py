@@ -63,8 +63,8 @@ def test_a_token_of_spaces_has_a_label_that_can_be_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["special", "unknown", "offsets"])
-def test_what_is_not_one_a_token_is_refused(name: str) -> None:
-    sentence = f"{name} has 1 entries, and there are 2 tokens. Give {name} one entry per token."
+def test_lists_without_one_entry_per_token_are_rejected(name: str) -> None:
+    sentence = f"{name} has 1 entries for 2 tokens. Give {name} one entry per token."
     with pytest.raises(ShapeError, match=f"^{re.escape(sentence)}$"):
         reading(["a", "b"], **{name: [(0, 1)] if name == "offsets" else [True]})
 

@@ -29,7 +29,7 @@ def watch(
     seed: int = 0,
     **options: Any,
 ) -> Record:
-    """Watch layers whose weights are sharp enough to be told apart."""
+    """Watch layers whose weights are sharp enough to distinguish them."""
     torch.manual_seed(seed)
     stack = torch.nn.ModuleList(
         mh.MultiHeadAttention(embed_dim=8 * heads, num_heads=heads, num_kv_heads=kv_heads, dtype=dtype)

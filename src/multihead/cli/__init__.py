@@ -19,11 +19,11 @@ __all__ = ["COMMANDS", "Commands", "main"]
 
 # A new command is a file of this folder with a click command of the same name, and one line here.
 COMMANDS = {
-    "look": "Every head of a model as it reads a text: a table, what stands out, and one page.",
+    "look": "Every head of a model on a text: a table, highlights, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
     "lab": "What the number of heads changes: counted, trained and measured.",
-    "doctor": "Which kernels run here, and why the others refuse.",
+    "doctor": "Which kernels run here, and why the others do not.",
 }
 
 BAD_INPUT = 2
@@ -32,17 +32,17 @@ STREAM_ENDED = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 class Commands(click.Group):
-    """A group whose commands are imported when they run, and whose errors are one line."""
+    """A command group that imports a command when it runs and prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of COMMANDS."""
+        """Return the names of the commands in the order of COMMANDS."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; None if there is no such command.
 
         Raises:
-            click.UsageError: there is none, and the name resembles that of a command.
+            click.UsageError: there is no such command, and the name resembles that of another.
         """
         if cmd_name not in COMMANDS:
             if similar := get_close_matches(cmd_name, COMMANDS, n=1):
@@ -66,7 +66,7 @@ class Commands(click.Group):
         """Run the command line; any error is one line on stderr and exit status 2."""
         _open_closed_streams()
         for stream in (sys.stdout, sys.stderr):
-            _never_fail_on_a_sign(stream)
+            _replace_unencodable(stream)
         extra["standalone_mode"] = False
         try:
             status = super().main(args, prog_name, complete_var, **extra)
@@ -75,8 +75,8 @@ class Commands(click.Group):
         except click.Abort:
             sys.exit(INTERRUPTED)
         except click.UsageError as error:
-            asked = f"{error.ctx.command_path} --help" if error.ctx else "multihead --help"
-            _refuse(f"{error.format_message()} See `{asked}`.")
+            help_command = f"{error.ctx.command_path} --help" if error.ctx else "multihead --help"
+            _refuse(f"{error.format_message()} See `{help_command}`.")
         except click.ClickException as error:
             _refuse(error.format_message())
         except OSError as error:
@@ -91,6 +91,7 @@ class Commands(click.Group):
 
 
 def _refuse(sentence: str) -> NoReturn:
+    """Print an error as one line and exit with status 2."""
     click.echo(f"error: {visible(' '.join(sentence.split()))}", err=True)
     sys.exit(BAD_INPUT)
 
@@ -98,14 +99,14 @@ def _refuse(sentence: str) -> NoReturn:
 def _open_closed_streams() -> None:
     """Connect standard streams that are closed to the null device.
 
-    Otherwise the next file that is opened takes the number of the closed stream, and what a library prints there is
-    written into that file.
+    Otherwise the next opened file gets the file descriptor of the closed stream, and the output of a library is written
+    into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
 
 
 def _flush(stream: TextIO | None) -> None:
@@ -114,17 +115,17 @@ def _flush(stream: TextIO | None) -> None:
 
 
 def _end_without_output(error: OSError) -> NoReturn:
-    """End where standard output takes no more: silently for a reader that went away, else with the reason."""
+    """Exit when standard output cannot be written: silently if its reader has exited, else with the reason."""
     for stream in (sys.stdout, sys.stderr) if error.errno == errno.EPIPE else (sys.stdout,):
-        # What is still buffered would fail again when Python flushes it at the end.
+        # Buffered output would fail again when Python flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if error.errno == errno.EPIPE:
         sys.exit(1)
-    _refuse(f"The output cannot be written: {error.strerror}. Send it elsewhere.")
+    _refuse(f"The output cannot be written: {error.strerror}. Redirect it to another file or device.")
 
 
-def _never_fail_on_a_sign(stream: TextIO | None) -> None:
-    """Print a question mark for a sign the terminal's encoding lacks, instead of failing."""
+def _replace_unencodable(stream: TextIO | None) -> None:
+    """Print a question mark for a character that the terminal's encoding lacks, instead of failing."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")

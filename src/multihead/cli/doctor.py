@@ -1,4 +1,4 @@
-"""The command `doctor`: which kernels run here, on which instructions and threads, and why the others refuse."""
+"""The command `doctor`: which kernels run here, with which instruction set and threads, and why the others do not."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 def doctor() -> None:
-    """Say which kernels run here, and why the others refuse.
+    """Show which kernels run here, and why the others do not.
 
-    Looks at the processor and the threads as torch sees them, at the native kernel and its instruction sets, at the
-    OpenMP runtimes that are loaded, and asks every kernel about calls of several kinds.
+    Reports the processor and the threads that torch uses, the native kernel and its instruction sets, the loaded
+    OpenMP runtimes, and for each kernel which of several kinds of calls it supports.
     """
-    # Imported here, so that --help need not load torch.
+    # Imported here, so that --help does not load torch.
     from rich.console import Console
 
     from multihead.doctor import examine
 
     found = examine()
     console = Console(highlight=False, soft_wrap=True)
-    _tell_machine(console, found)
-    _tell_native(console, found)
-    _tell_kernels(console, found)
+    _print_machine(console, found)
+    _print_native(console, found)
+    _print_kernels(console, found)
     console.print()
     for warning in found.warnings:
-        _say(console, f"! {warning}", style="yellow")
+        _print(console, f"! {warning}", style="yellow")
     if not found.warnings:
-        _say(console, "Nothing is amiss.", style="green")
+        _print(console, "No problems found.", style="green")
 
 
-def _tell_machine(console: Console, found: Diagnosis) -> None:
-    _say(console, "Machine", style="bold")
+def _print_machine(console: Console, found: Diagnosis) -> None:
+    _print(console, "Machine", style="bold")
     _entry(console, "system", found.system)
     _entry(console, "processor", found.cpu)
     _entry(console, "features", ", ".join(found.features) or "torch names none")
     _entry(console, "torch", f"{found.torch_version}, {_counted(found.threads, 'thread')}")
     if found.runtimes is None:
-        _entry(console, "OpenMP", "which runtimes are loaded cannot be told on this system")
+        _entry(console, "OpenMP", "the loaded runtimes cannot be listed on this system")
     else:
         for runtime in found.runtimes:
             _entry(console, "OpenMP", str(runtime))
         if not found.runtimes:
-            _entry(console, "OpenMP", "no runtime is loaded as a library of its own")
+            _entry(console, "OpenMP", "no runtime is loaded as a separate library")
 
 
-def _tell_native(console: Console, found: Diagnosis) -> None:
+def _print_native(console: Console, found: Diagnosis) -> None:
     console.print()
-    _say(console, "Native kernel", style="bold")
+    _print(console, "Native kernel", style="bold")
     if found.absence is not None:
         _entry(console, "library", f"none: {found.absence}")
         return
@@ -72,28 +72,28 @@ def _tell_native(console: Console, found: Diagnosis) -> None:
 
 
 def _state(each: InstructionSet, found: Diagnosis) -> str:
-    """Say of an instruction set whether it runs here, and why it is used if it is."""
+    """Return whether an instruction set is used, runs here, or why it does not."""
     if each.name == found.chosen:
-        return "used: MULTIHEAD_CPU asks for it" if found.asked else "used: the widest that runs here"
+        return "used: set by MULTIHEAD_CPU" if found.asked else "used: the widest that runs here"
     if not each.compiled:
         return "not in this build"
     if not each.runs:
         return "this processor lacks it"
-    return "for tests, where asked for" if each.for_tests else "runs here"
+    return "for tests, only on request" if each.for_tests else "runs here"
 
 
-def _tell_kernels(console: Console, found: Diagnosis) -> None:
+def _print_kernels(console: Console, found: Diagnosis) -> None:
     console.print()
-    _say(console, "Kernels, the fastest first", style="bold")
+    _print(console, "Kernels, the fastest first", style="bold")
     for kernel in found.kernels:
         kinds: dict[str, list[str]] = {}
         for kind, reason in kernel.refusals.items():
             kinds.setdefault(reason, []).append(kind)
         if not kinds:
-            _entry(console, kernel.name, "takes every call")
+            _entry(console, kernel.name, "supports every call")
         label = kernel.name
         for reason, refused in kinds.items():
-            _entry(console, label, f"refuses {', '.join(refused)}: {reason}")
+            _entry(console, label, f"rejects {', '.join(refused)}: {reason}")
             label = ""
 
 
@@ -110,7 +110,7 @@ def _entry(console: Console, label: str, text: str) -> None:
         console.print(line, markup=False)
 
 
-def _say(console: Console, sentence: str, *, style: str = "") -> None:
+def _print(console: Console, sentence: str, *, style: str = "") -> None:
     from multihead.cli.tensor_view import wrap
 
     for line in wrap(sentence, _width(console)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 \b
 Examples:
-  multihead lab                          all of it, in a minute or two; writes lab.html
+  multihead lab                          everything, in a minute or two; writes lab.html
   multihead lab --lang zh                the same in Chinese
   multihead lab --only parameters        what can be counted, in seconds
   multihead lab --quick --seeds 2        a first look at the training
@@ -29,7 +29,7 @@ Examples:
   multihead lab --heads 1,2,16 --only tasks
 """
 
-MOST_TABLE_WIDTH = 110
+MAX_TABLE_WIDTH = 110
 
 
 @click.command(epilog=EXAMPLES)
@@ -50,7 +50,7 @@ MOST_TABLE_WIDTH = 110
 @click.option("--seed", type=int, default=0, show_default=True, help="The first seed.")
 @click.option("--quick", is_flag=True, help="Train half as long, and match fewer vectors.")
 @click.option("--workers", type=int, help="Processes that train side by side.  [default: one per core, at most 8]")
-@click.option("--out", default="lab.html", show_default=True, metavar="FILE", help="Where the page goes.")
+@click.option("--out", default="lab.html", show_default=True, metavar="FILE", help="The page to write.")
 def lab(
     *,
     lang: str,
@@ -62,11 +62,11 @@ def lab(
     workers: int | None,
     out: str,
 ) -> None:
-    """Ask what the number of heads changes, and answer with numbers measured here.
+    """Measure what the number of heads changes.
 
-    Counts the parameters, follows the shapes, compares outputs and gradients of the same weights, trains small
-    models with 1, 2, 4 and 8 heads, shows what each head came to look at, and matches long vectors against short
-    ones. Prints the answers and writes one page that opens offline.
+    Counts the parameters, lists the shapes, compares outputs and gradients of the same weights, trains small models
+    with 1, 2, 4 and 8 heads, shows what each head attends to after training, and matches long vectors against short
+    ones. Prints the results and writes one page that opens offline.
     """
     refuse_unless_writable([out])
     counts = _parsed(heads)
@@ -74,18 +74,18 @@ def lab(
     if workers is not None and workers < 1:
         raise ArgumentError(f"The number of workers is {workers}.", "Give at least 1.")
 
-    # Imported here, so that --help need not load torch.
+    # Imported here, so that --help does not load torch.
     from rich.console import Console
 
     from multihead.lab.page import write_page
-    from multihead.lab.report import tell
+    from multihead.lab.report import build_chapters
     from multihead.lab.run import PARTS, answer
     from multihead.lab.text import language
 
     phrases = language(lang)
     console = Console(highlight=False, soft_wrap=True)
     answers: Answers
-    with _Bars(phrases) as told:
+    with _Bars(phrases) as progress:
         answers = answer(
             parts=(only,) if only is not None else PARTS,
             heads=counts,
@@ -93,17 +93,19 @@ def lab(
             seed=seed,
             quick=quick,
             workers=min(os.cpu_count() or 1, 8) if workers is None else workers,
-            progress=told,
+            progress=progress,
         )
     path = write_page(answers, out, lang=lang)
-    _say(console, phrases.words["page title"], style="bold")
-    _say(console, phrases.words["lead"])
+    _print(console, phrases.words["page title"], style="bold")
+    _print(console, phrases.words["lead"])
     if quick:
-        _say(console, phrases.words["quick"], style="yellow")
-    for number, chapter in enumerate(tell(answers, phrases), start=1):
-        _tell(console, number, chapter, phrases)
+        _print(console, phrases.words["quick"], style="yellow")
+    for number, chapter in enumerate(build_chapters(answers, phrases), start=1):
+        _print_chapter(console, number, chapter, phrases)
     console.print()
-    _say(console, phrases.say("page at" if answers.experiments else "page only", path=visible(path)), style="green")
+    _print(
+        console, phrases.translate("page at" if answers.experiments else "page only", path=visible(path)), style="green"
+    )
 
 
 def _parsed(heads: str) -> tuple[int, ...]:
@@ -114,12 +116,12 @@ def _parsed(heads: str) -> tuple[int, ...]:
             f"heads is {heads!r}, and must be whole numbers with commas between them.", "Give for example 1,2,4,8."
         ) from None
     if len(set(found)) < len(found):
-        raise ArgumentError(f"heads is {heads!r}, and names a number twice.", "Give each number once.")
+        raise ArgumentError(f"heads is {heads!r}, and contains a number twice.", "Give each number once.")
     return found
 
 
 class _Bars:
-    """Progress on stderr, a bar a part; no bars where nobody looks."""
+    """Progress bars on stderr, one per part; nothing if stderr is not a terminal."""
 
     def __init__(self, phrases: Phrases) -> None:
         from rich.console import Console
@@ -133,46 +135,46 @@ class _Bars:
 
     def __enter__(self) -> Progress:
         self.shown.start()
-        return self.tell
+        return self.update
 
     def __exit__(self, *_: object) -> None:
         self.shown.stop()
 
-    def tell(self, name: str, done: int, of: int) -> None:
-        """Take note of how far a part is."""
+    def update(self, name: str, done: int, total: int) -> None:
+        """Show the progress of a part."""
         from rich.progress import TaskID
 
         if name not in self.ids:
-            self.ids[name] = self.shown.add_task(self.phrases.words[f"doing.{name}"], total=of)
+            self.ids[name] = self.shown.add_task(self.phrases.words[f"doing.{name}"], total=total)
         self.shown.update(TaskID(self.ids[name]), completed=done)
 
 
-def _say(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
+def _print(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:
     from multihead.cli.tensor_view import wrap
 
     for line in wrap(sentence, min(max(console.width, 40), 100) - indent):
         console.print(" " * indent + line, style=style, markup=False)
 
 
-def _tell(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:
+def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:
     """Print one chapter: the question, the answer, the text, the tables."""
     console.print()
-    _say(console, f"{number}. {chapter.title}", style="bold")
-    _say(console, chapter.answer, style="cyan", indent=3)
+    _print(console, f"{number}. {chapter.title}", style="bold")
+    _print(console, chapter.answer, style="cyan", indent=3)
     for paragraph in chapter.text:
-        _say(console, paragraph, indent=3)
+        _print(console, paragraph, indent=3)
     for one in chapter.tables:
         _draw(console, one)
     if chapter.looks_tables:
         console.print()
-        _say(console, phrases.words["looks.heading"], style="bold", indent=3)
+        _print(console, phrases.words["looks.heading"], style="bold", indent=3)
         for sentence in chapter.looks:
-            _say(console, sentence, indent=3)
+            _print(console, sentence, indent=3)
         for one in chapter.looks_tables:
             _draw(console, one)
 
 
-def _draw(console: Console, told: Table) -> None:
+def _draw(console: Console, table: Table) -> None:
     """Print one table, as wide as it needs and the terminal allows."""
     from rich import box
     from rich.padding import Padding
@@ -180,15 +182,15 @@ def _draw(console: Console, told: Table) -> None:
     from rich.text import Text
 
     drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
-    numeric = [all(_is_number(row[place]) for row in told.rows) for place in range(len(told.columns))]
-    for place, column in enumerate(told.columns):
+    numeric = [all(_is_number(row[place]) for row in table.rows) for place in range(len(table.columns))]
+    for place, column in enumerate(table.columns):
         justify: Literal["left", "right"] = "right" if numeric[place] and place else "left"
         drawn.add_column(Text(column, justify=justify), justify=justify, overflow="fold")
-    for row in told.rows:
+    for row in table.rows:
         drawn.add_row(*row)
     console.print()
-    _say(console, told.caption, style="dim", indent=3)
-    width = min(console.width, MOST_TABLE_WIDTH)
+    _print(console, table.caption, style="dim", indent=3)
+    width = min(console.width, MAX_TABLE_WIDTH)
     console.print(Padding(drawn, (0, 0, 0, 3)), markup=False, soft_wrap=False, width=width)
 
 

@@ -1,4 +1,4 @@
-"""The command `look`: run a model on a text, and show every head in the terminal and as one page."""
+"""The command `look`: run a model on a text, and show every head in the terminal and on one page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.cli.look_output import COLUMNS, tell, tell_textbook, tell_where
+from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
 from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
 from multihead.files import readable_text, refuse_unless_writable, write_whole
@@ -40,8 +40,8 @@ Examples:
   multihead look ./my-model --prompt "你好" --lang zh --json -
   multihead look ./my-model --text book.txt --tokens 8192 --record book.safetensors --textbook --top 20
 
-MODEL is a folder that a model was saved to, a GGUF file, the name of an installed package that carries either,
-or a name on the Hugging Face hub.
+MODEL is the folder of a saved model, a GGUF file, the name of an installed package that contains either, or a name
+on the Hugging Face hub.
 """
 
 STAGES = ("weights", "tokenizer")
@@ -57,7 +57,7 @@ SORTS = ["layer", *COLUMNS]
     "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, special tokens included."
 )
 @click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
-@click.option("--device", default="cpu", show_default=True, help="Where the model computes.")
+@click.option("--device", default="cpu", show_default=True, help="The device that runs the model.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "float64", "float16", "bfloat16"]),
@@ -76,7 +76,7 @@ SORTS = ["layer", *COLUMNS]
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the table as JSON too; - prints it and nothing else.")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table as CSV too; - prints it and nothing else.")
-@click.option("--out", default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
+@click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The page to write.")
 @click.option(
     "--record", "record_file", metavar="FILE", help="Save everything recorded, including q and k, for multihead view."
 )
@@ -126,7 +126,7 @@ def look(
     if record_file is not None:
         require("safetensors", purpose="Saving a record", extra="view")
 
-    # Imported here, so that --help need not load torch.
+    # Imported here, so that --help does not load torch.
     from rich.console import Console
     from rich.text import Text
 
@@ -135,7 +135,7 @@ def look(
     from multihead.record.memory_use import memory_of
 
     watched = sys.stderr is not None and sys.stderr.isatty()
-    notes = Console(stderr=True, highlight=False, quiet=not watched)  # bars are for people to watch
+    notes = Console(stderr=True, highlight=False, quiet=not watched)  # progress bars only on a terminal
     with _bar(notes) as progress:
         task = progress.add_task(locale("look.doing.loading", lang, model=visible(model)), total=len(STAGES))
         loaded = load(
@@ -152,8 +152,8 @@ def look(
         encoded = encode(loaded, text or "", tokens=tokens)
     if tokens is not None and encoded.stop:
         text = (text or "")[: encoded.stop]
-    heads = _of_textbook(loaded, notes, lang) if textbook else None  # first, because it may be refused
-    record = _watched(loaded, encoded, chosen, notes, lang)
+    heads = _textbook_heads(loaded, notes, lang) if textbook else None  # first, because it may reject the model
+    record = _recorded(loaded, encoded, chosen, notes, lang)
     memory = memory_of(record.layers)
     if record_file is not None:
         with notes.status(Text(locale("look.doing.saving", lang, file=visible(record_file)))):
@@ -170,14 +170,14 @@ def look(
         elif target is not None:
             write_whole(target, written(rows))
     if "-" not in (json_file, csv_file):
-        tell(record, profiles, loaded, encoded, rows, lang=lang)
+        print_heads(record, profiles, loaded, encoded, rows, lang=lang)
         if heads is not None:
-            tell_textbook(heads, lang)
-        tell_where(page, record_file, memory, lang)
+            print_textbook_heads(heads, lang)
+        print_files(page, record_file, memory, lang)
 
 
-def _watched(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console, lang: str) -> Record:
-    """Run the model on the text and watch its heads; a bar counts the layers."""
+def _recorded(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console, lang: str) -> Record:
+    """Run the model on the text and record its heads; a progress bar counts the layers."""
     import torch
 
     from multihead.listeners import listen
@@ -220,7 +220,7 @@ def _written_page(
     lang: str,
     notes: Console,
 ) -> ReportSummary:
-    """Write the page; a bar counts the heads whose maps are stored."""
+    """Write the page; a progress bar counts the heads whose maps are stored."""
     from multihead.viewer.report import write_report
 
     one = record.layers[0].sample()
@@ -247,7 +247,7 @@ def _written_page(
 
 
 def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> None:
-    """Save a record with the words of its text."""
+    """Save a record with the tokens of its text."""
     from multihead.record.texts import Text
 
     record.title = loaded.title
@@ -255,7 +255,7 @@ def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> N
     record.save(file)
 
 
-def _of_textbook(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, list[TextbookHead]]:
+def _textbook_heads(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, list[TextbookHead]]:
     from multihead.observation.textbook import start_of, textbook_heads, words_of
 
     with notes.status(locale("look.doing.textbook", lang)), _text_alone(loaded):
@@ -267,7 +267,7 @@ def _text_alone(loaded: LoadedModel) -> Iterator[None]:
     """Explain the failure of a model that needs other inputs than the tokens of a text.
 
     Raises:
-        ModelError: it failed, and its forward takes images, sounds or the like.
+        ModelError: the model failed, and its forward has parameters for images, audio or the like.
     """
     try:
         yield
@@ -278,7 +278,7 @@ def _text_alone(loaded: LoadedModel) -> Iterator[None]:
         if not others:
             raise
         raise ModelError(
-            f"{loaded.title} does not read a text alone: it takes {' and '.join(others)}.",
+            f"{loaded.title} does not run on text alone: it takes {' and '.join(others)}.",
             "Give a model that reads text, or call this one from Python, inside multihead.observe(model).",
         ) from error
 
@@ -303,12 +303,12 @@ def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     text = json.dumps(plain, indent=1, ensure_ascii=False)
-    # Within a JSON string an escape means the same character, and does not act on a terminal.
+    # In a JSON string an escape means the same character, and a terminal does not interpret it.
     return ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a line of names and one line per head."""
+    """Write a header line and one line per head."""
     from multihead.viewer.downloads import cell
 
     def safe(value: object) -> object:
@@ -329,16 +329,16 @@ def _refuse_unless_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> 
     config = loaded.reader.config
     count = getattr(config, "num_hidden_layers", None)
     if chosen is None or not isinstance(count, int) or getattr(config, "sub_configs", None):
-        return  # a model of several parts may have more: what ran is compared at the end
+        return  # a model of several parts may have more layers; `observe` checks the layers that ran
     beyond = [layer for layer in chosen if layer >= count]
     if beyond:
         raise ArgumentError(
-            f"--layers holds {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
+            f"--layers contains {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
         )
 
 
 def _parsed(layers: str) -> list[int]:
-    """Read "0,3-5" as [0, 3, 4, 5]."""
+    """Parse "0,3-5" as [0, 3, 4, 5]."""
     found: list[int] = []
     for part in layers.replace("，", ",").split(","):
         first, _, last = part.strip().partition("-")

@@ -1,4 +1,4 @@
-"""Print the results of the command `look`: the table of heads, the highlights, memory use and where the files are."""
+"""Print the results of the command `look`: the table of heads, the highlights, memory use and the files written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
 
-# The statistics that the terminal shows; 80 columns have room for all but the spread.
+# The statistics in the terminal; all but the spread fit into 80 columns.
 COLUMNS = (
     "entropy",
     "effective_keys",
@@ -35,12 +35,12 @@ COLUMNS = (
     "largest_weight",
 )
 NARROW = 90
-HALF = 0.5  # of its attention makes a textbook head
-NAMED = 4  # of the textbook heads of a kind
+HALF = 0.5  # share of its attention that makes a textbook head
+NAMED = 4  # textbook heads listed per kind
 HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 
-def tell(
+def print_heads(
     record: Record,
     profiles: Sequence[LayerProfile],
     loaded: LoadedModel,
@@ -49,7 +49,7 @@ def tell(
     *,
     lang: str,
 ) -> None:
-    """Print the text that was read, the table, and the highlights."""
+    """Print a line about the model and its text, the table, and the highlights."""
     from rich.console import Console
 
     from multihead.analysis.highlights import findings
@@ -68,8 +68,8 @@ def tell(
         console.print(f"  {finding}", markup=False)
 
 
-def tell_textbook(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> None:
-    """Print the heads of each kind that have most of it."""
+def print_textbook_heads(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> None:
+    """Print the strongest heads of each kind."""
     from rich.cells import cell_len
 
     from multihead.analysis.highlights import percent
@@ -89,7 +89,7 @@ def tell_textbook(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> Non
         click.echo(f"  {name}  {named + more or text('look.textbook.none', lang)}".replace("\u00a0", " "))
 
 
-def tell_where(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
+def print_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
     """Print the memory used, the files written, and how to see more."""
     if memory.weights >= HEAVY and memory.peak is not None:
         sizes = {name: _size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
@@ -103,7 +103,7 @@ def tell_where(page: ReportSummary, record_file: str | None, memory: Memory, lan
 
 
 def _quoted(file: str) -> str:
-    """Write a file's name so that a shell reads it back, acting characters as escapes within $'...'."""
+    """Quote a file's name for a shell, control characters as escapes within $'...'."""
     shown = visible(file.replace("\\", "\\\\").replace("'", "\\'"))
     return shlex.quote(file) if visible(file) == file else f"$'{shown}'"
 

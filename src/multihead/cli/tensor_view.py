@@ -1,4 +1,4 @@
-"""Draw a tensor in the terminal: labelled blocks of numbers, the head of each shown twice."""
+"""Draw a tensor in the terminal: labelled blocks of numbers, with each number's head shown as a colour and a label."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from multihead.lab.walk import Step
 
 __all__ = ["Drawing", "draw", "head_style", "numbers", "shape_lines", "wrap"]
 
-# torch prints a tensor in full up to this many values, and 3 entries at each end beyond.
+# As torch does: a tensor of up to this many values is printed in full, a larger one with 3 entries at each end.
 FULL_VALUES = 1000
 EDGE = 3
-MOST_DECIMALS = 3
+MAX_DECIMALS = 3
 GAP = "…"
 BETWEEN_BLOCKS = 3
 HEAD_STYLES = ("cyan", "magenta", "green", "yellow", "blue")
@@ -29,7 +29,7 @@ Entries = Mapping[str, Callable[[int], str]]
 
 @dataclass(frozen=True)
 class Drawing:
-    """The lines of a drawn tensor, and whether some of its values were left out."""
+    """The lines of a drawn tensor, and whether some values were left out."""
 
     lines: list[Text]
     elided: bool
@@ -37,12 +37,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Frame:
-    """A tensor seen as lines of blocks of rows of columns.
+    """A tensor reshaped to four axes: lines of blocks of rows of columns.
 
     Attributes:
         tensor: (lines, blocks, rows, columns).
-        axes: the name of each, or None where the tensor has no such axis.
-        head_place: which of the four carries the heads, or None.
+        axes: the name of each axis, or None if the tensor has no such axis.
+        head_place: index of the axis along which heads vary, or None.
         folded: whether lines and blocks are one axis of the tensor.
     """
 
@@ -53,17 +53,17 @@ class Frame:
 
 
 def head_style(head: int) -> str:
-    """Give the colour of a head; colours repeat, labels do not."""
+    """Return the colour of a head; colours repeat, labels do not."""
     return HEAD_STYLES[head % len(HEAD_STYLES)]
 
 
 def numbers(tensor: Tensor) -> Callable[[float], str]:
-    """Make the function that writes a tensor's values with as many decimals as they need."""
+    """Return a function that formats a tensor's values with as many decimals as they need."""
     if not tensor.is_floating_point():
         return lambda value: str(int(value))
     finite = tensor[tensor.isfinite()].double()
-    needed = MOST_DECIMALS
-    for decimals in range(1, MOST_DECIMALS):
+    needed = MAX_DECIMALS
+    for decimals in range(1, MAX_DECIMALS):
         if bool(((finite - finite.round(decimals=decimals)).abs() < 1e-9).all()):
             needed = decimals
             break
@@ -72,7 +72,7 @@ def numbers(tensor: Tensor) -> Callable[[float], str]:
 
 
 def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str]:
-    """Write a shape, and below each size the name of its axis."""
+    """Format a shape in two lines: the sizes, and below each size the name of its axis."""
     sizes = [str(size) for size in shape]
     widths = [max(cell_len(size), cell_len(axis)) for size, axis in zip(sizes, axes, strict=True)]
     lines = []
@@ -85,7 +85,7 @@ def shape_lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, str
 
 
 def wrap(sentence: str, width: int) -> list[str]:
-    """Break text between words or Chinese characters, and never before a closing mark."""
+    """Break text between words or Chinese characters, but never before closing punctuation."""
     lines, line = [], ""
     for piece in PIECES.findall(sentence):
         if line and cell_len(line + piece.rstrip()) > width:
@@ -107,10 +107,10 @@ def draw(
 
     Args:
         step: the tensor, with its axes and heads.
-        num_heads: how many blocks of a folded batch belong to one sample.
-        entries: the function that names an entry along an axis by its index, by the name of the axis.
+        num_heads: number of blocks per sample in a folded batch.
+        entries: by the name of an axis, a function from an index to the name of the entry.
         width: columns of the terminal.
-        notes: for (block, row), a word beside the row and the head that colours it.
+        notes: for (block, row), a word printed next to the row and the head whose colour it gets.
     """
     return _Painter(step, _framed(step, num_heads), entries, width, notes or {}).drawing()
 
@@ -138,14 +138,14 @@ def _framed(step: Step, num_heads: int) -> Frame:
 
 
 def _ends(size: int, edge: int) -> list[int | None]:
-    """The indices to show, None for a gap."""
+    """List the indices to show, None for a gap."""
     if size <= 2 * edge + 1:
         return list(range(size))
     return [*range(edge), None, *range(size - edge, size)]
 
 
 class _Painter:
-    """Hold what the pieces of one drawing share."""
+    """Shared state of the parts of one drawing."""
 
     def __init__(self, step: Step, frame: Frame, names: Entries, width: int, notes: Notes) -> None:
         self.heads, self.frame, self.names, self.notes = step.heads, frame, names, notes
@@ -174,8 +174,8 @@ class _Painter:
     def _fit_columns(self) -> None:
         """Choose the width of a cell, and drop columns from the middle until a block fits."""
         size = self.tensor.shape[3]
-        most = EDGE if None in self.columns else size
-        for edge in range(most, 0, -1):
+        max_edge = EDGE if None in self.columns else size
+        for edge in range(max_edge, 0, -1):
             self.columns = _ends(size, edge)
             shown = self._shown()
             self.write = numbers(shown)
@@ -204,7 +204,7 @@ class _Painter:
         return widest
 
     def _column_groups(self) -> list[tuple[int, list[int]]]:
-        """The shown columns of each head, left to right."""
+        """Group the shown columns by head, left to right."""
         groups: list[tuple[int, list[int]]] = []
         before: int | None = None
         for column in self.columns:
@@ -257,7 +257,7 @@ class _Painter:
         return Text(_right(written, self.cell), style=style)
 
     def _painted_block(self, line: int, block: int) -> list[Text]:
-        """Title, names of the keys, rows, and the heads below their columns."""
+        """Draw one block: title, names of the keys, rows, and the heads below their columns."""
         place = self.frame.head_place
         painted = []
         if self._entry(1, block):
@@ -297,7 +297,7 @@ class _Painter:
         return below
 
     def drawing(self) -> Drawing:
-        """Put the blocks of a line side by side, as many as the width takes."""
+        """Draw the blocks of each line side by side, as many as fit into the width."""
         width = self._block_width()
         across = max(1, (self.width - self.gutter + BETWEEN_BLOCKS) // (width + BETWEEN_BLOCKS))
         painted: list[Text] = []
@@ -316,7 +316,7 @@ class _Painter:
         return Drawing(painted, elided=any(None in indices for indices in shown))
 
     def _blocks_of(self, line: int) -> list[int | None]:
-        """Of a large tensor the first line shows its first block, and the last line its last."""
+        """Choose the blocks of a line: in a large tensor the first of the first line and the last of the last line."""
         last = self.tensor.shape[0] - 1
         if last == 0 or None not in self.blocks or line not in (0, last):
             return self.blocks

@@ -35,8 +35,8 @@ Examples:
   multihead view run.safetensors --no-browser --port 8000
   multihead view run.safetensors --sample 3 --lang zh
 
-RECORD is a file that `seen.save("run.safetensors")` wrote, after `with multihead.observe(model) as seen`.
-Coarse levels of long texts are built once and kept beside it, in RECORD.levels.
+RECORD is a file written by `seen.save("run.safetensors")`, after `with multihead.observe(model) as seen`.
+Coarse levels of long texts are built once and stored next to it, in RECORD.levels.
 """
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "safetensors")
@@ -44,7 +44,7 @@ NEEDED = ("jinja2", "starlette", "uvicorn", "safetensors")
 
 @click.command(epilog=EXAMPLES)
 @click.argument("records", metavar="RECORD...", nargs=-1, required=True)
-@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Where to listen.  [default: a free one]")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port to listen on.  [default: a free one]")
 @click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
 @click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text to open.  [default: 0]")
 @click.option(
@@ -61,7 +61,7 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
     two heads or two runs side by side, and their difference. It is served to this machine alone.
     """
     require(*NEEDED, purpose="The viewer", extra="view")
-    # Imported here, so that --help need not load the server.
+    # Imported here, so that --help does not load the server.
     from rich.console import Console
 
     from multihead.viewer.server import serve
@@ -70,12 +70,12 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
     for run in runs:
         if not run.num_samples:
             raise InputError(
-                f"{run.name} holds no sample, only sums over all of them.",
-                'Observe with keep="cpu", or print its table.',
+                f"{run.name} has no single samples, only sums over all of them.",
+                'Observe with keep="cpu", or print its table in Python.',
             )
         if sample >= run.num_samples:
             raise InputError(
-                f"There is no sample {sample} in {run.name}; it has {run.num_samples}.",
+                f"There is no sample {sample} in {run.name}, which has {run.num_samples}.",
                 "Leave out --sample."
                 if run.num_samples == 1
                 else f"Give --sample a number from 0 to {run.num_samples - 1}.",
@@ -91,16 +91,16 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
         if browser:
             webbrowser.open(redirect(address))
 
-    with _ending_on_sigterm(), _redirect() as redirect, _Bar(text("view.bar", lang)) as told:
-        serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, told=told)
+    with _exit_on_sigterm(), _redirect() as redirect, _Bar(text("view.bar", lang)) as progress:
+        serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, progress=progress)
 
 
 @contextmanager
 def _redirect() -> Iterator[Callable[[str], str]]:
-    """Give a function that writes a page of its own, which leads to an address, and returns where that page is.
+    """Yield a function that writes a page redirecting to an address, and returns the URL of that page.
 
-    The command line of a browser can be read by every user of the machine, and the viewer's address holds its token.
-    So the browser is given a file that only this user can read. It is removed at the end, with its folder.
+    Every user of the machine can read the command line of the browser, and the viewer's address contains its token.
+    So the browser opens a file that only this user can read. The file and its folder are removed at the end.
     """
     with tempfile.TemporaryDirectory(prefix="multihead-") as folder:  # for this user alone (mode 700)
 
@@ -119,8 +119,8 @@ def _redirect() -> Iterator[Callable[[str], str]]:
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as an exception does, so that what it made is removed."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM leave the block by an exception, so that temporary files are removed."""
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -150,7 +150,7 @@ def _loaded(files: Sequence[str]) -> list[Run]:
 
 
 class _Bar:
-    """How far the coarse levels are, on stderr while they are built; nothing where nobody looks."""
+    """A progress bar for the coarse levels on stderr; nothing if stderr is not a terminal."""
 
     def __init__(self, name: str) -> None:
         from rich.console import Console
@@ -165,17 +165,17 @@ class _Bar:
         self.task: TaskID | None = None
 
     def __enter__(self) -> Callable[[float, int], None]:
-        return self.tell
+        return self.update
 
     def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _stop(self) -> None:
-        if not self.shown.disable:  # rich 13.7 ends even a bar that is disabled, by an empty line
+        if not self.shown.disable:  # rich 13.7 prints an empty line when it stops a disabled bar
             self.shown.stop()
 
-    def tell(self, done: float, total: int) -> None:
-        """Take note of how far it is; the bar is there only while something is left."""
+    def update(self, done: float, total: int) -> None:
+        """Show the progress; the bar is visible only while something is left."""
         if self.task is None:
             if done >= total:
                 return

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from multihead.lab.walk import Step, Walk
 
 INDENT = 3
-MOST_TERMS = 4  # of a sum that is written out
+MAX_TERMS = 4  # longest sum that is written out
 
-# The commands to try next, without --lang.
+# Options of the suggested next commands, without --lang.
 NEXT = ("--heads 2", "--lengths 3,0", "--length 4 --model-dim 8 --heads 4 --bias none")
-AXES = ("batch", "length", "heads", "queries", "keys")  # those whose entries have names
+AXES = ("batch", "length", "heads", "queries", "keys")  # axes whose entries have names
 
 EXAMPLES = """
 \b
 Examples:
   multihead walk                                  2 samples of 3 positions, 3 heads of 2
   multihead walk --lang zh                        the same in Chinese
-  multihead walk --part split                     only the split and its way back
+  multihead walk --part split                     only the split and the merge
   multihead walk --length 4 --heads 2 --lengths 4,2
-  multihead walk --lengths 3,0                    a sample with nothing to see
+  multihead walk --lengths 3,0                    a sample that is all padding
   multihead walk --bias none --seed 7
   multihead walk --batch 8 --length 64 --model-dim 512 --heads 8
 """
@@ -86,7 +86,7 @@ def walk(
     what a reshape without the exchange of axes would mix. The second part goes from queries, keys
     and values to the output.
     """
-    # Imported here, so that --help need not load torch.
+    # Imported here, so that --help does not load torch.
     from rich.console import Console
 
     from multihead.lab.walk import walk as walked
@@ -109,7 +109,7 @@ def _parsed(lengths: str) -> tuple[int, ...]:
     except ValueError:
         raise ArgumentError(
             f"lengths is {lengths!r}, and must be whole numbers with commas between them.",
-            "Give one per sample, such as --lengths 3,2.",
+            "Give one number per sample, such as --lengths 3,2.",
         ) from None
 
 
@@ -122,7 +122,7 @@ class _Printer:
         self.explained_elision = False
         sizes = steps.sizes
         joined = [f"Z{head + 1}" for head in range(sizes.num_heads)]
-        shown = joined if len(joined) <= MOST_TERMS else [*joined[:2], "…", joined[-1]]
+        shown = joined if len(joined) <= MAX_TERMS else [*joined[:2], "…", joined[-1]]
         self.fields: dict[str, Any] = {
             **asdict(sizes),
             "flat": sizes.flat,
@@ -147,8 +147,8 @@ class _Printer:
         """Print the title, the chapters of one part or of both, and the commands to try next."""
         from multihead.lab.chapters import CHAPTERS
 
-        self._say(self._text("title"), style="bold")
-        self._say(self._text("intro", **self.fields))
+        self._print_text(self._text("title"), style="bold")
+        self._print_text(self._text("intro", **self.fields))
         computed = {step.name for step in self.steps}
         current = ""
         for number, chapter in enumerate((chapter for chapter in CHAPTERS if chapter.steps[0] in computed), start=1):
@@ -161,13 +161,13 @@ class _Printer:
         self.console.print()
         self.console.rule(style="dim")
         if part != "split":
-            self._say(self._text("checked", difference=self.steps.sdpa_difference), style="green")
-        self._say(self._text("farewell"))
+            self._print_text(self._text("checked", difference=self.steps.sdpa_difference), style="green")
+        self._print_text(self._text("farewell"))
         command = "multihead walk" if self.lang == "en" else f"multihead walk --lang {self.lang}"
         for options in NEXT:
-            self._say(f"{command} {options}", indent=INDENT)
+            self._print_text(f"{command} {options}", indent=INDENT)
 
-    def _say(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
+    def _print_text(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
         from multihead.cli.tensor_view import wrap
 
         for line in wrap(sentence, min(self.width, 100) - indent):
@@ -176,19 +176,19 @@ class _Printer:
     def _open_part(self, part: str) -> None:
         self.console.print()
         self.console.rule(f"[bold]{self._text(f'part.{part}.title')}[/bold]", align="left", style="dim")
-        self._say(self._text(f"part.{part}.text", **self.fields))
+        self._print_text(self._text(f"part.{part}.text", **self.fields))
 
     def _print_chapter(self, number: int, chapter: Chapter) -> None:
         title, passage = (self._text(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text"))
         self.console.print()
         self.console.print(f"{number:>2} {title}", style="bold", markup=False)
-        self._say(passage, indent=INDENT)
+        self._print_text(passage, indent=INDENT)
         for sentence in self._asides(chapter):
-            self._say(sentence, indent=INDENT)
+            self._print_text(sentence, indent=INDENT)
         for name in chapter.steps:
             self._show(self.steps[name])
         for line in self._by_hand(chapter.name):
-            self._say(self._text("by hand") + line, indent=INDENT)
+            self._print_text(self._text("by hand") + line, indent=INDENT)
 
     def _asides(self, chapter: Chapter) -> list[str]:
         """Return the remarks that apply only at these sizes."""
@@ -200,7 +200,7 @@ class _Printer:
                 return [self._text("unmixed")]
             right, wrong = (self.steps[name].tensor[0, 0] for name in ("by_head", "wrong"))
             compared = [self._text("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
-            return [*(compared if right.numel() <= 2 * MOST_TERMS else []), self._text("mixed legend")]
+            return [*(compared if right.numel() <= 2 * MAX_TERMS else []), self._text("mixed legend")]
         if chapter.name == "weights" and 0 in sizes.lengths:
             return [self._text("empty")]
         return []
@@ -235,7 +235,7 @@ class _Printer:
             self.console.print(Text(" " * INDENT).append_text(row))
         if drawing.elided:
             key = "elided again" if self.explained_elision else "elided"
-            self._say(self._text(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
+            self._print_text(self._text(key, count=f"{step.tensor.numel():,}"), indent=INDENT, style="dim")
             self.explained_elision = True
 
     def _entry(self, axis: str, index: int) -> str:
@@ -245,7 +245,7 @@ class _Printer:
         return 1 in (self.steps.sizes.length, self.steps.sizes.num_heads)
 
     def _mixed(self) -> Notes:
-        """Where each row of the wrong reshape was taken from."""
+        """Return the position and head that each row of the wrong reshape came from."""
         positions = self.steps["wrong_position"].tensor.tolist()
         heads = self.steps["wrong_head"].tensor.tolist()
         return {
@@ -255,7 +255,7 @@ class _Printer:
         }
 
     def _by_hand(self, chapter: str) -> list[str]:
-        """Write one entry of a chapter out as its sum."""
+        """Write out one entry of a chapter as a sum."""
         from multihead.cli.tensor_view import numbers
 
         sizes, steps = self.steps.sizes, self.steps
@@ -266,18 +266,18 @@ class _Printer:
             return numbers(steps[name].tensor)(steps[name].tensor[index].item())
 
         query, key = (partial(self._entry, axis) for axis in ("queries", "keys"))
-        if chapter == "scores" and sizes.head_dim <= MOST_TERMS:
+        if chapter == "scores" and sizes.head_dim <= MAX_TERMS:
             terms = [
                 f"{written('q_heads', 0, last, column)} x {written('k_heads', 0, 0, column)}"
                 for column in range(sizes.head_dim)
             ]
             where = f"[0] {query(last)}, {key(0)}"
             return [f"{where}: {' + '.join(terms)} = {written('scores', 0, last, 0)}"]
-        if chapter == "weights" and sizes.length <= MOST_TERMS and sizes.lengths[-1] > 0:
+        if chapter == "weights" and sizes.length <= MAX_TERMS and sizes.lengths[-1] > 0:
             powers = [f"e^{written('masked', block, 0, entry)}" for entry in range(sizes.length)]
             where = f"[{block}] {query(0)}, {key(0)}"
             return [f"{where}: {powers[0]} / ({' + '.join(powers)}) = {written('weights', block, 0, 0)}"]
-        if chapter == "z" and sizes.length <= MOST_TERMS:
+        if chapter == "z" and sizes.length <= MAX_TERMS:
             terms = [
                 f"{written('weights', block, 0, entry)} x {written('v_heads', block, entry, 0)}"
                 for entry in range(sizes.length)

@@ -1,4 +1,4 @@
-"""The chapters of the walk and the tensors each of them shows; their texts are `walk.chapter` in the locale."""
+"""The chapters of the walk and the tensors that each of them shows; their texts are `walk.chapter` in the locale."""
 
 from __future__ import annotations
 

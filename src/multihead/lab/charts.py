@@ -1,4 +1,4 @@
-"""Draw the lab's curves as SVG that takes its colours from the page."""
+"""Draw the lab's curves as SVG, coloured by the style sheet of the page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Curve", "chart"]
 
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 44, 70, 14, 38
-APART = 14  # between the names at the ends of curves
+NAME_DISTANCE = 14  # minimum vertical distance of the names at the ends of curves
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: its name, its class of colour, its points, and the band around them (low and high)."""
+    """One line: its name, its CSS class, its points, and the band around them (low and high)."""
 
     name: str
     tone: str
@@ -34,15 +34,18 @@ def chart(
     level: tuple[float, str] | None = None,
     logarithmic: bool = False,
 ) -> str:
-    """Draw curves of shares from 0 to 100 %; each is named at its end, so that colour is never alone.
+    """Draw curves of shares from 0 to 100 %; each curve is named at its end, so colours are never the only key.
 
     Args:
-        curves: what to draw.
-        label: what the chart shows, for those who cannot see it.
-        x_label: what runs along the x axis.
-        x_ticks: where the x axis is marked.
-        level: a height and its name, drawn as a dashed line.
-        logarithmic: whether equal steps along x are equal ratios.
+        curves: the curves.
+        label: a description of the chart for screen readers.
+        x_label: the name of the x axis.
+        x_ticks: the ticks of the x axis.
+        level: a value and its name, drawn as a dashed horizontal line.
+        logarithmic: whether the x axis is logarithmic.
+
+    Returns:
+        The SVG element.
 
     >>> svg = chart([Curve("2 heads", "c1", [0, 1], [0, 1], [0, 1], [0, 1])], label="", x_label="step", x_ticks=[0, 1])
     >>> svg.count("<polyline")
@@ -88,16 +91,16 @@ def chart(
 
 
 def _spaced(heights: Sequence[float]) -> list[float]:
-    """Move names apart that would lie on each other, and keep them within the drawing."""
+    """Move overlapping names apart, and keep them inside the drawing."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     placed = list(heights)
     lowest = -math.inf
     for index in order:
-        placed[index] = lowest = max(heights[index], lowest + APART)
+        placed[index] = lowest = max(heights[index], lowest + NAME_DISTANCE)
     highest = float(HEIGHT - BOTTOM)
     for index in reversed(order):
         placed[index] = highest = min(placed[index], highest)
-        highest -= APART
+        highest -= NAME_DISTANCE
     return placed
 
 

@@ -1,4 +1,4 @@
-"""Match vectors: does one long row find its partner worse than several short ones? Measured, not asserted."""
+"""Match vectors: measure whether one long row finds its partner worse than several short ones."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """Sum up one value a seed; with one seed alone the deviation is 0."""
+        """Summarise one value per seed; with a single seed the deviation is 0."""
         each = torch.tensor(values, dtype=torch.float64)
         return cls(float(each.mean()), float(each.std()) if len(values) > 1 else 0.0)
 
     def apart(self, other: Spread) -> bool:
-        """Tell whether the means differ by more than both deviations together."""
+        """Return whether the means differ by more than the sum of both deviations."""
         return abs(self.mean - other.mean) > self.deviation + other.deviation
 
 
@@ -40,13 +40,13 @@ class Match:
     """One kind of content at one strength of noise; all shares are of trials, 0 to 1.
 
     Attributes:
-        content: "even" (all columns carry as much), "uneven" (few directions carry most), "groups" (candidates
-            resemble each other in groups), "part" (query and partner agree in one short row only, the rest is
-            about other things), "two" (one half asks for one partner, the other half for another).
-        noise: standard deviation of what is added to the query, where the content's is 1.
-        long: found by one long row.
-        short: found by the mean weight of all short rows.
-        own: found by those short rows alone that carry it; for "two" each half must find its own partner.
+        content: "even" (all columns have equal variance), "uneven" (few directions have most of the variance),
+            "groups" (candidates resemble each other in groups), "part" (query and partner agree in one short row
+            only), "two" (one half matches one partner, the other half another).
+        noise: standard deviation of the noise added to the query; that of the content is 1.
+        long: share found by one long row.
+        short: share found by the mean weight of all short rows.
+        own: share found by only the short rows that carry the content; for "two" each half must find its own partner.
     """
 
     content: Content
@@ -58,14 +58,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Length:
-    """Rows of one length against even content.
+    """Results for rows of one length with "even" content.
 
     Attributes:
-        columns: the length.
+        columns: the length of a row.
         found: share of trials in which the largest weight is the partner's.
         scaled_keys, plain_keys: effective number of keys, exp(entropy), of queries that have no partner, with the
             scores divided by sqrt(columns) and without.
-        scaled_slope, plain_slope: mean of p (1 - p) of the largest weight: what softmax lets through of a gradient.
+        scaled_slope, plain_slope: mean of p (1 - p) of the largest weight p, the derivative of softmax.
     """
 
     columns: int
@@ -78,15 +78,15 @@ class Length:
 
 @dataclass(frozen=True)
 class Vectors:
-    """What was measured, and with what.
+    """The settings and results of the measurement.
 
     Attributes:
-        columns, parts: a long row, and how many short ones it is cut into.
-        candidates: keys that each query has to choose from.
-        trials: queries a seed.
-        seeds: how often all was drawn anew.
-        matches: one a content and noise.
-        lengths: one a length of row.
+        columns, parts: the length of a long row, and the number of short rows that it is split into.
+        candidates: number of keys per query.
+        trials: queries per seed.
+        seeds: number of seeds.
+        matches: one result per content and noise.
+        lengths: one result per length of row.
         length_noise: the noise at which the lengths were compared.
     """
 
@@ -112,25 +112,29 @@ def vectors(
     length_noise: float = 2.0,
     seed: int = 0,
 ) -> Vectors:
-    """Let noisy queries look for their partner among candidates, as one long row and as several short ones.
+    """Match noisy queries with their partners among candidates, as one long row and as several short ones.
 
-    A long row compares by softmax(q . k / sqrt(columns)). The short ones are the same numbers, cut as heads are
-    cut: each has a softmax of its own, over scores divided by the root of its own length. The sum of the short
-    rows' scores *is* the long row's score, so what differs is the softmax alone.
+    A long row compares by softmax(q . k / sqrt(columns)). The short rows are the same numbers, split as heads are: each
+    has its own softmax, over scores divided by the square root of its own length. The sum of the short rows' dot
+    products is the long row's dot product, so they differ only in the softmax.
 
     Args:
         columns: length of a long row.
-        parts: short rows it is cut into; they must divide `columns`, and be even in number.
-        candidates: keys that each query has to choose from, at least 2 a group of the content "groups".
-        trials: queries a seed.
-        seeds: how often all is drawn anew.
-        noises: strengths of the noise that is added to the query.
+        parts: number of short rows that it is split into; even, and a divisor of `columns`.
+        candidates: number of keys per query, at least 2.
+        trials: queries per seed.
+        seeds: number of seeds.
+        noises: standard deviations of the noise added to the query.
         lengths: lengths of row to compare.
-        length_noise: the noise for these.
+        length_noise: the noise for the comparison of lengths.
         seed: the first seed.
 
+    Returns:
+        The settings and results.
+
     Raises:
-        ArgumentError: parts that do not divide the columns.
+        ArgumentError: parts is odd or does not divide the columns, candidates is less than 2, or trials or seeds is
+            less than 1.
 
     >>> found = vectors(trials=50, seeds=2, noises=(1.0,), lengths=(8,))
     >>> [match.content for match in found.matches]
@@ -139,7 +143,7 @@ def vectors(
     if parts < 2 or parts % 2 or columns % parts:
         raise ArgumentError(
             f"parts is {parts}, and columns is {columns}.",
-            "Give an even number of parts that divides the columns, such as 8 of 64.",
+            "Give an even number of parts that divides the columns, such as 8 for 64.",
         )
     if candidates < 2 or trials < 1 or seeds < 1:
         raise ArgumentError(
@@ -162,10 +166,10 @@ def vectors(
 
 
 def _keys(content: Content, columns: int, candidates: int, trials: int, generator: torch.Generator) -> Tensor:
-    """Draw the candidates of every trial: (trials, candidates, columns), of variance 1."""
+    """Draw the candidates of every trial: (trials, candidates, columns), with variance 1."""
     keys = torch.randn(trials, candidates, columns, generator=generator)
     if content == "uneven":
-        # A few directions carry most of the variance, as in trained embeddings; turned, so that no column is theirs.
+        # A few directions have most of the variance, as in trained embeddings; a random rotation mixes the columns.
         strength = 1 / torch.arange(1, columns + 1)
         turn, _ = torch.linalg.qr(torch.randn(columns, columns, generator=generator))
         keys = keys * (strength / strength.square().mean().sqrt()) @ turn
@@ -180,11 +184,11 @@ def _keys(content: Content, columns: int, candidates: int, trials: int, generato
 def _matched(
     content: Content, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
 ) -> tuple[float, float, float]:
-    """Share of trials in which the long row, the mean of the short ones, and the short ones that know find it."""
+    """Return the shares of trials in which the long row, the mean of the short rows, and the relevant ones match."""
     generator = torch.Generator().manual_seed(seed)
     keys = _keys(content, columns, candidates, trials, generator)
     width = columns // parts
-    # The partners are candidates 0 and 1: drawn alike, all places are the same.
+    # The partners are candidates 0 and 1: all candidates have the same distribution, so their index does not matter.
     query = keys[:, 0].clone()
     if content == "part":
         query[:, width:] = torch.randn(trials, columns - width, generator=generator)
@@ -203,20 +207,20 @@ def _matched(
         both = [each.topk(2, -1).indices.sort(-1).values for each in (long, short.mean(1))]
         found = [(each == torch.arange(2)).all(1) for each in both]
     else:
-        knowing = short[:, :1] if content == "part" else short
-        own = knowing.mean(1).argmax(-1) == 0
+        relevant = short[:, :1] if content == "part" else short
+        own = relevant.mean(1).argmax(-1) == 0
         found = [long.argmax(-1) == 0, short.mean(1).argmax(-1) == 0]
     return tuple(float(each.double().mean()) for each in (*found, own))  # type: ignore[return-value]
 
 
 def _of_length(columns: int, noise: float, candidates: int, trials: int, seed: int) -> tuple[float, ...]:
-    """Measure one length: what is found, and how sharp softmax is on vectors that have nothing in common."""
+    """Measure one length: the share found, and the sharpness of softmax on unrelated vectors."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(trials, candidates, columns, generator=generator)
-    asked = keys[:, 0] + noise * torch.randn(trials, columns, generator=generator)
-    found = torch.einsum("tw,tcw->tc", asked, keys).argmax(-1) == 0
-    stranger = torch.randn(trials, columns, generator=generator)
-    plain = torch.einsum("tw,tcw->tc", stranger, keys)
+    query = keys[:, 0] + noise * torch.randn(trials, columns, generator=generator)
+    found = torch.einsum("tw,tcw->tc", query, keys).argmax(-1) == 0
+    unrelated = torch.randn(trials, columns, generator=generator)
+    plain = torch.einsum("tw,tcw->tc", unrelated, keys)
     measured = {}
     for name, scores in (("scaled", plain / math.sqrt(columns)), ("plain", plain)):
         shares = scores.softmax(-1)

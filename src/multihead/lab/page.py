@@ -1,4 +1,4 @@
-"""Write what the lab found out as one page that opens offline."""
+"""Write the results of the lab as one page that opens offline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from multihead.files import write_whole
-from multihead.lab.report import tell
+from multihead.lab.report import build_chapters
 from multihead.lab.run import Answers
 from multihead.lab.tasks import ROWS
 from multihead.lab.text import Phrases, language
@@ -25,24 +25,25 @@ _IN_SCRIPT = (
 
 
 def write_page(answers: Answers, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
-    """Write the page whole or not at all.
+    """Write the page atomically.
 
     Args:
-        answers: what the lab found out.
-        path: where it goes; an older one is replaced.
+        answers: the results of the lab.
+        path: the file to write; an existing one is replaced.
         lang: "en" or "zh".
 
-    Returns: the path.
+    Returns:
+        The path.
 
     Raises:
-        ArgumentError: a language the lab does not speak.
+        ArgumentError: lang is not "en" or "zh".
     """
     write_whole(path, page(answers, lang=lang))
     return Path(path)
 
 
 def page(answers: Answers, *, lang: str = "en") -> str:
-    """Make the page: one HTML file with its style, its script and its data, that makes no network requests."""
+    """Render the page: one HTML file with its style, script and data, which makes no network requests."""
     phrases = language(lang)
     source = script("lab/static/lab.js")
     return template("lab/static/lab.html").render(
@@ -50,8 +51,8 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         words=phrases.words,
         quick=answers.quick,
         facts=_facts(answers, phrases),
-        chapters=tell(answers, phrases),
-        foot=phrases.say("foot", version=version(), seed=answers.seed),
+        chapters=build_chapters(answers, phrases),
+        foot=phrases.translate("foot", version=version(), seed=answers.seed),
         style=Markup(static("lab/static/lab.css")),
         script=Markup(source),
         script_hash=allowed(source),
@@ -63,17 +64,17 @@ def page(answers: Answers, *, lang: str = "en") -> str:
 def _facts(answers: Answers, phrases: Phrases) -> list[tuple[str, str]]:
     experiments = [*answers.experiments, *([answers.copies] if answers.copies is not None else [])]
     trained = sum(len(experiment.trainings) for experiment in experiments)
-    facts = [(phrases.say("fact.models"), str(trained))] if trained else []
+    facts = [(phrases.translate("fact.models"), str(trained))] if trained else []
     return [
         *facts,
-        (phrases.say("fact.seeds"), str(answers.seeds)),
-        (phrases.say("fact.time"), phrases.say("seconds", n=f"{answers.seconds:.0f}")),
-        (phrases.say("fact.torch"), answers.torch_version),
+        (phrases.translate("fact.seeds"), str(answers.seeds)),
+        (phrases.translate("fact.time"), phrases.translate("seconds", n=f"{answers.seconds:.0f}")),
+        (phrases.translate("fact.torch"), answers.torch_version),
     ]
 
 
 def _data(answers: Answers, phrases: Phrases) -> dict[str, Any]:
-    """Return what the script draws: the heads of the first seed at some steps of training."""
+    """Return the data of the script: the heads of the first seed at some steps of training."""
     return {"tasks": [_drawn(experiment, answers, phrases) for experiment in answers.experiments]}
 
 
@@ -93,7 +94,7 @@ def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[s
                         "layer": look.layer,
                         "head": look.head,
                         "measures": {name: round(value, 4) for name, value in look.measures.items()},
-                        # A thousandth is finer than the eye.
+                        # Differences below a thousandth are invisible.
                         "picture": [[round(1000 * weight) for weight in row] for row in look.picture],
                     }
                     for look in moment.looks
@@ -104,8 +105,8 @@ def _drawn(experiment: Experiment, answers: Answers, phrases: Phrases) -> dict[s
         ]
         courses.append({"heads": num_heads, "moments": moments})
     if experiment.task == "induction":
-        note = phrases.say("looks.induction", seed=answers.seed)
+        note = phrases.translate("looks.induction", seed=answers.seed)
     else:
-        second = phrases.say("looks.lookup second") if experiment.task == "two" else ""
-        note = phrases.say("looks.lookup", rows=ROWS, second=second, seed=answers.seed)
+        second = phrases.translate("looks.lookup second") if experiment.task == "two" else ""
+        note = phrases.translate("looks.lookup", rows=ROWS, second=second, seed=answers.seed)
     return {"name": experiment.task, "note": note, "courses": courses}

@@ -1,4 +1,4 @@
-"""Count and compare: what the number of heads changes in a layer, and what it leaves as it is."""
+"""Measure what the number of heads changes in a layer: parameters, shapes, outputs, gradients, features read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PACKED = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of weights.
+    """One parameter tensor.
 
     Attributes:
-        name: what it is called in the layout.
-        shape: its axes.
+        name: its name.
+        shape: its shape.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """How many numbers it holds."""
+        """Number of values."""
         return torch.Size(self.shape).numel()
 
 
@@ -41,14 +41,14 @@ class HeadCount:
     """A layer with one number of heads.
 
     Attributes:
-        num_heads, head_dim: heads, and the columns of each.
-        packed: the parameters with the projections of q, k and v stacked, as `nn.MultiheadAttention` keeps them.
-        separate: the parameters as this library keeps them, a projection each.
-        torch: the parameters that `nn.MultiheadAttention` itself has.
-        features_read: a head: features of the input with a derivative other than 0.
-        cut_features_read: the same where each head were given its own part of the input instead.
-        cut_total: parameters such a layer would have left.
-        independent_difference: largest difference between the layer and as many independent heads, each made of
+        num_heads, head_dim: number of heads, and columns per head.
+        packed: the parameters with the projections of q, k and v stacked, as in `nn.MultiheadAttention`.
+        separate: the parameters as in this library, one projection each for q, k and v.
+        torch: the parameters of `nn.MultiheadAttention` itself.
+        features_read: per head, the number of input features with a non-zero derivative.
+        cut_features_read: the same if each head read only its own part of the input.
+        cut_total: number of parameters of such a layer.
+        independent_difference: largest difference between the layer and as many single-head layers, each built from
             its rows of the packed projection.
     """
 
@@ -64,13 +64,13 @@ class HeadCount:
 
     @property
     def total(self) -> int:
-        """How many numbers the layer learns."""
+        """Number of trained parameters."""
         return sum(parameter.count for parameter in self.packed)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One tensor on the way: its name, the code that makes it, its axes and their sizes."""
+    """One intermediate tensor: its name, the code that computes it, its axes and its shape."""
 
     name: str
     code: str
@@ -80,13 +80,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same weights, cut into two numbers of heads.
+    """The same weights, split into two different numbers of heads.
 
     Attributes:
         first, second: the numbers of heads.
-        output_difference: size of the difference of the outputs, as a share of the first's size.
-        gradient_difference: the same of the gradients of all weights, for one and the same loss.
-        score_difference: largest difference between the sums of the heads' q . k, which are the same sum.
+        output_difference: norm of the difference of the outputs, as a share of the norm of the first.
+        gradient_difference: the same for the gradients of all weights, with the same loss.
+        score_difference: largest difference between the sums of q . k over heads, which are equal up to rounding.
     """
 
     first: int
@@ -98,14 +98,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What was counted and compared.
+    """The results of all comparisons.
 
     Attributes:
         embed_dim, length: width and tokens of the input, (1, length, embed_dim).
-        counts: one a number of heads.
+        counts: one result per number of heads.
         shapes_of: the number of heads whose shapes are listed.
         shapes: every tensor from input to output.
-        pairs: every two numbers of heads, the smaller first.
+        pairs: one result per pair of numbers of heads, in the order of `counts`.
     """
 
     embed_dim: int
@@ -119,17 +119,20 @@ class Parameters:
 def parameters(
     *, embed_dim: int = 512, length: int = 12, heads: Sequence[int] = (1, 2, 4, 8), shapes_of: int = 2, seed: int = 0
 ) -> Parameters:
-    """Make layers that differ in nothing but their number of heads, and compare them in float64.
+    """Build layers that differ only in their number of heads, and compare them in float64.
 
     Args:
-        embed_dim: width of the input, columns.
+        embed_dim: width of the input.
         length: tokens of the input.
         heads: the numbers of heads; each must divide `embed_dim`.
         shapes_of: the number of heads whose shapes are listed.
-        seed: what input and weights are drawn with.
+        seed: the seed of the input and the weights.
+
+    Returns:
+        The results.
 
     Raises:
-        ArgumentError: a number of heads that does not divide `embed_dim`, or no number at all.
+        ArgumentError: heads is empty, or a number of heads does not divide `embed_dim`.
 
     Source: arXiv:1706.03762, section 3.2.2.
 
@@ -143,7 +146,7 @@ def parameters(
         raise ArgumentError("heads is empty.", "Give at least one number of heads, such as (1, 2).")
     for num_heads in (*heads, shapes_of):
         head_dim_of(embed_dim, num_heads)
-    # Layers draw weights as they are made; the caller's random numbers are left alone.
+    # Building a layer draws weights; this must not change the caller's random state.
     with torch.random.fork_rng(devices=[]):
         return _compared(embed_dim, length, tuple(heads), shapes_of, seed)
 
@@ -169,7 +172,7 @@ def _compared(embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: in
 
 
 def _layer(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
-    """Make a layer in float64 whose weights depend on the seed and not on the number of heads."""
+    """Build a layer in float64 whose weights depend on the seed but not on the number of heads."""
     layer = MultiHeadAttention(embed_dim, num_heads, output_projection=output_projection, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed + 1)
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj):
@@ -212,10 +215,10 @@ def _listed(tensors: dict[str, Tensor]) -> tuple[Parameter, ...]:
 
 
 def _features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int, ...]:
-    """Count, head by head, the features of the input that its result changes with."""
+    """Count, for each head, the input features that its result depends on."""
     x = x.clone().requires_grad_()
     z_heads = split_heads(layer(x), layer.num_heads)  # (batch, heads, length, head_dim)
-    # A random combination of the Jacobian's rows is 0 in a column only where the whole column is.
+    # A random combination of the Jacobian's rows is 0 in a column only if the whole column is 0.
     mix = torch.randn(z_heads.shape, generator=torch.Generator().manual_seed(seed + 2), dtype=x.dtype)
     found = []
     for head in range(layer.num_heads):
@@ -225,9 +228,9 @@ def _features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int
 
 
 def _independent(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Give every head a layer of its own, made of its rows of the packed projection, and join the results."""
+    """Compute every head with its own single-head layer from its rows of the packed projection; concatenate them."""
     heads, head_dim = layer.num_heads, layer.head_dim
-    # (3 * embed_dim, embed_dim): the rows of q, then of k, then of v; in each the heads follow each other.
+    # (3 * embed_dim, embed_dim): the rows of q, then of k, then of v; within each, head after head.
     weight = packed["in_proj_weight"].view(3, heads, head_dim, layer.embed_dim)
     bias = packed["in_proj_bias"].view(3, heads, head_dim)
     joined = []
@@ -242,7 +245,7 @@ def _independent(layer: MultiHeadAttention, packed: dict[str, Tensor], x: Tensor
 
 
 def _measured(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tensor]:
-    """Run a layer, and the gradient of a loss that is the same for every number of heads."""
+    """Compute a layer's output, scores, and gradient of a loss that is the same for every number of heads."""
     output = layer(x)
     goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 3), dtype=x.dtype)
     gradients = torch.autograd.grad((output - goal).square().mean(), list(layer.parameters()))
@@ -255,6 +258,8 @@ def _measured(layer: MultiHeadAttention, x: Tensor, seed: int) -> dict[str, Tens
 
 
 def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[float, float, float]:
+    """Return the differences of outputs, gradients and scores, as in `Pair`."""
+
     def share(name: str) -> float:
         return float((second[name] - first[name]).norm() / first[name].norm())
 
@@ -263,7 +268,7 @@ def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[f
 
 @torch.no_grad()
 def _shapes(layer: MultiHeadAttention, x: Tensor) -> tuple[Shape, ...]:
-    """Walk the layer's own path by hand, and write down every shape."""
+    """Recompute the layer step by step, and list every shape."""
     heads = layer.num_heads
     wide, split = ("batch", "length", "heads*head_dim"), ("batch", "heads", "length", "head_dim")
     maps = ("batch", "heads", "queries", "keys")

@@ -1,4 +1,4 @@
-"""Run every experiment of the lab, and keep what came out as one tree of numbers."""
+"""Run the experiments of the lab, and collect the results as one tree of numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PARTS", "Answers", "Part", "answer"]
 
 Part = Literal["parameters", "tasks", "vectors"]
 PARTS: tuple[Part, ...] = ("parameters", "tasks", "vectors")
-TAUGHT = ("one", "two", "induction")
+TRAINED_TASKS = ("one", "two", "induction")
 
 Progress = Callable[[str, int, int], None]
 
@@ -32,13 +32,13 @@ class Answers:
 
     Attributes:
         parameters: what the number of heads changes in a layer.
-        experiments: the tasks, each learned with every number of heads.
-        copies: the task "two" once more, with 2 heads that start as copies of each other.
+        experiments: the tasks, each trained with every number of heads.
+        copies: the task "two" again, with 2 heads that start as copies of each other.
         vectors: long rows against short ones.
-        seeds, seed: models a number of heads, and the first seed.
-        quick: whether everything was cut short.
-        torch_version: of PyTorch.
-        seconds: how long it took.
+        seeds, seed: models per number of heads, and the first seed.
+        quick: whether training and matching were shortened.
+        torch_version: the version of PyTorch.
+        seconds: the duration of all parts.
     """
 
     parameters: Parameters | None
@@ -67,14 +67,18 @@ def answer(
     Args:
         parts: "parameters", "tasks", "vectors", or some of them.
         heads: the numbers of heads to compare.
-        seeds: models a number of heads, and draws of the vectors, at least 1.
+        seeds: models per number of heads, and draws of the vectors, at least 1.
         seed: the first seed.
         quick: train half as long, and match fewer vectors.
-        workers: processes that train side by side.
-        progress: called with (what is being done, how much is done, of how much).
+        workers: number of processes that train in parallel.
+        progress: called with (name of the part, steps done, total steps).
+
+    Returns:
+        The results.
 
     Raises:
-        ArgumentError: a part that does not exist, no seed, or heads that do not divide the widths (512 and 32).
+        ArgumentError: a part does not exist, seeds is less than 1, seed is negative, or a number of heads does not
+            divide the widths (512 and 32).
     """
     for part in parts:
         if part not in PARTS:
@@ -84,43 +88,44 @@ def answer(
     if seed < 0:
         raise ArgumentError(f"seed is {seed}.", "Give 0 or more.")
     if "tasks" in parts:  # rejected now, not after a minute of other work
-        for name in TAUGHT:
+        for name in TRAINED_TASKS:
             for num_heads in heads:
                 head_dim_of(task_named(name).embed_dim, num_heads)
     began = time.monotonic()
-    tell = progress if progress is not None else _tell_nobody
+    report = progress if progress is not None else _ignore
     counted = matched = copies = None
     experiments = []
     if "parameters" in parts:
-        tell("parameters", 0, 1)
+        report("parameters", 0, 1)
         counted = parameters(heads=heads, seed=seed)
-        tell("parameters", 1, 1)
+        report("parameters", 1, 1)
     if "tasks" in parts:
         with training.workers(workers) as pool:
-            for name in TAUGHT:
+            for name in TRAINED_TASKS:
                 task = task_named(name)
                 steps = task.steps // 2 if quick else task.steps
-                told = _under(name, tell)
+                task_progress = _named(name, report)
                 experiments.append(
-                    compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=told)
+                    compare(task, heads=heads, seeds=seeds, seed=seed, steps=steps, pool=pool, progress=task_progress)
                 )
-            two, told = task_named("two"), _under("copies", tell)
+            two, task_progress = task_named("two"), _named("copies", report)
             steps = two.steps // 2 if quick else two.steps
             copies = compare(
-                two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=told
+                two, heads=(2,), seeds=seeds, seed=seed, steps=steps, start="copied", pool=pool, progress=task_progress
             )
     if "vectors" in parts:
-        tell("vectors", 0, 1)
+        report("vectors", 0, 1)
         matched = vectors(trials=100 if quick else 400, seeds=seeds, seed=seed)
-        tell("vectors", 1, 1)
+        report("vectors", 1, 1)
     return Answers(
         counted, tuple(experiments), copies, matched, seeds, seed, quick, torch.__version__, time.monotonic() - began
     )
 
 
-def _under(name: str, tell: Progress) -> Callable[[int, int], None]:
-    return lambda done, of: tell(name, done, of)
+def _named(name: str, report: Progress) -> Callable[[int, int], None]:
+    """Bind the name of a part to a progress function."""
+    return lambda done, total: report(name, done, total)
 
 
-def _tell_nobody(name: str, done: int, of: int) -> None:
-    """Let nobody know."""
+def _ignore(name: str, done: int, total: int) -> None:
+    """Do nothing."""

@@ -1,4 +1,4 @@
-"""The tasks of the lab: their questions, the small model that learns them, and what its heads attend to."""
+"""The tasks of the lab: their questions, the small models that learn them, and what their heads attend to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multihead.observation.observe import observe
 
 __all__ = ["TASKS", "Batch", "HeadLook", "Induction", "Lookup", "Task"]
 
-ROWS = 12  # sequences of a lookup's picture
+ROWS = 12  # questions in the picture of a lookup
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +23,9 @@ class Batch:
     """Questions and answers.
 
     Attributes:
-        inputs: what the model is called with.
-        answers: the right classes; -1 where nothing is asked.
-        targets: where each answer stands among the keys, in the shape of `answers`; -1 where nothing is asked.
+        inputs: the arguments of the model.
+        answers: the correct classes; -1 at positions without a question.
+        targets: the index of each answer among the keys, in the shape of `answers`; -1 at positions without a question.
     """
 
     inputs: tuple[Tensor, ...]
@@ -35,11 +35,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeadLook:
-    """What one head looks at.
+    """What one head attends to.
 
     Attributes:
-        layer, head: which head.
-        measures: share of its weight by what it lies on, 0 to 1, and its entropy (nats).
+        layer, head: indices of the head.
+        measures: shares of its weight on different targets, 0 to 1, and its entropy (nats).
         picture: rows of weights, 0 to 1.
     """
 
@@ -50,52 +50,52 @@ class HeadLook:
 
 
 class Task(Protocol):
-    """What the lab needs of a task."""
+    """The interface of a task."""
 
     @property
     def name(self) -> str:
-        """What it is called: "one", "two" or "induction"."""
+        """The name: "one", "two" or "induction"."""
         ...
 
     @property
     def embed_dim(self) -> int:
-        """How many columns its layers have; the heads must divide them."""
+        """Width of its layers; the number of heads must divide it."""
         ...
 
     @property
     def steps(self) -> int:
-        """How many steps it is trained for."""
+        """Steps of training."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Questions a step."""
+        """Questions per step."""
         ...
 
     @property
     def learning_rate(self) -> float:
-        """How large a step is."""
+        """The learning rate of Adam."""
         ...
 
     @property
     def chance(self) -> float:
-        """Share of right answers of a blind guess."""
+        """Share of correct answers of random guessing."""
         ...
 
     def build(self, num_heads: int) -> nn.Module:
-        """Make a model; its parameters are as many, and drawn alike, for every number of heads."""
+        """Build a model; the parameters have the same number and the same distribution for every number of heads."""
         ...
 
     def draw(self, samples: int, generator: torch.Generator) -> Batch:
-        """Draw questions."""
+        """Draw random questions."""
         ...
 
     def right(self, logits: Tensor, batch: Batch) -> float:
-        """Share of the questions that are answered right."""
+        """Return the share of questions that are answered correctly."""
         ...
 
     def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
-        """Watch every head on a batch."""
+        """Measure what every head attends to on a batch."""
         ...
 
 
@@ -103,13 +103,21 @@ class Task(Protocol):
 class Lookup:
     """A list of facts, each a name and its value, and a question with one or two names: what are their values?
 
-    One attention layer goes from the question to the facts, and a linear map reads the values off its output. A
-    fact is the sum of its name's vector and its value's, so what two facts add up to no longer tells which value
-    belongs to which name: with two names asked, two places must be looked at and kept apart.
+    One attention layer goes from the question to the facts, and a linear map reads the values from its output. A fact
+    is the sum of its name's vector and its value's vector, so the sum of two facts does not show which value belongs to
+    which name: a question with two names needs two separate lookups.
+
+    Attributes:
+        name: the name of the task.
+        lookups: names per question, 1 or 2.
+        steps, batch_size, learning_rate, embed_dim: see `Task`.
+        names: number of different names.
+        values: number of different values.
+        facts: facts per list.
     """
 
     name: str
-    asked: int
+    lookups: int
     steps: int = 300
     batch_size: int = 64
     learning_rate: float = 1e-2
@@ -121,39 +129,39 @@ class Lookup:
     @property
     def chance(self) -> float:
         """Share of correct answers of random guessing: every value of a question must be correct."""
-        return float((1 / self.values) ** self.asked)
+        return float((1 / self.values) ** self.lookups)
 
     def build(self, num_heads: int) -> nn.Module:
-        """Make a model with this number of heads."""
+        """Build a model with this number of heads."""
         return _LookupModel(self, num_heads)
 
     def draw(self, samples: int, generator: torch.Generator) -> Batch:
-        """Draw facts with different names, and questions about some of them."""
+        """Draw facts with different names, and a question about one or two of them."""
         names = torch.rand(samples, self.names, generator=generator).argsort(1)[:, : self.facts]
         values = torch.randint(self.values, (samples, self.facts), generator=generator)
-        targets = torch.rand(samples, self.facts, generator=generator).argsort(1)[:, : self.asked]
+        targets = torch.rand(samples, self.facts, generator=generator).argsort(1)[:, : self.lookups]
         return Batch((names, values, names.gather(1, targets)), values.gather(1, targets), targets)
 
     def right(self, logits: Tensor, batch: Batch) -> float:
-        """Share of the questions whose values are all right."""
+        """Return the share of questions whose values are all correct."""
         return float((logits.argmax(-1) == batch.answers).all(1).double().mean())
 
     def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
-        """Sort the facts asked for first, and measure the share of each head's weight on them."""
-        maps, means = _watched(model, batch)
+        """Measure the share of each head's weight on the facts in question, which come first in the picture."""
+        maps, means = _observed(model, batch)
         (weights,), (entropy,) = maps, means["entropy"]
         weights = weights[:, :, 0]  # (batch, heads, facts): the question is the only query
         others = torch.ones(batch.targets.shape[0], self.facts, dtype=torch.bool).scatter(1, batch.targets, value=False)
         places = torch.cat([batch.targets, others.nonzero()[:, 1].view(len(others), -1)], 1)
-        ordered = weights.gather(2, places[:, None].expand_as(weights))  # the asked ones first
+        ordered = weights.gather(2, places[:, None].expand_as(weights))  # the facts in question first
         shares = ordered.mean(0)  # (heads, facts)
-        names = ("first asked", "second asked")[: self.asked]
+        names = ("first asked", "second asked")[: self.lookups]
         return tuple(
             HeadLook(
                 layer=0,
                 head=head,
                 measures={name: float(shares[head, place]) for place, name in enumerate(names)}
-                | {"the others": float(shares[head, self.asked :].sum()), "entropy": float(entropy[head])},
+                | {"the others": float(shares[head, self.lookups :].sum()), "entropy": float(entropy[head])},
                 picture=_rounded(ordered[:ROWS, head]),
             )
             for head in range(weights.shape[1])
@@ -162,11 +170,16 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Induction:
-    """A row of different tokens that repeats: what came after this token last time?
+    """A row of different tokens that repeats: which token followed this token before?
 
-    Two causal attention layers with residuals, and no more. To go on with [A] [B] ... [A] the second layer must find
-    the [B] that followed the earlier [A], and it can only if the first has told each token what stood before it
-    (arXiv:2209.11895). The row's length differs, so that counting places does not help.
+    The model is two causal attention layers with residuals. To continue [A] [B] ... [A] the second layer must find the
+    [B] that followed the earlier [A], which works only if the first layer has copied the previous token to each
+    position (arXiv:2209.11895). The length of the row varies, so that counting positions does not help.
+
+    Attributes:
+        name, steps, batch_size, learning_rate, embed_dim: see `Task`.
+        vocabulary: number of different tokens.
+        length: tokens of a sequence.
     """
 
     name: str = "induction"
@@ -179,39 +192,39 @@ class Induction:
 
     @property
     def chance(self) -> float:
-        """Share of right answers of a blind guess."""
+        """Share of correct answers of random guessing."""
         return 1 / self.vocabulary
 
     def build(self, num_heads: int) -> nn.Module:
-        """Make a model with this number of heads."""
+        """Build a model with this number of heads."""
         return _InductionModel(self, num_heads)
 
     def draw(self, samples: int, generator: torch.Generator) -> Batch:
-        """Draw rows of a third to half of the length, repeated; asked is what follows from the repeat on."""
+        """Draw rows of a third to half of the length, repeated; the questions start with the first repeat."""
         period = torch.randint(self.length // 3, self.length // 2 + 1, (samples, 1), generator=generator)
         tokens = torch.rand(samples, self.vocabulary, generator=generator).argsort(1)
         place = torch.arange(self.length)
         row = tokens.gather(1, place % period)
-        asked = (place >= period) & (place < self.length - 1)
+        questions = (place >= period) & (place < self.length - 1)
         following = torch.cat([row[:, 1:], row[:, :1]], 1)
-        # The token after the latest earlier one of its kind.
-        targets = torch.where(asked, place + 1 - period, -1)
-        return Batch((row,), torch.where(asked, following, -1), targets)
+        # The position after the latest earlier occurrence of the same token.
+        targets = torch.where(questions, place + 1 - period, -1)
+        return Batch((row,), torch.where(questions, following, -1), targets)
 
     def right(self, logits: Tensor, batch: Batch) -> float:
-        """Share of the tokens asked for that are right."""
-        asked = batch.answers >= 0
-        return float((logits.argmax(-1) == batch.answers)[asked].double().mean())
+        """Return the share of questions whose token is predicted correctly."""
+        questions = batch.answers >= 0
+        return float((logits.argmax(-1) == batch.answers)[questions].double().mean())
 
     def look(self, model: nn.Module, batch: Batch) -> tuple[HeadLook, ...]:
-        """Say how much of each head's weight lies on the token before, and on what followed last time."""
-        maps, means = _watched(model, batch)
-        asked = batch.targets >= 0
+        """Measure the share of each head's weight on the previous token, and on the token that followed before."""
+        maps, means = _observed(model, batch)
+        questions = batch.targets >= 0
         looks = []
         for layer, weights in enumerate(maps):  # (batch, heads, queries, keys)
             places = batch.targets.clamp(min=0)[:, None, :, None].expand(-1, weights.shape[1], -1, -1)
             on_target = weights.gather(3, places)[..., 0]  # (batch, heads, queries)
-            induction = (on_target * asked[:, None]).sum((0, 2)) / asked.sum()
+            induction = (on_target * questions[:, None]).sum((0, 2)) / questions.sum()
             looks += [
                 HeadLook(
                     layer=layer,
@@ -233,19 +246,19 @@ class Induction:
 class _LookupModel(nn.Module):
     def __init__(self, task: Lookup, num_heads: int) -> None:
         super().__init__()
-        self.asked, self.values = task.asked, task.values
+        self.lookups, self.values = task.lookups, task.values
         self.name_vectors = nn.Embedding(task.names, task.embed_dim)
         self.value_vectors = nn.Embedding(task.values, task.embed_dim)
-        self.question_vectors = nn.ModuleList(nn.Embedding(task.names, task.embed_dim) for _ in range(task.asked))
+        self.question_vectors = nn.ModuleList(nn.Embedding(task.names, task.embed_dim) for _ in range(task.lookups))
         self.attention = MultiHeadAttention(task.embed_dim, num_heads)
-        self.read = nn.Linear(task.embed_dim, task.asked * task.values)
+        self.read = nn.Linear(task.embed_dim, task.lookups * task.values)
 
     def forward(self, names: Tensor, values: Tensor, questions: Tensor) -> Tensor:
         facts = self.name_vectors(names) + self.value_vectors(values)  # (batch, facts, embed_dim)
         question = torch.stack([table(questions[:, place]) for place, table in enumerate(self.question_vectors)])
         found = self.attention(question.sum(0)[:, None], facts)  # (batch, 1, embed_dim)
         read: Tensor = self.read(found[:, 0])
-        return read.view(-1, self.asked, self.values)  # (batch, asked, values)
+        return read.view(-1, self.lookups, self.values)  # (batch, lookups, values)
 
 
 class _InductionModel(nn.Module):
@@ -268,8 +281,8 @@ class _InductionModel(nn.Module):
         return read  # (batch, length, vocabulary)
 
 
-def _watched(model: nn.Module, batch: Batch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Run a model and give each layer's weights, (batch, heads, queries, keys), and its heads' statistics."""
+def _observed(model: nn.Module, batch: Batch) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Run a model; returns each layer's weights, (batch, heads, queries, keys), and the means of its statistics."""
     with torch.no_grad(), observe(model, probes=("entropy", "previous_mass", "self_mass", "first_mass")) as seen:
         model(*batch.inputs)
     maps = [torch.stack([sample.weights() for sample in layer.samples]) for layer in seen.layers]
@@ -282,18 +295,18 @@ def _rounded(rows: Tensor) -> tuple[tuple[float, ...], ...]:
 
 
 TASKS: dict[str, Task] = {
-    "one": Lookup("one", asked=1),
-    "two": Lookup("two", asked=2),
+    "one": Lookup("one", lookups=1),
+    "two": Lookup("two", lookups=2),
     "induction": Induction(),
 }
-"""The tasks by name: one lookup (where a second head has nothing to do), two lookups, and induction."""
+"""The tasks by name: one lookup (for which one head suffices), two lookups, and induction."""
 
 
 def task_named(name: str) -> Task:
     """Find a task by its name.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is no task of this name.
 
     >>> task_named("two").chance
     0.015625

@@ -1,4 +1,4 @@
-"""Fill the lab's texts with numbers, in one of two languages."""
+"""The lab's texts in a language, filled with numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from multihead.locale.texts import section
 
 __all__ = ["NBSP", "Chapter", "Phrases", "Table", "language", "percent", "shape", "small"]
 
-NBSP = "\u00a0"  # "67 %" is not broken over a line
+NBSP = "\u00a0"  # keeps "67 %" on one line
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a chapter: its caption, the heads of its columns, and its rows, whose first cell names them."""
+    """A table of a chapter: its caption, the column headings, and its rows, whose first cell is the row's heading."""
 
     caption: str
     columns: tuple[str, ...]
@@ -29,13 +29,13 @@ class Chapter:
     """One question and its answer.
 
     Attributes:
-        name: its anchor on the page.
+        name: the anchor on the page.
         title: the question.
         answer: the answer in a sentence or two, with the measured numbers.
         text: paragraphs that explain the answer.
         tables: the numbers.
-        chart: a drawing as SVG with its caption, or None.
-        task: the task whose heads' pictures belong here, or "".
+        chart: an SVG chart and its caption, or None.
+        task: the task whose heads are pictured here, or "".
         looks: paragraphs about these pictures.
         looks_tables: their numbers.
     """
@@ -63,17 +63,17 @@ class Phrases:
     lang: str
     words: Mapping[str, str]
 
-    def say(self, key: str, **values: Any) -> str:
+    def translate(self, key: str, **values: Any) -> str:
         """Return a text with its placeholders filled in."""
         return self.words[key].format(**values)
 
     def heads(self, number: int) -> str:
-        """Write a number of heads.
+        """Format a number of heads.
 
         >>> language("en").heads(2).replace(NBSP, " ")
         '2 heads'
         """
-        return self.words["1 head"] if number == 1 else self.say("heads", n=number)
+        return self.words["1 head"] if number == 1 else self.translate("heads", n=number)
 
     def listed(self, items: Iterable[str], last: str = "and") -> str:
         """Join items: "1, 2 or 4".
@@ -89,22 +89,22 @@ class Phrases:
         return self.words["join.sentences"].join(sentence for sentence in sentences if sentence)
 
     def spread(self, value: Spread) -> str:
-        """Write a share and its spread over seeds in percent.
+        """Format a share and its spread over seeds in percent.
 
         >>> language("en").spread(Spread(0.5, 0.01)).replace(NBSP, " ")
         '50.0 ± 1.0 %'
         """
         mean, deviation = f"{100 * value.mean:.1f}", f"{100 * value.deviation:.1f}{NBSP}%"
-        return self.say("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
+        return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
     def number(self, value: Spread, digits: int = 1) -> str:
-        """Write a number and its spread over seeds."""
+        """Format a number and its spread over seeds."""
         mean, deviation = f"{value.mean:.{digits}f}", f"{value.deviation:.{digits}f}"
-        return self.say("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
+        return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Write a share in percent.
+    """Format a share in percent.
 
     >>> percent(0.125).replace(NBSP, " ")
     '12.5 %'
@@ -113,7 +113,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def small(value: float) -> str:
-    """Write a rounding error.
+    """Format a rounding error.
 
     >>> small(2.4424906541753444e-15)
     '2.4e-15'
@@ -122,7 +122,7 @@ def small(value: float) -> str:
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """Write a shape.
+    """Format a shape.
 
     >>> shape((512,))
     '(512)'
@@ -135,6 +135,6 @@ def language(lang: str) -> Phrases:
     """Return the lab's texts in a language.
 
     Raises:
-        ArgumentError: there are no texts in this language.
+        ArgumentError: lang is not "en" or "zh".
     """
     return Phrases(lang, section(lang, "common", "lab"))

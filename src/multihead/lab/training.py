@@ -1,4 +1,4 @@
-"""Train small models that differ in nothing but their number of heads, and compare them over seeds."""
+"""Train small models that differ only in their number of heads, and compare them over seeds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Experiment", "Moment", "Start", "Summary", "Training", "Verdict", "c
 Progress = Callable[[int, int], None]
 Start = Literal["drawn", "copied"]
 
-POINTS = 20  # of a learning curve, besides its start
-TESTED = 500  # questions a point
-WATCHED = 64  # questions that the heads are watched on
-REACHED = 0.9  # share of right answers that counts as learned
+POINTS = 20  # points of a learning curve, besides its start
+TESTED = 500  # test questions per point
+WATCHED = 64  # questions on which the heads are measured
+REACHED = 0.9  # share of correct answers that counts as learned
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Moment:
     """One point of a training.
 
     Attributes:
-        step: steps done.
-        loss: mean cross entropy on questions not trained on, nats.
-        right: share of them answered right.
-        looks: what every head looks at, at some moments; empty at others.
+        step: number of steps done.
+        loss: mean cross entropy on test questions, nats.
+        right: share of test questions answered correctly.
+        looks: what every head attends to, at some moments; empty at others.
     """
 
     step: int
@@ -48,14 +48,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Training:
-    """One model from start to end.
+    """The training of one model.
 
     Attributes:
-        num_heads, seed: what it was made with.
-        parameters: how many numbers it learns.
+        num_heads, seed: its number of heads and its seed.
+        parameters: number of trained parameters.
         apart_before, apart_after: the largest distance between the weights of two heads of a layer, as a share of
             their size, before training and after; 0 with one head.
-        moments: its course, from step 0.
+        moments: the learning curve, from step 0.
     """
 
     num_heads: int
@@ -67,12 +67,12 @@ class Training:
 
     @property
     def right(self) -> float:
-        """Share of right answers at the end."""
+        """Share of correct answers at the end."""
         return self.moments[-1].right
 
     @property
     def learned_at(self) -> int | None:
-        """The first step tested at which 9 of 10 answers were right, or None."""
+        """The first tested step at which 9 of 10 answers were correct, or None."""
         return next((moment.step for moment in self.moments if moment.right >= REACHED), None)
 
 
@@ -81,11 +81,11 @@ class Summary:
     """All seeds of one number of heads.
 
     Attributes:
-        num_heads: heads.
-        right: share of right answers at the end.
-        each: the same, a seed.
-        learned: how many seeds reached 9 right answers of 10.
-        learned_at: the step at which they did, over these seeds; None where there is none.
+        num_heads: the number of heads.
+        right: share of correct answers at the end.
+        each: the same, for each seed.
+        learned: number of seeds that reached 9 correct answers of 10.
+        learned_at: the step at which these seeds reached it; None if none did.
     """
 
     num_heads: int
@@ -97,30 +97,30 @@ class Summary:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best number of heads, and those that differ from it by more than the spread.
+    """The best number of heads, and those that are worse by more than the spread.
 
-    Two are told apart where their means differ by more than both standard deviations together.
+    One is worse if its mean differs from the best by more than the sum of both standard deviations.
 
     Attributes:
         best: the number of heads with the highest mean.
-        behind: those it is told apart from.
-        level: those it is not.
+        worse: the numbers of heads that are worse.
+        level: the others.
     """
 
     best: int
-    behind: tuple[int, ...]
+    worse: tuple[int, ...]
     level: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task, learned with several numbers of heads from several seeds.
+    """A task, trained with several numbers of heads and several seeds.
 
     Attributes:
-        task: its name.
-        start: "drawn" where every head started with weights of its own, "copied" where all started alike.
-        steps, batch_size, learning_rate: how it was trained.
-        chance: share of right answers of a blind guess.
+        task: the name of the task.
+        start: "drawn" if every head started with its own weights, "copied" if all started with the same.
+        steps, batch_size, learning_rate: the settings of the training.
+        chance: share of correct answers of random guessing.
         trainings: every model, by number of heads and seed.
     """
 
@@ -134,15 +134,15 @@ class Experiment:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The numbers of heads, in their order."""
+        """The numbers of heads, in order."""
         return tuple(dict.fromkeys(training.num_heads for training in self.trainings))
 
     def of(self, num_heads: int) -> tuple[Training, ...]:
-        """Give the trainings with one number of heads."""
+        """Return the trainings with one number of heads."""
         return tuple(training for training in self.trainings if training.num_heads == num_heads)
 
     def summaries(self) -> tuple[Summary, ...]:
-        """Sum up the seeds of each number of heads."""
+        """Summarise the seeds of each number of heads."""
         found = []
         for num_heads in self.heads:
             each = self.of(num_heads)
@@ -154,12 +154,12 @@ class Experiment:
         return tuple(found)
 
     def verdict(self) -> Verdict:
-        """Return which number of heads was best at the end, and which others differ by more than the spread."""
+        """Find the best number of heads at the end, and those that are worse by more than the spread."""
         found = {summary.num_heads: summary.right for summary in self.summaries()}
         best = max(found, key=lambda num_heads: found[num_heads].mean)
         others = [num_heads for num_heads in found if num_heads != best]
-        behind = tuple(num_heads for num_heads in others if found[best].apart(found[num_heads]))
-        return Verdict(best, behind, tuple(num_heads for num_heads in others if num_heads not in behind))
+        worse = tuple(num_heads for num_heads in others if found[best].apart(found[num_heads]))
+        return Verdict(best, worse, tuple(num_heads for num_heads in others if num_heads not in worse))
 
 
 def compare(
@@ -173,23 +173,26 @@ def compare(
     pool: Executor | None = None,
     progress: Progress | None = None,
 ) -> Experiment:
-    """Train a task with each number of heads from each seed.
+    """Train a task with each number of heads and each seed.
 
-    For one seed the first weights and all questions are the same for every number of heads. The result does not
+    For one seed the initial weights and all questions are the same for every number of heads. The result does not
     depend on the pool: each model is trained on one thread.
 
     Args:
-        task: one of `multihead.lab.tasks.TASKS`, or another of its kind.
+        task: one of `multihead.lab.tasks.TASKS`, or another task.
         heads: the numbers of heads.
-        seeds: models a number of heads, at least 1.
+        seeds: models per number of heads, at least 1.
         seed: the first seed; the others count up from it.
-        steps: steps of training; as many as the task says if None.
-        start: "drawn" gives every head weights of its own to start with, "copied" those of the first.
-        pool: processes that train side by side, see `workers`; None trains in this one.
-        progress: called with (models trained, models in all).
+        steps: steps of training; those of the task if None.
+        start: "drawn" initialises every head with its own weights, "copied" with those of the first head.
+        pool: processes that train in parallel, see `workers`; None trains in this process.
+        progress: called with (models trained, total models).
+
+    Returns:
+        All trainings.
 
     Raises:
-        ArgumentError: no heads, no seeds, or no steps.
+        ArgumentError: heads is empty, or seeds or steps is less than 1.
     """
     steps = task.steps if steps is None else steps
     for name, value in (("heads", len(heads)), ("seeds", seeds), ("steps", steps)):
@@ -209,7 +212,7 @@ def compare(
     else:
         futures = {
             pool.submit(train, task, num_heads, **options(each)): (num_heads, each)
-            # The slowest first, so that no worker is left with one at the end.
+            # The slowest first, so that no worker starts a slow one last.
             for num_heads, each in reversed(wanted)
         }
         for future in as_completed(futures):
@@ -222,20 +225,20 @@ def compare(
 
 @contextmanager
 def workers(number: int) -> Iterator[Executor | None]:
-    """Hold processes that train side by side; they start once, which takes seconds, and serve every task.
+    """Start processes that train in parallel; they start once, which takes seconds, and are used for every task.
 
     Args:
-        number: how many; with 1 there are none, and models are trained in this process.
+        number: number of processes; 1 yields None, and models are trained in this process.
 
     Raises:
-        ArgumentError: a number below 1.
+        ArgumentError: number is less than 1.
     """
     if number < 1:
         raise ArgumentError(f"The number of workers is {number}.", "Give at least 1.")
     if number == 1:
         yield None
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half alive
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's thread pool without its threads
     pool = ProcessPoolExecutor(number, mp_context=context)
     try:
         yield pool
@@ -252,15 +255,18 @@ def train(
     start: Start = "drawn",
     watched: bool = True,
 ) -> Training:
-    """Train one model with Adam (arXiv:1412.6980), and note how it comes along.
+    """Train one model with Adam (arXiv:1412.6980), and record its learning curve.
 
     Args:
-        task: what it learns.
-        num_heads: its number of heads.
-        seed: what its first weights and its questions are drawn with.
-        steps: steps of training; as many as the task says if None.
-        start: "drawn", or "copied": then all heads of a layer start as copies of its first.
-        watched: whether pictures are kept at five moments; at the end every head is measured in any case.
+        task: the task.
+        num_heads: the number of heads.
+        seed: the seed of the initial weights and of the questions.
+        steps: steps of training; those of the task if None.
+        start: "drawn", or "copied", with which all heads of a layer start as copies of its first.
+        watched: whether to measure the heads at five moments, not only at the end.
+
+    Returns:
+        The learning curve of the model.
 
     >>> from multihead.lab.tasks import TASKS
     >>> course = train(TASKS["one"], 2, steps=4)
@@ -293,17 +299,18 @@ def train(
 
 
 def _own_weights(layer: MultiHeadAttention) -> list[torch.Tensor]:
-    """Give each projection's weights as views with the heads first: (heads, head_dim, ...)."""
-    ways_in = [layer.q_proj, layer.k_proj, layer.v_proj]
-    rows = [each.weight.unflatten(0, (layer.num_heads, -1)) for each in ways_in]
-    rows += [each.bias.unflatten(0, (layer.num_heads, -1)) for each in ways_in]
+    """Return each projection's weights as views with the heads first: (heads, head_dim, ...)."""
+    projections = [layer.q_proj, layer.k_proj, layer.v_proj]
+    rows = [each.weight.unflatten(0, (layer.num_heads, -1)) for each in projections]
+    rows += [each.bias.unflatten(0, (layer.num_heads, -1)) for each in projections]
     assert layer.out_proj is not None, "the lab's layers have an output projection"
-    # What a head adds to the output are its columns of the output projection.
+    # A head's part of the output projection is its columns.
     return [*rows, layer.out_proj.weight.unflatten(1, (layer.num_heads, -1)).movedim(1, 0)]
 
 
 @torch.no_grad()
 def _copy_first_head(model: nn.Module) -> None:
+    """Overwrite the weights of all heads with those of the first head of their layer."""
     for layer in model.modules():
         if isinstance(layer, MultiHeadAttention):
             for own in _own_weights(layer):
@@ -312,7 +319,7 @@ def _copy_first_head(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _heads_apart(model: nn.Module) -> float:
-    """Find the largest distance between two heads of a layer, as a share of the size of their weights."""
+    """Return the largest distance between two heads of a layer, as a share of the norm of their weights."""
     largest = 0.0
     for layer in model.modules():
         if isinstance(layer, MultiHeadAttention):
@@ -328,7 +335,7 @@ def _loss(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _moment(task: Task, model: nn.Module, step: int, *, look: bool) -> Moment:
-    """Test a model on questions that are the same at every moment and for every model."""
+    """Test a model on fixed questions, the same at every moment and for every model."""
     fixed = torch.Generator().manual_seed(2**30)
     batch = task.draw(TESTED, fixed)
     logits = model(*batch.inputs)
@@ -338,7 +345,7 @@ def _moment(task: Task, model: nn.Module, step: int, *, look: bool) -> Moment:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums over several threads are rounded otherwise than over one."""
+    """Run the block on one thread: sums over several threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -13,10 +13,10 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.heads import head_dim_of, merge_heads, split_heads
 
-__all__ = ["MOST_VALUES", "Sizes", "Step", "Walk", "walk"]
+__all__ = ["MAX_VALUES", "Sizes", "Step", "Walk", "walk"]
 
-# About 30 tensors are kept, in float64: a gigabyte when each is as large as this.
-MOST_VALUES = 2**22
+# About 30 tensors are stored, in float64: one gigabyte if each has this many values.
+MAX_VALUES = 2**22
 
 Part = Literal["split", "attention"]
 
@@ -26,11 +26,11 @@ class Sizes:
     """The sizes of a walk, already checked.
 
     Attributes:
-        batch, length, model_dim, num_heads: as given; length and model_dim are in tokens and
-            columns.
+        batch, length, model_dim, num_heads: the arguments of `walk`; length is in tokens, model_dim
+            in columns.
         head_dim: columns of one head, ``model_dim / num_heads``.
         lengths: the tokens of each sample that are not padding, (batch,).
-        seed: what the projections are drawn with.
+        seed: the seed of the projections.
     """
 
     batch: int
@@ -48,21 +48,21 @@ class Sizes:
 
     @property
     def flat(self) -> int:
-        """The blocks once heads are folded into the batch."""
+        """Number of blocks once heads are folded into the batch."""
         return self.batch * self.num_heads
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One tensor of the walk and how it came to be.
+    """One tensor of the walk and the code that computed it.
 
     Attributes:
         part: the part of the walk it belongs to.
-        name: what the code of later steps calls it.
-        code: the line that made it; ``seeded`` stands for the walk's random generator.
+        name: its name in the code of later steps.
+        code: the expression that computed it; ``seeded`` is the walk's random generator.
         axes: one name per axis.
         tensor: the values.
-        head_axis: the axis along which heads lie, or None where heads are mixed.
+        head_axis: the axis along which heads vary, or None if heads are mixed.
         heads: the head of each entry along ``head_axis``.
     """
 
@@ -80,7 +80,7 @@ class Walk:
     """All steps of a walk, in order.
 
     Attributes:
-        sizes: the sizes it was made for.
+        sizes: the sizes of the walk.
         steps: the steps, each found by its name with ``walk["scores"]``.
         sdpa_difference: the largest difference between ``concat`` and PyTorch's
             ``scaled_dot_product_attention`` on the same q, k and v.
@@ -112,8 +112,8 @@ def walk(
 ) -> Walk:
     """Split counted numbers into heads and back, then carry them through a whole attention.
 
-    The first part moves the whole numbers from 0 upwards, so that every number is its own
-    address. The second divides them by a power of ten and projects them with matrices drawn with
+    The first part moves the whole numbers from 0 upwards, so that every number shows where it came
+    from. The second divides them by a power of ten and projects them with matrices drawn with
     ``seed``, in float64: q, k, v, scores, scale, bias, lengths, softmax, each head's Z, their
     concatenation and the output projection.
 
@@ -124,10 +124,10 @@ def walk(
         num_heads: heads, at least 1; they must divide ``model_dim``.
         lengths: the tokens of each sample that are not padding, from 0 to ``length``, (batch,);
             by default each sample is one token shorter than the one before.
-        bias: what is added to the scaled scores: ``"distance"`` takes 1/2, 1/4, 1/8, ... off a
-            token of distance in head 0, 1, 2, ... (in the manner of ALiBi, arXiv:2108.12409), ``"none"``
+        bias: the term added to the scaled scores: ``"distance"`` subtracts 1/2, 1/4, 1/8, ... per
+            token of distance in head 0, 1, 2, ... (similar to ALiBi, arXiv:2108.12409), ``"none"``
             adds nothing.
-        seed: what the four projections are drawn with, at least 0.
+        seed: the seed of the four projections, at least 0.
 
     Returns:
         The steps, with their axes, values and code.
@@ -165,14 +165,14 @@ def _checked(
     lengths: Sequence[int] | None,
     seed: int,
 ) -> Sizes:
-    given_sizes = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": num_heads}
-    for name, size in given_sizes.items():
+    sizes = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": num_heads}
+    for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}, and must be at least 1.", "Give 1 or more.")
     largest = max(batch * length * model_dim, batch * num_heads * length * length, model_dim * model_dim)
-    if largest > MOST_VALUES:
+    if largest > MAX_VALUES:
         raise ArgumentError(
-            f"These sizes make a tensor of {largest:,} values, and a walk holds at most {MOST_VALUES:,}.",
+            f"These sizes need a tensor of {largest:,} values, and a walk allows at most {MAX_VALUES:,}.",
             "Give a smaller batch, length, model_dim or number of heads.",
         )
     head_dim = head_dim_of(model_dim, num_heads, name="model_dim")
@@ -186,10 +186,10 @@ def _checked(
             f"batch has {batch} {'sample' if batch == 1 else 'samples'}.",
             f"Give {batch} {'length' if batch == 1 else 'lengths'}, one per sample.",
         )
-    for sample, given in enumerate(lengths):
-        if not 0 <= given <= length:
+    for sample, tokens in enumerate(lengths):
+        if not 0 <= tokens <= length:
             raise ArgumentError(
-                f"The length of sample {sample} is {given}, and must be from 0 to {length}, "
+                f"The length of sample {sample} is {tokens}, and must be from 0 to {length}, "
                 "the length of the sequence.",
                 "Give a length in that range.",
             )
@@ -197,7 +197,7 @@ def _checked(
 
 
 def _split(sizes: Sizes) -> list[Step]:
-    """Go from columns to heads in the batch and back, and show the reshape that mixes positions."""
+    """Split columns into heads in the batch and merge them again, and show the reshape that mixes positions."""
     b, n, m = sizes.batch, sizes.length, sizes.model_dim
     h, d = sizes.num_heads, sizes.head_dim
     per_column = tuple(column // d for column in range(m))
@@ -238,11 +238,11 @@ def _split(sizes: Sizes) -> list[Step]:
 
 
 def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
-    """Make small numbers of x, draw the four projections and make q, k and v of every head."""
+    """Scale x down, draw the four projections, and compute q, k and v of every head."""
     m, h = sizes.model_dim, sizes.num_heads
     per_column = tuple(column // sizes.head_dim for column in range(m))
     columns = ("batch", "length", "model_dim")
-    # Powers of ten keep the decimals few, and the scores near 1, where softmax varies the most.
+    # Powers of ten keep the number of decimals small, and the scores near 1, where softmax varies the most.
     smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
     finer = 10 if m <= 16 else 100 if m <= 1600 else 1000
     inputs = x.double() / smaller
@@ -254,7 +254,7 @@ def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
     for letter in "qkvo":
         drawn = torch.randint(-4, 5, (m, m), generator=seeded).double() / finer
         weights[letter] = drawn
-        # A head owns its columns of w_q, w_k and w_v, and its rows of w_o.
+        # A head has its columns of w_q, w_k and w_v, and its rows of w_o.
         axes = ("heads*head_dim", "output_dim") if letter == "o" else ("model_dim", "heads*head_dim")
         head_axis = 0 if letter == "o" else 1
         steps.append(Step("attention", f"w_{letter}", draw, axes, drawn, head_axis, per_column))
@@ -271,8 +271,8 @@ def _projections(sizes: Sizes, x: Tensor) -> list[Step]:
     return steps
 
 
-def _attention(sizes: Sizes, given: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[Step]:
-    """From scores to output, with heads folded into the batch."""
+def _attention(sizes: Sizes, inputs: dict[str, Tensor], bias: Literal["distance", "none"]) -> list[Step]:
+    """Compute the steps from scores to output, with heads folded into the batch."""
     b, n, m = sizes.batch, sizes.length, sizes.model_dim
     h, d = sizes.num_heads, sizes.head_dim
     per_head = tuple(range(h))
@@ -287,7 +287,7 @@ def _attention(sizes: Sizes, given: dict[str, Tensor], bias: Literal["distance",
         return tensor
 
     maps = ("batch*heads", "queries", "keys")
-    scores = given["q_heads"] @ given["k_heads"].transpose(1, 2)
+    scores = inputs["q_heads"] @ inputs["k_heads"].transpose(1, 2)
     keep("scores", "q_heads @ k_heads.transpose(1, 2)", maps, scores, 0)
     scaled = keep("scaled", f"scores / math.sqrt({d})", maps, scores / math.sqrt(d), 0)
     to_mask, to_mask_name = scaled, "scaled"
@@ -315,23 +315,23 @@ def _attention(sizes: Sizes, given: dict[str, Tensor], bias: Literal["distance",
          "-torch.inf)", maps, masked, 0)  # fmt: skip
     weights, code = masked.softmax(-1), "masked.softmax(-1)"
     if 0 in sizes.lengths:
-        # Softmax over no key at all is 0 / 0; the weights of such a query are 0 by contract.
+        # Softmax without any key is 0 / 0; by this library's contract the weights of such a query are 0.
         weights = weights.masked_fill(repeated[:, None, None] == 0, 0)
         code += ".masked_fill(lengths_per_head[:, None, None] == 0, 0)"
     keep("weights", code, maps, weights, 0)
 
     z = keep("z", "weights @ v_heads", ("batch*heads", "queries", "head_dim"),
-             weights @ given["v_heads"], 0)  # fmt: skip
+             weights @ inputs["v_heads"], 0)  # fmt: skip
     by_head = z.reshape(b, h, n, d)
     concat = keep("concat", f"merge_heads(z.reshape({b}, {h}, {n}, {d}))",
                   ("batch", "length", "heads*head_dim"), merge_heads(by_head), 2)  # fmt: skip
     steps.append(Step("attention", "output", "concat @ w_o", ("batch", "length", "output_dim"),
-                      concat @ given["w_o"]))  # fmt: skip
+                      concat @ inputs["w_o"]))  # fmt: skip
     return steps
 
 
 def _sdpa_difference(sizes: Sizes, inputs: list[Step], attention: list[Step]) -> float:
-    """How far the heads' results lie from PyTorch's own attention on the same q, k and v."""
+    """Return the largest difference between the heads' results and PyTorch's attention on the same q, k and v."""
     found = {step.name: step.tensor for step in (*inputs, *attention)}
     q, k, v = (split_heads(found[letter], sizes.num_heads) for letter in "qkv")
     seen = torch.arange(sizes.length) < found["lengths"][:, None, None, None]

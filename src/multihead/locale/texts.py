@@ -1,9 +1,9 @@
 """Look up the texts of pages and commands by language and key.
 
-`en.json` and `zh.json` next to this file hold the same keys with the same placeholders. Their first level is the page
+`en.json` and `zh.json` next to this file have the same keys with the same placeholders. Their first level is the page
 or the command that uses a text; `common` is for all of them, and `page` for the report and the viewer. A key joins the
-names of the levels with dots: `look.doing.watching`. Labels and units of statistics are in `zh.json` alone: in English
-they are those of their definition (`probes.catalogue`).
+names of the levels with dots: `look.doing.watching`. Labels and units of statistics are only in `zh.json`: the English
+ones come from their definitions (`probes.catalogue`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_language(lang: str) -> None:
     """
     if lang not in LANGUAGES:
         languages = " or ".join(f'"{each}"' for each in LANGUAGES)
-        raise ArgumentError(f'lang is "{lang}", and there are texts in {languages}.', f"Give {languages}.")
+        raise ArgumentError(f'lang is "{lang}", and must be {languages}.', f"Give {languages}.")
 
 
 def text(key: str, lang: str, /, **values: object) -> str:
@@ -41,7 +41,7 @@ def text(key: str, lang: str, /, **values: object) -> str:
         **values: a value for each placeholder.
 
     Raises:
-        ArgumentError: there are no texts in this language.
+        ArgumentError: lang is not one of `LANGUAGES`.
         KeyError: there is no such text, or a value is missing.
 
     >>> text("look.tokens", "en", n=3), text("look.tokens", "zh", n=3)
@@ -52,7 +52,7 @@ def text(key: str, lang: str, /, **values: object) -> str:
 
 @cache
 def section(lang: str, *names: str) -> Mapping[str, str]:
-    """Return all texts of some pages or commands, by key without the name of the page.
+    """Return all texts of the named pages or commands; keys are without the name of the page.
 
     >>> section("en", "common", "look")["kind.first"]
     'first token'
@@ -66,7 +66,7 @@ def section(lang: str, *names: str) -> Mapping[str, str]:
 
 
 def statistic_label(name: str, lang: str, default: str) -> str:
-    """Return the label of a statistic in a language; in English, and for one of a script, that of its definition.
+    """Return the label of a statistic; in English, or for a user-defined statistic, the one of its definition.
 
     Args:
         name: the name of the statistic, such as "previous_mass".
@@ -80,12 +80,12 @@ def statistic_label(name: str, lang: str, default: str) -> str:
 
 
 def short_statistic_label(name: str, lang: str, default: str) -> str:
-    """Return the label of a statistic for a narrow column, as `statistic_label` does."""
+    """Return the short label of a statistic for a narrow column; see `statistic_label`."""
     return _texts(lang).get(f"common.short statistic.{name}", default)
 
 
 def unit_label(unit: str, lang: str) -> str:
-    """Return a unit in a language; as it is if there is no translation."""
+    """Return the translation of a unit; the unit itself if there is none."""
     return _texts(lang).get(f"common.unit.{unit}", unit)
 
 

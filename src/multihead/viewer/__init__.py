@@ -1,4 +1,4 @@
-"""Turn a record into a page: every head of a model, to look at offline."""
+"""Show a record: `write_report` writes one offline page, `multihead view` serves the interactive viewer."""
 
 from multihead.viewer.report import ReportSummary, write_report
 

@@ -16,7 +16,7 @@ class Column(TypedDict):
     """One statistic of a page.
 
     Attributes:
-        id: the name of the statistic, in addresses and filters too.
+        id: the name of the statistic, also used in addresses and filters.
         label: its label in the page's language.
         unit: its unit in the page's language; "" for none.
         format: its number format, see `Statistic.number_format`.

@@ -1,4 +1,4 @@
-"""Numbers to take along: the table of all heads and a part of a map, as CSV and JSON, written as they are computed."""
+"""Downloads: the table of all heads and a part of a map as CSV and JSON, streamed as they are computed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from multihead.errors import ArgumentError
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-MOST_CELLS = 1 << 20
-"""Weights that one download may hold."""
+MAX_CELLS = 1 << 20
+"""Maximum number of weights in one download."""
 
-_ROWS_AT_ONCE = 1 << 16  # weights that are computed between two writes
+_BLOCK_CELLS = 1 << 16  # weights computed between two writes
 _OPENS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 
 def cell(value: object) -> object:
-    """Write text so that no spreadsheet takes it for a formula: behind an apostrophe if it could be one.
+    """Escape text that a spreadsheet would read as a formula: prefix it with an apostrophe.
 
     >>> cell("=1+1"), cell("cat"), cell(-0.5)
     ("'=1+1", 'cat', -0.5)
@@ -32,29 +32,30 @@ def cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.lstrip(" ").startswith(_OPENS_A_FORMULA) else value
 
 
-def refuse_unless_moderate(queries: slice, keys: slice) -> None:
-    """Refuse more weights than a download holds.
+def check_size(queries: slice, keys: slice) -> None:
+    """Reject a download of too many weights.
 
     Raises:
-        ArgumentError: it would be more than `MOST_CELLS`.
+        ArgumentError: there are more than `MAX_CELLS`.
     """
     rows, columns = queries.stop - queries.start, keys.stop - keys.start
-    if rows * columns > MOST_CELLS:
+    if rows * columns > MAX_CELLS:
         raise ArgumentError(
-            f"{rows:,} queries x {columns:,} keys are {rows * columns:,} weights.",
-            f"Ask for {MOST_CELLS:,} at most; `seen[layer].weights(...)` gives as many as fit the memory.",
+            f"{rows:,} queries x {columns:,} keys are {rows * columns:,} weights; a download holds at most "
+            f"{MAX_CELLS:,}.",
+            "Choose a smaller part; `seen[layer].weights(...)` in Python is limited only by memory.",
         )
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Write a line a head under a line of names."""
+    """Write a header line and one line per head."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     yield from _lines([[cell(name) for name in names]])
     yield from _lines([cell(row.get(name, "")) for name in names] for row in rows)
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Write a list of objects, one a head; what is no number is null."""
+    """Write a list of objects, one per head; NaN and infinities become null."""
     plain = [{name: _known(value) for name, value in row.items()} for row in rows]
     yield json.dumps(plain, indent=1, allow_nan=False).encode() + b"\n"
 
@@ -68,13 +69,13 @@ def weights_csv(
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
-    """Write a line a weight: query, key, their tokens where they are known, weight; a hidden key has none.
+    """Write one line per weight: query, key, their tokens if known, weight; empty for a masked key.
 
     Args:
         sample: one text in one layer.
-        head: which head.
-        queries: which queries; start and stop are numbers.
-        keys: which keys; start and stop are numbers.
+        head: index of the head.
+        queries: range of queries; start and stop are integers.
+        keys: range of keys; start and stop are integers.
         query_tokens: the tokens of all queries.
         key_tokens: the tokens of all keys.
     """
@@ -98,11 +99,11 @@ def weights_json(
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
-    """Write one object: which queries and keys, their tokens, and a list of weights a query; hidden ones are null.
+    """Write one object: the ranges, their tokens, and a list of weights per query; a masked weight is null.
 
-    Its arguments are those of `weights_csv`.
+    The arguments are those of `weights_csv`.
     """
-    told = {
+    header = {
         "layer": sample.name,
         "head": head,
         "queries": [queries.start, queries.stop],
@@ -110,17 +111,17 @@ def weights_json(
         "query_tokens": list(query_tokens[queries]) if query_tokens else None,
         "key_tokens": list(key_tokens[keys]) if key_tokens else None,
     }
-    yield json.dumps(told).encode()[:-1] + b', "weights": ['
-    between = b"\n"
+    yield json.dumps(header).encode()[:-1] + b', "weights": ['
+    separator = b"\n"
     for _, row in _rows(sample, head, queries, keys):
-        yield between + b"[" + ",".join(weight or "null" for weight in row).encode() + b"]"
-        between = b",\n"
+        yield separator + b"[" + ",".join(weight or "null" for weight in row).encode() + b"]"
+        separator = b",\n"
     yield b"\n]}\n"
 
 
 def _rows(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Iterator[tuple[int, list[str]]]:
-    """Compute the rows of a part of a map, some at a time; each weight has all the digits it has, a hidden one none."""
-    step = max(1, _ROWS_AT_ONCE // max(1, keys.stop - keys.start))
+    """Compute part of a map block by block: (query, its weights with all their digits; "" for a masked one)."""
+    step = max(1, _BLOCK_CELLS // max(1, keys.stop - keys.start))
     digits = 17 if sample.dtype == torch.float64 else 9
     for first in range(queries.start, queries.stop, step):
         some = slice(first, min(first + step, queries.stop))
@@ -128,7 +129,7 @@ def _rows(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Itera
         shown = shown if shown.dim() == 2 else shown[head]
         weights = sample.weights(head, queries=some, keys=keys)
         for place, (row, seen) in enumerate(zip(weights.tolist(), shown.tolist(), strict=True)):
-            # A weight that is no number (NaN in the model) is left out as a hidden one is.
+            # A weight that is NaN in the model is written as a masked one.
             known = (math.isfinite(weight) and one for weight, one in zip(row, seen, strict=True))
             yield (
                 first + place,
@@ -139,7 +140,7 @@ def _rows(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Itera
 def _lines(rows: Iterable[Sequence[object]]) -> Iterator[bytes]:
     written = io.StringIO()
     csv.writer(written, lineterminator="\r\n").writerows(rows)
-    yield written.getvalue().encode("utf-8", "replace")  # a lone surrogate has no place in UTF-8
+    yield written.getvalue().encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate
 
 
 def _known(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The coarse levels of a sample's maps: built once, head by head, and kept beside the record."""
+"""The coarse levels of a sample's maps: built once, head by head, and stored next to the record."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 TILE = 256
-"""Cells a side of a tile, at every level."""
+"""Cells per side of a tile, at every level."""
 
 SIDE = 64
-"""Most cells a side of the coarsest level."""
+"""Maximum cells per side of the coarsest level."""
 
 BASE = 6
-"""The finest level that is kept: a cell of level k is a block of 2^k x 2^k weights. Finer ones are made when asked."""
+"""The finest stored level: a cell of level k is a block of 2^k x 2^k weights. Finer levels are computed on request."""
 
 STRIP = 1 << 24
-"""Scores that are summed at a time; then whoever waits for a tile has the turn."""
+"""Scores summed at a time, so that a request for a tile waits for one strip at most."""
 
 IN_MEMORY = 1 << 30
-"""Bytes of levels that a viewer holds where its disk has no room; a head of 100,000 tokens takes 27 MB."""
+"""Maximum bytes of levels in memory when the disk has no room; a head of 100,000 tokens takes 27 MB."""
 
 Array = npt.NDArray[Any]
 
 
 def count(queries: int, keys: int) -> int:
-    """Say how many levels a map has: each halves its sides, and the last has at most `SIDE` cells a side.
+    """Count the levels of a map: each halves its sides, and the last has at most `SIDE` cells per side.
 
     >>> count(64, 64), count(65, 3), count(8192, 8192), count(100_000, 100_000)
     (1, 2, 8, 12)
@@ -47,7 +47,7 @@ def count(queries: int, keys: int) -> int:
 
 
 def cells(length: int, level: int) -> int:
-    """Say how many cells of a level a side of some length has.
+    """Count the cells of a level along a side of the given length.
 
     >>> cells(100, 0), cells(100, 6)
     (100, 2)
@@ -58,29 +58,29 @@ def cells(length: int, level: int) -> int:
 class LayerLevels:
     """The levels from `BASE` on of all heads of one layer, for one sample.
 
-    What is kept of each block is the sum of its weights without the first key, and how many of its cells may be
-    seen; the first key's column stands apart, so that it can be left out or not. The means that follow are exact.
+    Stored per block are the sum of its weights without the first key, and the number of its visible cells. The first
+    key's column is stored separately, so that it can be included or left out. Means computed from them are exact.
 
     Args:
         sample: one text in one layer, which kept q and k.
-        file: where the levels are kept; None keeps them in memory.
-        of: what the file must say of itself, the record's id above all; one that says something else is replaced.
-        room: what is left for levels in memory; None is for these alone.
+        file: the file of the levels; None keeps them in memory.
+        of: the metadata that the file must carry, above all the record's id; a file with other metadata is replaced.
+        room: the bytes left for levels in memory; None gives these levels their own.
     """
 
     def __init__(self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: Room | None = None) -> None:
         self.sample = sample
         self.count = count(sample.num_queries, sample.num_keys)
-        self._places = _places(sample, self.count)
+        self._layout = _layout(sample, self.count)
         self._file: Parts | None = None
         self._room = room or Room(IN_MEMORY)
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
-            header = _header(self._places, of)
+            header = _header(self._layout, of)
             place = len(header)
             self._starts: dict[str, int] = {}
-            for name, (kind, shape) in self._places.items():
+            for name, (kind, shape) in self._layout.items():
                 self._starts[name] = place
                 place += _bytes(kind, shape)
             opened = _opened(file, header, place, sample.num_heads)
@@ -93,18 +93,18 @@ class LayerLevels:
         return self._file is not None
 
     def has(self, head: int) -> bool:
-        """Whether a head's levels are built."""
+        """Return whether a head's levels are built."""
         return bool(self._done[head])
 
     def build(self, head: int) -> Iterator[float]:
         """Build a head's levels strip by strip; yields the share that is done.
 
         Raises:
-            InputError: they are held in memory, and there is no more room for them; or their file was cut.
+            InputError: they are kept in memory, which has no more room for them; or their file was truncated.
         """
         if self.has(head):
             return
-        made = {name: np.zeros(shape[1:], kind) for name, (kind, shape) in self._places.items() if name != "done"}
+        made = {name: np.zeros(shape[1:], kind) for name, (kind, shape) in self._layout.items() if name != "done"}
         if self._file is None:
             self._room.take(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
@@ -125,7 +125,7 @@ class LayerLevels:
         if self._file is None:
             self._held[head] = made
         else:
-            # The mark goes to the disk after what it stands for, should the machine stop in between.
+            # Written after the data it marks as complete, in case the machine stops in between.
             self._file.write({self._start(name, head): _memory(each) for name, each in made.items()})
             self._file.write({self._start("done", head): memoryview(b"\1")})
         self._done[head] = 1
@@ -133,14 +133,14 @@ class LayerLevels:
     def means(
         self, head: int, level: int, rows: slice = slice(None), columns: slice = slice(None), *, sink: bool = True
     ) -> Array:
-        """Read the cells of a level: (rows, columns) float32, NaN where none of a block may be seen.
+        """Read the cells of a level: (rows, columns) float32, NaN for a block without visible cells.
 
         Args:
-            head: which head; its levels are built.
-            level: from `BASE` on.
-            rows: which cells, down.
-            columns: which cells, across; from the first on.
-            sink: whether the first key counts.
+            head: index of a head whose levels are built.
+            level: the level, at least `BASE`.
+            rows: range of cells, down.
+            columns: range of cells, across.
+            sink: whether to include the first key.
         """
         total, number = (
             self._cells(f"{name}.{level}", head, rows)[:, columns].astype(np.float64) for name in ("sums", "counts")
@@ -158,37 +158,37 @@ class LayerLevels:
         return self.means(head, level, rows, columns, sink=sink)
 
     def _start(self, name: str, head: int) -> int:
-        """Say where the numbers of a head are in the file."""
-        kind, shape = self._places[name]
+        """Return the offset of a head's numbers in the file."""
+        kind, shape = self._layout[name]
         return self._starts[name] + head * _bytes(kind, shape[1:])
 
     def _cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
         """Read some rows of a level of a head."""
         if self._file is None:
             return self._held[head][name][rows]
-        kind, (_, *sides) = self._places[name]
-        first, behind, _ = rows.indices(sides[0])
-        found = np.empty((max(behind - first, 0), *sides[1:]), kind)
+        kind, (_, *sides) = self._layout[name]
+        first, stop, _ = rows.indices(sides[0])
+        found = np.empty((max(stop - first, 0), *sides[1:]), kind)
         self._file.read_into(self._start(name, head) + first * _bytes(kind, tuple(sides[1:])), _memory(found))
         return found
 
 
 class Room:
-    """The bytes that are left for levels in memory."""
+    """The bytes left for levels in memory."""
 
     def __init__(self, size: int) -> None:
         self.size = self.left = size
 
     def take(self, size: int) -> None:
-        """Take some of it.
+        """Reserve some bytes.
 
         Raises:
-            InputError: there is less.
+            InputError: fewer bytes are left.
         """
         if size > self.left:
             raise InputError(
-                f"The disk has no room for them, and memory holds {self.size - self.left:,} bytes of them, of "
-                f"{self.size:,} at most.",
+                f"The disk has no room for the levels, and memory holds {self.size - self.left:,} of at most "
+                f"{self.size:,} bytes.",
                 "Free some space next to the record, and open it again.",
             )
         self.left -= size
@@ -201,8 +201,8 @@ def _memory(numbers: Array) -> memoryview:
 _NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
-def _places(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Lay out what is kept: name -> (type, shape), wide types first, so that each stands on a multiple of its size."""
+def _layout(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Lay out the stored arrays: name -> (type, shape), wide types first, so that each is aligned to its size."""
     real = "<f8" if sample.dtype == torch.float64 else "<f4"
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for sums, counts, whole in (("sums", "counts", True), ("first_sums", "first_counts", False)):
@@ -218,22 +218,22 @@ def _bytes(kind: str, shape: tuple[int, ...]) -> int:
     return np.dtype(kind).itemsize * math.prod(shape)
 
 
-def _header(places: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
-    """Write the head of a safetensors file: its length in eight bytes, then what stands where."""
+def _header(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
+    """Write the header of a safetensors file: its length in eight bytes, then type, shape and offsets as JSON."""
     names = {"<f8": "F64", "<f4": "F32", "<i4": "I32", "|u1": "U8"}
-    said: dict[str, Any] = {"__metadata__": {"format": "multihead levels", "version": "1", **of}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "multihead levels", "version": "1", **of}}
     place = 0
-    for name, (kind, shape) in places.items():
-        behind = place + _bytes(kind, shape)
-        said[name] = {"dtype": names[kind], "shape": list(shape), "data_offsets": [place, behind]}
-        place = behind
-    text = json.dumps(said, separators=(",", ":")).encode()
+    for name, (kind, shape) in layout.items():
+        stop = place + _bytes(kind, shape)
+        entries[name] = {"dtype": names[kind], "shape": list(shape), "data_offsets": [place, stop]}
+        place = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _halve(fine: Array, coarse: Array) -> None:
-    """Add up 2 x 2 cells (2 of a column) of one level into one of the next, some rows at a time."""
+    """Sum 2 x 2 cells (2 in a single column) of one level into one cell of the next, some rows at a time."""
     for first in range(0, len(coarse), 256):
         rows = np.asarray(fine[2 * first : 2 * (first + 256)], np.float64)
         rows = np.add.reduceat(rows, np.arange(0, len(rows), 2), 0)
@@ -243,9 +243,10 @@ def _halve(fine: Array, coarse: Array) -> None:
 
 
 def _opened(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Array] | None:
-    """Open a file of levels, made anew unless it is this record's; None where it can be neither read nor written.
+    """Open a file of levels, created anew unless it belongs to this record.
 
-    Returns: the file, and which heads are built: (heads,) uint8.
+    Returns:
+        The file and the flags of the built heads, (heads,) uint8; None if it can be neither read nor written.
     """
     done = np.zeros(heads, np.uint8)
     try:
@@ -253,10 +254,10 @@ def _opened(file: Path, header: bytes, size: int, heads: int) -> tuple[Parts, Ar
             _lay_out(file, header, size)
         writable = _is_writable(file)
         opened = Parts(file)
-        opened.read_into(size - heads, _memory(done))  # they are the last of the file, since they are the narrowest
+        opened.read_into(size - heads, _memory(done))  # the narrowest type comes last in the file
     except (OSError, InputError):
         return None
-    # A finished file in a place that may not be written serves as well.
+    # A finished file is usable even if it is not writable.
     return (opened, done) if writable or bool(done.all()) else None
 
 
@@ -265,7 +266,7 @@ def _is_writable(file: Path) -> bool:
 
 
 def _fits(file: Path, header: bytes, size: int) -> bool:
-    """Whether a file is whole and says of itself, byte by byte, what it should."""
+    """Return whether a file has the expected size and exactly the expected header."""
     if not file.is_file() or file.stat().st_size != size:
         return False
     with file.open("rb") as read:
@@ -273,12 +274,12 @@ def _fits(file: Path, header: bytes, size: int) -> bool:
 
 
 def _lay_out(file: Path, header: bytes, size: int) -> None:
-    """Make a file with nothing built, under its name only once it is whole."""
+    """Create a file without built heads; it gets its name only once it is complete."""
     file.parent.mkdir(exist_ok=True)
     with writing(file) as made:
         made.write(header)
         made.flush()
         if hasattr(os, "posix_fallocate"):
-            # Without room for all of it, building would end in the middle: refused here instead.
+            # Fail here if the disk has no room for the whole file, not in the middle of building.
             os.posix_fallocate(made.fileno(), 0, size)
         made.truncate(size)

@@ -1,4 +1,4 @@
-"""Put the maps of heads into bytes that a page can hold: codes on a square-root scale, deflated, in base64."""
+"""Encode the maps of heads for a page: codes on a square-root scale, deflated, in base64."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 HIDDEN = 0
-"""The code of a cell that the query may not see; weights start at code 1, which is zero."""
+"""The code of a masked cell; weights start at code 1, which is zero."""
 
 
 @dataclass
 class Rounding:
-    """The largest difference between a weight and what its code says, measured while coding."""
+    """The largest difference between a weight and its decoded value, measured while encoding."""
 
     largest: float = 0.0
 
-    def note(self, weights: Tensor, decoded: Tensor) -> None:
-        """Take in one tile; cells that are hidden or not a number do not count."""
+    def update(self, weights: Tensor, decoded: Tensor) -> None:
+        """Include one tile; masked and NaN cells do not count."""
         difference = (weights - decoded).abs()
         known = difference[~difference.isnan()]
         self.largest = max(self.largest, float(known.max()) if known.numel() else 0.0)
 
 
 def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
-    """Code weights on a square-root scale, so that small ones keep their digits.
+    """Encode weights on a square-root scale, which keeps the precision of small ones.
 
     A share w becomes 1 + round(sqrt(w) * (2^bits - 2)); NaN becomes `HIDDEN`.
 
-    Returns: int32, the shape of `weights`.
+    Returns:
+        int32, the shape of `weights`.
 
     >>> encode(torch.tensor([0.0, 0.25, 1.0, float("nan")]), bits=12, rounding=Rounding()).tolist()
     [1, 2048, 4095, 0]
@@ -47,20 +48,20 @@ def encode(weights: Tensor, *, bits: int, rounding: Rounding) -> Tensor:
     steps = (1 << bits) - 2
     wide = weights.double()
     code = wide.clamp(0, 1).sqrt().mul(steps).round()
-    rounding.note(wide, (code / steps) ** 2)
+    rounding.update(wide, (code / steps) ** 2)
     return torch.where(wide.isnan(), float(HIDDEN), code + 1).int()
 
 
 def whole(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> str:
-    """Every weight of a head as base64: planes of bytes, high ones first, deflated.
+    """Encode every weight of a head as base64: planes of bytes, high bytes first, deflated.
 
     Planes compress better than pairs of bytes: the high bytes of a map repeat, the low ones are noise.
 
     Args:
         sample: one text in one layer.
-        head: its index.
+        head: index of the head.
         bits: 16, or 12 (a plane of bytes, then a plane of half bytes).
-        rounding: takes in what the coding loses.
+        rounding: updated with the rounding errors.
     """
     codes = torch.empty(sample.num_queries, sample.num_keys, dtype=torch.int32)
     for block in query_blocks(sample.num_queries, sample.num_keys):
@@ -73,17 +74,18 @@ def whole(sample: SampleRecord, head: int, *, bits: int, rounding: Rounding) -> 
 
 
 def largest(sample: SampleRecord, *, number: int, rounding: Rounding, head: int | None = None) -> list[str]:
-    """Each query's largest weights as base64: two planes of codes, then planes of steps from key to key.
+    """Encode each query's largest weights as base64: two planes of codes, then planes of steps from key to key.
 
-    The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the places left over.
+    The keys of a query ascend; a query that sees fewer keys has `HIDDEN` in the unused entries.
 
     Args:
         sample: one text in one layer.
-        number: weights kept of a query.
-        rounding: takes in what the coding loses.
+        number: weights stored per query.
+        rounding: updated with the rounding errors.
         head: one head, or None for all, whose tiles are then read together.
 
-    Returns: one string a head.
+    Returns:
+        One string per head.
     """
     number = min(number, sample.num_keys)
     heads = sample.num_heads if head is None else 1
@@ -102,16 +104,19 @@ def largest(sample: SampleRecord, *, number: int, rounding: Rounding, head: int 
 
 
 def largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
-    """Each query's largest weight, coded as `largest` codes one a query; from the statistics, so no map is read.
+    """Encode each query's largest weight from the statistics, without reading a map, like `largest(number=1)`.
 
-    Returns: one string a head.
+    Returns:
+        One string per head.
 
     Raises:
-        ProbeError: the largest weights and their keys were not kept.
+        ProbeError: the largest weights and their keys were not recorded.
     """
     found = sample.statistics
     if "largest_weight" not in found or "largest_key" not in found:
-        raise ProbeError("The record holds no largest weights.", 'Observe with "largest_weight" and "largest_key".')
+        raise ProbeError(
+            "The record has no largest weights.", 'Observe with the probes "largest_weight" and "largest_key".'
+        )
     weight, key = found["largest_weight"], found["largest_key"]  # (heads, queries)
     blind = key < 0
     code = encode(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
@@ -121,18 +126,18 @@ def largest_of_all(sample: SampleRecord, *, rounding: Rounding) -> list[str]:
 
 
 def pack_maps(maps: Tensor, rounding: Rounding) -> str:
-    """Small maps (heads, rows, columns) as base64: two planes of 16-bit codes, deflated."""
+    """Encode small maps (heads, rows, columns) as base64: two planes of 16-bit codes, deflated."""
     codes = encode(maps, bits=16, rounding=rounding).flatten()
     return pack(codes >> 8, codes & 255)
 
 
 def strip_codes(values: Tensor, top: float) -> Tensor:
-    """Margin strips (heads, bins) of numbers from 0 to `top` as linear 16-bit codes, (heads * bins,) int32."""
+    """Encode margin strips (heads, bins) of numbers from 0 to `top` as linear 16-bit codes, (heads * bins,) int32."""
     return (values.double().nan_to_num(nan=0.0) / (top or 1.0)).clamp(0, 1).mul(65535).round().int().flatten()
 
 
 def bins(values: Tensor, number: int) -> Tensor:
-    """Means of at most `number` runs of equal length along the last axis.
+    """Average at most `number` runs of equal length along the last axis.
 
     >>> bins(torch.tensor([[1.0, 3.0, 5.0]]), 2)
     tensor([[2., 5.]])
@@ -146,12 +151,12 @@ def bins(values: Tensor, number: int) -> Tensor:
 
 
 def pack(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
-    """Planes of numbers below 256, one after the other, as raw deflate in base64.
+    """Compress planes of numbers below 256, one after the other, as raw deflate in base64.
 
     Args:
         planes: integers, of any shape.
-        strategy: of zlib. In a whole map only runs repeat: to look for nothing else (Z_RLE) takes a sixth of the time
-            and is 1 to 5 % smaller; steps from key to key repeat in other ways.
+        strategy: the zlib strategy. In a whole map only runs repeat: searching for runs alone (Z_RLE) takes a sixth of
+            the time and is 1 to 5 % smaller; steps from key to key repeat in other ways.
     """
     squeeze = zlib.compressobj(6, zlib.DEFLATED, -15, zlib.DEF_MEM_LEVEL, strategy)
     parts = []
@@ -162,7 +167,7 @@ def pack(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
 
 
 def _hidden_as_nan(sample: SampleRecord, head: int | None, block: slice) -> Tensor:
-    """Weights for some queries with NaN where a key may not be seen: (queries, keys), of all heads (heads, ...)."""
+    """Compute weights of some queries, NaN at masked keys: (queries, keys); (heads, queries, keys) if head is None."""
     tile = sample.weights(head, queries=block)
     seen = sample.visible(queries=block)
     return torch.where(seen if seen.dim() == 2 or head is None else seen[head], tile, torch.nan)

@@ -33,7 +33,7 @@ def json_in_script(data: Mapping[str, Any]) -> str:
 
 
 def allowed(source: str) -> str:
-    """Return the hash that allows a script, and no other one, in a page's Content-Security-Policy."""
+    """Return the hash that allows this script, and no other, in a page's Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
@@ -45,7 +45,7 @@ def static(path: str) -> str:
 
 @cache
 def template(path: str) -> jinja2.Template:
-    """Read a template; values are escaped when they are filled in, and none may be missing."""
+    """Compile a template that escapes its values and rejects missing ones."""
     require("jinja2", purpose="Writing a page", extra="view")
     import jinja2
 
@@ -56,16 +56,16 @@ def template(path: str) -> jinja2.Template:
 def script(path: str) -> str:
     """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
 
-    Each module becomes a function that runs after those it imports, and returns what it exports.
+    Each module becomes a function that runs after the modules it imports and returns its exports.
 
     Raises:
-        ValueError: a module imports or exports in a form that cannot be bundled.
+        ValueError: a module uses a form of import or export that cannot be bundled.
     """
     return "\n".join(["'use strict';", "const modules = {};", *(_bundled(each) for each in modules(path))])
 
 
 def modules(path: str) -> list[str]:
-    """Return a JavaScript module and all modules it imports, each after those it imports."""
+    """List a JavaScript module and all modules it imports, dependencies first."""
     found: list[str] = []
 
     def visit(path: str) -> None:
@@ -88,7 +88,9 @@ def _bundled(path: str) -> str:
     names = ", ".join(found["name"] for found in _EXPORT.finditer(source))
     body = _EXPORT.sub("", body)
     if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
-        raise ValueError(f"{path}: {rest[0]!r} cannot be bundled.")
+        raise ValueError(
+            f"{path}: {rest[0]!r} cannot be bundled. Write import {{ name }} from './file.js' or export const/function."
+        )
     return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
 
 

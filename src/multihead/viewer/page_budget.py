@@ -1,4 +1,4 @@
-"""Choose how much of the maps fits into a page, and put that much into it."""
+"""Choose how much of the maps fits into a page, and encode that much."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 MAP_SIZE = 64
-"""Blocks a side of a pooled map, where there is room."""
+"""Blocks per side of a pooled map, if they fit."""
 
 DIRECT_SIZE = 96
-"""Up to so many queries and keys the grid draws every weight; above, pooled maps."""
+"""Up to this many queries and keys the grid draws every weight; above, pooled maps."""
 
 STRIP_BINS = 256
-"""Most bars of a margin strip."""
+"""Maximum number of bars in a margin strip."""
 
-MOST_WEIGHTS_A_QUERY = 512
-"""So many of a query's largest weights at most, where not all fit."""
+MAX_WEIGHTS_PER_QUERY = 512
+"""Maximum number of largest weights stored per query if not all weights fit."""
 
-MOST_CELLS = 1 << 30
-"""Heads x queries x keys up to which every weight is read for the largest of each query: half a minute."""
+MAX_CELLS = 1 << 30
+"""Up to this many heads x queries x keys every weight is read to find each query's largest: half a minute."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass
 class LayerStore:
-    """How one layer lies in the page: the size of its small maps, their blocks, and its strips."""
+    """The layout of one layer in the page: the size of its small maps, their blocks, and its strips."""
 
     direct: bool = False
     rows: int = 0
@@ -49,17 +49,17 @@ class LayerStore:
 
 @dataclass
 class Store:
-    """What of the maps a page holds.
+    """The part of the maps that a page stores.
 
     Attributes:
         mode: "whole" (every weight), "largest" (pooled maps and each query's largest weights), "pooled"
             (pooled maps alone) or "none".
         reason: why something is left out: "room", "statistics" (q and k were not kept), or "".
-        bits: of a weight, in mode "whole".
-        number: largest weights a query, in mode "largest".
-        rounding: the largest difference between a weight and what the page says, as a share.
+        bits: bits per weight, in mode "whole".
+        number: largest weights stored per query, in mode "largest".
+        rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
         packs: (id of the script tag, base64) in the order of the page.
-        layers: one a layer.
+        layers: one per layer.
     """
 
     mode: str = "none"
@@ -77,17 +77,17 @@ class Store:
 
 
 class _FullError(Exception):
-    """There is no more room in the page."""
+    """The page has no more room."""
 
 
 class _Room:
-    """The bytes that are left of a page."""
+    """The bytes left in a page."""
 
     def __init__(self, size: int) -> None:
         self.left = size
 
     def take(self, packs: list[tuple[str, str]], name: str, content: str) -> None:
-        """Put a pack in, or raise `_FullError`; the tag around it takes about 60 bytes."""
+        """Append a pack, or raise `_FullError`; the tag around it takes about 60 bytes."""
         self.left -= len(content) + 60
         if self.left < 0:
             raise _FullError
@@ -95,7 +95,7 @@ class _Room:
 
 
 def keeps_weights(record: Record, sample: int) -> bool:
-    """Whether the record kept q and k, so that single weights can be had."""
+    """Return whether the record kept q and k, so that single weights can be computed."""
     try:
         record.layers[0].sample(sample).weights(0, queries=slice(0, 1), keys=slice(0, 1))
     except ProbeError:
@@ -104,32 +104,32 @@ def keeps_weights(record: Record, sample: int) -> bool:
 
 
 def fill(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> Store:
-    """Put as much of the maps of a record into `room` bytes as fits, layer by layer and head by head.
+    """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
-    First choice: every weight in 16 bits, then in 12. Where neither fits: pooled maps of 64 x 64 (or 32, 16,
-    8), and in the room that is left each query's largest weights; of a long text, whose weights are too many to be
-    read one by one, the largest alone.
+    First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
+    the remaining room each query's largest weights; for a long text with more than `MAX_CELLS` weights, only the
+    single largest, from the statistics.
     """
     has_weights = keeps_weights(record, sample)
-    tell = progress or (lambda done, all_: None)
+    report = progress or (lambda done, total: None)
     if has_weights:
         cells = _cells(record, sample)
-        # A tenth of a byte a weight: below that no map of a model comes out, so larger ones are not tried.
-        for bits in (16, 12) if cells <= min(room * 10, MOST_CELLS) else ():
+        # No map of a model compresses below a tenth of a byte per weight, so larger ones are not tried.
+        for bits in (16, 12) if cells <= min(room * 10, MAX_CELLS) else ():
             try:
-                return _whole(record, sample, bits, room, tell)
+                return _whole(record, sample, bits, room, report)
             except _FullError:
                 continue
     size = MAP_SIZE
     while size >= 8:
         try:
-            return _pooled(record, sample, size, room, tell, has_weights=has_weights)
+            return _pooled(record, sample, size, room, report, has_weights=has_weights)
         except _FullError:
             size //= 2
     return Store(reason="room", layers=[LayerStore() for _ in record.layers])
 
 
-def _whole(record: Record, sample: int, bits: int, size: int, tell: Progress) -> Store:
+def _whole(record: Record, sample: int, bits: int, size: int, report: Progress) -> Store:
     room, rounding = _Room(size), maps.Rounding()
     store = Store(mode="whole", bits=bits)
     total, done = sum(layer.num_heads for layer in record.layers), 0
@@ -141,13 +141,13 @@ def _whole(record: Record, sample: int, bits: int, size: int, tell: Progress) ->
         for head in range(one.num_heads):
             room.take(store.packs, f"w{index}.{head}", maps.whole(one, head, bits=bits, rounding=rounding))
             done += 1
-            tell(done, total)
+            report(done, total)
         store.layers.append(kept)
     store.rounding = rounding.largest
     return store
 
 
-def _pooled(record: Record, sample: int, map_size: int, size: int, tell: Progress, *, has_weights: bool) -> Store:
+def _pooled(record: Record, sample: int, map_size: int, size: int, report: Progress, *, has_weights: bool) -> Store:
     room, rounding = _Room(size), maps.Rounding()
     store = Store(mode="pooled", reason="room" if has_weights else "statistics")
     any_map = False
@@ -166,24 +166,24 @@ def _pooled(record: Record, sample: int, map_size: int, size: int, tell: Progres
         except _FullError:
             return store
     if has_weights:
-        _put_largest(record, sample, store, room, rounding, tell)
+        _put_largest(record, sample, store, room, rounding, report)
     store.rounding = rounding.largest
     return store
 
 
 def _put_largest(
-    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, tell: Progress
+    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, report: Progress
 ) -> None:
-    """Each query's largest weights, as many a query as the room allows; none if not even one fits."""
-    if _cells(record, sample) > MOST_CELLS:
-        _put_largest_of_all(record, sample, store, room, rounding, tell)
+    """Encode each query's largest weights, as many per query as fit; none if not even one fits."""
+    if _cells(record, sample) > MAX_CELLS:
+        _put_single_largest(record, sample, store, room, rounding, report)
         return
     queries = sum(one.num_heads * one.num_queries for one in _samples(record, sample))
     total = sum(layer.num_heads for layer in record.layers)
-    number = int(room.left / (queries * 3))  # about three bytes each, fewer where many are kept of a query
+    number = int(room.left / (queries * 3))  # about three bytes each, fewer if many are stored per query
     for _ in range(2):
-        each = _bytes_an_entry(record, sample, max(1, min(number, MOST_WEIGHTS_A_QUERY)))
-        number = min(int(0.97 * room.left / (queries * each)), MOST_WEIGHTS_A_QUERY)
+        each = _bytes_per_entry(record, sample, max(1, min(number, MAX_WEIGHTS_PER_QUERY)))
+        number = min(int(0.97 * room.left / (queries * each)), MAX_WEIGHTS_PER_QUERY)
     while number >= 1:
         packs: list[tuple[str, str]] = []
         trial, done = _Room(room.left), 0
@@ -192,19 +192,19 @@ def _put_largest(
                 for head, content in enumerate(maps.largest(one, number=number, rounding=rounding)):
                     trial.take(packs, f"k{index}.{head}", content)
                 done += one.num_heads
-                tell(done, total)
+                report(done, total)
         except _FullError:
-            number = int(number * 0.85)  # the heads that were tried compress better than the rest
+            number = int(number * 0.85)  # the heads of the estimate compress better than the rest
             continue
         store.mode, store.number = "largest", number
         store.packs += packs
         return
 
 
-def _put_largest_of_all(
-    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, tell: Progress
+def _put_single_largest(
+    record: Record, sample: int, store: Store, room: _Room, rounding: maps.Rounding, report: Progress
 ) -> None:
-    """Each query's largest weight, which was found while the model ran; none if not all fit or none were kept."""
+    """Encode each query's largest weight from the statistics; none if not all fit or none were recorded."""
     total, done = sum(layer.num_heads for layer in record.layers), 0
     packs: list[tuple[str, str]] = []
     trial = _Room(room.left)
@@ -213,15 +213,15 @@ def _put_largest_of_all(
             for head, content in enumerate(maps.largest_of_all(one, rounding=rounding)):
                 trial.take(packs, f"k{index}.{head}", content)
             done += one.num_heads
-            tell(done, total)
+            report(done, total)
     except (_FullError, ProbeError):
         return
     store.mode, store.number = "largest", 1
     store.packs += packs
 
 
-def _bytes_an_entry(record: Record, sample: int, number: int) -> float:
-    """Bytes of one stored weight and its key, tried on at most eight heads spread over the record."""
+def _bytes_per_entry(record: Record, sample: int, number: int) -> float:
+    """Estimate the bytes of one stored weight and its key from at most eight heads spread over the record."""
     places = [(index, head) for index, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     size, entries = 0, 0
     for index, head in places[len(places) // 16 :: max(1, len(places) // 8)]:
@@ -233,9 +233,9 @@ def _bytes_an_entry(record: Record, sample: int, number: int) -> float:
 
 
 def _small_maps(one: SampleRecord, size: int) -> Tensor | None:
-    """The pooled maps of a layer, from its statistics where they are as asked, else pooled from the weights."""
+    """Return the pooled maps of a layer, from its statistics if they have the wanted size, else from the weights."""
     found = one.statistics.get("pooled_map")
-    # A record pools a padded batch in blocks of the longest sample; those of a shorter one are then too wide.
+    # A record pools a padded batch in blocks of the longest sample, which are too wide for a shorter one.
     wanted = tuple(-(-length // -(-length // size)) for length in (one.num_queries, one.num_keys))
     if found is not None and tuple(found.shape[-2:]) == wanted:
         return found
@@ -262,7 +262,7 @@ def _put_maps(
 
 
 def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: SampleRecord) -> None:
-    """What each key receives and each query's entropy, beside the map."""
+    """Encode the strips next to the map: what each key receives and each query's entropy."""
     found: list[tuple[str, Tensor, float]] = []
     if "received" in one.statistics:
         share = maps.bins(one.statistics["received"].double() / max(1, one.num_queries), STRIP_BINS)
@@ -272,13 +272,13 @@ def _put_strips(store: Store, room: _Room, kept: LayerStore, index: int, one: Sa
         found.append(("entropy", entropy, math.log(max(2, one.num_keys))))
     if not found:
         return
-    codes = torch.cat([maps.strip_codes(values, most) for _, values, most in found])
+    codes = torch.cat([maps.strip_codes(values, top) for _, values, top in found])
     room.take(store.packs, f"s{index}", maps.pack(codes >> 8, codes & 255))
-    kept.strips = [{"id": name, "bins": values.shape[-1], "top": most} for name, values, most in found]
+    kept.strips = [{"id": name, "bins": values.shape[-1], "top": top} for name, values, top in found]
 
 
 def _cells(record: Record, sample: int) -> int:
-    """Heads x queries x keys of all layers."""
+    """Count heads x queries x keys over all layers."""
     return sum(one.num_heads * one.num_queries * one.num_keys for one in _samples(record, sample))
 
 

@@ -1,4 +1,4 @@
-"""The data that the viewer's page shows of a record and of one sample: texts, layers, every head's numbers and kind."""
+"""The data of a record and of a sample for the viewer's page: texts, layers, every head's numbers and kind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One record that is shown.
+    """One record shown in the viewer.
 
-    Fields:
-        name: what it is called, its file's name.
-        record: what was observed.
-        folder: where its coarse levels are kept; None keeps them in memory.
+    Attributes:
+        name: the name of its file.
+        record: the record.
+        folder: the folder of its coarse levels; None keeps them in memory.
     """
 
     name: str
@@ -37,16 +37,16 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """How many texts all of its layers have kept."""
+        """Number of texts that all layers recorded."""
         return min((len(layer.samples) for layer in self.record.layers), default=0)
 
     def keeps(self, sample: int) -> bool:
-        """Whether q and k of a sample were kept, so that its maps can be computed."""
+        """Return whether q and k of a sample were kept, so that its maps can be computed."""
         return all(layer.sample(sample).keeps_weights for layer in self.record.layers)
 
 
 def listed(run: Run) -> dict[str, Any]:
-    """Describe a run: its name, what was kept, and how long its texts are."""
+    """Describe a run: its name, what was kept, and the lengths of its texts."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
         "name": visible(run.name),
@@ -57,7 +57,7 @@ def listed(run: Run) -> dict[str, Any]:
 
 
 def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
-    """Return everything about a sample but its maps: texts, layers, and the numbers and the kind of every head."""
+    """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_text(run, sample)
     profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
     texts: list[Text] = [main]
@@ -90,7 +90,7 @@ def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
 
 
 def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
-    """List the heads whose weights are nearest to those of one, the nearest first; see `Record.nearest`.
+    """List the heads whose weights are most similar to those of one head, nearest first; see `Record.nearest`.
 
     The divergence is None where no query has finite weights in both heads: JSON has no NaN.
     """
@@ -106,13 +106,13 @@ def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[st
 
 
 def has_maps(one: SampleRecord) -> bool:
-    """Whether the small maps of a layer are available: stored as they are, or computed from q and k."""
+    """Return whether the small maps of a layer are available: stored in the record, or computed from q and k."""
     pooled = one.statistics.get("pooled_map")
     return one.keeps_weights or (pooled is not None and max(pooled.shape[1:]) <= SIDE)
 
 
 def main_text(run: Run, sample: int) -> Text:
-    """Return the text that the page is about: the keys of the first layer that reads its own text."""
+    """Return the main text of the page: the keys of the first self-attention layer."""
     ones = [layer.sample(sample) for layer in run.record.layers]
     return next((one for one in ones if not one.crosses), ones[0]).text
 
@@ -120,7 +120,7 @@ def main_text(run: Run, sample: int) -> Text:
 def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
     one = run.record.layers[index].sample(sample)
     crosses = one.crosses or reading.crosses
-    # Where the keys are another text, the record may know that of the queries, or not.
+    # In cross-attention the record may or may not have the text of the queries.
     of_queries = one.text if not crosses else one.query_text if one.crosses else Text()
     return {
         "number": reading.number,
@@ -139,7 +139,7 @@ def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list
 
 
 def _place(text: Text, texts: list[Text]) -> int:
-    """Return the index of a text in the list, and append it where it is not there yet."""
+    """Return the index of a text in the list; append it if it is missing."""
     for index, each in enumerate(texts):
         if (each.length, each.tokens, each.special) == (text.length, text.tokens, text.special):
             return index
@@ -148,7 +148,7 @@ def _place(text: Text, texts: list[Text]) -> int:
 
 
 def _numbers(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
-    """Every head's mean of a statistic, layer after layer; None where there is none."""
+    """Return every head's mean of a statistic, layer after layer; None if there is none."""
     found: list[float | None] = []
     for one in profiles:
         values = one.means[name].tolist() if name in one.means else [math.nan] * len(one.kinds)

@@ -1,4 +1,4 @@
-"""Read the numbers of an address, and say in words what is wrong with one."""
+"""Parse and check the numbers in an address of the viewer."""
 
 from __future__ import annotations
 
@@ -6,63 +6,74 @@ import re
 
 from multihead.errors import ArgumentError, MultiheadError
 
-_MOST_DIGITS = 12
+_MAX_DIGITS = 12
 
 
 class AbsentError(MultiheadError):
-    """What was asked for is not there."""
+    """The requested thing does not exist (404)."""
 
 
 class LaterError(MultiheadError):
-    """What was asked for is being made."""
+    """The requested thing is still being built (503): retry later."""
 
 
-def number(name: str, text: str | None, *, below: int, least: int = 0, default: int | None = None) -> int:
-    """Read a number from a least one, 0 unless said, to one below another.
+def number(name: str, text: str | None, *, below: int, minimum: int = 0, default: int | None = None) -> int:
+    """Parse a whole number from `minimum` up to, not including, `below`.
+
+    Args:
+        name: the name of the parameter in errors.
+        text: the value in the address; None if it is missing.
+        below: the end of the range.
+        minimum: the smallest number.
+        default: the number if text is None; without a default it must be given.
 
     Raises:
-        ArgumentError: it is no whole number.
-        AbsentError: it is beyond the last.
+        ArgumentError: text is missing or is not a whole number.
+        AbsentError: the number is outside the range.
 
     >>> number("layer", "3", below=6)
     3
     """
     if text is None and default is not None:
         return default
-    if text is None or not re.fullmatch(rf"[0-9]{{1,{_MOST_DIGITS}}}", text):
-        given = "is missing" if text is None else f"is {_short(text)}"
-        raise ArgumentError(f"The {name} {given}.", f"Give a whole number from {least} to {max(below - 1, least)}.")
-    if not least <= int(text) < below:
-        raise AbsentError(f"There is no {name} {int(text)}.", f"Give a number from {least} to {max(below - 1, least)}.")
+    if text is None or not re.fullmatch(rf"[0-9]{{1,{_MAX_DIGITS}}}", text):
+        problem = "is missing" if text is None else f"is {_short(text)}"
+        raise ArgumentError(
+            f"The {name} {problem}.", f"Give a whole number from {minimum} to {max(below - 1, minimum)}."
+        )
+    if not minimum <= int(text) < below:
+        raise AbsentError(
+            f"There is no {name} {int(text)}.", f"Give a number from {minimum} to {max(below - 1, minimum)}."
+        )
     return int(text)
 
 
 def span(name: str, text: str | None, length: int) -> slice:
-    """Read two numbers with a colon between them: from the first on, up to the second; without either, to the end.
+    """Parse a range `start:stop` as in Python; a missing number is the start or the end, None is everything.
 
     Raises:
-        ArgumentError: it is none, or empty, or goes beyond the end.
+        ArgumentError: the text is not a range, or the range is empty or extends beyond `length`.
 
     >>> span("queries", "2:5", 10), span("queries", "2:", 10), span("queries", None, 10)
     (slice(2, 5, None), slice(2, 10, None), slice(0, 10, None))
     """
-    found = re.fullmatch(rf"([0-9]{{0,{_MOST_DIGITS}}}):([0-9]{{0,{_MOST_DIGITS}}})", ":" if text is None else text)
+    found = re.fullmatch(rf"([0-9]{{0,{_MAX_DIGITS}}}):([0-9]{{0,{_MAX_DIGITS}}})", ":" if text is None else text)
     if found is None:
         raise ArgumentError(
             f"The {name} are {_short(text or '')}.",
-            f"Give the first and the one behind the last with a colon between them, such as 0:{length}.",
+            f"Give the first and the one after the last with a colon between them, such as 0:{length}.",
         )
-    first, behind = int(found[1] or 0), int(found[2] or length)
-    if not first < behind <= length:
-        raise ArgumentError(f"The {name} are {first}:{behind}, of {length}.", f"Give a part of 0:{length}.")
-    return slice(first, behind)
+    start, stop = int(found[1] or 0), int(found[2] or length)
+    if not start < stop <= length:
+        raise ArgumentError(f"The {name} are {start}:{stop}, of {length}.", f"Give a part of 0:{length}.")
+    return slice(start, stop)
 
 
 def flag(name: str, text: str | None, *, default: bool) -> bool:
-    """Read 1 or 0.
+    """Parse 1 or 0.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: the text is neither.
     """
     if text not in (None, "0", "1"):
         raise ArgumentError(f"{name} is {_short(text)}.", "Give 1 or 0.")
@@ -70,6 +81,6 @@ def flag(name: str, text: str | None, *, default: bool) -> bool:
 
 
 def _short(text: str | None) -> str:
-    """Quote what was given, cut if it is long."""
+    """Quote a value, truncated if it is long."""
     shown = text or ""
     return repr(shown if len(shown) <= 40 else f"{shown[:39]}…")

@@ -1,4 +1,4 @@
-"""Write a record as one page that opens offline: every head, its numbers, its map."""
+"""Write a record as one self-contained HTML page: every head, its numbers, its map."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportSummary:
-    """The page that was written and what it holds.
+    """Path, size and contents of a written page.
 
     Attributes:
         path: the page.
         num_bytes: its size.
-        mode: the weights it stores: "whole" (all), "largest" (of each query), "pooled" (only maps of means) or "none".
-        bits: bits per weight where every weight is stored, else 0.
-        largest_per_query: number of weights stored per query where only the largest are, else 0.
-        rounding: the largest difference between a weight and its stored value, as a share.
-        left_out: a sentence on what the page leaves out and why; empty if nothing is left out.
+        mode: which weights it stores: "whole" (all), "largest" (of each query), "pooled" (only maps of means) or
+            "none".
+        bits: bits per weight if every weight is stored, else 0.
+        largest_per_query: weights stored per query if only the largest are stored, else 0.
+        rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
+        left_out: a sentence on what the page leaves out and why; empty if it leaves out nothing.
         lang: the language of the page and of this summary.
     """
 
@@ -49,7 +50,7 @@ class ReportSummary:
     lang: str
 
     def __str__(self) -> str:
-        """Return one line: the path, the size, and what the page holds or leaves out."""
+        """Return one line: the path, the size, and what the page contains or leaves out."""
         size = report_data.size(self.num_bytes, self.lang)
         holds = text(f"report.holds.{self.mode}", self.lang)
         return f"{visible(self.path)} ({size}, {holds}){' ' + self.left_out if self.left_out else ''}"
@@ -75,28 +76,36 @@ def write_report(
 ) -> ReportSummary:
     """Write a record as one self-contained page.
 
-    The page holds every weight while it stays under `max_bytes`; beyond that pooled maps and each query's
-    largest weights, as far as they fit, and it says what it leaves out. Maps are read layer by layer and head
-    by head. The page is written beside `path` and renamed, so that a failure leaves nothing half-written.
+    The page stores every weight if it stays under `max_bytes`; otherwise it stores pooled maps and as many of each
+    query's largest weights as fit, and lists what it leaves out. Maps are read layer by layer and head by head. The
+    page is written to a temporary file next to `path` and renamed, so that a failure leaves no partial file.
 
     Args:
-        record: what `observe` saw.
-        path: where the page goes; an older one is replaced.
+        record: the result of `observe`.
+        path: the file to write; an existing one is replaced.
         title: the page's heading, such as the model's name.
-        tokens: the tokens of the text, decoded, one a position.
-        special: one flag a token, True for the model's own marks such as [CLS].
-        text: the text as it was given; with `offsets` the page keeps its spelling and spaces.
-        offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a mark.
-        unknown: one flag a token, True where the vocabulary does not have it.
-        key_tokens: the tokens of the other text, where some layers attend to one (cross-attention).
+        tokens: the decoded tokens of the text, one per position.
+        special: one flag per token, True for a special token such as [CLS].
+        text: the original text; with `offsets` the page keeps its spelling and spaces.
+        offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
+        unknown: one flag per token, True for a token missing from the vocabulary.
+        key_tokens: the tokens of the other text, if some layers attend to one (cross-attention).
         facts: label -> value, added to the row of facts (head size, precision).
-        sample: which text of the record.
-        max_bytes: the largest page, in bytes.
+        sample: index of the text in the record.
+        max_bytes: maximum size of the page, in bytes.
         lang: "en" or "zh".
-        profiles: the result of `layer_profiles` for this sample, where it is at hand already.
-        progress: called with (heads done, heads in all) while maps are stored.
+        profiles: the result of `layer_profiles` for this sample; computed if None.
+        progress: called with (heads done, total heads) while maps are stored.
 
-    Raises: ArgumentError, ShapeError or InputError, before anything is written.
+    Returns:
+        Path, size and contents of the page.
+
+    Raises:
+        ArgumentError: lang, sample or max_bytes is invalid, or max_bytes is too small for this page.
+        ShapeError: the tokens do not match the lengths of the layers.
+        InputError: the path cannot be written, or the record has no layer.
+
+    All are raised before anything is written.
     """
     path = Path(path)
     _check(record, path, tokens, sample, max_bytes, lang)
@@ -116,12 +125,12 @@ def write_report(
         "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
         "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
     }
-    # The maps take what the rest of the page leaves; some is reserved for the sentences about them.
+    # The maps get what the rest of the page leaves; some bytes are reserved for the sentences about them.
     bare = len(_render(data, shell, Store(), max_bytes)) + 1000 + 400 * len(read)
     if bare > max_bytes:
         raise ArgumentError(
-            f"max_bytes is {max_bytes:,}, and this page takes {bare:,} without any map.",
-            "Give max_bytes more, or a shorter text.",
+            f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
+            "Increase max_bytes, or use a shorter text.",
         )
     store = fill(record, sample=sample, room=max_bytes - bare, progress=progress)
     page = _render(data, shell, store, max_bytes)
@@ -139,31 +148,34 @@ def write_report(
 
 
 def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_bytes: int, lang: str) -> None:
-    """Refuse what cannot become a page, before anything is read or written."""
+    """Reject arguments that cannot produce a page, before anything is read or written."""
     check_language(lang)
     if max_bytes <= 0:
-        raise ArgumentError(f"max_bytes is {max_bytes}, and a page needs room.", "Give a positive number of bytes.")
+        raise ArgumentError(f"max_bytes is {max_bytes}, and must be positive.", "Give a positive number of bytes.")
     if not is_folder(path.parent):
-        raise InputError(f'The folder "{path.parent}" does not exist.', "Make it first, or write elsewhere.")
+        raise InputError(f'The folder "{path.parent}" does not exist.', "Create it, or give another path.")
     if is_folder(path):
         raise InputError(f'"{path}" is a folder.', "Give the name of a file in it.")
     refuse_unless_writable([os.fspath(path)])
     if not record.layers:
-        raise InputError("The record holds no layer.", "Run the model inside observe() first.")
+        raise InputError("The record has no layer.", "Run the model inside observe() first.")
     samples = record.layers[0].num_samples
     if not 0 <= sample < samples:
-        raise ArgumentError(f"sample is {sample}, and the record has {samples}.", f"Give 0 to {samples - 1}.")
+        raise ArgumentError(
+            f"sample is {sample}, and the record has {samples} sample{'' if samples == 1 else 's'}.",
+            "Give 0." if samples == 1 else f"Give 0 to {samples - 1}.",
+        )
     ones = [layer.sample(sample) for layer in record.layers]
     lengths = sorted({length for one in ones for length in (one.num_queries, one.num_keys)})
     if len(tokens) not in lengths:
         raise ShapeError(
-            f"There are {len(tokens)} tokens, and the layers saw {' and '.join(map(str, lengths))} positions.",
-            "Give one token a position: marks such as [CLS] with, padding without.",
+            f"There are {len(tokens)} tokens, and the layers recorded {' and '.join(map(str, lengths))} positions.",
+            "Give one token per position: include special tokens such as [CLS], leave out padding.",
         )
 
 
 def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes: int) -> bytes:
-    """Return the whole page as bytes. Data is JSON that cannot end its script tag; nothing of it is HTML."""
+    """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
     words, lang = shell["words"], shell["lang"]
     layers = [
         layer | kept for layer, kept in zip(data["layers"], _layer_stores(store, len(data["layers"])), strict=True)
@@ -182,7 +194,7 @@ def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes
         packs=[(name, Markup(packed)) for name, packed in store.packs],
         foot=words["join.sentences"].join(foot),
     )
-    return html.encode("utf-8", "replace")  # a lone surrogate in a title has no place in UTF-8
+    return html.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate in a title
 
 
 def _layer_stores(store: Store, layers: int) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def page_data(
 def facts(
     record: Record, profiles: Sequence[LayerProfile], texts: dict[str, Any], *, sample: int, lang: str
 ) -> list[tuple[str, str]]:
-    """Return the row of facts under the title: label and value, each read off the record."""
+    """Return the row of facts under the title: label and value, each taken from the record."""
     words = section(lang, "report")
     heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
@@ -81,7 +81,7 @@ def facts(
         found.append((words["fact.keys"], f"{len(texts['keys']['shown']):,}"))
     found.append((words["fact.attention"], _attention(profiles, lang)))
     kinds = {kind for one in profiles for kind in one.kinds}
-    # Separators need marks after the first token, others token ids; without them they are no kinds that could be there.
+    # Separator heads need special tokens after the first, duplicate and induction heads need token ids.
     missing = ("separator_mass", "duplicate_mass", "induction_mass")
     possible = len(KINDS) - sum(all(name not in one.means for one in profiles) for name in missing)
     found.append((words["fact.kinds"], words["kinds present"].format(kinds=len(kinds), all=possible)))
@@ -96,7 +96,7 @@ def lead(profiles: Sequence[LayerProfile], tokens: int, lang: str) -> str:
 
 
 def stored(store: Store, *, max_bytes: int, lang: str) -> str:
-    """Return a sentence on what the page stores, how exact a weight is, and what is left out and why."""
+    """Return a sentence on what the page stores, the precision of its weights, and what it leaves out and why."""
     rows, columns = store.map_size
     key = store.mode
     if store.mode == "largest" and store.number == 1:
@@ -116,7 +116,7 @@ def stored(store: Store, *, max_bytes: int, lang: str) -> str:
 
 
 def rounding(store: Store) -> str:
-    """The largest rounding in percentage points, with two digits, rounded up so that it stays a bound.
+    """Write the largest rounding error in percentage points, two digits, rounded up so that it stays a bound.
 
     >>> rounding(Store(rounding=0.0000152)), rounding(Store())
     ('0.0016', '0')
@@ -150,7 +150,7 @@ def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> 
 
 
 def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Find by length which text a layer's queries and keys are; "none" where no text has that length."""
+    """Find the text of a layer's queries and keys by its length; "none" if no text has that length."""
     for name, length in lengths.items():
         if one.num_keys == length and one.query_start + one.num_queries == length:
             return {"text": name, "from": one.query_start}, {"text": name, "from": 0}
@@ -169,7 +169,7 @@ def _column(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
 
 
 def _received(record: Record, sample: int, tokens: int) -> list[float | None] | None:
-    """What each token receives, the mean over the queries and heads of the layers whose keys are the text."""
+    """Average what each token receives over the queries and heads of the layers whose keys are the text."""
     total, heads = torch.zeros(tokens, dtype=torch.float64), 0
     for one in _samples(record, sample):
         if one.num_keys == tokens and "received" in one.statistics:

@@ -1,4 +1,4 @@
-"""What the viewer answers with: numbers, files of the page, downloads, and sentences where something is wrong."""
+"""The responses of the viewer: numbers, files of the page, downloads, and error sentences."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ FOLDERS = ("view", "shared")
 """The folders of `static` whose files are served."""
 
 TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
-"""Media type by the end of a file's name; other files are not served."""
+"""Media type by file extension; other files are not served."""
 
 FORMS = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
 
 GONE = 499
-"""The status of an answer to a client that went away; nobody reads it."""
+"""The status of a response to a client that disconnected; nobody reads it."""
 
 
 def page(lang: str) -> Response:
-    """Answer with the page in a language, its texts included."""
+    """Return the page in a language, with its texts."""
     texts = section(lang, "common", "page", "viewer")
     html = template("viewer/static/view/index.html").render(
         lang="zh-CN" if lang == "zh" else lang, words=texts, texts=Markup(json_in_script(texts))
@@ -44,7 +44,11 @@ def page(lang: str) -> Response:
 
 
 def page_file(folder: str, name: str) -> Response:
-    """Answer with a file of the page; only the names that its folder lists are known."""
+    """Return a file of the page; only names listed in its folder are served.
+
+    Raises:
+        AbsentError: there is no such file, or its type is not served.
+    """
     files = resources.files(__package__) / "static" / folder
     listed = {each.name: each for each in files.iterdir()} if folder in FOLDERS else {}
     kind = TYPES.get(PurePosixPath(name).suffix)
@@ -54,39 +58,39 @@ def page_file(folder: str, name: str) -> Response:
 
 
 def floats(values: Array) -> Response:
-    """Answer with numbers: float32, the lowest byte first; NaN where there is none."""
+    """Return numbers as little-endian float32, with their shape in the X-Shape header; NaN = absent."""
     shape = ",".join(map(str, values.shape))
     return Response(values.astype("<f4").tobytes(), headers={"X-Shape": shape}, media_type="application/octet-stream")
 
 
 def download(parts: Iterator[bytes], name: str, form: str) -> Response:
-    """Answer with a file to be saved, written as it is computed."""
+    """Return a file to be saved, streamed as it is computed."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
     return StreamingResponse(parts, headers=headers, media_type=FORMS[form])
 
 
 async def until_gone(request: Request) -> None:
-    """Wait until the client has gone away."""
+    """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def in_words(request: Request, error: Exception) -> Response:
-    """Answer a request that cannot be fulfilled with the sentence that says why."""
+async def error_response(request: Request, error: Exception) -> Response:
+    """Return the sentence of an error: status 400, 404, 500 or 503."""
     if isinstance(error, LaterError):
         return refusal(503, str(error), {"Retry-After": "1"})
-    # A file that cannot be read, or was cut, is no fault of the request.
+    # A file that is unreadable or truncated is not the fault of the request.
     status = 404 if isinstance(error, AbsentError) else 500 if isinstance(error, InputError) else 400
     return refusal(status, str(error))
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """End a computation that was given up."""
+    """Return the response to a cancelled computation, which nobody reads."""
     return Response(status_code=GONE)
 
 
 async def no_such_address(request: Request, error: Exception) -> Response:
-    """Answer what no route takes."""
+    """Return the response to an address without a route."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     if status == 404:
         return refusal(404, "The viewer has nothing at this address. Open the address that `multihead view` printed.")
@@ -94,5 +98,5 @@ async def no_such_address(request: Request, error: Exception) -> Response:
 
 
 async def failed(request: Request, error: Exception) -> Response:
-    """Answer where the viewer itself failed; the server prints what happened."""
-    return refusal(500, "The viewer failed at this; its terminal says how. Please report it.", HEADERS)
+    """Return the response to an unexpected failure; the server prints the traceback."""
+    return refusal(500, "The viewer failed on this request. Please report the error that its terminal shows.", HEADERS)

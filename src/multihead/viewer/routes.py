@@ -1,4 +1,4 @@
-"""The routes of the viewer: the records, their numbers, and any part of any map."""
+"""The routes of the viewer's server: the records, their numbers, and any part of any map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multihead.viewer.payload import Run, described, listed, near, rows_of
 from multihead.viewer.pyramid import Builder, Pyramid, state
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
 from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
-from multihead.viewer.security import said
+from multihead.viewer.security import json_response
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ Written = TypeVar("Written")
 
 
 class Viewer:
-    """Answers the requests of the page for some records.
+    """Handles the requests of the page for some records.
 
     Args:
         runs: the records.
         lang: the page's language, "en" or "zh".
-        told: called with (heads done, heads in all) while coarse levels are built.
+        progress: called with (heads done, total heads) while coarse levels are built.
     """
 
-    def __init__(self, runs: Sequence[Run], *, lang: str, told: Callable[[float, int], None]) -> None:
+    def __init__(self, runs: Sequence[Run], *, lang: str, progress: Callable[[float, int], None]) -> None:
         self.runs = runs
         self.lang = lang
-        self.builder = Builder(told)
+        self.builder = Builder(progress)
         self.workers = Workers(idle=self.builder.step)
-        self.slow = Workers(1)  # what takes seconds has a thread of its own: no tile waits for it
+        self.slow = Workers(1)  # a separate thread for computations of seconds, so that no tile waits for them
         self.cache = Cache()
         self.room = Room(IN_MEMORY)
         self.closing = asyncio.Event()
@@ -85,30 +85,30 @@ class Viewer:
 
     async def view(self, request: Request) -> Response:
         """List the records."""
-        return said({"version": version(), "lang": self.lang, "runs": [listed(run) for run in self.runs]})
+        return json_response({"version": version(), "lang": self.lang, "runs": [listed(run) for run in self.runs]})
 
     async def sample(self, request: Request) -> Response:
-        """Describe a sample; its coarse levels are built from now on."""
+        """Describe a sample and start building its coarse levels."""
         place = run, sample = self._sample(request)
         self._levels(*place)
 
         def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            # Kept even if the request was cancelled: loading the page again is then faster.
+            # Stored even if the request was cancelled: loading the page again is then faster.
             if place not in self._described:
                 self._described[place] = described(self.runs[run], sample, self.lang)
             return self._described[place]
 
         if place not in self._described:
             await self._computed(request, ("sample", *place), describe, by=self.slow)
-        return said(self._described[place])
+        return json_response(self._described[place])
 
     async def levels(self, request: Request) -> Response:
-        """Say how far a sample's coarse levels are."""
+        """Return the progress of a sample's coarse levels."""
         place = self._sample(request)
-        return said(state(self._levels(*place), self.builder.failure(place)))
+        return json_response(state(self._levels(*place), self.builder.failure(place)))
 
     async def maps(self, request: Request) -> Response:
-        """Give small maps of all heads of a layer."""
+        """Return small maps of all heads of a layer."""
         place = run, sample, layer, one = self._layer(request)
 
         def compute(cancelled: Callable[[], bool]) -> Array:
@@ -116,7 +116,7 @@ class Viewer:
             if pooled is not None and max(pooled.shape[1:]) <= SIDE:
                 values: Array = pooled.float().numpy()
                 return values
-            _refuse_without_map(one)
+            _require_map(one)
             level = count(one.num_queries, one.num_keys) - 1
             if level < BASE:
                 return small(one, level, cancelled=cancelled)
@@ -126,17 +126,17 @@ class Viewer:
             levels = pyramid.layer(layer)
             return np.stack([levels.means(head, level) for head in range(one.num_heads)])
 
-        return floats(await self._kept(request, ("maps", *place[:3]), compute))
+        return floats(await self._cached(request, ("maps", *place[:3]), compute))
 
     async def tile(self, request: Request) -> Response:
-        """Give a tile of a head's map."""
+        """Return a tile of a head's map."""
         run, sample, layer, head, one = self._head(request)
-        _refuse_without_map(one)
-        asked = request.query_params
-        level = number("level", asked.get("level"), below=count(one.num_queries, one.num_keys))
-        row = number("row of tiles", asked.get("row"), below=tiles_of(one.num_queries, level))
-        column = number("column of tiles", asked.get("column"), below=tiles_of(one.num_keys, level))
-        sink = flag("sink", asked.get("sink"), default=True)
+        _require_map(one)
+        params = request.query_params
+        level = number("level", params.get("level"), below=count(one.num_queries, one.num_keys))
+        row = number("row of tiles", params.get("row"), below=tiles_of(one.num_queries, level))
+        column = number("column of tiles", params.get("column"), below=tiles_of(one.num_keys, level))
+        sink = flag("sink", params.get("sink"), default=True)
         if count(one.num_queries, one.num_keys) > BASE:
             self._built(run, sample).want((layer, head))
         if level >= BASE:
@@ -145,7 +145,7 @@ class Viewer:
                 raise self._later(run, sample)
             return floats(pyramid.layer(layer).tile(head, level, row, column, sink=sink))
         return floats(
-            await self._kept(
+            await self._cached(
                 request,
                 ("tile", run, sample, layer, head, level, row, column, sink),
                 lambda cancelled: fine(one, head, level, row=row, column=column, sink=sink, cancelled=cancelled),
@@ -153,14 +153,14 @@ class Viewer:
         )
 
     async def row(self, request: Request) -> Response:
-        """Give one query's weights."""
+        """Return one query's weights."""
         *place, one = self._head(request)
-        _refuse_without_map(one)
+        _require_map(one)
         query = number("query", request.query_params.get("query"), below=one.num_queries)
         return floats(await self._computed(request, ("row", *place, query), lambda _: row_of(one, place[-1], query)))
 
     async def table(self, request: Request) -> Response:
-        """Give every head's numbers as a file."""
+        """Return every head's numbers as a file."""
         run, sample = self._sample(request)
         form, write = _form(request, downloads.TABLES)
         rows = await self._computed(
@@ -169,37 +169,37 @@ class Viewer:
         return download(write(rows), f"heads-{sample}", form)
 
     async def weights(self, request: Request) -> Response:
-        """Give a part of a head's map as a file."""
+        """Return a part of a head's map as a file."""
         run, sample, layer, head, one = self._head(request)
         form, write = _form(request, downloads.WEIGHTS)
-        _refuse_without_map(one)
+        _require_map(one)
         queries = span("queries", request.query_params.get("queries"), one.num_queries)
         keys = span("keys", request.query_params.get("keys"), one.num_keys)
-        downloads.refuse_unless_moderate(queries, keys)
+        downloads.check_size(queries, keys)
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )
         return download(text, f"weights-{sample}-L{self._number(run, layer)}H{head}", form)
 
     async def nearest(self, request: Request) -> Response:
-        """Give the heads that attend most like one."""
+        """Return the heads whose weights are most similar to those of one head."""
         run, sample, layer, head, one = self._head(request)
-        _refuse_without_map(one)
-        top = number("count of heads", request.query_params.get("top"), least=1, below=101, default=5)
+        _require_map(one)
+        top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=5)
         found = await self._computed(
             request,
             ("nearest", run, sample, layer, head, top),
             lambda _: near(self.runs[run], sample, self._number(run, layer), head, top),
             by=self.slow,
         )
-        return said(found)
+        return json_response(found)
 
     def _sample(self, request: Request) -> tuple[int, int]:
         run = number("run", request.path_params["run"], below=len(self.runs))
         return run, number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
 
     def _layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
-        """Find the layer of a number: its run, the sample, the layer's place in the record, and what it read."""
+        """Find the layer of a number: indices of its run, sample and layer in the record, and the sample's record."""
         run, sample = self._sample(request)
         layers = self.runs[run].record.layers
         places = {layer.number: place for place, layer in enumerate(layers)}
@@ -216,7 +216,7 @@ class Viewer:
         return run, sample, layer, number("head", request.path_params["head"], below=one.num_heads), one
 
     def _levels(self, run: int, sample: int) -> Pyramid | None:
-        """Return a sample's levels, to be built from now on; None where q and k were not kept."""
+        """Return a sample's levels and start building them; None if q and k were not kept."""
         shown = self.runs[run]
         if not shown.keeps(sample):
             return None
@@ -232,21 +232,23 @@ class Viewer:
     def _later(self, run: int, sample: int) -> MultiheadError:
         failure = self.builder.failure((run, sample))
         if failure is not None:
-            return AbsentError(f"The coarse levels could not be built: {failure}", "Zoom in: finer ones need none.")
-        told = state(self._levels(run, sample))
-        share = int(100 * told["done"] / max(1, told["total"]))
-        return LaterError(f"The coarse levels are being built, {share} % are done.", "Ask again in a second.")
+            return AbsentError(
+                f"The coarse levels could not be built: {failure}", "Zoom in: finer levels do not need them."
+            )
+        progress = state(self._levels(run, sample))
+        share = int(100 * progress["done"] / max(1, progress["total"]))
+        return LaterError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
 
-    async def _kept(self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]) -> Array:
-        """Have a worker compute numbers, unless they are kept of an earlier time."""
+    async def _cached(self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]) -> Array:
+        """Return numbers from the cache, or compute them in a worker and cache them."""
 
-        def compute_and_keep(cancelled: Callable[[], bool]) -> Array:
+        def compute_and_cache(cancelled: Callable[[], bool]) -> Array:
             made = compute(cancelled)
             self.cache.put(key, made)
             return made
 
-        kept = self.cache.get(key)
-        return kept if kept is not None else cast("Array", await self._computed(request, key, compute_and_keep))
+        cached = self.cache.get(key)
+        return cached if cached is not None else cast("Array", await self._computed(request, key, compute_and_cache))
 
     async def _computed(
         self,
@@ -256,9 +258,9 @@ class Viewer:
         *,
         by: Workers | None = None,
     ) -> Any:
-        """Have a worker compute something; once the client went away it is given up."""
+        """Compute something in a worker; cancelled when the client disconnects."""
         workers = by or self.workers
-        job = workers.ask(key, compute)
+        job = workers.submit(key, compute)
         done: asyncio.Future[Any] = asyncio.wrap_future(job.result)
         ends: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(until_gone(request)),
@@ -267,25 +269,25 @@ class Viewer:
         try:
             await asyncio.wait({done, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                raise HTTPException(GONE, "gone")  # a status without a phrase of its own
+                raise HTTPException(GONE, "gone")  # 499 has no standard reason phrase
             return done.result()
         finally:
             for each in ends:
                 each.cancel()
             workers.leave(job)
-            # What nobody waits for may fail without a word.
+            # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
 
 
-def _refuse_without_map(sample: SampleRecord) -> None:
+def _require_map(sample: SampleRecord) -> None:
     if not sample.keeps_weights:
         raise AbsentError(
-            "q and k were not kept, so there is no map.", 'Save the record with keep="all" to see its maps.'
+            "The record has no q and k, so there is no map.", 'Save the record with keep="all" to see its maps.'
         )
 
 
 def _form(request: Request, forms: Mapping[str, Written]) -> tuple[str, Written]:
     form = request.path_params["form"]
     if form not in forms:
-        raise AbsentError(f"There is no export of the form {form[:40]!r}.", f"Ask for {' or '.join(forms)}.")
+        raise AbsentError(f"There is no export in the format {form[:40]!r}.", f"Request {' or '.join(forms)}.")
     return form, forms[form]

@@ -1,4 +1,4 @@
-"""The page that `multihead view` opens: every head of some records, from this machine to this machine."""
+"""The local web server of `multihead view`: every head of some records, served to this machine only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 
 from multihead.errors import InputError, MultiheadError
 from multihead.probes.blocks import CancelledError
-from multihead.viewer.responses import failed, gone, in_words, no_such_address
+from multihead.viewer.responses import error_response, failed, gone, no_such_address
 from multihead.viewer.routes import Viewer
 from multihead.viewer.security import Guard, hosts_of
 
@@ -35,18 +35,18 @@ def application(
     token: str,
     hosts: Collection[str],
     lang: str = "en",
-    told: Callable[[float, int], None] = lambda done, total: None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
 ) -> Starlette:
-    """Make the server of a viewer's page.
+    """Build the web application of the viewer.
 
     Args:
-        runs: the records that it shows.
-        token: the first part of every address.
-        hosts: what a request's Host header may say.
+        runs: the records to show.
+        token: the first part of every path.
+        hosts: the allowed values of a request's Host header.
         lang: the page's language, "en" or "zh".
-        told: called with (heads done, heads in all) while coarse levels are built.
+        progress: called with (heads done, total heads) while coarse levels are built.
     """
-    viewer = Viewer(runs, lang=lang, told=told)
+    viewer = Viewer(runs, lang=lang, progress=progress)
 
     @asynccontextmanager
     async def working(app: Starlette) -> AsyncIterator[None]:
@@ -60,7 +60,7 @@ def application(
         routes=[Route(f"/{token}", to_the_page), Mount(f"/{token}", routes=viewer.routes())],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
         exception_handlers={
-            MultiheadError: in_words,
+            MultiheadError: error_response,
             CancelledError: gone,
             HTTPException: no_such_address,
             Exception: failed,
@@ -78,22 +78,23 @@ def serve(
     port: int = 0,
     lang: str = "en",
     ready: Callable[[str], None] = lambda address: None,
-    told: Callable[[float, int], None] = lambda done, total: None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
 ) -> None:
-    """Serve a viewer's page to this machine until Ctrl-C.
+    """Serve the viewer to this machine until Ctrl-C.
 
     Args:
-        runs: the records that it shows.
-        token: the first part of every address.
-        port: where it listens; 0 takes one that is free.
+        runs: the records to show.
+        token: the first part of every path.
+        port: the port to listen on; 0 chooses a free one.
         lang: the page's language, "en" or "zh".
-        ready: called with the page's address once requests are taken.
-        told: called with (heads done, heads in all) while coarse levels are built.
+        ready: called with the page's address once the server listens.
+        progress: called with (heads done, total heads) while coarse levels are built.
 
     Raises:
-        InputError: the port is in use or may not be opened.
+        InputError: the port is in use or cannot be opened.
     """
-    # Named TCP, its connections send small answers at once; else each waits 40 ms for the browser's word.
+    # asyncio sets TCP_NODELAY only if the socket's protocol is IPPROTO_TCP; otherwise each small response is delayed
+    # by 40 ms, until the browser's acknowledgement.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as taken:
         try:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,25 +106,25 @@ def serve(
                 f"Port {port} {reason}.", "Give another --port, or leave it out to use a free one."
             ) from None
         port = taken.getsockname()[1]
-        app = application(runs, token=token, hosts=hosts_of(port), lang=lang, told=told)
+        app = application(runs, token=token, hosts=hosts_of(port), lang=lang, progress=progress)
         options: dict[str, Any] = {"server_header": False, "date_header": False, "proxy_headers": False, "ws": "none"}
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
         ready(f"http://127.0.0.1:{port}/{token}/")
         try:
             _Server(config, app.state.viewer).run(sockets=[taken])
         except KeyboardInterrupt:
-            return  # it has shut down already
+            return  # the server has shut down already
 
 
 class _Server(uvicorn.Server):
-    """A server that ends at once: before it waits for its answers it gives up what they wait for."""
+    """A server that stops at once: it cancels running computations before it waits for open requests."""
 
     def __init__(self, config: uvicorn.Config, viewer: Viewer) -> None:
         super().__init__(config)
         self.viewer = viewer
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give up what is under way, then end."""
+        """Cancel the running computations, then shut down."""
         self.viewer.closing.set()
         await asyncio.sleep(0)
         await super().shutdown(sockets)

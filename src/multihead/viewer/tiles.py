@@ -1,4 +1,4 @@
-"""Tiles of a map as they are asked for: computed newest first, shared, given up when nobody waits, kept in a cache."""
+"""Compute tiles of a map on request: newest first, shared between requests, cancellable, cached."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 CACHE_BYTES = 128 << 20
-"""Bytes of tiles that are kept: some 500 whole ones."""
+"""Size of the tile cache in bytes: about 500 full tiles."""
 
-_PATIENCE = 2.0  # seconds
+_CLOSE_TIMEOUT = 2.0  # seconds
 
 
 def fine(
@@ -38,12 +38,12 @@ def fine(
 
     Args:
         sample: one text in one layer, which kept q and k.
-        head: which head.
-        level: a cell is the mean over 2^level x 2^level weights that may be seen.
-        row: which tile, down.
-        column: which tile, across.
-        sink: whether the first key counts.
-        cancelled: asked between strips; once it says True the work ends with a CancelledError.
+        head: index of the head.
+        level: a cell is the mean over the visible weights of a 2^level x 2^level block.
+        row: index of the tile, down.
+        column: index of the tile, across.
+        sink: whether to include the first key.
+        cancelled: called between strips; when it returns True, CancelledError is raised.
     """
     block, width = 1 << level, TILE << level
     found = sample.blocks(
@@ -66,7 +66,7 @@ def small(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | N
 
 
 def row_of(sample: SampleRecord, head: int, query: int) -> Array:
-    """Compute one query's weights: (keys,) float32, NaN = hidden."""
+    """Compute one query's weights: (keys,) float32, NaN = masked."""
     one = slice(query, query + 1)
     weights = sample.weights(head, queries=one)[0]
     shown = sample.visible(queries=one)
@@ -76,7 +76,7 @@ def row_of(sample: SampleRecord, head: int, query: int) -> Array:
 
 
 def tiles_of(length: int, level: int) -> int:
-    """Say how many tiles a side of some length has at a level.
+    """Count the tiles of a level along a side of the given length.
 
     >>> tiles_of(100, 0), tiles_of(8192, 0), tiles_of(8192, 5)
     (1, 32, 1)
@@ -85,42 +85,42 @@ def tiles_of(length: int, level: int) -> int:
 
 
 class Cache:
-    """Arrays by key; once they are more than some bytes, those asked for longest ago go."""
+    """A least recently used cache of arrays, limited in bytes."""
 
-    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self.max_bytes = max_bytes
         self.num_bytes = 0
         self._kept: OrderedDict[Hashable, Array] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Array | None:
-        """Return what is kept under a key, if anything."""
+        """Return the array of a key, or None."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def put(self, key: Hashable, value: Array) -> None:
-        """Keep an array, unless it is larger than all the room."""
-        if value.nbytes > self.most_bytes:
+        """Store an array, unless it is larger than the whole cache."""
+        if value.nbytes > self.max_bytes:
             return
         with self._lock:
             before = self._kept.pop(key, None)
             self.num_bytes += value.nbytes - (0 if before is None else before.nbytes)
             self._kept[key] = value
-            while self.num_bytes > self.most_bytes:
+            while self.num_bytes > self.max_bytes:
                 self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
 @dataclass(eq=False)
 class Job:
-    """Something that is computed for those who wait for it.
+    """A computation shared by all requests that wait for it.
 
-    Fields:
-        key: what is computed; who asks for the same waits for the same job.
-        compute: does it; it is given what tells whether anybody still waits.
-        result: filled once it is done.
-        waiting: how many wait.
+    Attributes:
+        key: identifies the computation; requests with the same key share one job.
+        compute: the function; its argument is a function that returns whether the job was cancelled.
+        result: completed when the computation ends.
+        waiting: number of requests that wait.
     """
 
     key: Hashable
@@ -129,19 +129,19 @@ class Job:
     waiting: int = 0
 
     def cancelled(self) -> bool:
-        """Whether nobody waits any more."""
+        """Return whether no request waits any more."""
         return self.waiting == 0
 
 
 class Workers:
-    """Threads that compute what was asked for last first, and in between a step of what has time.
+    """Threads that run the newest job first, and a step of background work when there is no job.
 
-    A computation keeps every core busy that PyTorch was given, so there are as many workers as such shares of
-    the machine: with PyTorch's own setting one.
+    A computation uses all the threads that PyTorch is set to, so there are (cores / PyTorch's threads) workers: with
+    PyTorch's default setting, one.
 
     Args:
-        number: how many threads; None: as many as computations fit the cores.
-        idle: does a step of what has time, and says whether there is more of it.
+        number: number of threads; None computes it as above.
+        idle: does one step of background work; returns whether more is left.
     """
 
     def __init__(self, number: int | None = None, *, idle: Callable[[], bool] = lambda: False) -> None:
@@ -160,13 +160,13 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> Job:
-        """Have something computed before all that was asked for earlier; a job of the same key is joined."""
+    def submit(self, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> Job:
+        """Queue a computation before all earlier ones, or join the job that has the same key."""
         with self._changed:
             job = self._jobs.get(key)
             if job is None:
                 job = Job(key, compute)
-                # From now on nobody who waits can cancel it for the others; `leave` counts them.
+                # A running future cannot be cancelled, so one request cannot cancel it for the others.
                 job.result.set_running_or_notify_cancel()
                 self._jobs[key] = job
                 self._stack.append(job)
@@ -178,7 +178,7 @@ class Workers:
         return job
 
     def leave(self, job: Job) -> None:
-        """Wait no longer; a job that nobody waits for is given up."""
+        """Stop waiting for a job; a job without waiting requests is cancelled."""
         with self._changed:
             job.waiting -= 1
             if job.waiting == 0:
@@ -188,13 +188,13 @@ class Workers:
                     self._stack.remove(job)
 
     def wake(self) -> None:
-        """Say that there is something to do for who has time."""
+        """Announce that there is background work."""
         with self._changed:
             self._more = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Give up what is under way, and wait some seconds for the threads to end."""
+        """Cancel all jobs, and wait some seconds for the threads to end."""
         with self._changed:
             self._closed = True
             for job in self._jobs.values():
@@ -204,7 +204,7 @@ class Workers:
             self._stack.clear()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(_PATIENCE)  # what cannot be given up ends with the process
+            thread.join(_CLOSE_TIMEOUT)  # a job that cannot be cancelled ends with the process
 
     def _work(self) -> None:
         while True:
@@ -217,7 +217,7 @@ class Workers:
                     self._more = False
             if job is not None:
                 self._do(job)
-            elif self._idling.acquire(blocking=False):  # one step at a time, whoever does it
+            elif self._idling.acquire(blocking=False):  # one background step at a time over all threads
                 try:
                     more = self._idle()
                 finally:
@@ -228,7 +228,7 @@ class Workers:
     def _do(self, job: Job) -> None:
         try:
             job.result.set_result(job.compute(job.cancelled))
-        except BaseException as error:  # noqa: BLE001 - whoever waits is told, whatever it was
+        except BaseException as error:  # noqa: BLE001 - passed on to the waiting requests
             job.result.set_exception(error)
         finally:
             with self._changed:

@@ -10,12 +10,12 @@ from typing import Any
 from multihead.errors import ShapeError
 
 SPECIAL, UNKNOWN, PART = 1, 2, 4
-"""Flags of a token: a special token, a token that is not in the vocabulary, a piece of a character."""
+"""Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""
 
 _VISIBLE = {" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥", "\u00a0": "␣", "\u3000": "␣"}
 
-# Control characters, marks that turn the direction of the text after them, and characters without a shape. Neither a
-# token nor the text between two tokens may act on the page, so each is replaced by its name.
+# Control characters, marks that change the direction of the text, and invisible characters. Neither a token nor the
+# text between two tokens may act on the page, so each is replaced by its code point.
 _ACTING = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
 )
@@ -36,6 +36,13 @@ def reading(
     With `text` and `offsets` the text keeps its own spelling. Otherwise the tokens may be pieces of text with their
     spaces, words, or entries of a vocabulary such as "Ġthe", "▁the" and "##ing".
 
+    Args:
+        tokens: the tokens of the text.
+        special: whether each token is a special token.
+        unknown: whether each token is missing from the vocabulary.
+        text: the text itself.
+        offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
+
     Returns:
         gaps (the text before each token), shown, labels and flags, one per token, and the tail of the text after the
         last token. Slices are made here because a page counts offsets in UTF-16 units.
@@ -52,7 +59,7 @@ def reading(
     for name, values in (("special", special), ("unknown", unknown), ("offsets", offsets)):
         if values is not None and len(values) != len(tokens):
             raise ShapeError(
-                f"{name} has {len(values)} entries, and there are {len(tokens)} tokens.",
+                f"{name} has {len(values)} entries for {len(tokens)} tokens.",
                 f"Give {name} one entry per token.",
             )
     flags = [
@@ -74,7 +81,7 @@ def reading(
 
 
 def _from_tokens(tokens: Sequence[str], flags: list[int]) -> tuple[list[str], list[str], str]:
-    """Split each token into the gap before it and its text, by the convention that the tokens follow."""
+    """Split each token into the gap before it and its text, by the convention of its tokenizer."""
     byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
     sentencepiece = any(token.startswith("▁") for token in tokens)
     word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)
@@ -106,7 +113,7 @@ def _from_tokens(tokens: Sequence[str], flags: list[int]) -> tuple[list[str], li
 
 
 def _decoded(token: str) -> str:
-    """Return the text of a byte-level token, which writes each byte as a printable character."""
+    """Decode a byte-level token, in which each byte is a printable character."""
     codes = [_bytes().get(letter) for letter in token]
     known = [code for code in codes if code is not None]
     return bytes(known).decode("utf-8", "replace") if len(known) == len(codes) else token
@@ -123,11 +130,12 @@ def _bytes() -> dict[str, int]:
 def _from_text(
     tokens: Sequence[str], flags: list[int], text: str, offsets: Sequence[tuple[int, int]]
 ) -> tuple[list[str], list[str], str]:
+    """Slice the text at the offsets: the gap before each token, its text, and the tail."""
     gaps, shown = [], []
     at = 0
     after_mark = False
     for i, (start, stop) in enumerate(offsets):
-        if stop <= start:  # a mark that stands for no text, such as [CLS]
+        if stop <= start:  # a special token without text, such as [CLS]
             gaps.append(" ")
             shown.append(tokens[i])
             after_mark = True
@@ -145,11 +153,11 @@ def _from_text(
 
 
 def _harmless(text: str) -> str:
-    """Replace each character that would act on the page by its name."""
+    """Replace each character that would act on the page by its code point."""
     return _ACTING.sub(lambda found: f"U+{ord(found[0]):04X}", text)
 
 
 def _label(token: str) -> str:
-    """Return a token for a ruler: without the spaces around it, or those spaces made visible."""
+    """Return a token's label on a ruler: without surrounding spaces, or those spaces made visible."""
     bare = token.strip()
     return bare or "".join(_VISIBLE.get(letter, letter) for letter in token) or "∅"

@@ -1,6 +1,6 @@
-// The large map of a head's page: cells, token rulers, margin strips, crosshair. It draws; head.js decides.
+// Draw the large map of a head's page: cells, token rulers, margin strips, crosshair. head.js decides what to draw.
 import { css, hatching, sized } from '../shared/colour.js';
-import { say } from '../shared/dom.js';
+import { translate } from '../shared/dom.js';
 import { clip, niceStep, upright } from '../shared/labels.js';
 import { percent } from '../shared/numbers.js';
 import { D, tokensOf } from './record.js';
@@ -9,9 +9,9 @@ import { D, tokensOf } from './record.js';
 export function geometry(head, width) {
   const wide = innerWidth > 640, { rows, cols } = head.map;
   const left = wide ? 92 : 30, top = wide ? 82 : 22, strip = wide ? 56 : 24, room = Math.max(120, width - left - strip);
-  const most = Math.max(12, Math.min(44, 480 / Math.max(rows, cols)));
-  const x = Math.min(most, room / cols);
-  // Few queries over many keys (or the other way round) may not become a thread.
+  const max = Math.max(12, Math.min(44, 480 / Math.max(rows, cols)));
+  const x = Math.min(max, room / cols);
+  // A map of few queries and many keys (or the reverse) is stretched, or it would be too thin to read.
   const y = rows * x > 1100 ? Math.max(1100 / rows, .2) : rows * x < 90 && cols > 2 * rows ? Math.min(24, 90 / rows) : x;
   return { left, top, strip, x, y, wide, width: left + x * cols + strip, height: top + y * rows + strip, mapWidth: x * cols, mapHeight: y * rows };
 }
@@ -50,15 +50,15 @@ function rulers(pen, head, g, at) {
 
 function strips(pen, head, g, at) {
   const bar = (on, ...box) => { pen.fillStyle = css(on ? 'ink' : 'bar'); pen.fillRect(...box); };
-  const most = g.wide ? 36 : 14, draw = (values, top, length, mark, put) => {
+  const max = g.wide ? 36 : 14, draw = (values, top, length, mark, put) => {
     const size = length / values.length, gap = size > 3 ? 1 : 0;
-    for (let i = 0; i < values.length; i++) put(Math.floor(mark * values.length) === i, i * size + gap / 2, Math.max(.5, size - gap), values[i] > 0 ? Math.max(.5, values[i] / top * most) : 0);
+    for (let i = 0; i < values.length; i++) put(Math.floor(mark * values.length) === i, i * size + gap / 2, Math.max(.5, size - gap), values[i] > 0 ? Math.max(.5, values[i] / top * max) : 0);
   };
   const faint = (words, align, x, y) => { pen.fillStyle = css('faint'); pen.font = `11px ${css('sans')}`; pen.textAlign = align; pen.fillText(words, x, y); };
   if (head.received) {
     const top = Math.max(...head.received, 1e-9);
     draw(head.received, top, g.mapWidth, (at.c + .5) / head.map.cols, (on, x, size, long) => bar(on, g.left + x, g.top + g.mapHeight + 5, size, long));
-    if (g.wide) { faint(D.labels.received, 'right', g.left - 6, g.top + g.mapHeight + 11); faint(say('max', { share: percent(top) }), 'right', g.left - 6, g.top + g.mapHeight + 26); }
+    if (g.wide) { faint(D.labels.received, 'right', g.left - 6, g.top + g.mapHeight + 11); faint(translate('max', { share: percent(top) }), 'right', g.left - 6, g.top + g.mapHeight + 26); }
   }
   if (head.entropy) {
     const top = head.layer.strips.find(strip => strip.id === 'entropy').top || 1;

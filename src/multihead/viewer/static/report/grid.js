@@ -1,6 +1,6 @@
 // The first page: findings, kinds, the grid of all heads with its inspector, the table, the definitions.
 import { bitmap } from '../shared/colour.js';
-import { $, el, say } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { fits } from '../shared/filter.js';
 import { glyph, KINDS, kindChips, kindName, kindTag } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
@@ -9,7 +9,7 @@ import { table } from '../shared/table.js';
 import { thumbs } from './maps.js';
 import { addressOf, D, ENTROPY, HEADS, indexOf, kindOf, layerOf, longName, numbered, shortName, STATISTICS, WIDEST } from './record.js';
 
-// What is chosen: one kind or all, the order of the table, the colour scale; and the head that the inspector shows.
+// The current choice: one kind or all, the order of the table, the colour scale, and the head in the inspector.
 export const state = { kind: '', order: '', scale: 'root', lit: 0 };
 const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, { l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name });
 
@@ -26,7 +26,7 @@ function frame(i) {
   return box;
 }
 
-// A cell wider than a pixel has hard edges; a finer map is averaged by the browser.
+// Cells wider than a pixel are drawn with hard edges; the browser averages a finer map.
 function sharpen(scope) {
   for (const canvas of scope.querySelectorAll('canvas.map')) {
     canvas.style.imageRendering = canvas.clientWidth * (devicePixelRatio || 1) >= canvas.width * 1.25 ? 'pixelated' : 'auto';
@@ -37,7 +37,7 @@ export function findings() {
   $('findsec').hidden = !D.findings.length;
   $('finds').replaceChildren(...D.findings.map(finding => {
     const i = numbered(finding.layer, finding.head);
-    const words = el('p', {}, el('b', { textContent: longName(i) }), say('join.sentences') + finding.sentence, el('small', { textContent: finding.count }));
+    const words = el('p', {}, el('b', { textContent: longName(i) }), translate('join.sentences') + finding.sentence, el('small', { textContent: finding.count }));
     return el('li', {}, el('a', { href: addressOf(i) }, frame(i), words));
   }));
   sharpen($('finds'));
@@ -55,7 +55,7 @@ export function grid() {
   const box = $('grid'), held = box.contains(document.activeElement), short = innerWidth <= 640;
   document.documentElement.style.setProperty('--H', WIDEST);
   box.classList.toggle('many', WIDEST > 16);
-  // Many layers make a long page and few heads make large maps: a cell keeps to a size that the eye takes in.
+  // Limit the size of a cell: many layers make a long page, and few heads make large maps.
   box.style.setProperty('--cell', D.layers.length > 12 ? '56px' : '110px');
   box.closest('.work').classList.toggle('tight', D.layers.length > 12 ? WIDEST < 14 : WIDEST < 8);
   const step = WIDEST > 16 && short ? 4 : 1;
@@ -78,7 +78,7 @@ export function grid() {
 }
 
 export function headStatistics(i) {
-  return el('table', { className: 'mt' }, el('caption', { className: 'vh', textContent: say('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
+  return el('table', { className: 'mt' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
 }
 
 export function inspect(i) {
@@ -93,10 +93,10 @@ export function legend(width, note, choose) {
 }
 
 export function gridNote() {
-  const notes = thumbs.length ? [say('one scale')] : [];
-  if (thumbs.length || D.sight.hides) notes.push(D.sight.hides ? say(D.sight.later ? 'hidden later' : 'hidden') : say('nothing hidden'));
-  if (D.sight.blind) notes.push(D.sight.blind === 1 ? say('blind queries in 1 layer') : say('blind queries', { layers: D.sight.blind }));
-  return notes.join(say('join.sentences'));
+  const notes = thumbs.length ? [translate('one scale')] : [];
+  if (thumbs.length || D.sight.hides) notes.push(D.sight.hides ? translate(D.sight.later ? 'hidden later' : 'hidden') : translate('nothing hidden'));
+  if (D.sight.blind) notes.push(D.sight.blind === 1 ? translate('blind queries in 1 layer') : translate('blind queries', { layers: D.sight.blind }));
+  return notes.join(translate('join.sentences'));
 }
 
 export function headsTable() {

@@ -1,6 +1,6 @@
-// The page of one head: its map, the query and key that are pointed at or kept, and their weights in numbers and text.
+// The page of one head: its map, the query and key under the pointer or pinned, and their weights in numbers and text.
 import { bitmap, paint, tone } from '../shared/colour.js';
-import { $, el, say } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { kindName, kindTag } from '../shared/kinds.js';
 import { exact, percent } from '../shared/numbers.js';
 import { setText } from '../shared/tokens.js';
@@ -10,7 +10,7 @@ import { openHead, rowOf, thumbs } from './maps.js';
 import { addressOf, D, HEADS, kindOf, layerOf, longName, shortName, tokensOf, WIDEST } from './record.js';
 
 const WINDOW = 1500;  // tokens of a long text that are shown around the query
-let opened = -1, view = null, kept = 1, opening = 0;
+let opened = -1, view = null, pinned = 1, opening = 0;
 export const shownHead = () => opened;
 export function closeHead() {
   opened = -1;
@@ -18,7 +18,7 @@ export function closeHead() {
 }
 
 function navigator(i) {
-  const nav = el('nav', { className: 'nav', 'aria-label': say('all heads', { n: HEADS.length }) });
+  const nav = el('nav', { className: 'nav', 'aria-label': translate('all heads', { n: HEADS.length }) });
   const rows = D.layers.length;
   if (rows > 12) nav.style.setProperty('--navh', Math.max(3, Math.floor(150 / rows) - 2) + 'px');
   if (WIDEST > 16) nav.style.setProperty('--navw', Math.max(5, Math.floor(300 / WIDEST)) + 'px');
@@ -34,18 +34,18 @@ function navigator(i) {
 
 function headTitle(i) {
   const key = (...names) => names.map(name => el('kbd', { textContent: name }));
-  const steps = el('div', { className: 'steps' }, el('span', {}, ...key('←', '→'), ' ' + say('step.head')), el('span', {}, ...key('↑', '↓'), ' ' + say('step.layer')), el('span', {}, ...key('Esc'), ' ' + say('step.back')));
-  const title = el('div', {}, el('a', { className: 'back', href: '#', textContent: '← ' + say('all heads', { n: HEADS.length }) }), el('h1', { textContent: longName(i) }),
+  const steps = el('div', { className: 'steps' }, el('span', {}, ...key('←', '→'), ' ' + translate('step.head')), el('span', {}, ...key('↑', '↓'), ' ' + translate('step.layer')), el('span', {}, ...key('Esc'), ' ' + translate('step.back')));
+  const title = el('div', {}, el('a', { className: 'back', href: '#', textContent: '← ' + translate('all heads', { n: HEADS.length }) }), el('h1', { textContent: longName(i) }),
     el('p', { className: 'sub' }, kindTag(kindOf(i)), el('span', { className: 'path', textContent: layerOf(i).name })));
   return el('div', { className: 'hh' }, title, el('div', {}, steps, navigator(i)));
 }
 
-// Show a head; `mapState` says why there is no map, choose(scale) is called for another colour scale.
+// Show a head; `mapState` is the reason why there is no map, choose(scale) is called for another colour scale.
 export async function headPage(i, { mapState, choose }) {
   const turn = ++opening, { number, h } = HEADS[i];
   const left = el('div', { id: 'mapbox' }), pane = el('div', { className: 'pane' });
   $('head').replaceChildren(headTitle(i), el('div', { className: 'one' }, left, pane));
-  const whole = [el('h2', { textContent: say('whole head') }), headStatistics(i)];
+  const whole = [el('h2', { textContent: translate('whole head') }), headStatistics(i)];
   opened = i;
   view = null;
   if (!thumbs[i]) {
@@ -53,28 +53,28 @@ export async function headPage(i, { mapState, choose }) {
     pane.append(...whole);
     return;
   }
-  left.append(el('p', { className: 'note state', id: 'unpacking', textContent: say('decompressing') }));
+  left.append(el('p', { className: 'note state', id: 'unpacking', textContent: translate('decompressing') }));
   const head = await openHead(i);
   if (turn !== opening) return;  // another head was opened meanwhile
-  const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': say('map label', { layer: number, head: h }) });
-  const note = head.whole ? say('map note') : say('map note pooled', { rows: head.rowBlock, columns: head.colBlock });
+  const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': translate('map label', { layer: number, head: h }) });
+  const note = head.whole ? translate('map note') : translate('map note pooled', { rows: head.rowBlock, columns: head.colBlock });
   left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note, choose)));
   const crosses = head.layer.queryTokens.text !== head.layer.keyTokens.text, rows = head.whole || head.largest;
   pane.append(el('div', { className: 'read', id: 'read', role: 'status', 'aria-live': 'polite' }));
-  if (rows && tokensOf(head.layer.keyTokens).text) pane.append(el('h2', { textContent: say(crosses ? 'over the keys' : 'over the text') }), el('p', { className: 'reading', id: 'keytext', dir: 'auto', tabIndex: 0 }));
-  if (rows && crosses && tokensOf(head.layer.queryTokens).text) pane.append(el('h2', { textContent: say('the queries') }), el('p', { className: 'reading', id: 'querytext', dir: 'auto', tabIndex: 0 }));
-  if (rows) pane.append(el('h2', { textContent: say('largest weights') }), el('div', { className: 'bars', id: 'bars' }), el('p', { className: 'note', id: 'keptshare', hidden: true }));
+  if (rows && tokensOf(head.layer.keyTokens).text) pane.append(el('h2', { textContent: translate(crosses ? 'over the keys' : 'over the text') }), el('p', { className: 'reading', id: 'keytext', dir: 'auto', tabIndex: 0 }));
+  if (rows && crosses && tokensOf(head.layer.queryTokens).text) pane.append(el('h2', { textContent: translate('the queries') }), el('p', { className: 'reading', id: 'querytext', dir: 'auto', tabIndex: 0 }));
+  if (rows) pane.append(el('h2', { textContent: translate('largest weights') }), el('div', { className: 'bars', id: 'bars' }), el('p', { className: 'note', id: 'keptshare', hidden: true }));
   pane.append(...whole);
-  kept = Math.max(0, Math.min(kept, head.layer.queries - 1));
+  pinned = Math.max(0, Math.min(pinned, head.layer.queries - 1));
   view = { head, canvas, pixels: bitmap(head.map, 'ink', state.scale, 1), hover: null, crosses, texts: {} };
   listen(canvas);
   show();
 }
 
-// The query and key shown: those pointed at, or the kept query and its largest weight.
+// The query and key shown: those under the pointer, or the pinned query and its largest weight.
 function place() {
   const { head, hover } = view;
-  const q = hover ? hover.q : kept, row = rowOf(head, q);
+  const q = hover ? hover.q : pinned, row = rowOf(head, q);
   let c = hover?.c;
   if (c === undefined) {
     let best = -1;
@@ -106,22 +106,22 @@ function readOut({ q, row, r, c }) {
     const w = row[c], blind = row.every(v => v !== v);
     let entropy = 0;
     for (const v of row) if (v > 0) entropy -= v * Math.log(v);
-    sides = [[queries.label(q), ` ${say('query')} ${q}`], [keys.label(c), ` ${say('key')} ${c}`]];
-    number = blind ? say('no keys visible') : w !== w ? say('masked') : exact(w);
-    foot = blind ? '' : say('effective keys', { n: Math.exp(entropy).toFixed(1) });
+    sides = [[queries.label(q), ` ${translate('query')} ${q}`], [keys.label(c), ` ${translate('key')} ${c}`]];
+    number = blind ? translate('no keys visible') : w !== w ? translate('masked') : exact(w);
+    foot = blind ? '' : translate('effective keys', { n: Math.exp(entropy).toFixed(1) });
   } else {
     const w = head.map.values[r * head.map.cols + c], only = head.rowBlock * head.colBlock === 1;
-    sides = [[say('queries'), ' ' + span(r * head.rowBlock, head.rowBlock, head.layer.queries)], [say('keys'), ' ' + span(c * head.colBlock, head.colBlock, head.layer.keys)]];
-    number = w !== w ? say('masked') : exact(w);
-    foot = only || w !== w ? '' : say('mean of block', { rows: head.rowBlock, columns: head.colBlock });
+    sides = [[translate('queries'), ' ' + span(r * head.rowBlock, head.rowBlock, head.layer.queries)], [translate('keys'), ' ' + span(c * head.colBlock, head.colBlock, head.layer.keys)]];
+    number = w !== w ? translate('masked') : exact(w);
+    foot = only || w !== w ? '' : translate('mean of block', { rows: head.rowBlock, columns: head.colBlock });
   }
   const side = ([word, rest]) => [el('b', { textContent: word }), small(rest)];
-  const target = number === say('no keys visible') ? [] : [el('br'), '→ ', ...side(sides[1])];
+  const target = number === translate('no keys visible') ? [] : [el('br'), '→ ', ...side(sides[1])];
   $('read').replaceChildren(el('div', { className: 'q' }, ...side(sides[0]), ...target),
     el('div', { className: 'w' + (/\d/.test(number) && number.length < 9 ? '' : ' words') }, number, small(foot)));
 }
 
-// A text painted with a query's weights; of a long one only the part around the query.
+// Show a text coloured by a query's weights; of a long text only the part around the query.
 function textUnder(id, source, length, on, row) {
   const box = $(id), { text, from } = tokensOf(source), centre = from + Math.max(0, on);
   const held = view.texts[id];
@@ -129,9 +129,9 @@ function textUnder(id, source, length, on, row) {
     const start = length > 2 * WINDOW ? Math.max(from, centre - WINDOW) : from, stop = length > 2 * WINDOW ? Math.min(from + length, centre + WINDOW) : from + length;
     view.texts[id] = { from: start, to: stop, spans: setText(box, text, start, stop) };
     const pick = event => { const p = event.target.closest?.('.tk')?.dataset.p; return p === undefined ? null : +p - from - (id === 'keytext' && !view.crosses ? view.head.layer.queryStart : 0); };
-    const asks = id === 'querytext' || !view.crosses, fits = q => q !== null && q >= 0 && q < view.head.layer.queries;
-    box.onmouseover = event => { const q = pick(event); if (asks && fits(q)) { view.hover = { q }; view.still = id; show(); } };
-    box.onclick = event => { const q = pick(event); if (asks && fits(q)) { kept = q; view.hover = null; view.still = id; show(); } };
+    const selectable = id === 'querytext' || !view.crosses, fits = q => q !== null && q >= 0 && q < view.head.layer.queries;
+    box.onmouseover = event => { const q = pick(event); if (selectable && fits(q)) { view.hover = { q }; view.still = id; show(); } };
+    box.onclick = event => { const q = pick(event); if (selectable && fits(q)) { pinned = q; view.hover = null; view.still = id; show(); } };
     box.onmouseleave = () => { view.hover = null; show(); };
   }
   const alone = D.store.number === 1 ? ' 1' : '';
@@ -141,7 +141,7 @@ function textUnder(id, source, length, on, row) {
     if (!row) continue;
     span.classList.toggle('no', w !== w);
     paint(span, w !== w ? 0 : tone(state.scale, w, 1));
-    span.title = w !== w ? say('masked') : w < 0 ? say(`not stored${alone}`, { n: D.store.number }) : exact(w);
+    span.title = w !== w ? translate('masked') : w < 0 ? translate(`not stored${alone}`, { n: D.store.number }) : exact(w);
   }
   const mark = view.texts[id].spans.find(span => span.classList.contains('on'));
   if (mark && view.still !== id && box.scrollHeight > box.clientHeight) box.scrollTop = mark.offsetTop - box.clientHeight / 2;
@@ -158,18 +158,18 @@ function strongestKeys({ q, row }) {
   $('bars').replaceChildren(...best.flatMap(k => [
     el('span', {}, keys.text ? keys.label(k) + ' ' : '', el('small', { textContent: k })), el('span', {}, el('i', { v: row[k] })),
     el('span', { textContent: exact(row[k]) })]));
-  if (!best.length) $('bars').replaceChildren(el('span', { textContent: say('no keys visible') }));
+  if (!best.length) $('bars').replaceChildren(el('span', { textContent: translate('no keys visible') }));
   if (view.head.largest && best.length) {
     const held = row.filter(w => w >= 0);
     $('keptshare').hidden = false;
-    $('keptshare').textContent = `${keys.text && !view.crosses ? keys.label(q + view.head.layer.queryStart) + ', ' : ''}${say('query')} ${q}: ` + say(`stored share${D.store.number === 1 ? ' 1' : ''}`, { n: held.length, share: percent(Math.min(1, held.reduce((sum, w) => sum + w, 0))) });
+    $('keptshare').textContent = `${keys.text && !view.crosses ? keys.label(q + view.head.layer.queryStart) + ', ' : ''}${translate('query')} ${q}: ` + translate(`stored share${D.store.number === 1 ? ' 1' : ''}`, { n: held.length, share: percent(Math.min(1, held.reduce((sum, w) => sum + w, 0))) });
   }
 }
 
 function listen(canvas) {
   const { head } = view, rows = head.map.rows, cols = head.map.cols;
-  // A block holds many queries: the kept one if it is inside, else the middle one.
-  const queryIn = r => Math.floor(kept / head.rowBlock) === r ? kept : Math.min(head.layer.queries - 1, r * head.rowBlock + Math.floor(head.rowBlock / 2));
+  // A block holds many queries: the pinned one if it is inside, else the middle one.
+  const queryIn = r => Math.floor(pinned / head.rowBlock) === r ? pinned : Math.min(head.layer.queries - 1, r * head.rowBlock + Math.floor(head.rowBlock / 2));
   const cellAt = event => {
     const box = canvas.getBoundingClientRect(), g = view.g;
     const r = Math.floor((event.clientY - box.top - g.top) / g.y), c = Math.floor((event.clientX - box.left - g.left) / g.x);
@@ -178,13 +178,13 @@ function listen(canvas) {
   const look = hover => { view.hover = hover; view.still = ''; show(); };
   canvas.onpointermove = event => { if (view.g) look(cellAt(event)); };
   canvas.onpointerleave = event => { if (event.pointerType === 'mouse') look(null); };
-  canvas.onclick = event => { const cell = cellAt(event); if (cell) { kept = cell.q; look(cell); } };
+  canvas.onclick = event => { const cell = cellAt(event); if (cell) { pinned = cell.q; look(cell); } };
   canvas.onkeydown = event => {
     const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
     if (step) {
       const at = place(), r = Math.max(0, Math.min(rows - 1, at.r + step[0]));
       look({ q: r === at.r ? at.q : queryIn(r), c: Math.max(0, Math.min(cols - 1, at.c + step[1])) });
-    } else if (event.key === 'Enter' && view.hover) kept = view.hover.q;
+    } else if (event.key === 'Enter' && view.hover) pinned = view.hover.q;
     else if (event.key === 'Escape') { canvas.blur(); look(null); } else return;
     event.preventDefault();
     event.stopPropagation();

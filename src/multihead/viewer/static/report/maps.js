@@ -1,9 +1,9 @@
-// Decompress the maps that the page stores: base64 in script tags, raw deflate, planes of bytes.
+// Decode the maps stored in the page: base64 in script tags, raw deflate, planes of bytes.
 import { $ } from '../shared/dom.js';
 import { D, HEADS, indexOf } from './record.js';
 
-const cache = new Map();  // the heads opened last
-export const thumbs = [];  // a small map per head: { rows, cols, values }, NaN = masked; undefined where there is none
+const cache = new Map();  // the most recently opened heads
+export const thumbs = [];  // a small map per head: { rows, cols, values }, NaN = masked; undefined if there is none
 
 async function decompressed(id) {
   const text = atob($(id).textContent), raw = new Uint8Array(text.length);
@@ -30,7 +30,7 @@ async function everyWeight(i) {
 
 async function largestWeights(i) {
   const { l, h } = HEADS[i], layer = D.layers[l], each = Math.min(D.store.number, layer.keys), count = layer.queries * each;
-  const bytes = await decompressed(`k${l}.${h}`), wide = bytes.length / count - 2;  // bytes a key step takes
+  const bytes = await decompressed(`k${l}.${h}`), wide = bytes.length / count - 2;  // bytes per key step
   const keys = new Int32Array(count), values = weightsFrom(bytes, count, 16);
   for (let i = 0; i < count; i++) {
     let step = 0;
@@ -51,7 +51,7 @@ export async function loadThumbs() {
   }));
 }
 
-// Everything stored of one head: its map (every weight, or blocks), its largest weights, its margin strips.
+// Load everything stored of one head: its map (every weight, or blocks), its largest weights, its margin strips.
 export async function openHead(i) {
   if (cache.has(i)) return cache.get(i);
   const { l, h } = HEADS[i], layer = D.layers[l], head = { layer, map: thumbs[i], whole: false };

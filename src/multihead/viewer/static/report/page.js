@@ -1,6 +1,6 @@
-// The start, the keyboard, and which of the two pages is shown: all heads, or one.
+// Start the page, handle the keyboard, and show one of two views: all heads, or one head.
 import { dark, palette } from '../shared/colour.js';
-import { $, say } from '../shared/dom.js';
+import { $, translate } from '../shared/dom.js';
 import { showRows } from '../shared/table.js';
 import { chips, defined, findings, grid, gridNote, headsTable, inspect, legend, state } from './grid.js';
 import { closeHead, headPage, shownHead, show } from './head.js';
@@ -9,9 +9,9 @@ import { paintedText } from './text.js';
 import { addressOf, D, HEADS, indexOf, longName, numbered } from './record.js';
 
 let failure = '';
-const mapState = () => failure || (D.store.mode === 'none' ? say(D.store.reason) : '');
+const mapState = () => failure || (D.store.mode === 'none' ? translate(D.store.reason) : '');
 
-// Choose a colour scale; the page is drawn again, and the button keeps the focus.
+// Choose a colour scale and redraw the page; the button keeps the focus.
 function choose(name) {
   state.scale = name;
   draw();
@@ -32,8 +32,8 @@ function overview() {
 }
 
 function route() {
-  const asked = location.hash.match(/^#L(\d+)H(\d+)$/), i = asked ? numbered(+asked[1], +asked[2]) : -1, before = shownHead();
-  if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the first page
+  const place = location.hash.match(/^#L(\d+)H(\d+)$/), i = place ? numbered(+place[1], +place[2]) : -1, before = shownHead();
+  if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
   $('all').hidden = i >= 0;
   $('head').hidden = i < 0;
   document.title = (i >= 0 ? longName(i) + ' · ' : '') + D.title + ' · multihead';
@@ -56,7 +56,7 @@ function draw() {
   if (shownHead() >= 0) openHead(shownHead()); else overview();
 }
 
-// Arrows walk over the heads, in the grid and on a head's page; layers may differ in heads.
+// The arrow keys move between heads, in the grid and on a head's page; layers may have different numbers of heads.
 function neighbour(i, key) {
   const { l, h } = HEADS[i], near = layer => layer >= 0 && layer < D.layers.length ? indexOf(layer, Math.min(h, D.layers[layer].heads - 1)) : -1;
   return { ArrowLeft: indexOf(l, h - 1), ArrowRight: indexOf(l, h + 1), ArrowUp: near(l - 1), ArrowDown: near(l + 1) }[key];
@@ -87,7 +87,7 @@ addEventListener('afterprint', () => { showRows(false); headsTable(); });
 async function start() {
   palette();
   defined();
-  if (D.store.mode !== 'none' && typeof DecompressionStream === 'undefined') failure = say('old browser');
+  if (D.store.mode !== 'none' && typeof DecompressionStream === 'undefined') failure = translate('old browser');
   else await loadThumbs();
   state.lit = D.findings.length ? numbered(D.findings[0].layer, D.findings[0].head) : 0;
   overview();

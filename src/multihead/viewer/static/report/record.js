@@ -1,11 +1,11 @@
 // The record that the page shows: its heads, layers, texts and statistics.
-import { NBSP, say } from '../shared/dom.js';
+import { NBSP, translate } from '../shared/dom.js';
 import { statistic } from '../shared/statistics.js';
 
 export const D = JSON.parse(document.getElementById('data').textContent);
 
-// Every head of every layer in one list; layers may differ in heads. A layer is found by its index l in the list; it is
-// shown by its number in the model, which differs where only some layers were recorded.
+// Every head of every layer in one list; layers may have different numbers of heads. The code identifies a layer by its
+// index l in the list; the page shows its number in the model, which differs if only some layers were recorded.
 export const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h, number: layer.number })));
 const FIRST = D.layers.map((_, l) => HEADS.findIndex(head => head.l === l));
 export const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
@@ -14,16 +14,16 @@ export const numbered = (number, h) => HEADS.findIndex(head => head.number === n
 export const layerOf = i => D.layers[HEADS[i].l];
 export const kindOf = i => D.kinds[i];
 export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
-export const longName = i => say('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
+export const longName = i => translate('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
 export const addressOf = i => `#L${HEADS[i].number}H${HEADS[i].h}`;
 
-// Tokens of the queries and the keys of a layer: a run of one of the page's texts, or bare positions.
+// The tokens of a layer's queries or keys: a range of one of the page's texts, or positions if there is no text.
 export function tokensOf(source) {
   const text = D.texts[source.text];
   return { text, from: source.from, label: p => text ? text.labels[p + source.from] : String(p) };
 }
 
-// The largest values that the masks allow; other statistics end at the largest value of their column.
+// The largest values that the masks allow; the bars of other statistics end at the largest value of their column.
 const FULL = { entropy: i => D.top[i], effective_keys: i => layerOf(i).keys };
 export const STATISTICS = D.columns.map(column => statistic(column, D.metrics[column.id], Object.hasOwn(FULL, column.id) ? FULL[column.id] : undefined));
 export const ENTROPY = STATISTICS.find(one => one.id === 'entropy');

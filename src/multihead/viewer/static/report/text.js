@@ -1,6 +1,6 @@
-// The text of the first page, painted by the attention that each token receives.
+// The text of the page, coloured by the attention that each token receives.
 import { paint, tone } from '../shared/colour.js';
-import { $, say } from '../shared/dom.js';
+import { $, translate } from '../shared/dom.js';
 import { count, percent } from '../shared/numbers.js';
 import { PART, setText, UNKNOWN } from '../shared/tokens.js';
 import { state } from './grid.js';
@@ -14,17 +14,17 @@ export function paintedText() {
   const spans = setText($('text'), text, 0, to);
   if (received) spans.forEach((span, p) => {
     paint(span, tone(state.scale, received[p], 1));
-    span.title = text.flags[p] & PART ? say('part', { token: text.labels[p] }) : say('receives', { share: percent(received[p]) });
+    span.title = text.flags[p] & PART ? translate('part', { token: text.labels[p] }) : translate('receives', { share: percent(received[p]) });
   });
   if (to < text.shown.length) $('text').append(' …');
   $('unfold').hidden = !long;
-  $('unfold').textContent = unfolded ? say('less text') : say('whole text', { tokens: count(text.shown.length) });
+  $('unfold').textContent = unfolded ? translate('less text') : translate('whole text', { tokens: count(text.shown.length) });
   $('unfold').onclick = () => { unfolded = !unfolded; paintedText(); };
   const notes = [];
   if (received) {
-    const most = received.reduce((best, w, p) => w > received[best] ? p : best, 0);
-    notes.push(say('painted', { token: text.labels[most], share: percent(received[most]) }));
+    const top = received.reduce((best, w, p) => w > received[best] ? p : best, 0);
+    notes.push(translate('painted', { token: text.labels[top], share: percent(received[top]) }));
   }
-  if (text.flags.some(flag => flag & UNKNOWN)) notes.push(say('unknown'));
-  $('textnote').textContent = notes.join(say('join.sentences'));
+  if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
+  $('textnote').textContent = notes.join(translate('join.sentences'));
 }

@@ -1,4 +1,4 @@
-// Two ramps, three scales, and fast pictures of many cells.
+// Two colour ramps, three scales, and fast bitmaps of many cells.
 export const dark = matchMedia('screen and (prefers-color-scheme: dark)');  // paper is never dark
 const RAMPS = {
   ink: {
@@ -10,15 +10,15 @@ const RAMPS = {
     dark: '#FEC677 #C16E2D #613521 #101317 #274172 #338FC7 #91E0EE',
   },
 };
-const LEAST = 1e-5;  // the log scale runs from 0.001 % to 100 %, the same at every zoom
+const MIN_WEIGHT = 1e-5;  // the log scale runs from 0.001 % to 100 %, the same at every zoom
 export const SCALES = {
   linear: { at: (w, top) => top > 0 ? w / top : 0, ticks: top => [0, top / 4, top / 2, top * 3 / 4, top] },
   root: { at: w => Math.sqrt(w), ticks: () => [0, .01, .1, .25, .5, 1] },
-  log: { at: w => w <= LEAST ? 0 : 1 + Math.log10(w) / 5, ticks: () => [LEAST, 1e-4, 1e-3, .01, .1, 1] },
+  log: { at: w => w <= MIN_WEIGHT ? 0 : 1 + Math.log10(w) / 5, ticks: () => [MIN_WEIGHT, 1e-4, 1e-3, .01, .1, 1] },
 };
 const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
 let paper = 0;
-let turn = 0;  // counts the palettes, so that pictures made with an old one are made anew
+let turn = 0;  // counts the palettes, so that tables made for an old one are rebuilt
 
 export function palette() {
   turn++;
@@ -44,7 +44,7 @@ const pixel = (lut, t) => { const k = place(t), c = luts[lut]; return (255 << 24
 export const rgb = (lut, t) => { const k = place(t), c = luts[lut]; return `rgb(${c[k]},${c[k + 1]},${c[k + 2]})`; };
 export const tone = (scale, w, top) => w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0;
 
-// Black or white text, whichever keeps 4.5 : 1 on this tone: they change places at relative luminance .179.
+// Black or white text, whichever has a contrast of 4.5 : 1 on this tone: the border is at relative luminance .179.
 function inkOn(t) {
   const luminance = [.2126, .7152, .0722].reduce((sum, weight, c) => {
     const v = luts.ink[place(t) + c] / 255;
@@ -58,8 +58,8 @@ export function paint(span, t) {
   span.style.color = t > .02 ? inkOn(t) : '';
 }
 
-// A colour for each possible upper half of a float: sign, exponent and nine bits of the fraction. One step of it
-// is less than a tone, so a cell costs one look-up instead of a logarithm.
+// A colour for each possible upper half of a float: sign, exponent and nine bits of the fraction. One step is smaller
+// than a tone, so a cell costs one look-up instead of a logarithm.
 const SHIFT = 14, tables = new Map();
 function table(lut, scale, top) {
   const key = scale === 'linear' ? `${lut} linear ${top}` : `${lut} ${scale}`, kept = tables.get(key);
@@ -77,7 +77,7 @@ function table(lut, scale, top) {
   return colours;
 }
 
-// Cells as pixels, one each. A masked cell (NaN) is left clear, so that the hatching beneath shows.
+// Draw cells as pixels, one each. A masked cell (NaN) is transparent, so that the hatching below it shows.
 export function bitmap({ rows, cols, values }, lut, scale, top) {
   const canvas = document.createElement('canvas');
   canvas.width = Math.max(1, cols);
@@ -90,7 +90,7 @@ export function bitmap({ rows, cols, values }, lut, scale, top) {
   return canvas;
 }
 
-// Give a canvas a size in CSS pixels, sharp on any screen; returns its 2D context.
+// Set the size of a canvas in CSS pixels, sharp on any screen; returns its 2D context.
 export function sized(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(width * ratio));

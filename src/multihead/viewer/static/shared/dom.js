@@ -4,12 +4,12 @@ export const NBSP = '\u00a0';
 export const $ = id => document.getElementById(id);
 export const knows = key => Object.hasOwn(TEXTS, key);
 
-// A text of the page with its {placeholders} filled in.
-export function say(key, values = {}) {
+// Return a text of the page in its language, with its {placeholders} filled in.
+export function translate(key, values = {}) {
   return (knows(key) ? TEXTS[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) => Object.hasOwn(values, name) ? String(values[name]) : placeholder);
 }
 
-// An element with properties or attributes and children. k is a colour of the style sheet, v a share from 0 to 1.
+// Create an element with properties or attributes and children. k is a colour of the style sheet, v a share, 0 to 1.
 export function el(tag, props = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {

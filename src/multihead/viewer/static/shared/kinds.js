@@ -1,5 +1,5 @@
 // The kinds of heads: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units.
-import { el, knows, say } from './dom.js';
+import { el, knows, translate } from './dom.js';
 
 const GLYPHS = {
   previous: 'M0 4h4v4h4v4h-4v-4h-4z', next: 'M4 0h4v4h4v4h-4v-4h-4z', self: 'M0 0h4v4h4v4h4v4h-4v-4h-4v-4h-4z',
@@ -9,7 +9,7 @@ const GLYPHS = {
   mixed: 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z',
 };
 export const KINDS = Object.keys(GLYPHS);
-export const kindName = kind => knows('kind.' + kind) ? say('kind.' + kind) : kind;
+export const kindName = kind => knows('kind.' + kind) ? translate('kind.' + kind) : kind;
 
 export function glyph(kind) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), path = document.createElementNS(svg.namespaceURI, 'path');
@@ -23,9 +23,9 @@ export function glyph(kind) {
 
 export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));
 
-// Buttons that show one kind alone: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
+// Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
 export function kindChips(box, kinds, chosen, choose) {
-  box.setAttribute('aria-label', say('show kind'));
+  box.setAttribute('aria-label', translate('show kind'));
   const counts = KINDS.map(kind => [kind, kinds.filter(each => each === kind).length]).filter(([, number]) => number);
   box.replaceChildren(...counts.map(([kind, number]) => {
     const chip = el('button', { className: 'chip', k: kind, 'aria-pressed': String(chosen === kind), onclick: () => {

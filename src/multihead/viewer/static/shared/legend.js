@@ -1,6 +1,6 @@
-// What the colours mean, with numbers; and the choice of the scale.
+// The legend of the colours, with numbers, and the choice of the scale.
 import { rgb, SCALES, sized, tone } from './colour.js';
-import { el, NBSP, say } from './dom.js';
+import { el, NBSP, translate } from './dom.js';
 
 export function ramp(lut, width, height = 10) {
   const canvas = el('canvas', { 'aria-hidden': 'true' }), pen = sized(canvas, width, height);
@@ -8,7 +8,7 @@ export function ramp(lut, width, height = 10) {
   return canvas;
 }
 
-// A ramp with ticks at their true places; `top` is the end of the linear scale.
+// A ramp with ticks at their positions; `top` is the end of the linear scale.
 export function tickedRamp(width, scale, top) {
   const ticks = SCALES[scale].ticks(top), at = w => tone(scale, w, top);
   // A label needs 30 pixels; the first one of the log scale is longer.
@@ -23,7 +23,7 @@ export function tickedRamp(width, scale, top) {
 }
 
 export function scaleChoice(chosen, choose) {
-  return el('span', { className: 'seg', role: 'group', 'aria-label': say('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {
-    textContent: say('scale.' + name), 'aria-pressed': String(name === chosen), title: say('scale.hint.' + name), onclick: () => choose(name),
+  return el('span', { className: 'seg', role: 'group', 'aria-label': translate('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {
+    textContent: translate('scale.' + name), 'aria-pressed': String(name === chosen), title: translate('scale.hint.' + name), onclick: () => choose(name),
   })));
 }

@@ -1,4 +1,4 @@
-// How numbers are written.
+// Format numbers.
 import { NBSP } from './dom.js';
 
 export const known = value => value !== null && value !== undefined && Number.isFinite(value);

@@ -1,9 +1,9 @@
-// The statistics of every head: their labels, units and number formats, and what they and the kinds mean.
-import { el, knows, NBSP, say } from './dom.js';
+// The statistics of every head: their labels, units and number formats, and the definitions of statistics and kinds.
+import { el, knows, NBSP, translate } from './dom.js';
 import { glyph, KINDS, kindName } from './kinds.js';
 import { known, share } from './numbers.js';
 
-// A function that writes numbers: "share", ".2f" (decimals) or ".3g" (significant digits, no exponent).
+// Return a function that formats numbers: "share", ".2f" (decimals) or ".3g" (significant digits, no exponent).
 function writer(format) {
   const [, digits, form] = /^\.(\d)([fg])$/.exec(format) ?? [];
   if (form === 'f') return v => v.toFixed(+digits);
@@ -12,7 +12,7 @@ function writer(format) {
 
 // One statistic: values per head; full(i), if given, is the largest value possible for head i.
 export function statistic({ id, label, unit, format }, values, full) {
-  const show = writer(format), percentage = format === 'share', most = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => most);
+  const show = writer(format), percentage = format === 'share', max = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => max);
   return {
     id, label, values, unit, times: percentage ? 100 : 1, percentage,
     filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
@@ -20,17 +20,17 @@ export function statistic({ id, label, unit, format }, values, full) {
     text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',
   };
 }
-export const withUnit = one => one.unit ? say('label and unit', { label: one.label, unit: one.unit }) : one.label;
+export const withUnit = one => one.unit ? translate('label and unit', { label: one.label, unit: one.unit }) : one.label;
 
 // The rows of a head's small table: label, bar, number.
 export const numberRows = (statistics, i) => statistics.map(one => el('tr', {}, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
   el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) })));
 
-// What the statistics [name, label] and the kinds mean, as far as there is a text.
+// Fill a box with the definitions of the statistics [name, label] and of the kinds, where there is a text.
 export function definitions(box, statistics, kinds, thresholds, bound = false) {
   const entry = (title, words, kind) => el('div', kind ? { k: kind } : {}, el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)), el('dd', { textContent: words }));
   const percents = Object.fromEntries(Object.entries(thresholds).map(([name, value]) => [name, name === 'reach' ? value : share(value) + NBSP + '%']));
   box.replaceChildren(
-    ...statistics.filter(([name]) => knows('definition.' + name)).map(([name, label]) => entry(label, say('definition.' + name))),
-    ...KINDS.filter(kind => kinds.includes(kind)).map(kind => entry(kindName(kind), say(bound && kind === 'local' ? 'local bound' : 'kind definition.' + kind, percents), kind)));
+    ...statistics.filter(([name]) => knows('definition.' + name)).map(([name, label]) => entry(label, translate('definition.' + name))),
+    ...KINDS.filter(kind => kinds.includes(kind)).map(kind => entry(kindName(kind), translate(bound && kind === 'local' ? 'local bound' : 'kind definition.' + kind, percents), kind)));
 }

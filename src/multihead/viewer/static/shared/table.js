@@ -1,5 +1,5 @@
-// The table of all heads: sorted by its column buttons, filtered with the grid, twelve rows first.
-import { $, el, say } from './dom.js';
+// The table of all heads: sorted by its column buttons, filtered like the grid, twelve rows at first.
+import { $, el, translate } from './dom.js';
 import { KINDS, kindTag } from './kinds.js';
 import { count } from './numbers.js';
 import { withUnit } from './statistics.js';
@@ -9,7 +9,8 @@ let shown = FIRST;
 export function showRows(all) { shown = all ? Infinity : FIRST; }
 
 // kinds and statistics per head; link(i) and path(i): the link to a head and the module path of its layer; passes(i):
-// whether the filter keeps it; order: a column's id, "-entropy" for falling, '' for the default; reorder(order).
+// whether it passes the filter; order: a column's id, "-entropy" for descending, '' for the default; reorder(order): called
+// with a new order.
 export function table({ kinds, statistics, link, path, passes, order, reorder }) {
   const again = order => table({ kinds, statistics, link, path, passes, order, reorder });
   const sorting = order || (statistics.some(one => one.id === 'entropy') ? 'entropy' : 'head'), falling = sorting.startsWith('-'), by = sorting.replace(/^-/, '');
@@ -24,17 +25,17 @@ export function table({ kinds, statistics, link, path, passes, order, reorder })
     if (by === id) head.setAttribute('aria-sort', falling ? 'descending' : 'ascending');
     return head;
   };
-  $('cols').replaceChildren(heading('head', say('head column'), true), heading('kind', say('kind column'), true), ...statistics.map(one => heading(one.id, withUnit(one), false)));
+  $('cols').replaceChildren(heading('head', translate('head column'), true), heading('kind', translate('kind column'), true), ...statistics.map(one => heading(one.id, withUnit(one), false)));
 
   const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? KINDS.indexOf(kinds[i]) : i;
   const found = kinds.map((_, i) => i).filter(passes).sort((a, b) => (value(a) - value(b)) * (falling ? -1 : 1) || a - b);
   $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), el('td', { className: 't' }, kindTag(kinds[i])),
     ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i) }))))));
-  if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 2, textContent: say('no match') })));
+  if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 2, textContent: translate('no match') })));
 
   const all = kinds.length, n = found.length, left = n > shown;
-  $('count').textContent = n < all ? say('of heads', { n: count(n), all: count(all) }) : all === 1 ? say('1 head') : say('heads', { n: count(all) });
+  $('count').textContent = n < all ? translate('of heads', { n: count(n), all: count(all) }) : all === 1 ? translate('1 head') : translate('heads', { n: count(all) });
   $('more').hidden = n <= FIRST;
-  $('more').textContent = !left ? say('show fewer') : n <= shown + MORE ? say('show all', { n: count(n) }) : say('show more', { n: MORE });
+  $('more').textContent = !left ? translate('show fewer') : n <= shown + MORE ? translate('show all', { n: count(n) }) : translate('show more', { n: MORE });
   $('more').onclick = () => { shown = left ? shown + MORE : FIRST; again(order); };
 }

@@ -1,7 +1,7 @@
-// A text set as running text, one span per token, so that weights can paint it. Tokens were cleaned by tokens.py.
+// Lay out tokens as running text, one span per token, so that weights can colour it. tokens.py has escaped the tokens.
 import { el } from './dom.js';
 
-const MOST = 60;  // characters of one token that are shown
+const MAX_CHARACTERS = 60;  // shown of one token
 // Flags of a token, as in tokens.py.
 const SPECIAL = 1;
 export const UNKNOWN = 2;
@@ -9,7 +9,7 @@ export const PART = 4;
 
 function span(text, p) {
   const flags = text.flags[p], token = text.shown[p];
-  const made = el('bdi', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : ''), textContent: token.length > MOST ? token.slice(0, MOST) + '…' : token });
+  const made = el('bdi', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : ''), textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token });
   made.dataset.p = p;
   return made;
 }
@@ -27,7 +27,7 @@ export function setText(box, text, from, to) {
   return spans;
 }
 
-// A run of tokens as one string, for the lines of a concordance.
+// Join a range of tokens into one string, for the lines of the context list.
 export function phrase(text, from, to) {
   let line = '';
   for (let p = Math.max(0, from); p < Math.min(to, text.shown.length); p++) line += (line && text.gaps[p] ? ' ' : '') + text.shown[p];

@@ -1,14 +1,14 @@
-// Requests to the server, and what happens when it no longer responds.
+// Send requests to the server, and detect when it no longer responds.
 const BASE = new URL('.', document.baseURI);
 export const sampleAt = (run, sample) => `api/runs/${run}/samples/${sample}`;
 export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l}/${h}`;
 export const address = path => new URL(path, BASE).href;
 
-// An answer that is not there yet (503): worth asking again.
+// The response is not ready yet (503): retry later.
 export class Later extends Error {}
 
 export const server = { gone: false, changed: () => {} };
-async function answer(path, signal) {
+async function request(path, signal) {
   let response;
   try {
     response = await fetch(address(path), { signal, referrerPolicy: 'no-referrer' });
@@ -18,23 +18,23 @@ async function answer(path, signal) {
   }
   if (response.status === 503) throw new Later();
   if (!response.ok) {
-    const told = await response.json().catch(() => ({}));
-    throw new Error(told.error ?? `${response.status} ${response.statusText}`);
+    const body = await response.json().catch(() => ({}));
+    throw new Error(body.error ?? `${response.status} ${response.statusText}`);
   }
   return response;
 }
 
 export async function json(path, signal) {
-  return (await answer(path, signal)).json();
+  return (await request(path, signal)).json();
 }
 
-// An array of float32 with its shape; NaN where there is no cell.
+// Fetch an array of float32 and its shape; NaN = absent cell.
 export async function floats(path, signal) {
-  const response = await answer(path, signal), shape = (response.headers.get('X-Shape') ?? '').split(',').map(Number);
+  const response = await request(path, signal), shape = (response.headers.get('X-Shape') ?? '').split(',').map(Number);
   return { shape, values: new Float32Array(await response.arrayBuffer()) };
 }
 
-// Asked again every other second until it answers; a new server has another token, so its page must be opened anew.
+// Retry every two seconds until the server responds. A restarted server has another token, so its page must be reopened.
 function lost() {
   if (server.gone) return;
   server.gone = true;

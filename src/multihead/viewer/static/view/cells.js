@@ -1,7 +1,7 @@
-// The cells in view at one level, from their tiles; where one is on its way, from the coarser level that is there.
+// The cells in view at one level, from their tiles; while a tile is loading, from the next coarser level that is loaded.
 import { SIDE, tile } from './tiles.js';
 
-const AWAIT = -1;  // a cell of which nothing is known yet
+const AWAIT = -1;  // a cell that is not loaded yet
 
 const sizeAt = (n, level) => Math.ceil(n / 2 ** level);
 
@@ -49,7 +49,7 @@ function copy(out, span, [top, bottom], [left, right], t, up) {
   }
 }
 
-// A - B of the same range; absent where either is absent, and nothing yet where either is on its way.
+// A - B of the same range; NaN where either is absent, 0 while either is loading.
 export function difference(a, b) {
   const values = new Float32Array(a.values.length);
   for (let k = 0; k < values.length; k++) values[k] = a.values[k] === AWAIT || b.values[k] === AWAIT ? 0 : a.values[k] - b.values[k];

@@ -1,20 +1,20 @@
 // The largest differences in view, as a table next to the three maps.
-import { $, el, say } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { count, short } from '../shared/numbers.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
 import { label } from './record.js';
 
-// The places of the largest |values|, without sorting all of them.
-function farthestPlaces(values, most) {
+// Find the indices of the largest |values|, without sorting all of them.
+function farthestPlaces(values, max) {
   const best = [];
   for (let k = 0; k < values.length; k++) {
     const v = Math.abs(values[k]);
-    if (!(v > 0) || (best.length === most && v <= Math.abs(values[best.at(-1)]))) continue;
+    if (!(v > 0) || (best.length === max && v <= Math.abs(values[best.at(-1)]))) continue;
     const at = best.findIndex(other => Math.abs(values[other]) < v);
     best.splice(at < 0 ? best.length : at, 0, k);
-    best.length = Math.min(best.length, most);
+    best.length = Math.min(best.length, max);
   }
   return best;
 }
@@ -25,16 +25,16 @@ export function differences(scene, redraw) {
   const box = $('differ'), pane = shown.panes.find(one => one.which === 'd'), { a, b, d } = shown;
   box.hidden = !state.compare || !pane?.two || !d;
   if (box.hidden) return;
-  const block = 2 ** shown.span.level, single = block === 1, most = Math.max(3, Math.floor(pane.py / 30) - 3);
+  const block = 2 ** shown.span.level, single = block === 1, max = Math.max(3, Math.floor(pane.py / 30) - 3);
   const named = (side, p, where) => single && side.text ? [el('bdi', { textContent: label(side, p) }), where ? el('small', { textContent: ` ${count(p)}` }) : ''] : [count(p)];
-  const rows = farthestPlaces(d.values, most).map(k => {
+  const rows = farthestPlaces(d.values, max).map(k => {
     const query = (d.r0 + Math.floor(k / d.cols)) * block, key = (d.c0 + k % d.cols) * block;
     const go = el('button', { onclick: () => { state.q = query; centre(scene.layer, query, key, Math.min(state.n, 56 * block)); redraw(); } }, ...named(scene.sides.query, query, true), ' → ', ...named(scene.sides.key, key, false));
     go.title = `${label(scene.sides.query, query)} ${count(query)} → ${label(scene.sides.key, key)} ${count(key)}`;
     return el('tr', {}, el('th', { scope: 'row' }, go), ...[short(a.values[k]), short(b.values[k]), signed(d.values[k])].map(words => el('td', { textContent: words })));
   });
-  if (!rows.length) rows.push(el('tr', {}, el('td', { colSpan: 4, textContent: say('no difference') })));
-  const heads = [say('query to key'), scene.runs ? 'A' : scene.titles.a[0], scene.runs ? 'B' : scene.titles.b[0], 'A − B'].map(words => el('th', { scope: 'col', textContent: words }));
-  box.replaceChildren(el('table', {}, el('caption', { textContent: say('largest differences') + (single ? '' : say('in blocks', { n: block })) }), el('thead', {}, el('tr', {}, ...heads)), el('tbody', {}, ...rows)));
+  if (!rows.length) rows.push(el('tr', {}, el('td', { colSpan: 4, textContent: translate('no difference') })));
+  const heads = [translate('query to key'), scene.runs ? 'A' : scene.titles.a[0], scene.runs ? 'B' : scene.titles.b[0], 'A − B'].map(words => el('th', { scope: 'col', textContent: words }));
+  box.replaceChildren(el('table', {}, el('caption', { textContent: translate('largest differences') + (single ? '' : translate('in blocks', { n: block })) }), el('thead', {}, el('tr', {}, ...heads)), el('tbody', {}, ...rows)));
   Object.assign(box.style, { left: `${pane.left + pane.px + 24}px`, top: `${pane.above - 44}px`, width: `${pane.px}px`, maxHeight: `${pane.py + 44}px` });
 }

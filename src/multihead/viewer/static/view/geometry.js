@@ -1,10 +1,10 @@
-// The part of the map in view, and the place of the map on the screen.
+// The part of the map in view, and the position of the map on the screen.
 import { state } from './permalink.js';
 
-const LEAST = 12;  // keys across at the deepest zoom
-const clamped = (v, least, most) => Math.max(least, Math.min(most, v));
+const MIN_KEYS = 12;  // keys across at the deepest zoom
+const clamped = (v, min, max) => Math.max(min, Math.min(max, v));
 
-// Few queries over many keys (or the other way round) may not become a thread: their cells are drawn taller or wider.
+// A map of few queries and many keys (or the reverse) would be too thin to read: its cells are drawn taller or wider.
 export function aspectOf({ queries, keys }) {
   const ratio = keys / queries;
   return ratio > 4 ? ratio / 4 : ratio < 1 / 4 ? ratio * 4 : 1;
@@ -12,8 +12,8 @@ export function aspectOf({ queries, keys }) {
 const widest = layer => Math.max(layer.keys, layer.queries * aspectOf(layer));
 
 export function clamp(layer) {
-  const aspect = aspectOf(layer), most = widest(layer);
-  state.n = clamped(state.n > 0 ? state.n : most, Math.min(LEAST, most), most);
+  const aspect = aspectOf(layer), max = widest(layer);
+  state.n = clamped(state.n > 0 ? state.n : max, Math.min(MIN_KEYS, max), max);
   state.x = clamped(state.x, 0, Math.max(0, layer.keys - state.n));
   state.y = clamped(state.y, 0, Math.max(0, layer.queries - state.n / aspect));
   state.q = Math.floor(clamped(state.q >= 0 ? state.q : layer.queries * .6, 0, layer.queries - 1));
@@ -23,8 +23,8 @@ export function clamp(layer) {
 export const viewOf = layer => ({ x: state.x, y: state.y, cols: state.n, rows: state.n / aspectOf(layer) });
 
 export function zoom(factor, layer, at) {
-  const aspect = aspectOf(layer), most = widest(layer), x = at ? at[1] : state.x + state.n / 2, y = at ? at[0] : state.y + state.n / aspect / 2;
-  const n = clamped(state.n * factor, Math.min(LEAST, most), most), g = n / state.n;
+  const aspect = aspectOf(layer), max = widest(layer), x = at ? at[1] : state.x + state.n / 2, y = at ? at[0] : state.y + state.n / aspect / 2;
+  const n = clamped(state.n * factor, Math.min(MIN_KEYS, max), max), g = n / state.n;
   Object.assign(state, { x: x - (x - state.x) * g, y: y - (y - state.y) * g, n });
   clamp(layer);
 }
@@ -43,7 +43,7 @@ export function move(layer, right, down) {
   clamp(layer);
 }
 
-// The panes on a stage of width x height: one, or A, B and A - B in the first three quarters of it, or the last alone.
+// The panes on a stage of width x height: one; or A, B and A - B in three of its four quarters; or, on a phone, A - B alone.
 export function panes(layer, width, height, { compare, long }) {
   const phone = width < 620, two = compare && !phone, across = two ? 2 : 1, aspect = aspectOf(layer);
   const left = phone ? 44 : long ? 104 : 96, gap = 24, right = 20, bottom = phone ? 8 : 22;

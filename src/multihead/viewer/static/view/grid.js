@@ -1,13 +1,13 @@
-// The grid of all heads: layers down, heads across, in as many columns of layers as the window has room for.
+// The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { bitmap, css, hatching, sized } from '../shared/colour.js';
-import { $, el, say } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { glyph } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { floats, Later, sampleAt } from './api.js';
 import { state, toHead } from './permalink.js';
 
 const LABEL = 30;
-const maps = new Map();  // "run sample layer" -> { rows, cols, heads: [values] }, or null where there are none
+const maps = new Map();  // "run sample layer" -> { rows, cols, heads: [values] }, or null if there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
 export const topWeight = { value: 0 };
 export const listeners = { pointed: () => {}, arrived: () => {} };
@@ -19,13 +19,13 @@ function mapOf(record, i) {
 }
 export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
-const queue = [], asked = new Set();
+const queue = [], requested = new Set();
 let busy = 0;
 function fetchMaps(record, l) {
   const name = nameOf(record, l);
   if (!record.numbered.get(l).maps) { maps.set(name, null); listeners.arrived(record, l); return; }
-  if (!record.mapped(l) || maps.has(name) || asked.has(name)) return;
-  asked.add(name);
+  if (!record.mapped(l) || maps.has(name) || requested.has(name)) return;
+  requested.add(name);
   queue.push({ record, l, name });
   next();
 }
@@ -35,7 +35,7 @@ async function next() {
   busy++;
   try {
     const { shape: [heads, rows, cols], values } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
-    const top = values.reduce((most, w) => w > most ? w : most, 0);
+    const top = values.reduce((max, w) => w > max ? w : max, 0);
     maps.set(name, { rows, cols, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
     if (record === current) topWeight.value = Math.max(topWeight.value, top);
     listeners.arrived(record, l);
@@ -44,13 +44,13 @@ async function next() {
     else { maps.set(name, null); listeners.arrived(record, l); }
   } finally {
     busy--;
-    asked.delete(name);
+    requested.delete(name);
     next();
   }
 }
-export function askAgain(record) { for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l); }
+export function retryMaps(record) { for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l); }
 
-// Columns of layers and the size of a cell: as large as fits into a window and a half, and never a crumb.
+// Choose the columns of layers and the size of a cell: as large as fits into one window and a half, with a minimum.
 function fitted(record, width) {
   const phone = innerWidth <= 640, layers = record.layers.length, heads = record.widest, high = Math.max(520, innerHeight * 1.05);
   let best = { score: 0 };
@@ -84,7 +84,7 @@ export function grid(record, passes, goTo) {
   if (held) focusHead(lit);
 }
 
-// The first to be looked at: the head with the lowest entropy.
+// The head selected at first: the one with the lowest entropy.
 function sharpest(record) {
   const values = record.metrics.find(one => one.id === 'entropy')?.values ?? [];
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
@@ -95,7 +95,7 @@ function gridRow(record, layer, l) {
   const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (shape.cell < 30 ? '' : 'L') + l, title: layer.name, 'aria-label': `L${l} ${layer.name}` }), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
   made.dataset.l = l;
   for (let h = 0; h < layer.heads; h++) {
-    const i = record.index(l, h), name = record.named(i) + (entropy && known(entropy.values[i]) ? say('and entropy', { n: entropy.number(i) }) : '');
+    const i = record.index(l, h), name = record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
     const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': name, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
     link.dataset.i = i;
     made.append(el('span', { role: 'gridcell' }, link));
@@ -147,7 +147,7 @@ export function drawRow(l) {
   if (!found) for (const link of made.querySelectorAll('a')) if (!link.firstChild) link.append(glyph(current.kinds[+link.dataset.i]));
 }
 
-// A cell wider than a pixel has hard edges; a finer map is averaged by the browser.
+// Cells wider than a pixel are drawn with hard edges; the browser averages a finer map.
 function drawn(pen, map, x, y, size) {
   pen.imageSmoothingEnabled = size * (devicePixelRatio || 1) < Math.max(map.rows, map.cols) * 1.25;
   pen.imageSmoothingQuality = 'high';
@@ -177,7 +177,7 @@ export function focusHead(i, options) {
   $('grid').querySelector(`[data-i="${i}"]`)?.focus(options);
 }
 
-// The neighbour of a head in the grid; layers may differ in heads.
+// The neighbour of a head in the grid; layers may have different numbers of heads.
 export function neighbour(record, i, key) {
   const { l, h } = record.heads[i], layer = record.layer(i), place = record.layers.indexOf(layer);
   const near = other => other ? record.index(other.number, Math.min(h, other.heads - 1)) : -1;

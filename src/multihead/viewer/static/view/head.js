@@ -1,5 +1,5 @@
-// The page of one head, or of two: what is drawn where, and what the pointer does on the map.
-import { $, el, say } from '../shared/dom.js';
+// The page of one head, or of two compared: its layout, and the pointer on the map.
+import { $, el, translate } from '../shared/dom.js';
 import { kindName } from '../shared/kinds.js';
 import { scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
@@ -17,21 +17,21 @@ import { save, state, unsaved } from './permalink.js';
 import { row } from './rows.js';
 import { arrived } from './tiles.js';
 
-const MOST_CELLS = 1 << 20;
+const MAX_CELLS = 1 << 20;
 let scene = null, pointed = null, raf = 0, listed = '';
 
-// What the drawing parts need to know of the two heads.
+// Collect what the drawing functions need of the two heads.
 function stage(record, other) {
   const { a, b } = state, layer = record.numbered.get(a.l), second = b && other.has(b.l, b.h) ? b : { r: state.run, ...a };
   const otherRecord = second.r === state.run ? record : other, otherLayer = otherRecord.numbered.get(second.l);
   const i = record.index(a.l, a.h), j = otherRecord.index(second.l, second.h), runs = otherRecord !== record;
-  const name = (of, n, which) => runs ? `${of.short(n)} ${say(which)}` : of.short(n);
+  const name = (of, n, which) => runs ? `${of.short(n)} ${translate(which)}` : of.short(n);
   return {
     record, otherRecord, layer, otherLayer, i, j, runs, coarse: record.coarse && otherRecord.coarse, sides: record.sides(layer), otherSides: otherRecord.sides(otherLayer),
     a: { run: state.run, sample: state.sample, l: a.l, h: a.h, masked: state.masked }, b: { run: otherRecord.run, sample: otherRecord.sample, l: second.l, h: second.h, masked: state.masked },
     titles: {
       a: [name(record, i, 'in a'), runs ? record.name : kindName(record.kinds[i])], b: [name(otherRecord, j, 'in b'), runs ? otherRecord.name : kindName(otherRecord.kinds[j])],
-      d: [runs ? say('a minus b') : `${record.short(i)} − ${otherRecord.short(j)}`, say('difference')],
+      d: [runs ? translate('a minus b') : `${record.short(i)} − ${otherRecord.short(j)}`, translate('difference')],
     },
     strange: runs && !sameText(record.sides(layer).key, otherRecord.sides(otherLayer).key),
   };
@@ -46,14 +46,14 @@ export function headPage(record, other) {
   $('one').classList.toggle('mapless', !drawable);
   $('headname').textContent = record.named(i);
   $('shownhead').textContent = kindName(record.kinds[i]);
-  $('map').setAttribute('aria-label', say('map label', { layer: state.a.l, head: state.a.h }));
-  $('mini').setAttribute('aria-label', say('mini label'));
+  $('map').setAttribute('aria-label', translate('map label', { layer: state.a.l, head: state.a.h }));
+  $('mini').setAttribute('aria-label', translate('mini label'));
   $('numbers').replaceChildren(...numberRows(record.metrics, i));
   if (listed !== `${record.run} ${record.sample} ${i}`) { listed = `${record.run} ${record.sample} ${i}`; nearest(scene); }
   navigator(scene);
   for (const part of ['scales', 'sink', 'compare']) $(part).hidden = !drawable;
   $('blank').hidden = drawable;
-  $('blank').textContent = say('no maps');
+  $('blank').textContent = translate('no maps');
   redraw();
 }
 export const sceneNow = () => scene;
@@ -79,7 +79,7 @@ function drawAll() {
   panel(scene, pointed);
   const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
-  $('level').textContent = [shown.span ? (block === 1 ? say('single weights') : say('means', { n: block })) + (state.compare ? '' : say('exact')) + (state.masked ? say('first key hidden') : '') : '', words, scene.strange ? say('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(say('join.parts'));
+  $('level').textContent = [shown.span ? (block === 1 ? translate('single weights') : translate('means', { n: block })) + (state.compare ? '' : translate('exact')) + (state.masked ? translate('first key hidden') : '') : '', words, scene.strange ? translate('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(translate('join.parts'));
   $('where').textContent = `1 : ${block}`;
   $('map').dataset.level = String(level);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));
@@ -97,12 +97,12 @@ function controls() {
 function exportLinks() {
   const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], rows = Math.min(layer.queries, Math.ceil(view.y + pane.py / pane.y)), cols = Math.min(layer.keys, Math.ceil(view.x + view.cols));
   const q = [Math.floor(view.y), rows], k = [Math.floor(view.x), cols], cells = (q[1] - q[0]) * (k[1] - k[0]);
-  if (cells > MOST_CELLS) { $('export').textContent = say('export too many', { n: count(MOST_CELLS) }); return; }
+  if (cells > MAX_CELLS) { $('export').textContent = translate('export too many', { n: count(MAX_CELLS) }); return; }
   const to = form => el('a', { href: address(`${headAt(a.run, a.sample, a.l, a.h)}/weights.${form}?queries=${q.join(':')}&keys=${k.join(':')}`), download: '', textContent: form.toUpperCase() });
-  $('export').replaceChildren(say('export view', { n: count(cells) }) + ' ', to('csv'), ' ', to('json'));
+  $('export').replaceChildren(translate('export view', { n: count(cells) }) + ' ', to('csv'), ' ', to('json'));
 }
 
-// ---- the pointer: point, drag, wheel, pinch, double click
+// ---- the pointer: hover, drag, wheel, pinch, double click
 const fingers = new Map();
 let drag = null, pinch = 0;
 const at = event => {
@@ -144,7 +144,7 @@ export function listen() {
   };
   $('mini').onpointerdown = jump;
   $('mini').onpointermove = jump;
-  arrived.tell = redraw;
+  arrived.notify = redraw;
 }
 
 function dragged(event) {
@@ -164,7 +164,7 @@ function pinched() {
   pinch = apart;
 }
 
-// ---- what the buttons and the keys do
+// ---- actions of the buttons and the keys
 export const zoomBy = factor => { zoom(factor, scene.layer, null); redraw(); };
 export const zoomWhole = () => { Object.assign(state, { x: 0, y: 0, n: 0 }); redraw(); };
 export function zoomOne() {
@@ -178,7 +178,7 @@ export function pan(right, down) {
   move(scene.layer, right * state.n / 8, down * state.n / 8);
   redraw();
 }
-// Shift and an arrow move the pointed cell, a block at a time where a cell is one; Enter keeps its query.
+// Shift and an arrow move the selected cell, by a block where a cell is a block; Enter pins its query.
 export function step(right, down) {
   const { layer } = scene, block = 2 ** (shown.span?.level ?? 0), from = pointed ?? [state.q, Math.floor(state.x + state.n / 2)];
   pointed = [Math.max(0, Math.min(layer.queries - 1, from[0] + down * block)), Math.max(0, Math.min(layer.keys - 1, from[1] + right * block))];

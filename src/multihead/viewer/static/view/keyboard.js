@@ -1,5 +1,5 @@
 // The keyboard: on the map it moves and zooms, among the heads it walks, and each key is listed on the page.
-import { $, el, say } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { focusHead, litHead, neighbour } from './grid.js';
 import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { state } from './permalink.js';
@@ -12,7 +12,7 @@ export function keyboard(page) {
     const handled = state.a ? onHead(event, page) : onAll(event, page);
     if (handled) event.preventDefault();
   });
-  const key = (...names) => names.flatMap(name => [el('kbd', { textContent: name }), ' ']), line = (names, words) => [...key(...names), say(words), el('br')];
+  const key = (...names) => names.flatMap(name => [el('kbd', { textContent: name }), ' ']), line = (names, words) => [...key(...names), translate(words), el('br')];
   $('keys').replaceChildren(...line(['+', '−'], 'press.zoom'), ...line(['0'], 'press.whole'), ...line(['1'], 'press.one'), ...line(['←', '→', '↑', '↓'], 'press.move'),
     ...line(['⇧', '←'], 'press.cell'), ...line(['Enter'], 'press.keep'), ...line(['[', ']'], 'press.heads'), ...line(['l'], 'press.log'), ...line(['s'], 'press.first key'), ...line(['c'], 'press.compare'), ...line(['Esc'], 'press.back'));
 }

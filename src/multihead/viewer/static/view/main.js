@@ -1,17 +1,17 @@
-// The start, and which of the two pages is shown: all heads, or the map of one.
+// Start the page and show one of two views: all heads, or the map of one.
 import { dark, palette } from '../shared/colour.js';
-import { $, el, say } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { kindName } from '../shared/kinds.js';
 import { count } from '../shared/numbers.js';
 import { json, sampleAt, server } from './api.js';
-import { askAgain, focusHead } from './grid.js';
+import { retryMaps, focusHead } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
 import { read, save, saveNow, state, toAll, toHead, unsaved } from './permalink.js';
 import { sampleOf, view } from './record.js';
-import { heard } from './rows.js';
+import { loaded } from './rows.js';
 import { forget } from './tiles.js';
 
 let record = null, other = null, turn = 0, drawnWidth = 0, begun = false;
@@ -19,25 +19,25 @@ const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
 // The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
-  const mine = ++turn, asked = read(location.hash), wasHead = state.a;
+  const mine = ++turn, target = read(location.hash), wasHead = state.a;
   unsaved();
-  asked.run = clampTo(asked.run, view.runs.length);
-  asked.sample = clampTo(asked.sample, view.runs[asked.run].samples.length);
+  target.run = clampTo(target.run, view.runs.length);
+  target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
   const slow = setTimeout(() => { $('waiting').hidden = false; }, 400);
-  const shown = await sampleOf(asked.run, asked.sample).finally(() => { clearTimeout(slow); $('waiting').hidden = true; }), run = asked.b ? clampTo(asked.b.r, view.runs.length) : asked.run;
-  const second = asked.compare && run !== asked.run ? await sampleOf(run, clampTo(asked.sample, view.runs[run].samples.length)) : shown;
+  const shown = await sampleOf(target.run, target.sample).finally(() => { clearTimeout(slow); $('waiting').hidden = true; }), run = target.b ? clampTo(target.b.r, view.runs.length) : target.run;
+  const second = target.compare && run !== target.run ? await sampleOf(run, clampTo(target.sample, view.runs[run].samples.length)) : shown;
   if (mine !== turn) return;
-  if (asked.a) asked.a = mended(shown, asked.a);
-  if (asked.b) asked.b = { r: run, ...mended(second, asked.b) };
-  if (asked.compare && !asked.b) asked.b = secondFor(shown, asked.a);
-  asked.usual = shown.keys > 512 ? 'log' : 'root';
-  asked.scale ||= asked.usual;
-  Object.assign(state, asked);
+  if (target.a) target.a = mended(shown, target.a);
+  if (target.b) target.b = { r: run, ...mended(second, target.b) };
+  if (target.compare && !target.b) target.b = secondFor(shown, target.a);
+  target.usual = shown.keys > 512 ? 'log' : 'root';
+  target.scale ||= target.usual;
+  Object.assign(state, target);
   show(shown, second, wasHead);
 }
 const mended = (of, { l, h }) => { const layer = of.layers.reduce((best, one) => Math.abs(one.number - l) < Math.abs(best.number - l) ? one : best); return { l: layer.number, h: clampTo(h, layer.heads) }; };
 
-// What to compare with at first: the same head of the next run, else a neighbour.
+// The head to compare with at first: the same head of the next run, else a neighbour.
 function secondFor(of, a) {
   if (view.runs.length > 1) return { r: (state.run + 1) % view.runs.length, ...a };
   const i = of.index(a.l, a.h), { l, h } = of.heads[i + 1 < of.heads.length ? i + 1 : Math.max(0, i - 1)];
@@ -76,10 +76,10 @@ let optioned = {};
 function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
-  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => say('text n', { n: n + 1, tokens: count(one.keys) })), state.sample);
-  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [say('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(say('join.facts'));
+  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate('text n', { n: n + 1, tokens: count(one.keys) })), state.sample);
+  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(translate('join.facts'));
   if (!head) return;
-  $('back').textContent = say('all heads', { n: count(record.heads.length) });
+  $('back').textContent = translate('all heads', { n: count(record.heads.length) });
   $('back').href = toAll();
   heads('heada', record, record.index(state.a.l, state.a.h));
   $('second').hidden = !state.compare;
@@ -97,7 +97,7 @@ function heads(id, of, chosen) {
   const key = `${of.run} ${of.sample}`;
   if (optioned[id] !== key) {
     optioned[id] = key;
-    $(id).replaceChildren(...of.layers.map(layer => el('optgroup', { label: say('layer n', { n: layer.number }) }, ...Array.from({ length: layer.heads }, (_, h) => {
+    $(id).replaceChildren(...of.layers.map(layer => el('optgroup', { label: translate('layer n', { n: layer.number }) }, ...Array.from({ length: layer.heads }, (_, h) => {
       const i = of.index(layer.number, h);
       return el('option', { value: i, textContent: `${of.short(i)}, ${kindName(of.kinds[i])}` });
     }))));
@@ -105,7 +105,7 @@ function heads(id, of, chosen) {
   $(id).value = chosen;
 }
 
-// ---- what the buttons and keys change; each is a step of the same page, so the address is replaced
+// ---- actions of the buttons and keys; they stay on the same page, so the address is replaced
 const go = hash => { if (hash === location.hash || hash === '#' && !location.hash) route(); else location.hash = hash; };
 async function again(change) {
   Object.assign(state, change);
@@ -138,12 +138,12 @@ function buttons() {
   $('skip').onclick = event => { event.preventDefault(); if (state.a) $('map').focus(); else focusHead(0); };
   $('link').onclick = async () => {
     saveNow();
-    try { await navigator.clipboard.writeText(location.href); $('link').textContent = say('copied'); } catch { $('link').textContent = say('copy yourself'); }
-    setTimeout(() => { $('link').textContent = say('copy link'); }, 1600);
+    try { await navigator.clipboard.writeText(location.href); $('link').textContent = translate('copied'); } catch { $('link').textContent = translate('copy yourself'); }
+    setTimeout(() => { $('link').textContent = translate('copy link'); }, 1600);
   };
 }
 
-// ---- the coarse levels of a long text, built while the page is open
+// ---- progress of the coarse levels of a long text, built while the page is open
 const watched = new Set();
 async function watchLevels(of) {
   if (watched.has(of) || of.progress.state === 'ready') return;
@@ -152,18 +152,18 @@ async function watchLevels(of) {
     for (;;) {
       of.progress = await json(`${sampleAt(of.run, of.sample)}/levels`);
       if (of === record || of === other) {
-        if (state.a) { if (of.coarse) forget(); redraw(); } else { askAgain(of); progressed(); }
+        if (state.a) { if (of.coarse) forget(); redraw(); } else { retryMaps(of); progressed(); }
       }
       if (of.progress.state !== 'building') return;
       await new Promise(done => setTimeout(done, 700));
     }
-  } catch { watched.delete(of); }  // the server is gone; requested again with the next page
+  } catch { watched.delete(of); }  // the server stopped; watched again when a page is shown
 }
 
 server.changed = () => {
   $('gone').hidden = !server.gone;
-  $('gone').replaceChildren(say('gone') + ' ', el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }));
-  if (!server.gone) { forget(); if (record) { askAgain(record); watchLevels(record); } redraw(); }
+  $('gone').replaceChildren(translate('gone') + ' ', el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }));
+  if (!server.gone) { forget(); if (record) { retryMaps(record); watchLevels(record); } redraw(); }
 };
 
 async function start() {
@@ -173,7 +173,7 @@ async function start() {
   buttons();
   listen();
   readingPanel(redraw);
-  heard.tell = redraw;
+  loaded.notify = redraw;
   addEventListener('hashchange', route);
   addEventListener('resize', () => { if (sceneNow()) { forgetPanel(); redraw(); } else if (innerWidth !== drawnWidth && record) { drawnWidth = innerWidth; route(); } });
   dark.addEventListener('change', () => { palette(); forgetPanel(); if (sceneNow()) redraw(); else if (record) route(); });

@@ -1,6 +1,6 @@
-// The large canvas: panes of cells, hatching where a query may not look, the chosen query, the cell pointed at.
+// Draw the large canvas: panes of cells, hatching over masked cells, the pinned query, the cell under the pointer.
 import { bitmap, css, dark, hatching, sized } from '../shared/colour.js';
-import { $, say } from '../shared/dom.js';
+import { $, translate } from '../shared/dom.js';
 import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
 import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
 import { state } from './permalink.js';
@@ -10,18 +10,18 @@ import { arrived, want } from './tiles.js';
 export const shown = { panes: [], span: null, tops: { ink: 1, apart: 1 }, a: null, b: null, d: null };
 let before = '';
 
-// The level to draw: the fitting one, or the finest below it while the coarse ones are being built.
+// The range of cells to draw, at the level that fits the zoom; while the coarse levels are being built, at level 5 at most.
 function spanFor(scene, view, cell) {
-  const level = levelFor(scene.layer, cell), most = scene.coarse ? level : Math.min(level, 5), span = range(scene.layer, view, most);
+  const level = levelFor(scene.layer, cell), usable = scene.coarse ? level : Math.min(level, 5), span = range(scene.layer, view, usable);
   return tilesOf({}, span).length > 24 ? null : span;
 }
 
 export function draw(scene, pointed) {
   const stage = $('stage'), width = stage.clientWidth, height = stage.clientHeight, { layer } = scene;
-  // Words on the rulers need more room, which must not make the cells too small for them.
+  // Tokens on the rulers need more room, but only if the cells then stay large enough to be labelled.
   const fit = long => panes(layer, width, height, { compare: state.compare, long }), roomy = fit(true), view = viewOf(layer);
   const boxes = scene.sides.key.text && roomy[0].x >= WORDS ? roomy : fit(false);
-  // A wide map may be lower than it is broad; the rows in view follow from the pane.
+  // A wide map may be less high than it is wide; the rows in view follow from the pane.
   view.rows = boxes[0].py / boxes[0].y;
   view.cols = boxes[0].px / boxes[0].x;
   const span = spanFor(scene, view, boxes[0].x);
@@ -31,17 +31,17 @@ export function draw(scene, pointed) {
   const pen = sized($('map'), width, height);
   for (const pane of boxes) drawPane(pen, pane, scene, pointed);
   captions(pen, boxes[0], layer, scene.sides);
-  forbidden(pen, boxes[0], layer, scene);
+  maskedLabel(pen, boxes[0], layer, scene);
 }
 
-// The level of the small whole map: the finest that is one tile; until the coarse levels are built none of them.
+// The level of the small map of the whole: the finest that is one tile; not drawn until the coarse levels are built.
 const upperOf = layer => Math.max(0, layer.levels - 3);
 function wholeSpan(scene) {
   const { layer } = scene, level = upperOf(layer);
   return scene.coarse || level < 6 ? range(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level) : null;
 }
 
-// The cells of each pane, made anew only when tiles came, the view moved or the colours changed.
+// Collect the cells of each pane, again only when tiles arrived, the view moved or the colours changed.
 function gather(scene, span) {
   const places = [scene.a, ...(state.compare ? [scene.b] : [])];
   if (!span) { want([]); Object.assign(shown, { a: null, b: null, d: null }); before = ''; return; }
@@ -59,7 +59,7 @@ function gather(scene, span) {
   }
 }
 
-// Another run may have fewer tokens: what lies outside of it is absent.
+// Another run may have fewer tokens: cells outside of it are absent.
 function within(layer, span) {
   const size = n => Math.ceil(n / 2 ** span.level);
   return { ...span, rows: Math.max(0, Math.min(span.rows, size(layer.queries) - span.r0)), cols: Math.max(0, Math.min(span.cols, size(layer.keys) - span.c0)) };
@@ -141,12 +141,12 @@ function title(pen, pane, scene) {
   if (used + pen.measureText(kind).width + 12 < pane.px) pen.fillText(kind, pane.left + pane.px, y);
 }
 
-// The words in the hatched triangle of a causal map, where it is wide enough for them.
-function forbidden(pen, pane, layer, scene) {
+// Label the hatched triangle of a causal map, where it is wide enough.
+function maskedLabel(pen, pane, layer, scene) {
   if (!shown.a || pane.phone || layer.pattern !== 'causal') return;
   const key = state.x + state.n * .74, query = state.y + pane.py / pane.y * .2;
   if (key <= query + (layer.queryStart ?? 0) + state.n * .2 || key > layer.keys || query > layer.queries) return;
-  const words = say('later keys'), x = pane.left + (key - state.x) * pane.x, y = pane.above + (query - state.y) * pane.y;
+  const words = translate('later keys'), x = pane.left + (key - state.x) * pane.x, y = pane.above + (query - state.y) * pane.y;
   pen.font = `12px ${css('sans')}`;
   pen.textAlign = 'center';
   const wide = pen.measureText(words).width;
@@ -157,7 +157,7 @@ function forbidden(pen, pane, layer, scene) {
   pen.fillText(words, x, y);
 }
 
-// The whole map in small, with the box of what is in view.
+// Draw a small map of the whole, with a frame around the part in view.
 export function mini(scene) {
   const canvas = $('mini'), { layer } = scene, aspect = aspectOf(layer), span = wholeSpan(scene);
   const scale = 184 / Math.max(layer.keys, layer.queries * aspect), width = Math.max(8, layer.keys * scale), height = Math.max(8, layer.queries * aspect * scale);
@@ -173,7 +173,7 @@ export function mini(scene) {
   }
   pen.strokeStyle = css('line2');
   pen.strokeRect(.5, .5, width - 1, height - 1);
-  const box = (from, size, most) => { const s = Math.min(most - 2, Math.max(size, 9)); return [Math.min(most - s - 1, Math.max(1, from - (s - size) / 2)), s]; };
+  const box = (from, size, max) => { const s = Math.min(max - 2, Math.max(size, 9)); return [Math.min(max - s - 1, Math.max(1, from - (s - size) / 2)), s]; };
   const [x, w] = box(state.x * scale, state.n * scale, width), [y, h] = box(state.y * scale * aspect, state.n * scale, height);
   pen.strokeStyle = css('mark');
   pen.lineWidth = 2;

@@ -1,5 +1,5 @@
-// All heads in small, coloured by kind: the one in view is outlined, the second one dashed.
-import { $, el, say } from '../shared/dom.js';
+// A small overview of all heads, coloured by kind: the head in view is outlined, the second one dashed.
+import { $, el, translate } from '../shared/dom.js';
 import { kindName } from '../shared/kinds.js';
 import { state, toHead } from './permalink.js';
 
@@ -12,7 +12,7 @@ export function navigator(scene) {
     box.style.setProperty('--navw', size + 'px');
     box.style.setProperty('--navh', Math.max(4, Math.min(11, size, Math.floor(230 / record.layers.length) - 2)) + 'px');
     box.setAttribute('role', 'group');
-    box.setAttribute('aria-label', say('all heads', { n: record.heads.length }));
+    box.setAttribute('aria-label', translate('all heads', { n: record.heads.length }));
     box.replaceChildren(...record.heads.map((head, n) => {
       const link = el('a', { k: record.kinds[n], 'aria-label': record.named(n), title: `${record.short(n)}, ${kindName(record.kinds[n])}`, tabIndex: -1 });
       link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;

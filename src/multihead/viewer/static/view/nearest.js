@@ -1,5 +1,5 @@
-// Heads that attend like this one: computed on demand, because it may take seconds.
-import { $, el, say } from '../shared/dom.js';
+// List the heads with similar weights; computed on demand, because it may take seconds.
+import { $, el, translate } from '../shared/dom.js';
 import { glyph, kindName } from '../shared/kinds.js';
 import { headAt, json } from './api.js';
 import { toHead } from './permalink.js';
@@ -7,17 +7,17 @@ import { toHead } from './permalink.js';
 let turn = 0;
 export function nearest(scene) {
   const mine = ++turn, { run, sample, l, h } = scene.a, box = $('nearest');
-  const ask = async () => {
-    box.replaceChildren(el('p', { className: 'note', role: 'status', textContent: say('comparing') }));
+  const find = async () => {
+    box.replaceChildren(el('p', { className: 'note', role: 'status', textContent: translate('comparing') }));
     const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
     if (mine !== turn) return;
     const found = Array.isArray(answer) ? answer : answer.heads ?? [], every = answer.every ?? 1;
-    if (!found.length) { box.replaceChildren(el('p', { className: 'note', textContent: answer.error || say('no nearest') })); return; }
+    if (!found.length) { box.replaceChildren(el('p', { className: 'note', textContent: answer.error || translate('no nearest') })); return; }
     const rows = found.map(one => {
       const i = scene.record.index(one.layer, one.head), kind = scene.record.kinds[i];
       return el('li', {}, el('a', { href: toHead(run, sample, one.layer, one.head), k: kind }, glyph(kind), scene.record.short(i), el('small', { textContent: kindName(kind) }), el('span', { className: 'num', textContent: one.divergence?.toFixed(3) ?? '–' })));
     });
-    box.replaceChildren(el('ul', { className: 'near' }, ...rows), el('p', { className: 'note', textContent: every > 1 ? say('divergence every', { n: every }) : say('divergence') }));
+    box.replaceChildren(el('ul', { className: 'near' }, ...rows), el('p', { className: 'note', textContent: every > 1 ? translate('divergence every', { n: every }) : translate('divergence') }));
   };
-  box.replaceChildren(el('button', { className: 'btn', textContent: say('find nearest'), onclick: ask }));
+  box.replaceChildren(el('button', { className: 'btn', textContent: translate('find nearest'), onclick: find }));
 }

@@ -1,5 +1,5 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
-import { $, el, NBSP, say } from '../shared/dom.js';
+import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits } from '../shared/filter.js';
 import { kindChips, KINDS, kindTag } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
@@ -20,7 +20,7 @@ export function overview(shown, openHead) {
   goTo = openHead;
   if (!KINDS.includes(state.kind)) state.kind = '';
   $('title').textContent = record.title;
-  $('lead').textContent = say(record.heads.length === 1 ? 'lead one' : 'lead', { heads: count(record.heads.length), layers: count(record.layers.length), tokens: count(record.keys), pattern: patternOf(record) });
+  $('lead').textContent = translate(record.heads.length === 1 ? 'lead one' : 'lead', { heads: count(record.heads.length), layers: count(record.layers.length), tokens: count(record.keys), pattern: patternOf(record) });
   $('filter').value = state.filter;
   chips();
   grid(record, passes, goTo);
@@ -31,10 +31,10 @@ export function overview(shown, openHead) {
   statisticsTable();
   links();
   definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => kind !== 'separator' || record.kinds.includes(kind)), record.thresholds);
-  $('foot').textContent = say('foot', { version: view.version });
+  $('foot').textContent = translate('foot', { version: view.version });
 }
 
-// The small pictures of the inspector and the table arrive with their layer; drawn once per burst of layers.
+// The small maps of the inspector and the table arrive with their layer; redrawn once per burst of layers.
 let waiting = 0;
 function later() {
   clearTimeout(waiting);
@@ -43,7 +43,7 @@ function later() {
 
 export function patternOf(of) {
   const found = [...new Set(of.layers.map(layer => layer.crosses ? 'cross' : layer.pattern))];
-  return found.map(name => say('pattern.' + name)).join(say('join.parts'));
+  return found.map(name => translate('pattern.' + name)).join(translate('join.parts'));
 }
 
 function chips() {
@@ -67,17 +67,17 @@ function scale() {
     save();
     $('scale').querySelector('[aria-pressed=true]').focus();
   };
-  const hidden = record.layers.some(layer => layer.pattern !== 'full'), notes = [say('one scale'), hidden ? say(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : say('nothing hidden')];
+  const hidden = record.layers.some(layer => layer.pattern !== 'full'), notes = [translate('one scale'), hidden ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
   $('scale').hidden = missing;
-  $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, topWeight.value), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(say('join.sentences')) }));
-  const words = missing ? say('no maps') : building();
+  $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, topWeight.value), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
+  const words = missing ? translate('no maps') : building();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
 }
 export function building(of = record) {
   const { state: at, done, total, inMemory, error } = of.progress;
   if (error) return error;
-  return at === 'building' ? say(inMemory ? 'building in memory' : 'building', { share: Math.floor(100 * done / Math.max(1, total)) + NBSP + '%' }) : '';
+  return at === 'building' ? translate(inMemory ? 'building in memory' : 'building', { share: Math.floor(100 * done / Math.max(1, total)) + NBSP + '%' }) : '';
 }
 export const progressed = () => scale();
 
@@ -86,10 +86,10 @@ function inspect(i) {
   link.classList.add('framed');
   link.style.setProperty('--k', `var(--${record.kinds[i]})`);
   $('insp').replaceChildren(link, el('h3', {}, record.long(i), kindTag(record.kinds[i])), el('p', { className: 'path', textContent: record.layer(i).name }),
-    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: say('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
+    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
 }
 
 function links() {
   const to = form => el('a', { href: address(`${sampleAt(record.run, record.sample)}/table.${form}`), download: '', textContent: form.toUpperCase() });
-  $('tablelinks').replaceChildren(say('download') + ' ', to('csv'), ' ', to('json'));
+  $('tablelinks').replaceChildren(translate('download') + ' ', to('csv'), ' ', to('json'));
 }

@@ -1,5 +1,5 @@
-// What is looked at, and the address that reopens it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
-// Besides: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
+// The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
+// Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
 export const state = {
   run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', usual: '', masked: false,
   filter: '', kind: '', order: '',
@@ -37,7 +37,7 @@ export function write(st = state) {
   return '#' + new URLSearchParams(out);
 }
 
-// The address of a head's whole map, or of all heads, with the rest of what was chosen.
+// The address of a head's whole map, or of all heads, keeping the other choices.
 export const toHead = (run, sample, l, h) => write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
 export const toAll = () => write({ ...state, a: null });
 

@@ -1,5 +1,5 @@
 // One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
-import { NBSP, say } from '../shared/dom.js';
+import { NBSP, translate } from '../shared/dom.js';
 import { kindName } from '../shared/kinds.js';
 import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
@@ -13,8 +13,8 @@ class Sample {
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
-    // A layer is called by its number in the model everywhere, in addresses too; it is not an index into the list of layers,
-    // which may hold some layers only.
+    // A layer is identified by its number in the model everywhere, also in addresses. That is not its index in the list of
+    // layers, because only some layers may have been recorded.
     this.heads = layers.flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ l: layer.number, h })));
     this.numbered = new Map(layers.map(layer => [layer.number, layer]));
     this.first = new Map(layers.map(({ number }) => [number, this.heads.findIndex(head => head.l === number)]));
@@ -23,7 +23,7 @@ class Sample {
     this.keys = Math.max(...layers.map(layer => layer.keys));
     const full = { entropy: () => Math.log(this.keys) };
     this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined));
-    // Levels from 6 on are built once: until then they are not requested.
+    // Levels from 6 on are not requested until the server has built them.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
 
@@ -31,11 +31,11 @@ class Sample {
   index(l, h) { return this.has(l, h) ? this.first.get(l) + h : -1; }
   layer(i) { return this.numbered.get(this.heads[i].l); }
   short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
-  long(i) { return say('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
-  named(i) { return say('head and kind', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
+  long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
+  named(i) { return translate('head and kind', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
-  // Whether the small maps of a layer are available; heads are computed one after the other.
+  // Return whether the small maps of a layer are available; heads are computed one after the other.
   mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).levels <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
@@ -49,9 +49,9 @@ const kept = new Map();
 export function sampleOf(run, sample) {
   const key = `${run} ${sample}`;
   if (!kept.has(key)) {
-    const asked = json(sampleAt(run, sample)).then(described => new Sample(run, sample, described));
-    asked.catch(() => kept.delete(key));
-    kept.set(key, asked);
+    const request = json(sampleAt(run, sample)).then(described => new Sample(run, sample, described));
+    request.catch(() => kept.delete(key));
+    kept.set(key, request);
   }
   return kept.get(key);
 }

@@ -1,6 +1,6 @@
-// The rulers of a pane: tokens from 10.5 pixels a cell on, round positions before that.
+// The rulers of a pane: tokens if a cell has at least 10.5 pixels, else round positions.
 import { css } from '../shared/colour.js';
-import { say } from '../shared/dom.js';
+import { translate } from '../shared/dom.js';
 import { clip, niceStep, upright } from '../shared/labels.js';
 import { count } from '../shared/numbers.js';
 import { state } from './permalink.js';
@@ -27,7 +27,7 @@ function left(pen, pane, layer, side, pointed) {
     }
     return;
   }
-  const step = niceStep(34 / pane.y), half = pane.y > 4 ? .5 : 0;  // a wide cell is named in its middle
+  const step = niceStep(34 / pane.y), half = pane.y > 4 ? .5 : 0;  // a wide cell is labelled in its middle
   for (let i = Math.ceil(state.y / step) * step; i + half <= end; i += step) {
     pen.fillStyle = css('line2');
     pen.fillRect(pane.left - 7, at(i + half) - .5, 6, 1);
@@ -70,20 +70,20 @@ export function captions(pen, pane, layer, sides) {
   const to = (from, size, n) => `${count(Math.ceil(from))}–${count(Math.min(n, Math.floor(from + size)) - 1)}`;
   if (worded.x) {
     pen.textAlign = 'left';
-    pen.fillText(say('keys range', { range: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12);
+    pen.fillText(translate('keys range', { range: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12);
   } else if (pane.which === 'a') {
     pen.textAlign = 'left';
-    pen.fillText(say('key axis'), pane.left, pane.above - (pane.two ? 30 : 34));
+    pen.fillText(translate('key axis'), pane.left, pane.above - (pane.two ? 30 : 34));
   }
   if (worded.y) {
     pen.textAlign = 'right';
-    pen.fillText(say('queries range', { range: to(state.y, pane.height / pane.y, layer.queries) }), pane.left - 8, pane.above + pane.height + 12);
+    pen.fillText(translate('queries range', { range: to(state.y, pane.height / pane.y, layer.queries) }), pane.left - 8, pane.above + pane.height + 12);
   } else if (pane.which === 'a') {
     pen.save();
     pen.translate(pane.left - 66, pane.above + 2);
     pen.rotate(-Math.PI / 2);
     pen.textAlign = 'right';
-    pen.fillText(say('query axis'), 0, 0);
+    pen.fillText(translate('query axis'), 0, 0);
     pen.restore();
   }
 }
