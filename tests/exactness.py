@@ -45,7 +45,7 @@ def drawn(
     return q.to(dtype), k.to(dtype)
 
 
-def refuse_unless_exact(weights: Tensor, case: Case, *, whole: bool = True) -> None:
+def check_exact(weights: Tensor, case: Case, *, whole: bool = True) -> None:
     """Fail unless rows sum to 1 within 1e-5, and the error is at most 4 times that of torch.softmax in float32."""
     exact = case.softmax(torch.float64)
     weights = weights.double().reshape(exact.shape)

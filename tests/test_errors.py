@@ -14,8 +14,8 @@ from multihead.errors import (
     MultiheadError,
     SlowPathError,
     SlowPathWarning,
-    refuse_unless_integer,
-    refuse_unless_share,
+    check_integer,
+    check_share,
 )
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MultiheadError)]
@@ -53,12 +53,12 @@ def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), True, "0.1", None])
 def test_what_is_not_a_share_is_rejected(value: object) -> None:
     with pytest.raises(ArgumentError) as refusal:
-        refuse_unless_share("dropout", value)
+        check_share("dropout", value)
     assert str(refusal.value) == f"dropout is {value!r}. Give a share from 0 to 1."
 
 
 @pytest.mark.parametrize(("value", "least"), [(0, 1), (-1, 0), (1.0, 1), (True, 1), ("2", 1), (None, 0)])
 def test_what_is_not_an_integer_of_that_size_is_rejected(value: object, least: int) -> None:
     with pytest.raises(ArgumentError) as refusal:
-        refuse_unless_integer("size", value, least=least)
+        check_integer("size", value, least=least)
     assert str(refusal.value) == f"size is {value!r}. Give an integer of at least {least}."

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from multihead.errors import InputError
-from multihead.files import readable_text, refuse_unless_writable, write_whole, writing
+from multihead.files import check_writable, readable_text, write_whole, writing
 
 
 def test_a_text_is_read_as_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +68,13 @@ def test_a_failure_leaves_the_old_file_and_no_other_file(tmp_path: Path) -> None
 
 def test_paths_that_cannot_be_written_are_rejected_before_any_work(tmp_path: Path) -> None:
     fine, nowhere = str(tmp_path / "a.csv"), str(tmp_path / "none" / "b.csv")
-    refuse_unless_writable([fine])
+    check_writable([fine])
     with pytest.raises(InputError, match=f"^{re.escape(repr(nowhere))} cannot be written: there is no folder .* first"):
-        refuse_unless_writable([fine, nowhere])
+        check_writable([fine, nowhere])
     with pytest.raises(InputError, match=f"^{re.escape(repr(str(tmp_path)))} is a folder. Give the name of a file.$"):
-        refuse_unless_writable([str(tmp_path)])
+        check_writable([str(tmp_path)])
     with pytest.raises(InputError, match=r"are not all different\. Give each a different name\.$"):
-        refuse_unless_writable([fine, fine])
+        check_writable([fine, fine])
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -96,14 +96,14 @@ def device(place: Path, minor: int) -> Path:
 class TestWhatIsThereAlready:
     def test_a_device_is_written_into_and_stays_one(self, tmp_path: Path) -> None:
         null = device(tmp_path / "null", 3)
-        refuse_unless_writable([str(null), str(null)])
+        check_writable([str(null), str(null)])
         write_whole(null, "to nobody")
         assert stat.S_ISCHR(null.lstat().st_mode)
         assert list(tmp_path.iterdir()) == [null]
 
     def test_a_pipe_is_written_into(self, tmp_path: Path) -> None:
         os.mkfifo(pipe := tmp_path / "pipe")
-        refuse_unless_writable([str(pipe)])
+        check_writable([str(pipe)])
         found: list[bytes] = []
         reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
         reader.start()
@@ -119,7 +119,7 @@ class TestWhatIsThereAlready:
         write_whole(link, "new")
         assert (link.is_symlink(), target.read_text()) == (True, "new")
         (dangling := tmp_path / "dangling.html").symlink_to(folder / "made.html")
-        refuse_unless_writable([str(dangling)])
+        check_writable([str(dangling)])
         write_whole(dangling, "made")
         assert (dangling.is_symlink(), (folder / "made.html").read_text()) == (True, "made")
         assert sorted(each.name for each in folder.iterdir()) == ["made.html", "page.html"]
@@ -128,7 +128,7 @@ class TestWhatIsThereAlready:
         (tmp_path / "a.csv").touch()
         (tmp_path / "b.csv").symlink_to("a.csv")
         names = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
-        assert refusal(lambda: refuse_unless_writable(names)) == (
+        assert refusal(lambda: check_writable(names)) == (
             f"The files {', '.join(names)} are not all different. Give each a different name."
         )
 
@@ -175,7 +175,7 @@ class TestWhatCannotBeWritten:
     def test_what_no_file_can_be_called(self, name: str, tmp_path: Path) -> None:
         file = str(tmp_path / name)
         sentence = f"{file!r} cannot be the name of a file. Choose another name."
-        for act in (write_whole, lambda file, _: refuse_unless_writable([file]), lambda file, _: readable_text(file)):
+        for act in (write_whole, lambda file, _: check_writable([file]), lambda file, _: readable_text(file)):
             assert refusal(lambda act=act: act(file, "new")) == sentence  # type: ignore[misc]
         assert list(tmp_path.iterdir()) == []
 
@@ -183,7 +183,7 @@ class TestWhatCannotBeWritten:
         longest, longer = str(tmp_path / ("头" * 85)), str(tmp_path / ("头" * 86))
         write_whole(longest, "new")
         assert [each.name for each in tmp_path.iterdir()] == ["头" * 85]
-        for act in (write_whole, lambda file, _: refuse_unless_writable([file])):
+        for act in (write_whole, lambda file, _: check_writable([file])):
             assert refusal(lambda act=act: act(longer, "new")) == (  # type: ignore[misc]
                 f"{longer!r} cannot be written: File name too long. Check its name and permissions."
             )

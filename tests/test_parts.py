@@ -8,7 +8,7 @@ import pytest
 
 from multihead.errors import ArgumentError
 from multihead.kernels.native.statistics import ONE_PASS, SECOND_PASS
-from multihead.parts import PART_FAMILIES, PARTS, refuse_unless_part
+from multihead.parts import PART_FAMILIES, PARTS, check_part
 from multihead.probes import PROBES
 from multihead.probes.statistics import OF_POSITIONS
 from multihead.probes.streaming import STREAMED
@@ -20,7 +20,7 @@ from multihead.probes.streaming import STREAMED
 )
 def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
     with pytest.raises(ArgumentError) as refusal:
-        refuse_unless_part(part)
+        check_part(part)
     assert str(refusal.value) == (
         f"There is no part {part!r}. Give some of 'entropy', 'mean_distance', 'distance_spread', 'largest_weight', "
         "'largest_key', 'sink_mass', 'duplicate_mass', 'induction_mass', 'contribution', 'output_norm', 'received', "
@@ -31,7 +31,7 @@ def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
 def test_kernels_streaming_and_probes_name_parts_of_the_vocabulary_alone() -> None:
     probed = {part for probe in PROBES.values() for part in probe.parts}
     for part in ONE_PASS | SECOND_PASS | STREAMED | OF_POSITIONS | probed:
-        refuse_unless_part(part)
+        check_part(part)
 
 
 def test_every_part_has_a_definition() -> None:

@@ -22,6 +22,7 @@ MODULES = (
     "multihead.rotary",
     "multihead.probes",
     "multihead.errors",
+    "multihead.viewer",
     "multihead.export.onnx",
     "multihead.compat.torch_nn",
     "multihead.compat.d2l",

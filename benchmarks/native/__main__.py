@@ -57,7 +57,7 @@ def against_rivals(sets: tuple[str, ...], *, only: str, seconds: float, resume: 
     """
     if (reason := library.absence()) is not None:
         raise click.ClickException(f"The native kernel is not measured: {reason}.")
-    refuse_unless_known(sets)
+    check_known(sets)
     running = runs_here(sets)
     missed = 0
     for name in running:
@@ -72,7 +72,7 @@ def against_rivals(sets: tuple[str, ...], *, only: str, seconds: float, resume: 
     return missed
 
 
-def refuse_unless_known(sets: tuple[str, ...]) -> None:
+def check_known(sets: tuple[str, ...]) -> None:
     """Reject unknown instruction sets."""
     known = [each.name for each in library.instruction_sets()]
     for name in sets:

@@ -133,7 +133,7 @@ def ratio_of(name: str, dtype: str, training: str, budget: float) -> float:
             )
         of_output = torch.randn(*request.q.shape[:3], request.v.shape[3]).to(request.q.dtype) if training else None
         ours, rival = (_run(kernel, request, of_output) for kernel in (native_kernel, sdpa))
-        refuse_unless_equal(name + training, ours(), rival(), dtype)
+        check_equal(name + training, ours(), rival(), dtype)
         pair = seconds(ours) + seconds(rival)
         found.append(paired(ours, rival, pairs=min(max(LEAST_PAIRS, round(budget / pair)), MOST_PAIRS)).median)
     return round(statistics.geometric_mean(found), 2)
@@ -151,7 +151,7 @@ def _run(kernel: ModuleType, request: AttentionRequest, of_output: Tensor | None
     return run
 
 
-def refuse_unless_equal(name: str, ours: tuple[Tensor, ...], rival: tuple[Tensor, ...], dtype: str) -> None:
+def check_equal(name: str, ours: tuple[Tensor, ...], rival: tuple[Tensor, ...], dtype: str) -> None:
     """Stop if the kernels differ by more than rounding, so that nothing wrong is timed."""
     for mine, other in zip(ours, rival, strict=True):
         error = float((mine.float() - other.float()).abs().max() / other.float().abs().max())

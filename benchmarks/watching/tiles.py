@@ -48,7 +48,7 @@ def main(*, tokens: int, heads: int, runs: int) -> None:
             for level in range(count(tokens, tokens)):
                 rows = min(TILE, cells(tokens, level))
                 cold, again = _timed(viewer, tokens, heads, level, runs)
-                _refuse_unless_equal(viewer, record, level)
+                _check_equal(viewer, record, level)
                 table.add_row(
                     str(level),
                     f"{(rows << level) ** 2:,}",
@@ -138,7 +138,7 @@ def _timed(viewer: _Viewer, tokens: int, heads: int, level: int, runs: int) -> t
     return cold, again
 
 
-def _refuse_unless_equal(viewer: _Viewer, record: Record, level: int) -> None:
+def _check_equal(viewer: _Viewer, record: Record, level: int) -> None:
     """Compare some cells in the last row of tiles with the mean of their weights in float64."""
     sample, side = record.layers[0].sample(), 1 << level
     row = (cells(sample.num_queries, level) - 1) // TILE

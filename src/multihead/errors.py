@@ -95,25 +95,25 @@ class SlowPathWarning(UserWarning):
     """A path is slow, and the caller did not choose it."""
 
 
-def refuse_unless_share(name: str, value: object) -> None:
+def check_share(name: str, value: object) -> None:
     """Reject a value that is not a number from 0 to 1.
 
-    >>> refuse_unless_share("dropout", 0.1)
+    >>> check_share("dropout", 0.1)
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ArgumentError(f"{name} is {value!r}.", "Give a share from 0 to 1.")
 
 
-def refuse_unless_integer(name: str, value: object, *, least: int = 1) -> None:
+def check_integer(name: str, value: object, *, least: int = 1) -> None:
     """Reject a value that is not an integer, or that is smaller than `least`.
 
-    >>> refuse_unless_integer("num_heads", 8)
+    >>> check_integer("num_heads", 8)
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"{name} is {value!r}.", f"Give an integer of at least {least}.")
 
 
-def refuse_scripting(module: object) -> NoReturn:
+def reject_scripting(module: object) -> NoReturn:
     """Reject torch.jit.script, which calls `__prepare_scriptable__` of every module before it compiles one.
 
     Raises:
@@ -127,19 +127,19 @@ def refuse_scripting(module: object) -> NoReturn:
     )
 
 
-def refuse_unless_scale(scale: object) -> None:
+def check_scale(scale: object) -> None:
     """Reject a value that is neither a finite number nor None.
 
-    >>> refuse_unless_scale(0.125)
+    >>> check_scale(0.125)
     """
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale)):
         raise ArgumentError(f"scale is {scale!r}.", "Give a finite number, or None for 1 / sqrt(head_dim).")
 
 
-def refuse_unless_slice(name: str, value: object) -> None:
+def check_slice(name: str, value: object) -> None:
     """Reject a value that is not a slice of integers with a positive step.
 
-    >>> refuse_unless_slice("queries", slice(0, 64))
+    >>> check_slice("queries", slice(0, 64))
     """
     bounds = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
     if isinstance(value, slice) and all(each is None or _is_integer(each) for each in bounds):

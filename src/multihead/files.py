@@ -38,7 +38,7 @@ def readable_text(file: str) -> str:
     Raises:
         InputError: the file does not exist, is a folder, cannot be read, or is not UTF-8 text.
     """
-    refuse_unless_name(file)
+    check_name(file)
     try:
         return _standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def is_folder(place: str | os.PathLike[str]) -> bool:
         return False
 
 
-def refuse_unless_name(name: str) -> None:
+def check_name(name: str) -> None:
     """Reject an invalid file name: one with a NUL, or one that the file system cannot encode.
 
     Raises:
@@ -83,7 +83,7 @@ def refuse_unless_name(name: str) -> None:
     raise InputError(f"{name!r} cannot be the name of a file.", "Choose another name.")
 
 
-def refuse_unless_writable(targets: Sequence[str]) -> None:
+def check_writable(targets: Sequence[str]) -> None:
     """Reject files that cannot be written, before any work is done.
 
     Devices and pipes may be named twice, and need no writable folder, because they are written in place.
@@ -94,7 +94,7 @@ def refuse_unless_writable(targets: Sequence[str]) -> None:
     """
     files = []
     for target in targets:
-        refuse_unless_name(target)
+        check_name(target)
         try:
             place, info = _place(target)
             if info is not None and stat.S_ISDIR(info.st_mode):
@@ -138,7 +138,7 @@ def writing(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         InputError: the file cannot be written, for example because the disk is full.
     """
     name = os.fspath(target)
-    refuse_unless_name(name)
+    check_name(name)
     try:
         place, info = _place(name)
         if place is None:

@@ -16,9 +16,9 @@ from multihead.errors import (
     ArgumentError,
     DtypeError,
     ShapeError,
-    refuse_unless_scale,
-    refuse_unless_share,
-    refuse_unless_slice,
+    check_scale,
+    check_share,
+    check_slice,
 )
 from multihead.explanation import Explanation, explained
 from multihead.kernels.choose import plan
@@ -31,11 +31,11 @@ from multihead.probes import DEFAULT, Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
-from multihead.scores.bias import Bias, refuse_unless_bias_fits
-from multihead.scores.sinks import refuse_unless_sinks_fit
-from multihead.scores.softcap import refuse_unless_softcap
+from multihead.scores.bias import Bias, check_bias_fits
+from multihead.scores.sinks import check_sinks_fit
+from multihead.scores.softcap import check_softcap
 from multihead.shapes import AttentionShape, resolved_query_start
-from multihead.spelling import OF_FUNCTIONS, refuse_unknown
+from multihead.spelling import OF_FUNCTIONS, reject_unknown
 from multihead.tracing import traced, transformed
 
 _FULL = Full()
@@ -175,8 +175,8 @@ def attention_weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
-    refuse_unless_slice("queries", queries)
-    refuse_unless_slice("keys", keys)
+    check_slice("queries", queries)
+    check_slice("keys", keys)
     given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     request, dims = _request(attention_weights, unknown, q, k, None, *given)
     tile = tiles.tile(request, _logsumexp(request, logsumexp, dims), heads=heads, queries=queries, keys=keys)
@@ -242,7 +242,7 @@ def statistics(
         chosen = measuring.possible(DEFAULT, request, context, has_values=v is not None)
     else:
         chosen = measuring.resolved(probes)
-        measuring.refuse_unless_possible(chosen, request, context, has_values=v is not None)
+        measuring.check_possible(chosen, request, context, has_values=v is not None)
     known = _logsumexp(request, logsumexp, dims)
     found = measuring.measured(request, known, chosen, context, has_values=v is not None)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
@@ -313,7 +313,7 @@ def _request(
         the request, and the leading dimensions to restore, None where there was one batch dimension.
     """
     if unknown:
-        refuse_unknown(function, unknown, OF_FUNCTIONS)
+        reject_unknown(function, unknown, OF_FUNCTIONS)
     dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.of(q)
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
@@ -359,17 +359,17 @@ def request_of(
     if not isinstance(mask, Mask):
         check_is_mask(mask)
     if dropout != 0.0 or type(dropout) is not float:
-        refuse_unless_share("dropout", dropout)
+        check_share("dropout", dropout)
     if scale is None:
         scale = shape.head_dim**-0.5
     else:
-        refuse_unless_scale(scale)
+        check_scale(scale)
     if bias is not None:
-        refuse_unless_bias_fits(bias, shape)
+        check_bias_fits(bias, shape)
     if softcap is not None:
-        refuse_unless_softcap(softcap)
+        check_softcap(softcap)
     if sinks is not None:
-        refuse_unless_sinks_fit(sinks, shape)
+        check_sinks_fit(sinks, shape)
     batch, queries, keys = shape.batch, shape.query_length, shape.key_length
     if not (mask_fits or mask.hides_nothing):
         mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, to_come))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.claims import gguf_layers, refuse_unless_moderate
+from multihead.claims import check_moderate, gguf_layers
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import is_folder
 from multihead.optional import require
@@ -133,7 +133,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     report = stage or (lambda name: None)
     with quiet():
         report("weights")
-        refuse_unless_moderate(model, _configuration(transformers, source))
+        check_moderate(model, _configuration(transformers, source))
         network = _pretrained(transformers, model, source, file is not None, dtype)
         report("tokenizer")
         tokenizer = _tokenizer(transformers, source)
@@ -320,7 +320,7 @@ def _pretrained(transformers: Any, model: str, source: dict[str, str], is_local:
         except Exception as error:  # a broken file can raise any error
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue
-            _refuse_code(model, str(error))
+            _reject_code(model, str(error))
             if is_local or isinstance(error, ValueError):
                 mend = "Download or convert it again." if "gguf_file" in source else _SAVE_AGAIN
                 lines = str(error).strip().splitlines()
@@ -335,7 +335,7 @@ def _pretrained(transformers: Any, model: str, source: dict[str, str], is_local:
     raise ModelError(f"{model} is not a text model with attention.", "Give an encoder or a language model.")
 
 
-def _refuse_code(model: str, message: str) -> None:
+def _reject_code(model: str, message: str) -> None:
     """Reject a model that would run code, since the message of transformers advises to allow that.
 
     Raises:

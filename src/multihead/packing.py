@@ -179,11 +179,11 @@ def unpack(tokens: Tensor, packing: Packing) -> Tensor:
     tensor([[2., 2., 0.],
             [2., 0., 0.]])
     """
-    refuse_unless_packed("tokens", tokens, packing)
+    check_packed("tokens", tokens, packing)
     return packing.unpack(tokens)
 
 
-def refuse_unless_packed(name: str, tokens: Tensor, packing: Packing) -> None:
+def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
     """Check that a tensor holds the tokens of a packing."""
     if not isinstance(packing, Packing):
         raise ArgumentError(f"packing is a {type(packing).__name__}.", "Give the Packing that mh.pack returns.")

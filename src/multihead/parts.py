@@ -33,14 +33,14 @@ PART_FAMILIES: dict[str, tuple[type, str]] = {
 """Name -> type of its argument (an offset, a count, the name of a set) and definition; (batch, heads, queries)."""
 
 
-def refuse_unless_part(part: object) -> None:
+def check_part(part: object) -> None:
     """Reject what is not in the vocabulary.
 
     Raises:
         ArgumentError: the part is unknown, or its argument has the wrong type.
 
-    >>> refuse_unless_part("entropy")
-    >>> refuse_unless_part(("offset_mass", -5))
+    >>> check_part("entropy")
+    >>> check_part(("offset_mass", -5))
     """
     if isinstance(part, str) and part in PARTS:
         return

@@ -60,7 +60,7 @@ OF_CONSTRUCTORS = {
 }
 
 
-def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
+def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], elsewhere: Mapping[str, str]) -> None:
     """Reject keywords that a function does not have.
 
     Args:

@@ -156,7 +156,7 @@ def test_a_call_that_a_backward_pass_recomputes_is_rejected() -> None:
 class TestRefusals:
     def test_keys_of_another_size(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            buffers.refuse_unless_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4))
+            buffers.check_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4))
         assert str(refused.value) == (
             "k has shape (3, 3, 1, 4), and the cache holds 2 samples of 3 heads with 4 features. "
             "Give (2, 3, new tokens, 4), or call cache.reset() to start over."
@@ -164,7 +164,7 @@ class TestRefusals:
 
     def test_values_of_another_dtype(self) -> None:
         with pytest.raises(DtypeError) as refused:
-            buffers.refuse_unless_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4))
+            buffers.check_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4))
         assert str(refused.value) == (
             "v is torch.float64 on cpu, and the cache holds torch.float32 on cpu. "
             "Convert it, move the cache with cache.to(device), or call cache.reset() to start over."

@@ -286,11 +286,11 @@ class TestMemory:
 
     def test_a_memory_of_another_length_is_rejected(self) -> None:
         cache = KeyValueCache()
-        cache.refuse_unless_same_memory(torch.zeros(2, 9, 16))
+        cache.check_same_memory(torch.zeros(2, 9, 16))
         cache.remember(tokens(7), tokens(7, dim=5))
-        cache.refuse_unless_same_memory(torch.zeros(2, 7, 16))
+        cache.check_same_memory(torch.zeros(2, 7, 16))
         with pytest.raises(ShapeError) as refused:
-            cache.refuse_unless_same_memory(torch.zeros(2, 9, 16))
+            cache.check_same_memory(torch.zeros(2, 9, 16))
         assert str(refused.value) == (
             "memory has 2 samples of 9 keys, and the cache holds a memory of 2 samples of 7 keys. "
             "Give the same memory at each step, or call cache.reset() to start over."
@@ -362,21 +362,21 @@ class TestMasksWithAWindow:
         ids=str,
     )
     def test_masks_within_the_window_are_accepted(self, mask: masks.Mask) -> None:
-        KeyValueCache(window=4).refuse_unless_remembered(mask)
+        KeyValueCache(window=4).check_remembered(mask)
 
     @pytest.mark.parametrize("mask", [masks.Full(), masks.Causal(), masks.Causal() | masks.Window(4)], ids=str)
     def test_masks_with_unbounded_lookback_are_rejected(self, mask: masks.Mask) -> None:
         with pytest.raises(MaskError) as refused:
-            KeyValueCache(window=4).refuse_unless_remembered(mask)
+            KeyValueCache(window=4).check_remembered(mask)
         assert str(refused.value) == (
             f"{mask!r} shows all earlier keys, and the cache keeps a window of 4 keys. "
             "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
         )
-        KeyValueCache().refuse_unless_remembered(mask)
+        KeyValueCache().check_remembered(mask)
 
     def test_a_lookback_beyond_the_window_is_rejected(self) -> None:
         with pytest.raises(MaskError) as refused:
-            KeyValueCache(window=4).refuse_unless_remembered(masks.Window(5))
+            KeyValueCache(window=4).check_remembered(masks.Window(5))
         assert str(refused.value) == (
             "Window(5) shows the last 5 keys, and the cache keeps a window of 4 keys. "
             "Combine it with & masks.Window(4), or use KeyValueCache(), which keeps all keys."
@@ -385,7 +385,7 @@ class TestMasksWithAWindow:
     def test_a_column_per_key_is_rejected(self) -> None:
         mask = masks.Window(4) & masks.Drop(torch.zeros(9, dtype=torch.bool), "keys")
         with pytest.raises(MaskError) as refused:
-            KeyValueCache(window=4).refuse_unless_remembered(mask)
+            KeyValueCache(window=4).check_remembered(mask)
         assert str(refused.value) == (
             "Window(4) & Drop(<bool tensor (9,)>, 'keys') has a column per key, and a cache with a window drops keys. "
             "Use KeyValueCache(), which keeps all keys."

@@ -199,6 +199,20 @@ def test_a_port_that_is_taken_is_one_sentence(file: Path) -> None:
     )
 
 
+def test_a_module_with_masks_of_the_user_is_imported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    Path("masks_for_view.py").write_text("imported = True\n", encoding="utf-8")
+    assert run("missing.safetensors", "--import", "masks_for_view").exit_code == 2
+    assert sys.modules.pop("masks_for_view").imported
+    result = run("missing.safetensors", "--import", "no_such_masks")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: There is no module 'no_such_masks': No module named 'no_such_masks'. Give --import the name of a "
+        "module in this folder or in the environment, such as my_masks.\n"
+    )
+
+
 def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
     (one,) = view._loaded([str(file)])
     assert one.name == "run.safetensors"

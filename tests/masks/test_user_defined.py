@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,8 +171,104 @@ def test_a_record_whose_mask_is_not_defined_here_keeps_its_statistics(tmp_path: 
         opened.layers[0].weights(head=0)
     assert str(refusal.value) == (
         "The record uses the mask Gone, which is not defined here. "
-        "Import the module that defines the class Gone before loading the record."
+        "Import the module that defines the class Gone before loading the record; "
+        "with multihead view, by --import MODULE."
     )
+
+
+def test_a_record_that_is_saved_again_without_the_class_keeps_the_mask(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Kept(masks.Mask):
+        n: int
+        marks: Tensor
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return (queries - keys) % self.n == 0
+
+        def select_sample(self, index: int) -> masks.Mask:
+            return self
+
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, LENGTH, 16)
+    with mh.observe(layer) as seen:
+        layer(x, mask=Kept(3, torch.arange(4)) & masks.Causal())
+    seen.save(first := tmp_path / "first.safetensors")
+    masks.base._REGISTERED.pop("Kept")
+    mh.Record.load(first).save(second := tmp_path / "second.safetensors")
+    masks.base._REGISTERED["Kept"] = Kept
+    again = mh.Record.load(second).layers[0]
+    assert torch.equal(again.weights(), seen.layers[0].weights())
+
+
+def test_a_class_with_other_fields_than_the_record_is_another_mask(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Renamed(masks.Mask):
+        n: int
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return (queries - keys) % self.n == 0
+
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, LENGTH, 16)
+    with mh.observe(layer) as seen:
+        layer(x, mask=Renamed(3))
+    seen.save(tmp_path / "run.safetensors")
+
+    @dataclass(frozen=True)
+    class Newer(masks.Mask):
+        step: int
+
+    masks.base._REGISTERED["Renamed"] = Newer
+    opened = mh.Record.load(tmp_path / "run.safetensors")
+    assert len(opened.table().rows) == 2
+    with pytest.raises(MaskError, match=r"^The record uses the mask Renamed, which is not defined here\."):
+        opened.layers[0].weights(head=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "sentence"),
+    [
+        (
+            "interval",
+            lambda queries, keys: queries,
+            "Wrong.interval returned a Tensor. Return two tensors, (start, stop), or None where rows are no intervals.",
+        ),
+        (
+            "visible",
+            lambda queries, keys: torch.ones(1, 1, 3, 4, dtype=torch.bool),
+            (
+                "Wrong.visible returned a tensor of shape (1, 1, 3, 4), which does not broadcast to (batch, heads, "
+                "12 queries, 12 keys). Compute it from the positions given: (.., queries, 1) and (.., 1, keys)."
+            ),
+        ),
+    ],
+)
+def test_a_method_that_returns_something_else_is_an_error_that_names_it(
+    method: str, returned: Any, sentence: str
+) -> None:
+    wrong = dataclass(frozen=True)(type("Wrong", (masks.Mask,), {method: lambda self, *args: returned(*args)}))
+    q = torch.randn(1, 2, 12, 8)
+    with pytest.raises(MaskError) as caught:
+        mh.attention(q, q, q, mask=wrong())
+    assert str(caught.value) == sentence
+
+
+def test_a_padded_batch_is_packed_only_if_the_mask_is_an_interval() -> None:
+    """A packed row would be evaluated cell by cell over all samples: quadratic in their tokens."""
+
+    @dataclass(frozen=True)
+    class Fast(masks.Mask):
+        n: int
+        translation_invariant = True
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            assert queries.shape[2] <= LENGTH  # not all samples in one row
+            return (queries - keys) % self.n == 0
+
+    layer, x = mh.MultiHeadAttention(16, 2).eval(), torch.randn(3, LENGTH, 16)
+    mask, lengths = Fast(2) & masks.Causal(), (LENGTH, 3, 5)
+    with torch.no_grad():
+        output = layer(x, mask=mask, lengths=lengths)
+        for row, found, length in zip(x, output, lengths, strict=True):
+            torch.testing.assert_close(found[:length], layer(row[None, :length], mask=mask)[0], atol=1e-6, rtol=1e-5)
 
 
 def test_a_mask_with_a_tensor_per_sample_must_define_select_sample() -> None:

@@ -16,7 +16,7 @@ from multihead.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment
-from tests.exactness import SIZES, Case, drawn, refuse_unless_exact
+from tests.exactness import SIZES, Case, check_exact, drawn
 from tests.observation.recorded import Asking
 
 LENGTH = 70
@@ -56,10 +56,10 @@ WAYS: dict[str, Callable[[SampleRecord], Tensor]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_a_record_are_exact(way: str, size: float, tmp_path: Path) -> None:
     record, case = live(size)
-    refuse_unless_exact(WAYS[way](record.layers[0].sample()), case)
+    check_exact(WAYS[way](record.layers[0].sample()), case)
     record.save(tmp_path / "run.safetensors")
     loaded = Record.load(tmp_path / "run.safetensors")
-    refuse_unless_exact(WAYS[way](loaded.layers[0].sample()), case)
+    check_exact(WAYS[way](loaded.layers[0].sample()), case)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -119,8 +119,8 @@ def test_a_record_keeps_the_sinks_that_its_weights_are_divided_by(size: float, t
     seen.save(tmp_path / "run.safetensors")
     for record in (seen, Record.load(tmp_path / "run.safetensors")):
         sample = record.layers[0].sample()
-        refuse_unless_exact(sample.weights(), case)
-        refuse_unless_exact(torch.cat([sample.weights(keys=slice(0, 40)), sample.weights(keys=slice(40, 90))], 2), case)
+        check_exact(sample.weights(), case)
+        check_exact(torch.cat([sample.weights(keys=slice(0, 40)), sample.weights(keys=slice(40, 90))], 2), case)
 
 
 def test_a_record_without_its_sinks_weighs_by_its_logsumexp() -> None:

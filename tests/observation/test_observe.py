@@ -345,7 +345,7 @@ class TestRefusals:
 
     def test_a_statistic_that_does_not_exist(self) -> None:
         assert self.refusal(ProbeError, probes=["entropie"]) == (
-            f"There is no statistic 'entropie'. Give some of {', '.join(PROBES)}."
+            f"There is no statistic 'entropie'. Give some of {', '.join(PROBES)}, or a Probe of your own."
         )
 
     def test_a_set_of_tokens_of_which_nothing_says_which_they_are(self) -> None:

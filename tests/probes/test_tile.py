@@ -19,7 +19,7 @@ from multihead.probes.tile import RowTotals, head_indices, tile
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
-from tests.exactness import SIZES, Case, drawn, refuse_unless_exact
+from tests.exactness import SIZES, Case, check_exact, drawn
 
 MASKS = {
     "full": masks.Full(),
@@ -107,8 +107,8 @@ def test_weights_are_exact_at_any_size_of_the_scores(size: float, mask: str) -> 
     q, k = drawn(size)
     options = {"mask": MASKS[mask], "query_start": 20}
     case = Case(q, k, shown=MASKS[mask].tile(Place.of(70, 90, query_start=20)))
-    refuse_unless_exact(attention_weights(q, k, **options), case)
-    refuse_unless_exact(in_tiles(q, k, **options), case)
+    check_exact(attention_weights(q, k, **options), case)
+    check_exact(in_tiles(q, k, **options), case)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -125,8 +125,8 @@ def test_weights_are_exact_whatever_is_done_to_the_scores(size: float, term: str
     if term == "sinks":
         options["sinks"] = torch.tensor([0.0, size, 2 * size, -size])
     written = options | ({"bias": options["bias"].tile(70, 90)} if term == "distance" else {})
-    refuse_unless_exact(attention_weights(q, k, **options), Case(q, k, **written))
-    refuse_unless_exact(in_tiles(q, k, **options), Case(q, k, **written))
+    check_exact(attention_weights(q, k, **options), Case(q, k, **written))
+    check_exact(in_tiles(q, k, **options), Case(q, k, **written))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -139,8 +139,8 @@ def test_a_logsumexp_of_other_arithmetic_leaves_weights_exact() -> None:
     q, k = drawn(400.0)
     _, logsumexp = attention_with_logsumexp(q, k, k)
     for rounded in (logsumexp * (1 + 3e-7), logsumexp * (1 - 3e-7)):
-        refuse_unless_exact(attention_weights(q, k, logsumexp=rounded), Case(q, k))
-        refuse_unless_exact(in_tiles(q, k, logsumexp=rounded), Case(q, k))
+        check_exact(attention_weights(q, k, logsumexp=rounded), Case(q, k))
+        check_exact(in_tiles(q, k, logsumexp=rounded), Case(q, k))
 
 
 def test_a_logsumexp_over_more_keys_than_these_is_used() -> None:

@@ -77,3 +77,8 @@ def test_what_is_no_bias_is_refused(said: Any) -> None:
     with pytest.raises(InputError) as caught:
         read_bias(said, {"a": torch.zeros(1, dtype=torch.int64)})
     assert str(caught.value) == "A bias of the file cannot be read. Save the record again."
+
+
+def test_a_relative_bias_of_an_earlier_version_is_read() -> None:
+    found = read_bias({"kind": "Relative", "tensor": "a"}, {"a": torch.zeros(1, 1, 9)})
+    assert isinstance(found, RelativeBias)

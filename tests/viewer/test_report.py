@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ from multihead.analysis.highlights import layer_profiles
 from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
 from multihead.viewer import write_report
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
+from tests.observation.recorded import Tokenizer, ids, read
 from tests.viewer.page import Page
 
 TOKENS = ["[CLS]", *[f"w{i}" for i in range(18)], "[SEP]"]
@@ -348,3 +350,14 @@ def test_names_on_the_page_cannot_turn_it(tmp_path: Path) -> None:
     labels = {each["id"]: each["label"] for each in page.data["columns"]}
     assert labels["separator_mass"] == "\\u2067[SEP]"
     assert not re.search("[\u202a-\u202e\u2066-\u2069]", page.html + str(page.data))
+
+
+def test_title_and_tokens_are_by_default_those_of_the_record(tmp_path: Path) -> None:
+    record = read(ids(1, 6))
+    write_report(record, positions := tmp_path / "positions.html")
+    assert "<title>Reader" in positions.read_text(encoding="utf-8")
+    record.name_tokens(Tokenizer())
+    write_report(record, named := tmp_path / "named.html")
+    tokens = record.texts[0].tokens
+    assert tokens is not None
+    assert json.dumps(tokens[1], ensure_ascii=False) in named.read_text(encoding="utf-8")

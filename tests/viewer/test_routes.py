@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from multihead import masks
@@ -408,3 +410,19 @@ def test_a_layer_is_requested_and_shown_by_its_number_if_only_some_were_recorded
         assert {(each["layer"], each["head"]) for each in near} == {(1, 0), (1, 1), (2, 0)}
         refused = served.get(f"{SAMPLE}/layers/0/maps")
         assert (refused.status, refused.error) == (404, "There is no layer 0 in this record. Give one of 1, 2.")
+
+
+def test_a_record_whose_mask_is_not_defined_shows_its_table_and_refuses_its_maps(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Elsewhere(masks.Mask):
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return (queries - keys) % 2 == 0
+
+    watch(30, layers=1, mask=Elsewhere()).save(file := tmp_path / "run.safetensors")
+    masks.base._REGISTERED.pop("Elsewhere")
+    with serving(Run("run", Record.load(file))) as served:
+        assert len(served.get(SAMPLE).json["layers"]) == 1
+        assert served.get(f"{SAMPLE}/table.csv").status == 200
+        answer = served.get(f"{SAMPLE}/heads/0/1/tile?level=0&row=0&column=0")
+        assert answer.status >= 400
+        assert answer.error.startswith("The record uses the mask Elsewhere, which is not defined here.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError, refuse_unless_integer
+from multihead.errors import ArgumentError, check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
@@ -48,9 +48,9 @@ def nearest(
     layers: Sequence[LayerRecord], layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
 ) -> list[NearHead]:
     """Find heads; see `Record.nearest`."""
-    refuse_unless_integer("top", top)
+    check_integer("top", top)
     if queries is not None:
-        refuse_unless_integer("queries", queries)
+        check_integer("queries", queries)
     known = {each.number: each for each in layers}
     if isinstance(layer, bool) or not isinstance(layer, int) or layer not in known:
         raise ArgumentError(f"There is no layer {layer!r}.", f"Give {numbers_in_words(list(known))}.")

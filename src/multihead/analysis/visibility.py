@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.errors import ProbeError
+from multihead.errors import MaskError, ProbeError
 from multihead.probes.catalogue import offset_mass
 from multihead.record.sample import SampleRecord
 
@@ -58,7 +58,10 @@ def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
 
 def visibility_of(sample: SampleRecord) -> Visibility:
     """Read what the queries of a sample may see: off its bounds, or block by block; never queries x keys at once."""
-    count, start, stop = _counted(sample)
+    try:
+        count, start, stop = _counted(sample)
+    except MaskError:  # the class of the mask is not defined here
+        return _unknown(sample)
     pattern, before, after = _pattern(count, start, stop, sample.query_start, sample.num_keys)
     count = count.expand(sample.num_heads, -1).double()
     sees = count > 0
@@ -92,6 +95,22 @@ def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
 
 
+def _unknown(sample: SampleRecord) -> Visibility:
+    """Return what is known without the mask: which queries see a key."""
+    sees = (sample.logsumexp.whole()[0] != -torch.inf).cpu()  # (heads, queries)
+    nan = torch.full((sample.num_heads,), torch.nan, dtype=torch.float64)
+    return Visibility(
+        pattern="other",
+        before=0,
+        after=0,
+        hides=True,
+        blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
+        seeing_queries=sees.sum(-1).double(),
+        mean_keys=nan,
+        largest_entropy=nan.clone(),
+    )
+
+
 def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     """Mean share of a query's attention on keys at most `LOCAL_REACH` tokens from it.
 
@@ -104,7 +123,7 @@ def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     """
     try:
         return _band_mass(sample, visibility)
-    except ProbeError:
+    except (ProbeError, MaskError):
         return _band_mass_bound(sample)
 
 

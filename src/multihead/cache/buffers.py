@@ -53,7 +53,7 @@ class Buffers:
     """
 
     def __init__(self, k: Tensor, v: Tensor, *, capacity: int | None, window: int | None) -> None:
-        _refuse_unless_pair(k, v)
+        _check_pair(k, v)
         self.capacity, self.window = capacity, window
         self.progress = Progress(len(k), k.device, in_graphs=capacity is not None)
         # (batch, kv_heads, slots + 1, dim): padding goes to the last slot, see buffer_ops.py.
@@ -189,7 +189,7 @@ def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor
     return slots + token, None if real is None else token < real[:, None]
 
 
-def refuse_unless_alike(name: str, new: Tensor, held: Tensor) -> None:
+def check_alike(name: str, new: Tensor, held: Tensor) -> None:
     """Reject keys or values whose sizes, dtype or device differ from those in the cache.
 
     Raises:
@@ -210,7 +210,7 @@ def refuse_unless_alike(name: str, new: Tensor, held: Tensor) -> None:
         )
 
 
-def _refuse_unless_pair(k: Tensor, v: Tensor) -> None:
+def _check_pair(k: Tensor, v: Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ShapeError(

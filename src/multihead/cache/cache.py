@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from multihead.cache.buffer_ops import counts_of
-from multihead.cache.buffers import SPARE, Buffers, Held, refuse_unless_alike
+from multihead.cache.buffers import SPARE, Buffers, Held, check_alike
 from multihead.cache.positions import Progress
 from multihead.call import Continued
-from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, refuse_unless_integer
+from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, check_integer
 from multihead.masks import Mask
 from multihead.tracing import readable, traced
 
@@ -75,7 +75,7 @@ class KeyValueCache:
             )
         for name, value in (("capacity", capacity), ("window", window)):
             if value is not None:
-                refuse_unless_integer(name, value)
+                check_integer(name, value)
         self.capacity, self.window = capacity, window
         self.reset()
 
@@ -160,8 +160,8 @@ class KeyValueCache:
         if buffers is None:
             buffers = self._buffers = Buffers(k, v, capacity=self.capacity, window=self.window)
             self._progress = buffers.progress
-        refuse_unless_alike("k", k, buffers.k)
-        refuse_unless_alike("v", v, buffers.v)
+        check_alike("k", k, buffers.k)
+        check_alike("v", v, buffers.v)
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
@@ -202,7 +202,7 @@ class KeyValueCache:
         """
         progress, total = self._progress_or_refusal("Crop"), self.length
         if isinstance(length, int):
-            refuse_unless_integer("length", length, least=0)
+            check_integer("length", length, least=0)
             if length > total:
                 raise ArgumentError(f"length is {length}, and there are {total} tokens.", f"Give at most {total}.")
         else:
@@ -300,7 +300,7 @@ class KeyValueCache:
             self._continued = Continued(self._sequence, 0, real, start)
         return start
 
-    def refuse_unless_same_memory(self, memory: Tensor) -> None:
+    def check_same_memory(self, memory: Tensor) -> None:
         """Reject a memory (batch, keys, features) whose batch or number of keys differs from the stored one."""
         if self.memory is None or memory.shape[:2] == (len(self.memory.k), self.memory.k.shape[2]):
             return
@@ -310,7 +310,7 @@ class KeyValueCache:
             "Give the same memory at each step, or call cache.reset() to start over.",
         )
 
-    def refuse_unless_remembered(self, mask: Mask) -> None:
+    def check_remembered(self, mask: Mask) -> None:
         """Reject a mask that shows keys which a cache with a window drops.
 
         Raises:
@@ -318,7 +318,7 @@ class KeyValueCache:
                 column per key.
 
         >>> from multihead import masks
-        >>> KeyValueCache(window=8).refuse_unless_remembered(masks.Causal() & masks.Window(8))
+        >>> KeyValueCache(window=8).check_remembered(masks.Causal() & masks.Window(8))
         """
         if self.window is None:
             return

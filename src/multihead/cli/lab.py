@@ -9,7 +9,7 @@ import click
 
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
-from multihead.files import refuse_unless_writable
+from multihead.files import check_writable
 from multihead.optional import require
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def lab(
     with 1, 2, 4 and 8 heads, shows what each head attends to after training, and matches long vectors against short
     ones. Prints the results and writes one page that opens offline.
     """
-    refuse_unless_writable([out])
+    check_writable([out])
     counts = _parsed(heads)
     require("jinja2", purpose="The lab", extra="lab")
     if workers is not None and workers < 1:

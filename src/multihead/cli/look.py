@@ -16,7 +16,7 @@ import click
 from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
 from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
-from multihead.files import readable_text, refuse_unless_writable, write_whole
+from multihead.files import check_writable, readable_text, write_whole
 from multihead.locale.texts import text as locale
 from multihead.optional import require
 
@@ -120,7 +120,7 @@ def look(
         raise click.UsageError("Give the text to read: either --text FILE or --prompt TEXT.")
     text = prompt if text_file is None else readable_text(text_file)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
-    refuse_unless_writable([str(target) for target in (*targets, record_file) if target is not None])
+    check_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else _parsed(layers)
     require("jinja2", purpose="Writing a page", extra="view")
     if record_file is not None:
@@ -148,7 +148,7 @@ def look(
                 completed=STAGES.index(stage),
             ),
         )
-        _refuse_unless_layers(chosen, loaded)
+        _check_layers(chosen, loaded)
         encoded = encode(loaded, text or "", tokens=tokens)
     if tokens is not None and encoded.stop:
         text = (text or "")[: encoded.stop]
@@ -322,7 +322,7 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return written.getvalue()
 
 
-def _refuse_unless_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
+def _check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
     """Reject layers that the model does not have before it reads the text."""
     from multihead.errors import ArgumentError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import signal
@@ -34,6 +35,7 @@ Examples:
   multihead view before.safetensors after.safetensors     two runs, side by side
   multihead view run.safetensors --no-browser --port 8000
   multihead view run.safetensors --sample 3 --lang zh
+  multihead view run.safetensors --import my_masks        masks of your own, defined in my_masks.py
 
 RECORD is a file written by `seen.save("run.safetensors")`, after `with multihead.observe(model) as seen`.
 Coarse levels of long texts are built once and stored next to it, in RECORD.levels.
@@ -54,7 +56,16 @@ NEEDED = ("jinja2", "starlette", "uvicorn", "safetensors")
     show_default=True,
     help="Language of the page and the terminal output.",
 )
-def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: int, lang: str) -> None:
+@click.option(
+    "--import",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Import a module first, such as the one that defines a mask of the record; may be repeated.",
+)
+def view(
+    *, records: tuple[str, ...], port: int | None, browser: bool, sample: int, lang: str, modules: tuple[str, ...]
+) -> None:
     """Show every head of one or more saved records in the browser.
 
     The page has the grid and the table of all heads and each head's map, from the whole text to single weights;
@@ -66,6 +77,8 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
 
     from multihead.viewer.server import serve
 
+    for module in modules:
+        _import(module)
     runs = _loaded(records)
     for run in runs:
         if not run.num_samples:
@@ -93,6 +106,23 @@ def view(*, records: tuple[str, ...], port: int | None, browser: bool, sample: i
 
     with _exit_on_sigterm(), _redirect() as redirect, _Bar(text("view.bar", lang)) as progress:
         serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, progress=progress)
+
+
+def _import(module: str) -> None:
+    """Import a module of the user, from the current folder too, as `python -m` does.
+
+    Raises:
+        InputError: the module does not exist.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"There is no module {module!r}: {error}.",
+            "Give --import the name of a module in this folder or in the environment, such as my_masks.",
+        ) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.compat.weights import LastWeights, attend_with_weights
-from multihead.errors import MaskError, ShapeError, refuse_scripting
+from multihead.errors import MaskError, ShapeError, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Full, Keep, Mask
@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
     (torch.Size([2, 10, 512]), torch.Size([2, 8, 10, 10]))
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(self, d_model: int, h: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class MultiHeadAttention(nn.Module):
             MaskError: the mask has 3 dimensions or does not broadcast.
             ShapeError, DtypeError: Q, K and V do not fit each other or the layer.
         """
-        _refuse_unless_width(self.d_model, Q=Q, K=K, V=V)
+        _check_width(self.d_model, Q=Q, K=K, V=V)
         q, k, v = (self.split_heads(x) for x in (self.W_q(Q), self.W_k(K), self.W_v(V)))
         output, weights = self.scaled_dot_product_attention(q, k, v, mask)  # (batch, h, queries, d_k)
         return self.W_o(merge_heads(output)), weights
@@ -126,7 +126,7 @@ class MultiHeadedAttention(nn.Module):
     torch.Size([2, 8, 10, 10])
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MultiHeadedAttention(nn.Module):
             MaskError: the mask does not have 3 dimensions, or does not broadcast.
             ShapeError, DtypeError: query, key and value do not fit each other or the layer.
         """
-        _refuse_unless_width(self.h * self.d_k, query=query, key=key, value=value)
+        _check_width(self.h * self.d_k, query=query, key=key, value=value)
         if mask is not None and mask.dim() != 3:
             raise MaskError(
                 f"mask has shape {tuple(mask.shape)}, and this class inserts the head dimension itself.",
@@ -202,7 +202,7 @@ def _mask(mask: Tensor | None) -> Mask:
     return Keep(mask != 0, {1: "keys", 2: "queries keys", 4: None}[mask.dim()])
 
 
-def _refuse_unless_width(width: int, **tensors: Tensor) -> None:
+def _check_width(width: int, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 3 or tensor.shape[2] != width:
             raise ShapeError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.compat.weights import LastWeights
-from multihead.errors import ArgumentError, MaskError, ShapeError, refuse_scripting
+from multihead.errors import ArgumentError, MaskError, ShapeError, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.kernels.dense_tile import working_dtype
@@ -49,7 +49,7 @@ class DotProductAttention(nn.Module):
             [[0.1667, 0.1667, 0.1667]]])
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class DotProductAttention(nn.Module):
             (batch, queries, value_dim), 0 where the length is 0.
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
-            _refuse_unless_3d(name, tensor)
+            _check_3d(name, tensor)
         q, k, v = queries[:, None], keys[:, None], values[:, None]  # (batch, 1, length, features)
         return self._attended(q, k, v, _mask(_lengths(valid_lens, keys.shape[1])), owner=self)[:, 0]
 
@@ -124,7 +124,7 @@ class MultiHeadAttention(nn.Module):
             [0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000]])
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class MultiHeadAttention(nn.Module):
             ShapeError, MaskError, DtypeError: the tensors or lengths do not fit each other or the layer.
         """
         for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
-            _refuse_unless_3d(name, tensor)
+            _check_3d(name, tensor)
         lengths = _lengths(valid_lens, keys.shape[1])
         mask, padding = _mask(lengths), _padding(lengths, keys, values)
         if padding is None:
@@ -212,7 +212,7 @@ def transpose_output(X: Tensor, num_heads: int) -> Tensor:
     >>> torch.equal(transpose_output(transpose_qkv(X, 5), 5), X)
     True
     """
-    _refuse_unless_3d("X", X)
+    _check_3d("X", X)
     if num_heads < 1 or X.shape[0] % num_heads:
         raise ShapeError(
             f"X has {X.shape[0]} rows, which is not a multiple of {num_heads} heads.",
@@ -236,7 +236,7 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     <BLANKLINE>
             [[0.0000, 0.0000, 0.0000, 0.0000]]])
     """
-    _refuse_unless_3d("X", X)
+    _check_3d("X", X)
     batch, queries, keys = X.shape
     mask = _mask(_lengths(valid_lens, keys))
     mask.check_fits(CallSize(batch, 1, queries, keys))
@@ -282,7 +282,7 @@ def _linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Linear:
     return nn.LazyLinear(width_out, bias=bias) if width_in is None else nn.Linear(width_in, width_out, bias=bias)
 
 
-def _refuse_unless_3d(name: str, tensor: Tensor) -> None:
+def _check_3d(name: str, tensor: Tensor) -> None:
     if tensor.dim() != 3:
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)}.", "Give three dimensions: (batch, length, features)."

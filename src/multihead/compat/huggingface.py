@@ -51,7 +51,7 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     heads = ("SelfAttention", "CrossAttention")
     bare = {f"{family}{kind}" for family in _LIKE_BERT for kind in heads}
     whole = {f"{family}Attention" for family in _LIKE_BERT}
-    _refuse_unless_named(module, bare | whole, "from_bert", "the attention of a BERT layer, or its .self")
+    _check_named(module, bare | whole, "from_bert", "the attention of a BERT layer, or its .self")
     source: Any = module
     attention = source.self if type(module).__name__ in whole else source
     dense = source.output.dense if type(module).__name__ in whole else None
@@ -95,7 +95,7 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     >>> torch.allclose(from_gpt2(gpt2.h[0].attn)(x, mask=_CAUSAL), gpt2.h[0].attn(x)[0], atol=1e-6)
     True
     """
-    _refuse_unless_named(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
+    _check_named(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
     source: Any = module
     # Its Conv1D computes x @ weight: weight (features in, features out).
     weight, bias = source.c_attn.weight.mT, source.c_attn.bias
@@ -148,7 +148,7 @@ def from_llama(module: nn.Module) -> MultiHeadAttention:
     >>> torch.allclose(from_llama(llama.layers[0].self_attn)(x, mask=_CAUSAL), expected, atol=1e-6)
     True
     """
-    _refuse_unless_named(module, {"LlamaAttention"}, "from_llama", "the attention of a Llama layer")
+    _check_named(module, {"LlamaAttention"}, "from_llama", "the attention of a Llama layer")
     return _with_rotary(module, "from_llama", None)
 
 
@@ -173,7 +173,7 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     >>> from_qwen3(qwen.layers[0].self_attn)(torch.randn(2, 5, 16), mask=_CAUSAL).shape
     torch.Size([2, 5, 16])
     """
-    _refuse_unless_named(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
+    _check_named(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
     source: Any = module
     layer = _with_rotary(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
     assert layer.qk_norm is not None
@@ -256,7 +256,7 @@ def _copy(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
             projection.bias.copy_(bias)
 
 
-def _refuse_unless_named(module: object, names: set[str], function: str, what: str) -> None:
+def _check_named(module: object, names: set[str], function: str, what: str) -> None:
     """Compare the exact class, because a subclass may compute something else with the same parameters."""
     if type(module).__name__ not in names:
         raise ModelError(

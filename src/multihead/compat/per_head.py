@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from multihead.call import AttentionRequest, CallOrigin
-from multihead.errors import ArgumentError, ShapeError, refuse_scripting, refuse_unless_integer
+from multihead.errors import ArgumentError, ShapeError, check_integer, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, split_heads
 from multihead.layer import MultiHeadAttention
@@ -55,7 +55,7 @@ class PerHeadAttention(nn.Module):
     (8, torch.Size([2, 3]), torch.Size([2, 24]))
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PerHeadAttention(nn.Module):
         super().__init__()
         head_dim = head_dim_of(embed_dim, num_heads) if head_dim is None else head_dim
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
-            refuse_unless_integer(name, size)
+            check_integer(name, size)
 
         def drawn(rows: int, columns: int) -> Tensor:
             return nn.init.xavier_uniform_(torch.empty(rows, columns))
@@ -113,7 +113,7 @@ class PerHeadAttention(nn.Module):
         [1.0, 1.0, 10.0, 10.0]
         """
         matrices, biases = [list(W_Q), list(W_K), list(W_V)], [b_Q, b_K, b_V]
-        _refuse_unless_fitting(matrices, W_O, biases, b_O)
+        _check_fitting(matrices, W_O, biases, b_O)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
@@ -284,7 +284,7 @@ def _parameters(tensors: Sequence[Tensor]) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(tensor.detach().clone()) for tensor in tensors])
 
 
-def _refuse_unless_fitting(
+def _check_fitting(
     matrices: list[list[Tensor]],
     W_O: Tensor | None,
     biases: Sequence[Sequence[Tensor] | None],

@@ -21,7 +21,7 @@ from multihead.kernels.native import (
     operator,  # noqa: F401 - the import registers the operator for graphs
 )
 from multihead.kernels.native_vs_sdpa import slower
-from multihead.kernels.slow_paths import refuse_if_strict
+from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import CACHE_BYTES, PlanCache, bounds_of
 from multihead.tracing import intercepted
@@ -139,7 +139,7 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
             reason = slower(request, bounds, library.chosen().name)
         if reason is None:
             if name == "reference" and kernel is None:
-                refuse_if_strict(
+                raise_if_strict(
                     "The reference kernel would run, which holds queries x keys: "
                     + "; ".join(f"{other}: {why}" for other, why in refusals.items())
                     + ".",

@@ -38,7 +38,7 @@ def strict() -> Iterator[None]:
 
 
 @constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time holds for the graph
-def refuse_if_strict(finding: str, mend: str) -> None:
+def raise_if_strict(finding: str, mend: str) -> None:
     """Raise in a strict context."""
     if _strict.get():
         raise SlowPathError(finding, mend)
@@ -46,5 +46,5 @@ def refuse_if_strict(finding: str, mend: str) -> None:
 
 def warn_of_slow_path(finding: str, mend: str) -> None:
     """Raise in a strict context, and warn elsewhere."""
-    refuse_if_strict(finding, mend)
+    raise_if_strict(finding, mend)
     warnings.warn(f"{finding} {mend}", SlowPathWarning, stacklevel=2)

@@ -14,10 +14,10 @@ from multihead.cache import KeyValueCache
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import (
     ArgumentError,
-    refuse_scripting,
-    refuse_unless_integer,
-    refuse_unless_scale,
-    refuse_unless_share,
+    check_integer,
+    check_scale,
+    check_share,
+    reject_scripting,
 )
 from multihead.explanation import Explanation, explained
 from multihead.functional import attend, request_of
@@ -33,8 +33,8 @@ from multihead.packing import NO_PADDING, Packing, Padding, Side
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
-from multihead.scores.softcap import refuse_unless_softcap
-from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, refuse_unknown
+from multihead.scores.softcap import check_softcap
+from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, reject_unknown
 
 _FULL = Full()
 _NOTHING = nullcontext()
@@ -86,7 +86,7 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 10, 512])
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if unknown:
-            refuse_unknown(MultiHeadAttention, unknown, OF_CONSTRUCTORS)
+            reject_unknown(MultiHeadAttention, unknown, OF_CONSTRUCTORS)
         self.embed_dim = _size("embed_dim", embed_dim)
         self.num_heads = _size("num_heads", num_heads)
         self.num_kv_heads = _kv_heads(num_heads, num_kv_heads)
@@ -126,7 +126,7 @@ class MultiHeadAttention(nn.Module):
         self.value_head_dim = _size("value_head_dim", self.head_dim if value_head_dim is None else value_head_dim)
         self.key_dim = _size("key_dim", embed_dim if key_dim is None else key_dim)
         self.value_dim = _size("value_dim", self.key_dim if value_dim is None else value_dim)
-        refuse_unless_share("dropout", dropout)
+        check_share("dropout", dropout)
         if merge not in ("concat", "mean"):
             raise ArgumentError(f"merge is {merge!r}.", 'Give "concat" or "mean".')
         self.dropout, self.scale = float(dropout), scale
@@ -147,7 +147,7 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = linear(self.value_dim, self.num_kv_heads * self.value_head_dim)
         self.out_proj = linear(merged_dim, self.output_dim) if output_projection else None
         if softcap is not None:
-            refuse_unless_softcap(softcap)
+            check_softcap(softcap)
         if add_bias_kv and position_bias is not None:
             raise ArgumentError(
                 "add_bias_kv and position_bias are both given, and the learned key has no position.",
@@ -156,9 +156,9 @@ class MultiHeadAttention(nn.Module):
         for name, flag in (("sinks", sinks), ("head_gates", head_gates)):
             if isinstance(flag, Tensor):
                 raise ArgumentError(f"{name} is a tensor.", f"Give {name}=True, and copy the values to layer.{name}.")
-        _refuse_unless_kinds(rotary, qk_norm, position_bias, scale)
+        _check_kinds(rotary, qk_norm, position_bias, scale)
         if rotary is not None:
-            rotary.refuse_unless_turning(self.head_dim)
+            rotary.check_turning(self.head_dim)
         self.rotary, self.position_bias = rotary, position_bias
         self.softcap, self.add_zero_attn = softcap, add_zero_attn
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -236,7 +236,7 @@ class MultiHeadAttention(nn.Module):
             ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit, before anything is computed.
         """
         if unknown:
-            refuse_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
+            reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         if cache is not None:
             check_is_cache(cache)
         with _NOTHING if cache is None else cache.rollback_on_error():
@@ -335,6 +335,7 @@ class MultiHeadAttention(nn.Module):
             and self.bias_k is None
             and of_distance
             and mask.translation_invariant
+            and mask.defines_interval  # else the whole row would be evaluated cell by cell
         )
         if packing is None:
             padding = Padding.of(x, memory, lengths, memory_lengths, together=together, side=padding_side)
@@ -474,7 +475,7 @@ def _stop(request: AttentionRequest) -> NoReturn:
 
 
 def _size(name: str, value: int) -> int:
-    refuse_unless_integer(name, value)
+    check_integer(name, value)
     return value
 
 
@@ -489,7 +490,7 @@ def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
     return count
 
 
-def _refuse_unless_kinds(rotary: object, qk_norm: object, position_bias: object, scale: object) -> None:
+def _check_kinds(rotary: object, qk_norm: object, position_bias: object, scale: object) -> None:
     for name, given, kind, example in (
         ("rotary", rotary, Rotary, "mh.Rotary()"),
         ("qk_norm", qk_norm, QKNorm, 'mh.QKNorm("rms")'),
@@ -497,4 +498,4 @@ def _refuse_unless_kinds(rotary: object, qk_norm: object, position_bias: object,
     ):
         if given is not None and not isinstance(given, kind):
             raise ArgumentError(f"{name} is {given!r}.", f"Give for example {name}={example}, or None.")
-    refuse_unless_scale(scale)
+    check_scale(scale)

@@ -11,7 +11,7 @@ from multihead.cache import KeyValueCache
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Mask
 from multihead.masks.base import check_is_mask
-from multihead.packing import Packing, refuse_unless_packed
+from multihead.packing import Packing, check_packed
 
 
 class Widths(NamedTuple):
@@ -129,7 +129,7 @@ def check_packing(
     packing: Packing, x: Tensor, memory: Tensor | None, lengths: object, cache: KeyValueCache | None
 ) -> None:
     """Check packed tokens, and that no other argument conflicts with their samples."""
-    refuse_unless_packed("x", x, packing)
+    check_packed("x", x, packing)
     for name, given in (("memory", memory), ("lengths", lengths), ("cache", cache)):
         if given is not None and given is not x:
             raise ArgumentError(
@@ -169,6 +169,6 @@ def check_cache(
             "Give a cache that keeps all keys: KeyValueCache().",
         )
     if memory is None:
-        cache.refuse_unless_remembered(mask)
+        cache.check_remembered(mask)
     else:
-        cache.refuse_unless_same_memory(memory)
+        cache.check_same_memory(memory)

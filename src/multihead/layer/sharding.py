@@ -274,11 +274,11 @@ def local_heads(
     per_group = heads // kv_heads
     keys = range(queries.start // per_group, -(-queries.stop // per_group))
     if group is None:
-        _refuse_per_head_parameters(layer)
+        _reject_per_head_parameters(layer)
     for name, (held, theirs) in zip(("k_proj", "v_proj"), of_keys, strict=False):
         whole = group is not None and held == range(kv_heads)
         if not whole and (held != keys or theirs != group):
-            _refuse_mixture(name, queries, held)
+            _reject_mixture(name, queries, held)
     if len(queries) != len(keys) * per_group and len(keys) > 1:
         counts = ", ".join(str(count) for count in head_counts(kv_heads))
         raise ArgumentError(
@@ -287,7 +287,7 @@ def local_heads(
             f"Split q_proj over a number of processes that divides num_kv_heads: {counts}.",
         )
     if group is not None:
-        _refuse_unless_splittable(layer, group)
+        _check_splittable(layer, group)
     return LocalHeads(heads, queries, keys, group)
 
 
@@ -331,7 +331,7 @@ def _group_of(name: str, projection: nn.Module) -> Group | None:
     return Group(mesh, dims[0])
 
 
-def _refuse_mixture(name: str, queries: range, keys: range) -> NoReturn:
+def _reject_mixture(name: str, queries: range, keys: range) -> NoReturn:
     raise ArgumentError(
         f"q_proj returns {_listed(queries)} here and {name} {_listed(keys)}, which do not belong together.",
         f"Split the layer with {SPLIT}; k_proj and v_proj may both stay whole.",
@@ -342,7 +342,7 @@ def _listed(heads: range) -> str:
     return f"heads {heads.start} to {heads.stop - 1}" if len(heads) > 1 else f"head {heads.start}"
 
 
-def _refuse_per_head_parameters(layer: ShardableLayer) -> None:
+def _reject_per_head_parameters(layer: ShardableLayer) -> None:
     """Check that no parameter differs between heads where it is unknown which heads the projections hold."""
     norms = layer.qk_norm
     ways = {
@@ -362,7 +362,7 @@ def _refuse_per_head_parameters(layer: ShardableLayer) -> None:
             )
 
 
-def _refuse_unless_splittable(layer: ShardableLayer, group: Group) -> None:
+def _check_splittable(layer: ShardableLayer, group: Group) -> None:
     """Check that no part of the layer needs the heads of all processes together."""
     found = None
     if layer.merge == "mean":

@@ -17,8 +17,8 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, reduce
 from typing import ClassVar
 
@@ -183,7 +183,15 @@ class Mask:
                 f"{type(self).__name__}.visible returned {given}.",
                 "Return a bool tensor that broadcasts to (batch, heads, queries, keys), True = may be seen.",
             )
-        return cells & place.everywhere()
+        everywhere = place.everywhere()
+        try:
+            return cells & everywhere
+        except RuntimeError as error:
+            raise MaskError(
+                f"{type(self).__name__}.visible returned a tensor of shape {tuple(cells.shape)}, which does not "
+                f"broadcast to (batch, heads, {everywhere.shape[-2]} queries, {everywhere.shape[-1]} keys).",
+                "Compute it from the positions given: (.., queries, 1) and (.., 1, keys).",
+            ) from error
 
     def bounds(self, extent: Extent) -> KeyBounds:
         """Return the interval of keys of each query, and the part of the mask that is not an interval.
@@ -195,9 +203,23 @@ class Mask:
         if interval is None:
             whole = torch.zeros_like(row)
             return KeyBounds(whole, whole + extent.keys, self)
+        if not isinstance(interval, tuple) or len(interval) != 2:
+            raise MaskError(
+                f"{type(self).__name__}.interval returned a {type(interval).__name__}.",
+                "Return two tensors, (start, stop), or None where rows are no intervals.",
+            )
         start, stop = (_clamped(edge, extent.keys) for edge in interval)
         start, stop, _ = torch.broadcast_tensors(start, stop, row)  # torch.broadcast_shapes would import sympy
         return KeyBounds(start, stop)
+
+    @property
+    def defines_interval(self) -> bool:
+        """Whether each query sees an interval of keys: then samples that are packed into one row cost no more."""
+        return type(self).interval is not Mask.interval
+
+    def stored(self) -> tuple[str, dict[str, object]]:
+        """Return what a record stores: the name of the class, and the fields."""
+        return type(self).__name__, self.values()
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
         """Return the interval [start, stop) of one query without creating a tensor, or None where that needs one."""
@@ -310,6 +332,10 @@ class _Combined(Mask):
     @property
     def translation_invariant(self) -> bool:  # type: ignore[override]
         return all(part.translation_invariant for part in self.parts)
+
+    @property
+    def defines_interval(self) -> bool:
+        return all(part.defines_interval for part in self.parts)
 
     @property
     def has_key_axis(self) -> bool:  # type: ignore[override]
@@ -494,9 +520,26 @@ class UnknownMask(Mask):
 
     Attributes:
         name: the name of the class.
+        content: its fields as the record has them, so that the record can be saved again.
     """
 
     name: str
+    content: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnknownMask) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash((UnknownMask, self.name))
+
+    def values(self) -> dict[str, object]:
+        return dict(self.content)
+
+    def stored(self) -> tuple[str, dict[str, object]]:
+        return self.name, self.values()
+
+    def cache_key(self) -> None:
+        """Return None: nothing is planned for it."""
 
     def check_fits(self, size: CallSize) -> None:
         """Accept any size: nothing is known about the mask."""
@@ -510,7 +553,8 @@ class UnknownMask(Mask):
     def _error(self) -> MaskError:
         return MaskError(
             f"The record uses the mask {self.name}, which is not defined here.",
-            f"Import the module that defines the class {self.name} before loading the record.",
+            f"Import the module that defines the class {self.name} before loading the record; "
+            "with multihead view, by --import MODULE.",
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.errors import refuse_unless_integer
+from multihead.errors import check_integer
 from multihead.masks.base import KeyBounds, Mask, check_is_mask
 from multihead.masks.place import CallSize, Extent, Place, Span
 
@@ -34,7 +34,7 @@ class LeadingKeys(Mask):
     mask: Mask
 
     def __post_init__(self) -> None:
-        refuse_unless_integer("LeadingKeys count", self.count, least=0)
+        check_integer("LeadingKeys count", self.count, least=0)
         check_is_mask(self.mask)
 
     @property

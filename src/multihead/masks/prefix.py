@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from multihead.errors import refuse_unless_integer
+from multihead.errors import check_integer
 from multihead.masks.base import Mask
 from multihead.masks.counts import as_tensor, check_longest, check_rows, checked_counts, dropped, shape_of, shown
 from multihead.masks.place import CallSize, Span
@@ -40,7 +40,7 @@ class Prefix(Mask):
 
     def __init__(self, length: int | Sequence[int] | Tensor) -> None:
         if isinstance(length, int):
-            refuse_unless_integer("Prefix length", length, least=0)
+            check_integer("Prefix length", length, least=0)
             object.__setattr__(self, "length", length)
         else:
             object.__setattr__(self, "length", checked_counts(length, "Prefix", "(batch,), or one int", dims=(1,)))

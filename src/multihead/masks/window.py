@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from multihead.errors import refuse_unless_integer
+from multihead.errors import check_integer
 from multihead.masks.base import Mask
 
 
@@ -37,8 +37,8 @@ class Window(Mask):
     translation_invariant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        refuse_unless_integer("Window size", self.size, least=1)
-        refuse_unless_integer("Window after", self.after, least=0)
+        check_integer("Window size", self.size, least=1)
+        check_integer("Window after", self.after, least=0)
 
     def __repr__(self) -> str:
         return f"Window({self.size}, after={self.after})" if self.after else f"Window({self.size})"

@@ -33,7 +33,7 @@ class LayerFilter:
             raise ArgumentError("layers is empty.", "Give indices or names, or None for all layers.")
         return LayerFilter(items)
 
-    def refuse_unless_modules(self, names: Sequence[str]) -> None:
+    def check_modules(self, names: Sequence[str]) -> None:
         """Check that each name matches a module; which modules are attention layers is known when the model runs.
 
         Args:

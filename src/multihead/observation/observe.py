@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multihead import listeners
-from multihead.errors import ArgumentError, ModelError, ProbeError, refuse_unless_integer
+from multihead.errors import ArgumentError, ModelError, ProbeError, check_integer
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
@@ -76,12 +76,12 @@ def observe(
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     chosen = resolved(DEFAULT if probes is None else probes)
-    _refuse_unless_sensible(model, keep, map_size, map_pool)
-    _refuse_unless_told(chosen)
+    _check_options(model, keep, map_size, map_pool)
+    _check_sets(chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
     layer_filter = LayerFilter.of(layers)
-    layer_filter.refuse_unless_modules(list(names.values()))
+    layer_filter.check_modules(list(names.values()))
     record = Record(
         title=type(root).__name__,
         statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
@@ -112,17 +112,17 @@ def observe(
     recorder.check_complete(root)
 
 
-def _refuse_unless_sensible(model: object, keep: object, map_size: object, map_pool: object) -> None:
+def _check_options(model: object, keep: object, map_size: object, map_pool: object) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"The model is a {type(model).__name__}, not a module.", "Give a torch.nn.Module.")
     if keep not in ("cpu", "device", "statistics", "summary"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device", "statistics" or "summary".')
     if map_pool not in ("mean", "max"):
         raise ArgumentError(f"map_pool is {map_pool!r}.", 'Give "mean" or "max".')
-    refuse_unless_integer("map_size", map_size)
+    check_integer("map_size", map_size)
 
 
-def _refuse_unless_told(probes: Sequence[Probe]) -> None:
+def _check_sets(probes: Sequence[Probe]) -> None:
     """Raise ProbeError for statistics that need a set of tokens which is not given."""
     for probe in probes:
         if "sets" in probe.needs:

@@ -68,7 +68,7 @@ def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
         raise ProbeError(f"map_pool is {context.map_pool!r}.", 'Give "mean" or "max".')
 
 
-def refuse_unless_output_weight_fits(weight: Tensor, shape: AttentionShape) -> None:
+def check_output_weight_fits(weight: Tensor, shape: AttentionShape) -> None:
     """Reject an output projection that does not fit the outputs of the heads.
 
     Raises:

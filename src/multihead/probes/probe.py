@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.parts import Part, refuse_unless_part
+from multihead.parts import Part, check_part
 
 Parts: TypeAlias = Mapping[Part, Tensor]
 """Part -> what was measured; see `multihead.parts.PARTS` and `PART_FAMILIES`."""
@@ -193,5 +193,5 @@ def _parts_of(name: str, parts: object) -> frozenset[Part]:
     if not isinstance(parts, Set) or not parts:
         raise ArgumentError(f"The parts of {name} are {parts!r}.", 'Give a set of at least one, such as {"entropy"}.')
     for part in parts:
-        refuse_unless_part(part)
+        check_part(part)
     return frozenset(parts)

@@ -55,7 +55,7 @@ def divergence(
     """
     if other is None or other_logsumexp is None:
         other, other_logsumexp = request, logsumexp
-    _refuse_unless_alike(request, other)
+    _check_alike(request, other)
     device = request.shape.device
     first = head_indices(heads, request.shape.num_heads)
     second = head_indices(other_heads, other.shape.num_heads)
@@ -118,7 +118,7 @@ def entropy_of(weights: Tensor) -> Tensor:
     return -(logs * weights).sum(-1).double()
 
 
-def _refuse_unless_alike(request: AttentionRequest, other: AttentionRequest) -> None:
+def _check_alike(request: AttentionRequest, other: AttentionRequest) -> None:
     for each in (request, other):
         if each.shape.batch != 1:
             raise ArgumentError(

@@ -16,7 +16,7 @@ from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.parts import Part
 from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import PROBES
-from multihead.probes.context import ProbeContext, check_context_fits, refuse_unless_output_weight_fits
+from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, streamed
@@ -57,7 +57,9 @@ def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
         )
     for each in wanted:
         if not isinstance(each, (Probe, str)) or (isinstance(each, str) and each not in PROBES):
-            raise ProbeError(f"There is no statistic {each!r}.", f"Give some of {', '.join(PROBES)}.")
+            raise ProbeError(
+                f"There is no statistic {each!r}.", f"Give some of {', '.join(PROBES)}, or a Probe of your own."
+            )
         probe = each if isinstance(each, Probe) else PROBES[each]
         if PROBES.get(probe.name, probe) != probe:
             raise ProbeError(f"{probe.name} is the name of a built-in statistic.", "Give your probe another name.")
@@ -90,7 +92,7 @@ def possible(
     return tuple(probe for probe in resolved(wanted) if not missing(probe, request, context, has_values=has_values))
 
 
-def refuse_unless_possible(
+def check_possible(
     probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> None:
     """Reject a probe that needs what the call does not have.
@@ -132,9 +134,9 @@ def measured(
     """
     probes = resolved(wanted)
     check_context_fits(context, request.shape)
-    refuse_unless_possible(probes, request, context, has_values=has_values)
+    check_possible(probes, request, context, has_values=has_values)
     if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
-        refuse_unless_output_weight_fits(context.output_weight, request.shape)
+        check_output_weight_fits(context.output_weight, request.shape)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.of(request, logsumexp, context, output=output)
         parts = _measured(call, probes)
@@ -165,10 +167,18 @@ def _computed(probe: Probe, parts: Parts) -> Tensor:
     Raises:
         ProbeError: it returns something other than a tensor of the shape of its parts.
     """
-    value = probe.of(parts)
+    try:
+        value = probe.of(parts)
+    except KeyError as error:
+        raise ProbeError(
+            f"The function of {probe.name} reads {error.args[0]!r}, which is not among its parts.",
+            "Add it to the `parts` of the probe.",
+        ) from error
     expected = parts[next(iter(probe.parts))].shape
     if not isinstance(value, Tensor) or value.shape != expected:
-        returned = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        returned = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
         raise ProbeError(
             f"The function of {probe.name} returned {returned}.",
             f"Return a tensor of the shape of its parts, {tuple(expected)}: one number for each of theirs.",
@@ -293,7 +303,7 @@ def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext
     Arguments and results are those of `measured`, in the order of `wanted`.
     """
     probes = resolved(wanted)
-    refuse_unless_possible(probes, call.request, context)
+    check_possible(probes, call.request, context)
     # The kernel takes the first key that some query may see; the context may know of an earlier one.
     parts = {
         part: value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, refuse_unless_slice
+from multihead.errors import ArgumentError, check_slice
 from multihead.kernels.dense_tile import of_heads, scores, seen, without_autocast, working_dtype
 from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
@@ -253,7 +253,7 @@ def head_indices(heads: int | Sequence[int] | slice, num_heads: int) -> Tensor:
     tensor([0, 2, 4, 6])
     """
     if isinstance(heads, slice):
-        refuse_unless_slice("heads", heads)
+        check_slice("heads", heads)
         wanted = list(range(num_heads)[heads])
     else:
         chosen = heads.tolist() if isinstance(heads, Tensor) else heads

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, refuse_unless_slice
+from multihead.errors import ArgumentError, check_slice
 from multihead.probes.blocks import Blocks, blocks
 from multihead.record.segments import Segment
 
@@ -65,7 +65,7 @@ def indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:
     Raises:
         ArgumentError: it is not a slice, or its step is negative.
     """
-    refuse_unless_slice(name, chosen)
+    check_slice(name, chosen)
     return chosen.indices(length)
 
 

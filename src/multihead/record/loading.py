@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
-from multihead.files import Parts, is_folder, refuse_unless_name
+from multihead.files import Parts, check_name, is_folder
 from multihead.functional import request_of
 from multihead.optional import require
 from multihead.probes.probe import Statistic
@@ -113,7 +113,7 @@ def _opened(target: str, *, mapped: bool) -> tuple[dict[str, str], dict[str, Ten
     require("safetensors", purpose="Opening a record", extra="view")
     from safetensors import SafetensorError, safe_open
 
-    refuse_unless_name(target)
+    check_name(target)
     try:
         with safe_open(target, framework="pt", device="cpu") as opened:
             if not mapped:

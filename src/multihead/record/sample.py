@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ProbeError, refuse_unless_integer
+from multihead.errors import ProbeError, check_integer
 from multihead.escaping import visible
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.plan.bounds import bounds_of
@@ -292,7 +292,7 @@ class SampleRecord:
             part = tile(request, logsumexp, heads=heads, queries=rows, keys=columns, totals=segment.totals)
             found.append(part[0].cpu())
         if not found:
-            self._refuse_unless_kept()
+            self._check_kept()
         cells = self._assembled(found, queries, keys, self.num_heads if head is None else 1)
         return cells if head is None else cells[0]
 
@@ -372,10 +372,10 @@ class SampleRecord:
             ProbeError: only statistics were kept.
             ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         """
-        self._refuse_unless_kept()
+        self._check_kept()
         size = both("block", block)
         for length in size:
-            refuse_unless_integer("block", length)
+            check_integer("block", length)
         return joined_blocks(
             ((segment, *self.request_of(segment, head)) for segment in self.segments),
             heads=head_indices(one_or_all(head, self.num_heads), self.num_heads).tolist(),
@@ -412,7 +412,7 @@ class SampleRecord:
         """
         most = both("bins", bins)
         for each in most:
-            refuse_unless_integer("bins", each)
+            check_integer("bins", each)
         rows, columns = ends(queries, self.num_queries, "queries"), ends(keys, self.num_keys, "keys")
         height, width = (
             max(-(-(last - first) // each), 1) for (first, last), each in zip((rows, columns), most, strict=True)
@@ -426,7 +426,7 @@ class SampleRecord:
         Raises:
             ProbeError: only statistics were kept.
         """
-        self._refuse_unless_kept()
+        self._check_kept()
         assert self.q is not None
         assert self.k is not None
         of_q, of_k = segment.only(head)
@@ -434,7 +434,7 @@ class SampleRecord:
         request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(segment.row_start, segment.row_stop)
 
-    def _refuse_unless_kept(self) -> None:
+    def _check_kept(self) -> None:
         if not self.keeps_weights:
             raise ProbeError(
                 f'{self.name} was observed with keep="statistics", so its weights cannot be computed.',

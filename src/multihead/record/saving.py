@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, InputError
-from multihead.files import refuse_unless_writable, writing
+from multihead.files import check_writable, writing
 from multihead.optional import require
 from multihead.record.layer import RecordParts
 from multihead.record.running_summary import RunningSummary
@@ -46,7 +46,7 @@ def save(record: RecordParts, file: str | os.PathLike[str], *, keep: str = "all"
     if keep not in ("all", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
     target = os.fspath(file)
-    refuse_unless_writable([target])
+    check_writable([target])
     require("safetensors", purpose="Saving a record", extra="view")
     data, tensors = written(record, keep=keep)
     for name, tensor in tensors.items():

@@ -58,7 +58,7 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
     >>> written_mask(Causal() & Window(3), Tensors(), "mask")
     {'kind': 'And', 'parts': [{'kind': 'Causal'}, {'kind': 'Window', 'size': 3, 'after': 0}]}
     """
-    _refuse_unless_few(mask)
+    _check_few(mask)
     written = _written_mask(mask, tensors, name)
     try:
         read_mask(written, tensors.named)
@@ -71,13 +71,13 @@ def written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
 
 
 def _written_mask(mask: Mask, tensors: Tensors, name: str) -> dict[str, Any]:
-    kind = type(mask).__name__
-    if registered(kind) is not type(mask):  # another class of the same name was defined after this one
+    kind, values = mask.stored()
+    known = registered(kind)
+    if kind == type(mask).__name__ and known is not type(mask):  # another class took the name later
         raise MaskError(
             f"A record whose mask is {_short(mask)} cannot be saved: another class is named {kind}.",
             "Give one of the classes another name.",
         )
-    values = mask.values()
     alone = sum(isinstance(value, (Tensor, Mask, tuple)) for value in values.values()) < 2  # its name needs no suffix
     fields = {
         key: _written_field(mask, value, tensors, name if alone else f"{name}.{key}") for key, value in values.items()
@@ -100,7 +100,7 @@ def _written_field(mask: Mask, value: object, tensors: Tensors, name: str) -> An
     )
 
 
-def _refuse_unless_few(mask: Mask) -> None:
+def _check_few(mask: Mask) -> None:
     """Raise MaskError if a mask combines too many; without recursion, which 1,000 nested masks would overflow."""
     left: list[tuple[Mask, int]] = [(mask, 0)]
     for count, (each, depth) in enumerate(left):  # the list grows in the loop
@@ -158,8 +158,6 @@ class _MaskReader:
         if self.count > MOST_MASKS:
             raise TypeError(f"it combines more than {MOST_MASKS:,} masks.")
         found = registered(kind)
-        if found is None:
-            return UnknownMask(kind[:_LENGTH])
         fields = {key: self.field(value, depth + 1) for key, value in data.items() if key != "kind"}
         if kind in ("Keep", "Drop") and isinstance(fields["tensor"], str):  # as earlier versions wrote it
             fields["tensor"] = self.tensors[fields["tensor"]]
@@ -167,7 +165,14 @@ class _MaskReader:
             parts = fields["parts"]
             if len(parts) < 2 or not all(isinstance(part, Mask) for part in parts):
                 raise TypeError("it combines no masks.")
-        return found(**fields)
+        if found is None:
+            return UnknownMask(kind[:_LENGTH], fields)
+        try:
+            return found(**fields)
+        except TypeError:
+            if found.__module__.startswith("multihead."):
+                raise
+            return UnknownMask(kind[:_LENGTH], fields)  # a class of the user, which has other fields by now
 
     def field(self, data: Any, depth: int) -> Any:
         if isinstance(data, dict):
@@ -189,7 +194,7 @@ def read_bias(data: Any, tensors: dict[str, Tensor]) -> Bias | None:
         return None
     try:
         values = tensors[data["tensor"]]
-        if data["kind"] == "RelativeBias":
+        if data["kind"] in ("RelativeBias", "Relative"):  # the second in records of earlier versions
             return RelativeBias(values)
         if data["kind"] == "Tensor" and values.is_floating_point():
             return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from multihead.errors import ArgumentError, refuse_unless_integer
+from multihead.errors import ArgumentError, check_integer
 
 
 def frequencies_of(base: float, dim: int) -> tuple[float, ...]:
@@ -19,7 +19,7 @@ def frequencies_of(base: float, dim: int) -> tuple[float, ...]:
     return tuple(base ** (-column / dim) for column in range(0, dim, 2))
 
 
-def refuse_unless_above(name: str, value: object, limit: float = 0) -> None:
+def check_above(name: str, value: object, limit: float = 0) -> None:
     """Reject anything but a finite number above the limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not limit < value < math.inf:
         raise ArgumentError(f"{name} is {value!r}.", f"Give a number above {limit}.")
@@ -41,7 +41,7 @@ class Linear:
     factor: float
 
     def __post_init__(self) -> None:
-        refuse_unless_above("factor", self.factor)
+        check_above("factor", self.factor)
 
     @property
     def gain(self) -> float:
@@ -76,8 +76,8 @@ class Llama3:
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            refuse_unless_above(name, getattr(self, name))
-        refuse_unless_integer("original_length", self.original_length)
+            check_above(name, getattr(self, name))
+        check_integer("original_length", self.original_length)
         if self.low_freq_factor >= self.high_freq_factor:
             raise ArgumentError(
                 f"low_freq_factor is {self.low_freq_factor} and high_freq_factor is {self.high_freq_factor}.",
@@ -132,11 +132,11 @@ class Yarn:
 
     def __post_init__(self) -> None:
         for name in ("factor", "beta_fast", "beta_slow"):
-            refuse_unless_above(name, getattr(self, name))
+            check_above(name, getattr(self, name))
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None:
-                refuse_unless_above(name, getattr(self, name))
-        refuse_unless_integer("original_length", self.original_length)
+                check_above(name, getattr(self, name))
+        check_integer("original_length", self.original_length)
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ArgumentError(
                 f"mscale is {self.mscale} and mscale_all_dim is {self.mscale_all_dim}.",

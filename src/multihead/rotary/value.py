@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import SymInt, Tensor
 
-from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_integer
-from multihead.rotary.scalings import Linear, Llama3, Yarn, frequencies_of, refuse_unless_above
+from multihead.errors import ArgumentError, DtypeError, ShapeError, check_integer
+from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
 from multihead.rotary.waves import Tables, Waves, exact_on, rotate_columns, waves_of
 from multihead.tracing import intercepted, traced
 
@@ -61,9 +61,9 @@ class Rotary:
     scaling: Linear | Llama3 | Yarn | None = None
 
     def __post_init__(self) -> None:
-        refuse_unless_above("base", self.base, 1)
+        check_above("base", self.base, 1)
         if self.dim is not None:
-            refuse_unless_integer("dim", self.dim, least=2)
+            check_integer("dim", self.dim, least=2)
             if self.dim % 2:
                 raise ArgumentError(f"dim is {self.dim}, and columns are rotated in pairs.", "Give an even number.")
         if self.scaling is not None and not isinstance(self.scaling, (Linear, Llama3, Yarn)):
@@ -75,7 +75,7 @@ class Rotary:
         """Copy and pickle the parameters only; tables are recomputed when needed."""
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
-    def refuse_unless_turning(self, head_dim: int) -> None:
+    def check_turning(self, head_dim: int) -> None:
         """Reject a head_dim whose columns cannot be rotated in pairs.
 
         Raises:
@@ -154,7 +154,7 @@ class Rotary:
 
     def _waves(self, x: Tensor, positions: int | Tensor) -> Waves | Tensor:
         """Look up the cosines and sines, or compute them where tables cannot be cached: in traces and transforms."""
-        self._refuse_unless_fitting(x, positions)
+        self._check_fitting(x, positions)
         dtype, device, dim = _COMPUTED_IN[x.dtype], x.device, self.dim or x.shape[3]
         if type(x) is Tensor and not intercepted():
             tables = self._tables.get((dim, dtype, device)) or self._tables_for(dim, dtype, device)
@@ -186,7 +186,7 @@ class Rotary:
         tables = self._tables[dim, dtype, device] = _SHARED.setdefault(key, new)
         return tables
 
-    def _refuse_unless_fitting(self, x: Tensor, positions: object) -> None:
+    def _check_fitting(self, x: Tensor, positions: object) -> None:
         if x.dim() != 4:
             raise ShapeError(
                 f"x has shape {tuple(x.shape)}, and must have four dimensions.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import refuse_unless_integer
+from multihead.errors import check_integer
 from multihead.scores.relative import RelativeBias, offsets
 
 
@@ -22,7 +22,7 @@ def slopes_of(num_heads: int) -> tuple[float, ...]:
     >>> [round(slope, 3) for slope in slopes_of(3)]
     [0.062, 0.004, 0.25]
     """
-    refuse_unless_integer("num_heads", num_heads)
+    check_integer("num_heads", num_heads)
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * h / below) for h in range(1, below + 1)]
     above = [2.0 ** (-8 * h / (2 * below)) for h in range(1, 2 * below + 1, 2)]

@@ -15,10 +15,10 @@ from multihead.tracing import traced
 Bias: TypeAlias = "Tensor | RelativeBias"
 
 
-def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
+def check_bias_fits(bias: object, shape: AttentionShape) -> None:
     """Check that a bias is a RelativeBias or broadcasts to (batch, heads, queries, keys) in floating point."""
     if isinstance(bias, RelativeBias):
-        _refuse_unless_relative_fits(bias, shape)
+        _check_relative_fits(bias, shape)
         return
     sizes = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
@@ -36,7 +36,7 @@ def refuse_unless_bias_fits(bias: object, shape: AttentionShape) -> None:
         )
 
 
-def _refuse_unless_relative_fits(bias: RelativeBias, shape: AttentionShape) -> None:
+def _check_relative_fits(bias: RelativeBias, shape: AttentionShape) -> None:
     given, sizes = tuple(bias.values.shape), (shape.batch, shape.num_heads, shape.query_length + shape.key_length - 1)
     if bias.values.device != shape.device:
         raise DtypeError(f"bias is on {bias.values.device} and q is on {shape.device}.", "Move it: to(q.device).")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ShapeError, refuse_unless_integer
+from multihead.errors import ShapeError, check_integer
 from multihead.tracing import readable
 
 
@@ -42,7 +42,7 @@ class LearnedBias(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("num_heads", num_heads), ("queries", queries), ("keys", keys)):
-            refuse_unless_integer(name, size)
+            check_integer(name, size)
         self.num_heads, self.queries, self.keys = num_heads, queries, keys
         self.weight = nn.Parameter(torch.empty(num_heads, queries, keys, device=device, dtype=dtype))
         self.reset_parameters()
@@ -80,19 +80,19 @@ class LearnedBias(nn.Module):
         if not isinstance(query_start, Tensor) and query_start < 0:  # some are before the first position
             query_start = torch.tensor([query_start])
         if not isinstance(query_start, Tensor):
-            self._refuse_unless_within(query_start + queries, keys)
+            self._check_within(query_start + queries, keys)
             return weight[None, :, query_start : query_start + queries, :keys]
         # Padding queries cannot be identified here, but at least one sample has no padding.
         furthest = 0
         if query_start.numel() and readable(query_start.device):
             first, last = (int(end) for end in query_start.aminmax())
             furthest = max(first + queries, last)
-        self._refuse_unless_within(furthest, keys)
+        self._check_within(furthest, keys)
         rows = query_start.to(weight.device)[:, None] + torch.arange(queries, device=weight.device)
         rows = rows.clamp(0, self.queries - 1)  # (batch, queries)
         return weight[:, :, :keys][:, rows].transpose(0, 1)
 
-    def _refuse_unless_within(self, queries: int, keys: int) -> None:
+    def _check_within(self, queries: int, keys: int) -> None:
         if queries > self.queries or keys > self.keys:
             raise ShapeError(
                 f"The learned bias has {self.queries} query positions and {self.keys} key positions, and the call "

@@ -9,7 +9,7 @@ from multihead.errors import DtypeError, ShapeError
 from multihead.shapes import AttentionShape
 
 
-def refuse_unless_sinks_fit(sinks: object, shape: AttentionShape) -> None:
+def check_sinks_fit(sinks: object, shape: AttentionShape) -> None:
     """Reject sinks that are not a floating point tensor with one logit per head."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.device != shape.device:
         given = (

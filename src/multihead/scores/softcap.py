@@ -7,7 +7,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 
 
-def refuse_unless_softcap(softcap: object) -> None:
+def check_softcap(softcap: object) -> None:
     """Reject a softcap that is not a positive number."""
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < float("inf"):
         raise ArgumentError(f"softcap is {softcap!r}.", "Give a positive number, for example 50.0, or None.")

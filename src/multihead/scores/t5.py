@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, refuse_unless_integer
+from multihead.errors import ArgumentError, check_integer
 from multihead.scores.relative import RelativeBias, offsets
 
 
@@ -81,16 +81,16 @@ class T5Bias(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        refuse_unless_integer("num_heads", num_heads)
+        check_integer("num_heads", num_heads)
         min_buckets = 4 if both_ways else 2
-        refuse_unless_integer("num_buckets", num_buckets, least=min_buckets)
+        check_integer("num_buckets", num_buckets, least=min_buckets)
         if both_ways and num_buckets % 2:
             raise ArgumentError(
                 f"num_buckets is {num_buckets}, and half of the buckets are for keys after the query.",
                 "Give an even number, or both_ways=False.",
             )
         single = num_buckets // min_buckets  # buckets that hold one distance each
-        refuse_unless_integer("max_distance", max_distance, least=single + 1)
+        check_integer("max_distance", max_distance, least=single + 1)
         self.num_heads, self.num_buckets, self.max_distance = num_heads, num_buckets, max_distance
         self.both_ways = both_ways
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from multihead.analysis.highlights import LayerProfile, findings, layer_profiles
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.escaping import visible
-from multihead.files import is_folder, refuse_unless_writable, write_whole
+from multihead.files import check_writable, is_folder, write_whole
 from multihead.locale.texts import check_language, section, text
 from multihead.viewer import report_data
 from multihead.viewer.page import allowed, json_in_script, script, static, template, version
@@ -60,8 +60,8 @@ def write_report(
     record: Record,
     path: str | os.PathLike[str],
     *,
-    title: str,
-    tokens: Sequence[str],
+    title: str = "",
+    tokens: Sequence[str] | None = None,
     special: Sequence[bool] | None = None,
     text: str | None = None,
     offsets: Sequence[tuple[int, int]] | None = None,
@@ -83,8 +83,8 @@ def write_report(
     Args:
         record: the result of `observe`.
         path: the file to write; an existing one is replaced.
-        title: the page's heading, such as the model's name.
-        tokens: the decoded tokens of the text, one per position.
+        title: the page's heading, such as the model's name; by default the title of the record.
+        tokens: the tokens of the text, decoded, one per position; by default those of the record, else positions.
         special: one flag per token, True for a special token such as [CLS].
         text: the original text; with `offsets` the page keeps its spelling and spaces.
         offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
@@ -108,8 +108,9 @@ def write_report(
     All are raised before anything is written.
     """
     path = Path(path)
+    tokens = tokens_of(record, sample) if tokens is None else tokens
     _check(record, path, tokens, sample, max_bytes, lang)
-    title = visible(title)
+    title = visible(title or record.title)
     read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
     if key_tokens is not None:
@@ -147,6 +148,15 @@ def write_report(
     )
 
 
+def tokens_of(record: Record, sample: int) -> Sequence[str]:
+    """Return the tokens of a sample as the record has them; their positions if it has none."""
+    texts = record.texts
+    if not -len(texts) <= sample < len(texts):
+        return []
+    length = max(layer.samples[sample].num_keys for layer in record.layers if sample < layer.num_samples)
+    return texts[sample].tokens or [str(position) for position in range(length)]
+
+
 def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_bytes: int, lang: str) -> None:
     """Reject arguments that cannot produce a page, before anything is read or written."""
     check_language(lang)
@@ -156,7 +166,7 @@ def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_b
         raise InputError(f'The folder "{path.parent}" does not exist.', "Create it, or give another path.")
     if is_folder(path):
         raise InputError(f'"{path}" is a folder.', "Give the name of a file in it.")
-    refuse_unless_writable([os.fspath(path)])
+    check_writable([os.fspath(path)])
     if not record.layers:
         raise InputError("The record has no layer.", "Run the model inside observe() first.")
     samples = record.layers[0].num_samples

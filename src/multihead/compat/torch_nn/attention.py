@@ -13,7 +13,7 @@ from multihead.call import CallOrigin
 from multihead.compat.torch_nn.masks import Sizes, Visible, visible
 from multihead.compat.torch_nn.nested import nested_like, padding_of
 from multihead.compat.weights import attend_with_weights
-from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_scripting, refuse_unless_share
+from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share, reject_scripting
 from multihead.functional import attend, request_of
 from multihead.heads import head_dim_of, merge_heads, split_heads
 from multihead.kernels.per_head import attended_by_head, suits
@@ -61,7 +61,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     (torch.Size([2, 10, 512]), torch.Size([2, 10, 10]))
     """
 
-    __prepare_scriptable__ = refuse_scripting
+    __prepare_scriptable__ = reject_scripting
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         head_dim_of(embed_dim, num_heads)
-        refuse_unless_share("dropout", dropout)
+        check_share("dropout", dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -129,14 +129,14 @@ class MultiheadAttention(nn.MultiheadAttention):
                 before anything is computed.
         """
         if query.is_nested or key.is_nested or value.is_nested:
-            self._refuse_unless_nested(query, key, value, attn_mask, key_padding_mask)
+            self._check_nested(query, key, value, attn_mask, key_padding_mask)
             added = self.bias_k is not None or self.add_zero_attn
             if query is key and key is value and not (need_weights or is_causal or added):
                 return self._packed(query), None
             return self._padded(
                 query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
             )
-        self._refuse_unless_fitting(query, key, value)
+        self._check_fitting(query, key, value)
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
@@ -233,7 +233,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.masked_fill(hidden_rows, 0)
         return nested_like(query, samples), weights
 
-    def _refuse_unless_nested(
+    def _check_nested(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> None:
         """Reject inputs of which only some are nested, or which do not fit each other."""
@@ -293,7 +293,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         of_value = clean if value is key else _finite_where(hidden, value)
         return clean if query is key else query, clean, of_value
 
-    def _refuse_unless_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_fitting(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Reject inputs that do not fit the layer or each other."""
         assert self.kdim is not None
         assert self.vdim is not None

@@ -74,7 +74,7 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> nn.Multi
     >>> torch.allclose(to_torch(layer)(x, x, x)[0], layer(x), atol=1e-6)
     True
     """
-    _refuse_unless_convertible(layer)
+    _check_convertible(layer)
     assert layer.out_proj is not None
     module = nn.MultiheadAttention(
         layer.embed_dim,
@@ -123,7 +123,7 @@ def _filled(module: _Made, sources: dict[str, Tensor]) -> _Made:
     return module
 
 
-def _refuse_unless_convertible(layer: MultiHeadAttention) -> None:
+def _check_convertible(layer: MultiHeadAttention) -> None:
     """Reject a layer with options that nn.MultiheadAttention lacks."""
     usual = layer.head_dim**-0.5
     differences = (

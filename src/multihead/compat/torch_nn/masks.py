@@ -57,7 +57,7 @@ def visible(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Si
     >>> visible(hidden, padding, Sizes(batch=2, heads=1, queries=3, keys=3, extra=0), is_causal=False).mask
     Causal() & Lengths(<int64 tensor (2,)>)
     """
-    _refuse_unless_fitting(attn_mask, key_padding_mask, sizes)
+    _check_fitting(attn_mask, key_padding_mask, sizes)
     by_query, bias = _of_attn_mask(attn_mask, sizes, is_causal=is_causal)
     by_key, key_bias = _of_padding(key_padding_mask, sizes)
     if bias is not None and key_bias is not None:
@@ -121,7 +121,7 @@ def _causal(hidden: Tensor) -> bool:
     return torch.equal(hidden, torch.ones(queries, keys, dtype=torch.bool).triu_(1))
 
 
-def _refuse_unless_fitting(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Sizes) -> None:
+def _check_fitting(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: Sizes) -> None:
     flat = (sizes.queries, sizes.keys)
     of_heads = (sizes.batch * sizes.heads, *flat)
     for name, mask, shapes, expected in (

@@ -13,7 +13,7 @@ from multihead.export.onnx.context import Context
 from multihead.export.onnx.forward import forward
 from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.spec import checked_spec
-from multihead.files import refuse_unless_writable, write_whole
+from multihead.files import check_writable, write_whole
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Full, Mask
 
@@ -105,7 +105,7 @@ def save(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(layer, f"{folder}/layer.onnx", inputs=("x", "lengths"))
     """
-    refuse_unless_writable([os.fspath(path)])
+    check_writable([os.fspath(path)])
     model = to_model(
         layer, inputs=inputs, mask=mask, query_start=query_start, opset=opset, batch=batch, queries=queries, keys=keys
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, MaskError, refuse_unless_integer
+from multihead.errors import ArgumentError, MaskError, check_integer
 from multihead.export.onnx.masks import Start, sizes_of
 from multihead.layer import MultiHeadAttention
 from multihead.masks.base import Mask, check_is_mask
@@ -76,7 +76,7 @@ def checked_spec(
             f"opset is {opset!r}, and the operator Attention is supported for opsets 23, 24 and 25.",
             "Give one of them.",
         )
-    _refuse_unless_inputs(attention, inputs)
+    _check_inputs(attention, inputs)
     start = _start(attention, inputs, mask, query_start)
     batch, queries, keys = _sizes(attention, inputs, mask, start, sizes)
     return Spec(frozenset(inputs), mask, start, opset, batch, queries, keys)
@@ -109,7 +109,7 @@ def _checked(layer: object) -> MultiHeadAttention:
     return layer
 
 
-def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
+def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
     unknown = [name for name in inputs if name not in INPUTS]
     if isinstance(inputs, str) or unknown or "x" not in inputs or len(set(inputs)) < len(inputs):
         raise ArgumentError(
@@ -117,7 +117,7 @@ def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> N
             f'Give "x", and any others of {", ".join(INPUTS[1:])}, each once.',
         )
     if "past" in inputs:
-        _refuse_unless_alone(layer, inputs)
+        _check_alone(layer, inputs)
     if "memory" in inputs:
         return
     needless = [name for name in ("values", "memory_lengths") if name in inputs]
@@ -133,7 +133,7 @@ def _refuse_unless_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> N
         )
 
 
-def _refuse_unless_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
+def _check_alone(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
     """Reject inputs and options that the operator does not support together with keys and values of earlier calls."""
     others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
     if others:
@@ -185,7 +185,7 @@ def _start(
                 f"query_start is {query_start!r}.", 'Give an int, a tensor with one int per sample, or "end".'
             )
         return "end"
-    refuse_unless_integer("query_start", query_start, least=0)
+    check_integer("query_start", query_start, least=0)
     return query_start
 
 
@@ -210,7 +210,7 @@ def _sizes(
         fixed |= {} if length is None else {axis: fixed.get(axis, length) for axis in ("queries", "keys")}
     for axis, size in named.items():
         if size is not None:
-            refuse_unless_integer(axis, size)
+            check_integer(axis, size)
         if size is not None and fixed.get(axis, size) != size:
             raise MaskError(f"{mask!r} has {fixed[axis]} {axis}, and {axis} is {size}.", "Give them the same size.")
         named[axis] = fixed.get(axis, size)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.errors import ArgumentError, DtypeError, ShapeError, refuse_unless_share
+from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share
 from multihead.kernels.native.call import contiguous_features
 from multihead.kernels.native.kernel import Job, backward, forward, prepared, refusal
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import CallSize
-from multihead.scores.bias import Bias, refuse_unless_bias_fits
+from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.relative import RelativeBias
-from multihead.scores.sinks import refuse_unless_sinks_fit
-from multihead.scores.softcap import refuse_unless_softcap
+from multihead.scores.sinks import check_sinks_fit
+from multihead.scores.softcap import check_softcap
 from multihead.shapes import AttentionShape
 from multihead.tracing import untraced
 
@@ -107,7 +107,7 @@ def attention_backward(
         there is nothing to compute.
     """
     job = _job(*arguments, bias_wanted=bias_wanted)
-    _refuse_other_sizes(job.request.shape, output, logsumexp, grad_output, grad_logsumexp)
+    _reject_other_sizes(job.request.shape, output, logsumexp, grad_output, grad_logsumexp)
     outputs = contiguous_features(output), logsumexp.contiguous()
     dq, dk, dv, dbias, dsinks = backward(
         job, outputs, contiguous_features(grad_output), grad_logsumexp, bias_wanted=bias_wanted
@@ -171,14 +171,14 @@ def _gradients(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | No
     return dq, dk, dv, *nothing, *of_scores, *(None,) * 4
 
 
-def _refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
+def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise ArgumentError(
         "torch.ops.multihead.attention has no second derivative.", "Call multihead.attention(..., kernel='reference')."
     )
 
 
 attention.register_autograd(_gradients, setup_context=_save_for_backward)
-attention_backward.register_autograd(_refuse_second_derivative)
+attention_backward.register_autograd(_reject_second_derivative)
 
 
 def _job(
@@ -201,17 +201,17 @@ def _job(
     """Check the arguments of `attention`, because anyone may call the operator and the kernel reads raw memory."""
     shape = AttentionShape.of(q, k, v)
     for name, edge in (("start", start), ("stop", stop)):
-        _refuse_unless_edge(name, edge, shape)
+        _check_edge(name, edge, shape)
     if bias is not None and relative is not None:
         raise ArgumentError("Both `bias` and `relative` are given.", "Pass one of them, or their sum.")
     score_bias: Bias | None = bias if relative is None else RelativeBias(relative)
     if score_bias is not None:
-        refuse_unless_bias_fits(score_bias, shape)
+        check_bias_fits(score_bias, shape)
     if sinks is not None:
-        refuse_unless_sinks_fit(sinks, shape)
+        check_sinks_fit(sinks, shape)
     if softcap is not None:
-        refuse_unless_softcap(softcap)
-    refuse_unless_share("dropout", dropout)
+        check_softcap(softcap)
+    check_share("dropout", dropout)
     if dropout and (seed is None or seed.numel() != 1 or seed.is_floating_point()):
         raise ArgumentError(f"dropout is {dropout!r} and seed is {seed!r}.", "Give a seed of one integer.")
     mask = Full() if visible is None else Keep(visible)
@@ -229,7 +229,7 @@ def _job(
     return Job(prepared(request), bounds, None, 0 if seed is None else int(seed))
 
 
-def _refuse_unless_edge(name: str, edge: Tensor, shape: AttentionShape) -> None:
+def _check_edge(name: str, edge: Tensor, shape: AttentionShape) -> None:
     """Raise an error for a start or stop of another dtype or size."""
     if edge.dtype != torch.int64 or edge.device != shape.device:
         raise DtypeError(
@@ -243,7 +243,7 @@ def _refuse_unless_edge(name: str, edge: Tensor, shape: AttentionShape) -> None:
         )
 
 
-def _refuse_other_sizes(shape: AttentionShape, *outputs: Tensor | None) -> None:
+def _reject_other_sizes(shape: AttentionShape, *outputs: Tensor | None) -> None:
     """Raise an error for outputs or gradients of outputs that do not belong to such a call."""
     rows = (shape.batch, shape.num_heads, shape.query_length)
     for name, tensor in zip(("output", "logsumexp", "grad_output", "grad_logsumexp"), outputs, strict=True):
