@@ -38,6 +38,9 @@ class ReportSummary:
         rounding: the largest difference between a weight and its stored value, as a share (0 to 1).
         left_out: a sentence on what the page leaves out and why; empty if it leaves out nothing.
         lang: the language of the page and of this summary.
+
+    >>> print(ReportSummary(Path("run.html"), 2_000_000, "whole", 8, 0, 0.002, "", "en"))
+    run.html (2 MB, every weight)
     """
 
     path: Path
@@ -106,6 +109,16 @@ def write_report(
         InputError: the path cannot be written, or the record has no layer.
 
     All are raised before anything is written.
+
+    >>> import tempfile
+    >>> import torch
+    >>> import multihead as mh
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    >>> with mh.observe(layer) as seen:
+    ...     y = layer(torch.randn(1, 5, 8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_report(seen, Path(folder) / "report.html").mode
+    'whole'
     """
     path = Path(path)
     tokens = tokens_of(record, sample) if tokens is None else tokens
