@@ -1,4 +1,4 @@
-"""Run the command line, or say which packages it needs: `multihead` and `python -m multihead`."""
+"""Run the command line, or list the packages it needs: `multihead` and `python -m multihead`."""
 
 from __future__ import annotations
 

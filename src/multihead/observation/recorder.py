@@ -43,7 +43,7 @@ class _PreviousCall:
         query_stop: position after its last query, in the sequence.
         keys: number of its keys.
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
-            last key); None if a cache of this library tells which call continues which.
+            last key); None if a cache of this library links the calls.
         samples: the records of its samples.
         key_starts: per sample, the position of its first key in the sequence.
     """
@@ -272,7 +272,7 @@ class Recorder:
         # (1 + names, batch, heads, queries): few large operations instead of many small ones
         stacked = torch.stack([logsumexp, *(statistics[name] for name in names)])
         if not places.parts:
-            bare = replace(self._bare(request, device), origin=request.origin)  # which says what is packed
+            bare = replace(self._bare(request, device), origin=request.origin)  # keeps the packed lengths
             places.parts = [part_of(bare, span) for span in places.found]
         requests = places.parts
         if request.sinks is not None:  # each layer has its own

@@ -1,4 +1,4 @@
-"""Say what seeing took: the memory of this process, of q and k, and of the weights that were never held."""
+"""Memory of a recorded run: peak of the process, q and k that are kept, and dense attention weights for comparison."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from multihead.record.layer import LayerRecord
 
 @dataclass(frozen=True)
 class Memory:
-    """What a record took, in bytes.
+    """The memory of a recorded run, in bytes.
 
     Attributes:
-        peak: the most that this process has held so far, the model with it; None where the system does not say.
-        kept: q and k of all layers, as the record keeps them; 0 where only statistics are kept.
-        weights: the attention weights of all heads in the model's dtype, which eager attention holds to return them.
+        peak: peak resident memory of this process so far, with the model; None if the system does not report it.
+        kept: q and k of all layers in the record; 0 if only statistics are kept.
+        weights: the attention weights of all heads in the model's dtype, as eager attention would return them.
     """
 
     peak: int | None
@@ -25,7 +25,7 @@ class Memory:
 
 
 def memory_of(layers: Sequence[LayerRecord]) -> Memory:
-    """Count what a record keeps, and what all its weights would take.
+    """Return the bytes that recorded layers keep, and those that all their weights would take.
 
     >>> import torch, multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
