@@ -442,7 +442,7 @@ def test_a_comparison_is_a_share_of_queries() -> None:
     ("of", "returned"),
     [
         (lambda parts: parts["offset_mass", 0].sum(), "a tensor of shape ()"),
-        (lambda parts: 3, "3"),
+        (lambda parts: 3, "an object of type int"),
     ],
 )
 def test_a_function_that_returns_another_shape_is_refused(of: Any, returned: str) -> None:
@@ -469,3 +469,14 @@ def test_two_sets_of_one_name_are_refused() -> None:
     with pytest.raises(ProbeError) as refusal:
         statistics(q, q, probes=(tokens_mass("commas", [5]), other), context=ProbeContext(ids=torch.tensor([[5, 7]])))
     assert str(refusal.value) == "Two sets of tokens are called 'commas'. Give one of them another name."
+
+
+def test_a_function_that_reads_a_part_it_does_not_declare_is_an_error() -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    probe = Probe("near_mass", lambda parts: parts["offset_mass", 0] + parts["offset_mass", -1], {("offset_mass", 0)})
+    with pytest.raises(ProbeError) as caught:
+        statistics(q, q, probes=[probe])
+    assert str(caught.value) == (
+        "The function of near_mass reads ('offset_mass', -1), which is not among its parts. "
+        "Add it to the `parts` of the probe."
+    )

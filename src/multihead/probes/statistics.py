@@ -177,7 +177,9 @@ def _computed(probe: Probe, parts: Parts) -> Tensor:
     expected = parts[next(iter(probe.parts))].shape
     if not isinstance(value, Tensor) or value.shape != expected:
         returned = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"an object of type {type(value).__name__}"
         )
         raise ProbeError(
             f"The function of {probe.name} returned {returned}.",
