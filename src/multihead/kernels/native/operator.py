@@ -47,7 +47,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
             - stop: (batch or 1, queries) int64, the key after the last one; equal to start where a query sees no key
             - visible: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible, or None
             - bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None; -inf hides a key
-            - relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.Relative`, or None
+            - relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.RelativeBias`, or None
             - sinks: (heads,), a logit per head that takes weight and has no value, or None
             - scale: factor of q . k
             - softcap: c of c * tanh(scores / c), before the bias, or None
