@@ -1,4 +1,4 @@
-"""The gradient of a bias: written cell by cell by the native kernel, or summed along diagonals for a Relative."""
+"""The gradient of a bias: written cell by cell by the native kernel, or summed along diagonals for a RelativeBias."""
 
 from __future__ import annotations
 
