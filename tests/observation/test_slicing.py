@@ -20,6 +20,7 @@ from multihead.kernels.dense_tile import seen
 from multihead.kernels.native import library
 from multihead.masks.place import Span
 from multihead.observation.slicing import cut, hull, spans, without_queries
+from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
@@ -293,3 +294,27 @@ def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expe
 
 def test_nobody_hears_of_a_cut() -> None:
     assert listeners.listeners() == ()
+
+
+@needs_native
+def test_queries_of_nan_have_sinks_and_special_tokens_of_nan_in_a_batch_too() -> None:
+    class Sinking(nn.Module):
+        def forward(self, q: Tensor, input_ids: Tensor) -> Tensor:
+            request = request_of(q, q, q, sinks=torch.tensor([0.5, -1.0]), origin=CallOrigin(self))
+            return attend(request).output
+
+    torch.manual_seed(0)
+    q, texts = torch.randn(2, 2, 6, 8), torch.tensor([[7, 1, 2, 7, 3, 4], [1, 7, 2, 3, 4, 5]])
+    q[0, :, 2] = torch.nan
+    probes = ["sink_mass", "special_mass", "entropy"]
+    with mh.observe(model := Sinking(), probes=probes, special_ids=[7]) as together:
+        model(q, texts)
+    with mh.observe(model, probes=probes, special_ids=[7]) as alone:
+        for one, text in zip(q, texts, strict=True):
+            model(one[None], text[None])
+    context = ProbeContext(special_keys=texts == 7)
+    expected = mh.statistics(q, q, sinks=torch.tensor([0.5, -1.0]), probes=probes, context=context)
+    for index, (found, other) in enumerate(zip(together.layers[0].samples, alone.layers[0].samples, strict=True)):
+        for name in probes:
+            torch.testing.assert_close(found.statistics[name], expected[name][index], equal_nan=True)
+            torch.testing.assert_close(other.statistics[name], expected[name][index], equal_nan=True)

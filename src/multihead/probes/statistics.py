@@ -210,14 +210,18 @@ def _measured(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]
             case ("first_keys_mass", int(count)):
                 found[part] = lookups.on_first(call, count)
     if "sink_mass" in parts and call.request.sinks is not None:
-        sinks = call.request.sinks.detach().to(call.divisor.dtype)
-        found["sink_mass"] = (sinks[:, None] - call.divisor).exp()
+        found["sink_mass"] = _sink_mass(call, call.request.sinks)
     if "output_norm" in parts and call.context.output_weight is not None:
         found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}
     if repeated and repeats.supports(call):
         found |= repeats.repeated(call, repeated)
     return found | _over_all_keys(call, parts - found.keys(), sets)
+
+
+def _sink_mass(call: MeasuredCall, sinks: Tensor) -> Tensor:
+    """Compute the weight of the learned sink (heads,): (batch, heads, queries), 0 for rows of NaN."""
+    return (sinks.detach().to(call.divisor.dtype)[:, None] - call.divisor).exp()
 
 
 def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
@@ -294,8 +298,8 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
     if SPECIAL_KEYS in parts:
         found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
-        sinks = request.sinks.detach().to(measured.divisor.dtype)
-        found["sink_mass"] = (sinks[:, None] - measured.divisor).exp()
+        weight = _sink_mass(measured, request.sinks)
+        found["sink_mass"] = _masked(weight, logsumexp == -torch.inf, logsumexp.isnan())  # as the kernel does
     return found
 
 
