@@ -33,7 +33,7 @@ constexpr int64_t MAX_OFFSETS = 8;
 
 // The fields in the order of FIELDS in src/multihead/kernels/native/library.py, which compares the names when it loads
 // the library. INPUT(type, name) is a const address, OUTPUT(type, name) a mutable one; `void` elements have the dtype
-// of the call. A null address leaves an input or an output out where "or null" says so.
+// of the call. A null address leaves an input or an output out if its comment has "or null".
 #define MULTIHEAD_CALL_FIELDS(INPUT, OUTPUT, NUMBER, ROW_STRIDES, CELL_STRIDES)                                       \
   /* Inputs of every pass */                                                                                          \
   INPUT(void, q)         /* (batch, heads, queries, head_dim) */                                                      \

@@ -20,7 +20,7 @@ from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of, check_summary
-from multihead.record.table import HeadTable
+from multihead.record.table import HeadTable, head_rows
 from multihead.record.texts import Text
 
 _BY_NAME = "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
@@ -155,10 +155,7 @@ class Record:
         check_summary(of)
         rows = []
         for layer in self.layers:
-            summary = layer.summary(of)
-            for head in range(layer.num_heads):
-                values = {name: float(value[head]) for name, value in summary.items()}
-                rows.append({"layer": layer.number, "head": head, "name": layer.name, **values})
+            rows += head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
         return HeadTable.of(rows, sort=sort, top=top, statistics=self.statistics)
 
     def statistic(self, name: str) -> Statistic:

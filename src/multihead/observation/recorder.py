@@ -271,10 +271,10 @@ class Recorder:
         others = {name: value.cpu() for name, value in statistics.items() if name not in names}
         # (1 + names, batch, heads, queries): few large operations instead of many small ones
         stacked = torch.stack([logsumexp, *(statistics[name] for name in names)])
-        if not places.parts:
+        if not places.requests:
             bare = replace(self._bare(request, device), origin=request.origin)  # keeps the packed lengths
-            places.parts = [part_of(bare, span) for span in places.found]
-        requests = places.parts
+            places.requests = [part_of(bare, span) for span in places.found]
+        requests = places.requests
         if request.sinks is not None:  # each layer has its own
             sinks = kept(request.sinks, device) if self.keep in ("cpu", "device") else None
             requests = [replace(each, sinks=sinks) for each in requests]

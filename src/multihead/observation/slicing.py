@@ -17,6 +17,7 @@ from multihead.masks.place import Span
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes.statistics import OF_POSITIONS
+from multihead.record.segments import ranges
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
 
@@ -30,14 +31,14 @@ class SampleSpans:
         real: (batch, queries) bool, False for padding, or None.
         padding: (batch, keys) bool, False for padding, or None.
         found: per sample, its rows and columns.
-        parts: per sample, its own request as a record keeps it; empty until needed.
+        requests: per sample, its own request as a record keeps it; empty until needed.
     """
 
     request: AttentionRequest
     real: Tensor | None
     padding: Tensor | None
     found: list[Span]
-    parts: list[AttentionRequest] = field(default_factory=list)
+    requests: list[AttentionRequest] = field(default_factory=list)
 
     @cached_property
     def queries(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,23 +49,14 @@ class SampleSpans:
             of keys of its sample.
         """
         shape, found = self.request.shape, self.found
-        lengths = torch.tensor([stop - first for first, stop in (span.queries for span in found)])
-        sample = torch.arange(len(found)).repeat_interleave(lengths)  # per query of all samples: its sample
-        place = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
-        row = place + torch.tensor([span.queries[0] for span in found])[sample]
-        batch = torch.tensor([span.sample for span in found])[sample]
-        position = place + torch.tensor([position_of(self.request, span) for span in found])[sample]
-        keys = torch.tensor([span.keys[1] - span.keys[0] for span in found])[sample]
+        lengths = [span.queries[1] - span.queries[0] for span in found]
+        row = ranges([span.queries[0] for span in found], lengths)
+        position = ranges([position_of(self.request, span) for span in found], lengths)
+        of_sample = torch.tensor([(span.sample, span.keys[1] - span.keys[0]) for span in found], dtype=torch.int64)
+        batch, keys = of_sample.view(-1, 2).repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0).unbind(1)
         whole = torch.zeros(3, shape.batch, 1, shape.query_length, dtype=torch.int64)
         whole[:, batch, 0, row] = torch.stack([torch.ones_like(row), position, keys])
         return whole[0].bool(), whole[1], whole[2]
-
-    def cover(self, request: AttentionRequest) -> bool:
-        """Whether every query and every key of the call belongs to a sample."""
-        rows = sum(span.queries[1] - span.queries[0] for span in self.found)
-        columns = sum(span.keys[1] - span.keys[0] for span in self.found)
-        batch = request.shape.batch
-        return (rows, columns) == (batch * request.shape.query_length, batch * request.shape.key_length)
 
     def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
         """Whether another call has its samples at the same places, with the same mask and options."""

@@ -16,6 +16,7 @@ from multihead.record.notebook import many
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of
+from multihead.record.table import head_rows
 from multihead.record.texts import Text
 
 
@@ -43,12 +44,7 @@ class LayerRecord:
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head."""
-        means = self.means()
-        rows = [
-            {"layer": self.number, "head": head, "name": self.name}
-            | {name: float(value[head]) for name, value in means.items()}
-            for head in range(self.num_heads)
-        ]
+        rows = head_rows(self.number, self.name, self.num_heads, self.means())
         return notebook.table(self.name, f"layer {self.number}, {many(self.num_samples, 'text')}", rows, ["head"])
 
     @property

@@ -24,6 +24,7 @@ from multihead.record.blocks import both, ends, indices, joined_blocks, one_or_a
 from multihead.record.notebook import many
 from multihead.record.segments import Rows, Segment, joined
 from multihead.record.summaries import Measured, Of
+from multihead.record.table import head_rows
 from multihead.record.texts import Reading, Text
 from multihead.scores.bias import values_of
 
@@ -243,11 +244,7 @@ class SampleRecord:
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: one row per head."""
-        means = self.means
-        rows = [
-            {"head": head, "name": self.name} | {name: float(value[head]) for name, value in means.items()}
-            for head in range(self.num_heads)
-        ]
+        rows = head_rows(0, self.name, self.num_heads, self.means)
         return notebook.table(self.name, self._contents(), rows, ["head"])
 
     def _contents(self) -> str:

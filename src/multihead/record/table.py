@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
 from multihead.probes.catalogue import statistic
@@ -82,6 +84,26 @@ class HeadTable:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         widths[-1] = 0  # names are aligned on the left, and end the line
         return "\n".join(["  ".join(map(str.rjust, line, widths)) for line in lines])
+
+
+def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return one row per head of a layer.
+
+    Args:
+        layer: the layer's number.
+        name: the layer's name.
+        num_heads: number of its heads.
+        summary: statistic -> (heads,).
+
+    >>> import torch
+    >>> head_rows(3, "attention", 2, {"entropy": torch.tensor([0.5, 1.5])})[1]
+    {'layer': 3, 'head': 1, 'name': 'attention', 'entropy': 1.5}
+    """
+    return [
+        {"layer": layer, "head": head, "name": name}
+        | {statistic: float(values[head]) for statistic, values in summary.items()}
+        for head in range(num_heads)
+    ]
 
 
 def _falling(value: float | None) -> float:

@@ -58,7 +58,7 @@ def listed(run: Run) -> dict[str, Any]:
 
 def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
-    main = main_text(run, sample)
+    main = main_sample(run.record, sample).text
     profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
     texts: list[Text] = [main]
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
@@ -80,7 +80,7 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
 
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
-    profiles = layer_profiles(run.record.layers, sample=sample, special=main_text(run, sample).special)
+    profiles = layer_profiles(run.record.layers, sample=sample, special=main_sample(run.record, sample).text.special)
     return [
         {"layer": one.number, "head": head, "name": one.name, "kind": kind}
         | {name: float(values[head]) for name, values in one.means.items()}
@@ -111,10 +111,10 @@ def has_maps(one: SampleRecord) -> bool:
     return one.keeps_weights or (pooled is not None and max(pooled.shape[1:]) <= SIDE)
 
 
-def main_text(run: Run, sample: int) -> Text:
-    """Return the main text of the page: the keys of the first self-attention layer."""
-    ones = [layer.sample(sample) for layer in run.record.layers]
-    return next((one for one in ones if not one.crosses), ones[0]).text
+def main_sample(record: Record, sample: int) -> SampleRecord:
+    """Return the sample whose keys are the main text of a page: that of the first self-attention layer."""
+    ones = [layer.sample(sample) for layer in record.layers]
+    return next((one for one in ones if not one.crosses), ones[0])
 
 
 def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:

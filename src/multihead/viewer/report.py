@@ -18,6 +18,7 @@ from multihead.locale.texts import check_language, section, text
 from multihead.viewer import report_data
 from multihead.viewer.page import allowed, json_in_script, script, static, template, version
 from multihead.viewer.page_budget import Progress, Store, fill
+from multihead.viewer.payload import main_sample
 from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
@@ -121,8 +122,11 @@ def write_report(
     'whole'
     """
     path = Path(path)
-    tokens = tokens_of(record, sample) if tokens is None else tokens
-    _check(record, path, tokens, sample, max_bytes, lang)
+    _check(record, path, sample, max_bytes, lang)
+    if tokens is None:
+        main = main_sample(record, sample)
+        tokens = main.text.tokens or [str(position) for position in range(main.num_keys)]
+    _check_tokens(record, tokens, sample)
     title = visible(title or record.title)
     read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
@@ -161,16 +165,7 @@ def write_report(
     )
 
 
-def tokens_of(record: Record, sample: int) -> Sequence[str]:
-    """Return the tokens of a sample as the record has them; their positions if it has none."""
-    texts = record.texts
-    if not -len(texts) <= sample < len(texts):
-        return []
-    length = max(layer.samples[sample].num_keys for layer in record.layers if sample < layer.num_samples)
-    return texts[sample].tokens or [str(position) for position in range(length)]
-
-
-def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_bytes: int, lang: str) -> None:
+def _check(record: Record, path: Path, sample: int, max_bytes: int, lang: str) -> None:
     """Reject arguments that cannot produce a page, before anything is read or written."""
     check_language(lang)
     if max_bytes <= 0:
@@ -188,6 +183,10 @@ def _check(record: Record, path: Path, tokens: Sequence[str], sample: int, max_b
             f"sample is {sample}, and the record has {samples} sample{'' if samples == 1 else 's'}.",
             "Give 0." if samples == 1 else f"Give 0 to {samples - 1}.",
         )
+
+
+def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
+    """Reject tokens of another number than the positions of every layer."""
     ones = [layer.sample(sample) for layer in record.layers]
     lengths = sorted({length for one in ones for length in (one.num_queries, one.num_keys)})
     if len(tokens) not in lengths:
