@@ -104,6 +104,10 @@ constexpr int64_t MAX_OFFSETS = 8;
   NUMBER(int64_t, pool_rows)        /* queries per cell of pooled_map */                                              \
   NUMBER(int64_t, pool_keys)        /* keys per cell of pooled_map */                                                 \
   NUMBER(int64_t, seed)             /* of the dropout */                                                              \
+  NUMBER(int64_t, batch_start)      /* indices of sample 0, head 0 and key 0 in a call that is split over several */  \
+  NUMBER(int64_t, head_start)       /* processes or rows, and its number of heads, 0 for `heads`: for its dropout */  \
+  NUMBER(int64_t, total_heads)                                                                                        \
+  NUMBER(int64_t, key_start)                                                                                          \
                                                                                                                       \
   NUMBER(double, scale)    /* of q . k */                                                                             \
   NUMBER(double, softcap)  /* c of c tanh(score / c); 0 for none */                                                   \

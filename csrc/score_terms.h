@@ -39,7 +39,8 @@ INLINE Query read_query(const Call &call, int64_t batch, int64_t head, int64_t r
   query.visible = row_of(call.visible, call.visible_strides, batch, head, row);
   if (call.dropout > 0) {
     const uint64_t seed = static_cast<uint64_t>(call.seed);
-    const uint64_t head_index = static_cast<uint64_t>(batch * call.heads + head);
+    const int64_t heads = call.total_heads ? call.total_heads : call.heads;
+    const uint64_t head_index = static_cast<uint64_t>((call.batch_start + batch) * heads + call.head_start + head);
     const uint64_t position = static_cast<uint64_t>(call.first_row + row);
     uint32_t mixed = mix_bits(static_cast<uint32_t>(seed));
     mixed = mix_bits(mixed ^ static_cast<uint32_t>(seed >> 32));
@@ -119,7 +120,7 @@ INLINE Floats scaled_bias(const Call &call, const Query &query, int64_t first) {
 // The factors of dropout for the weights of LANES keys: 0 or 1 / (1 - dropout). They depend on the seed and the cell
 // alone, so the backward pass computes the same factors again.
 INLINE Floats dropout_factors(const Call &call, const Query &query, int64_t first) {
-  const Words key = (Words)index_from(0) + static_cast<uint32_t>(first);
+  const Words key = (Words)index_from(0) + static_cast<uint32_t>(call.key_start + first);
   const Words random = mix_bits(mix_bits(key ^ query.dropout_key[0]) + query.dropout_key[1]);
   const double limit = call.dropout * 4294967296.0;  // a random number below it drops the weight
   const uint32_t dropped = static_cast<uint32_t>(limit < 4294967295.0 ? limit : 4294967295.0);

@@ -23,6 +23,7 @@ from multihead.errors import (
 from multihead.explanation import Explanation, explained
 from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_autocast, working_dtype
+from multihead.kernels.native import eager
 from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
@@ -88,6 +89,10 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
+    if bias is None and sinks is None and kernel is None and dropout == 0.0 and type(dropout) is float and not unknown:
+        attended = eager.attend(q, k, v, mask, softcap, scale, query_start)
+        if attended is not None:
+            return attended[0]
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
     request, dims = _request(attention, unknown, q, k, v, *given)
     output = attend(request, kernel=kernel).output
@@ -123,12 +128,16 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
+    if bias is None and sinks is None and kernel is None and dropout == 0.0 and type(dropout) is float and not unknown:
+        attended = eager.attend(q, k, v, mask, softcap, scale, query_start)
+        if attended is not None:
+            return attended
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
     request, dims = _request(attention_with_logsumexp, unknown, q, k, v, *given)
-    attended = attend(request, kernel=kernel)
+    result = attend(request, kernel=kernel)
     if dims is None:
-        return attended.output, attended.logsumexp
-    return dims.restore(attended.output), dims.restore(attended.logsumexp)
+        return result.output, result.logsumexp
+    return dims.restore(result.output), dims.restore(result.logsumexp)
 
 
 def attention_weights(

@@ -28,6 +28,7 @@ class Listener(Protocol):
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
+active = _listeners.get  # for calls that no compiler traces
 
 
 @contextmanager

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
-from multihead.kernels.native import operator  # noqa: F401 - it registers the operators
+from multihead.kernels.native import (
+    library,
+    operator,  # noqa: F401 - it registers the operators
+)
 from multihead.tracing import traced
 
 
-@register_flop_formula(torch.ops.multihead.attention, get_raw=True)
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
     """Count q . k and p . v, a multiplication and an addition each, over the cells that may be seen.
 
@@ -36,6 +38,10 @@ def backward_flops(
 ) -> int:
     """Count the five products of a backward pass: q . k again, dO . v, and the sums of dq, dk and dv."""
     return 2 * _cells(q, k, *call[:3]) * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+if library.absence() is None:  # else the operator does not exist
+    register_flop_formula(torch.ops.multihead.attention, get_raw=True)(forward_flops)
 
 
 # PyTorch counts its fused kernels of other devices, but not those that the kernel "sdpa" calls.

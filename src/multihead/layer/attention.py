@@ -22,6 +22,7 @@ from multihead.errors import (
 from multihead.explanation import Explanation, explained
 from multihead.functional import attend, request_of
 from multihead.heads import head_counts, head_dim_of
+from multihead.kernels.native import eager
 from multihead.layer.checks import Widths, check_cache, check_inputs, check_is_cache, check_packing, dtype_of
 from multihead.layer.gates import gate, prepend
 from multihead.layer.positions import extend, first_position, normalise, rotate
@@ -272,8 +273,9 @@ class MultiHeadAttention(nn.Module):
             else:
                 k, v, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
 
-            request = self._request(part, q, k, v, mask, bias, start, padding, cache)
-            output = self._attend(request)  # (batch, heads, queries, value_head_dim)
+            output = self._attend_at_once(part, q, k, v, mask, bias, start)  # (batch, heads, queries, value_head_dim)
+            if output is None:
+                output = self._attend(self._request(part, q, k, v, mask, bias, start, padding, cache))
             for gates in (part.head_gates, head_gates):
                 if gates is not None:
                     output = gate(output, gates)
@@ -412,6 +414,29 @@ class MultiHeadAttention(nn.Module):
             origin=origin,
         )
 
+    def _attend_at_once(
+        self,
+        part: MultiHeadAttention | LayerPart,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        bias: Bias | None,
+        start: int | Tensor,
+    ) -> Tensor | None:
+        """Compute a call whose scores have no terms but the mask and a softcap; None where it needs a request."""
+        if (
+            bias is not None
+            or part.position_bias is not None
+            or part.bias_k is not None
+            or part.sinks is not None
+            or self.add_zero_attn
+            or (self.training and self.dropout)
+        ):
+            return None
+        attended = eager.attend(q, k, v, mask, self.softcap, self.scale, start)
+        return None if attended is None else attended[0]
+
     def _attend(self, request: AttentionRequest) -> Tensor:
         """Compute a request: (batch, heads, queries, value_head_dim)."""
         return attend(request).output
@@ -431,6 +456,7 @@ class MultiHeadAttention(nn.Module):
         """
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters
+        stopping.__dict__["_attend_at_once"] = _need_request
         stopping.__dict__["_attend"] = _stop
         try:
             MultiHeadAttention.forward(stopping, x, memory, values, **call)
@@ -468,6 +494,10 @@ class _StoppedError(Exception):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__()
         self.request = request
+
+
+def _need_request(*_: object) -> None:
+    """Replace `_attend_at_once`."""
 
 
 def _stop(request: AttentionRequest) -> NoReturn:

@@ -6,6 +6,7 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 |---|---|---|
 | `visible(queries, keys)` | none | always: which keys each query may see |
 | `interval(queries, keys)` | None | where each query sees one interval of keys: others are skipped |
+| `band` | None | where each query sees a fixed number of keys on each side of it: small calls take half the time |
 | `select_sample(index)` | the mask itself | where the mask holds a tensor with a row per sample |
 | `select_heads(select)` | the mask itself | where the mask holds a tensor, and heads are split over processes |
 | `uses_positions` | True | False where the query's own position changes nothing |
@@ -19,8 +20,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, reduce
-from typing import ClassVar
+from functools import cache, cached_property, reduce
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from multihead.errors import MaskError
 from multihead.masks.counts import shown
 from multihead.masks.place import CallSize, Extent, Place, Span
 
+FURTHEST = 1 << 40  # keys; a larger number in a Band could overflow
 _REGISTERED: dict[str, type[Mask]] = {}
 
 
@@ -55,6 +57,20 @@ class KeyBounds:
     def sees_nothing(self) -> Tensor:
         """(batch or 1, queries), bool: the queries whose interval is empty."""
         return self.start >= self.stop
+
+
+class Band(NamedTuple):
+    """A mask as arithmetic: the keys near a query's own position, within the length of its sample.
+
+    Attributes:
+        lengths: (batch or 1,) int64 on the CPU, only the first keys of each sample; or None.
+        before: how many keys before its own position a query sees; -1 = all.
+        after: how many keys after its own position a query sees; -1 = all.
+    """
+
+    lengths: Tensor | None = None
+    before: int = -1
+    after: int = -1
 
 
 class Mask:
@@ -90,6 +106,7 @@ class Mask:
     starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
     has_key_axis: ClassVar[bool] = False  # whether it holds a tensor with a column per key
     leading_keys: ClassVar[int] = 0  # how many keys at the beginning belong to no token
+    band: ClassVar[Band | None] = None  # the whole mask as arithmetic
     lookback: ClassVar[int | None] = None  # how many keys back a query sees at most, its own included
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -391,6 +408,16 @@ class And(_Combined):
 
     def bounds(self, extent: Extent) -> KeyBounds:
         return reduce(_intersection, (part.bounds(extent) for part in self.parts))
+
+    @cached_property
+    def band(self) -> Band | None:  # type: ignore[override]
+        bands = [part.band for part in self.parts]
+        known = [band for band in bands if band is not None]
+        lengths = [band.lengths for band in known if band.lengths is not None]
+        if len(known) < len(bands) or len(lengths) > 1:
+            return None
+        before, after = (min((n for n in side if n >= 0), default=-1) for side in list(zip(*known, strict=True))[1:])
+        return Band(lengths[0] if lengths else None, before, after)
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
         intervals = [part.interval_at(position, keys) for part in self.parts]

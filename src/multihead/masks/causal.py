@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from multihead.masks.base import Mask
+from multihead.masks.base import Band, Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,7 @@ class Causal(Mask):
     translation_invariant: ClassVar[bool] = True
     sees_no_later_key: ClassVar[bool] = True
     starts_at_first_key: ClassVar[bool] = True
+    band: ClassVar[Band] = Band(after=0)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return keys <= queries

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from multihead.masks.base import Mask
+from multihead.masks.base import Band, Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,7 @@ class Full(Mask):
     translation_invariant: ClassVar[bool] = True
     hides_nothing: ClassVar[bool] = True
     starts_at_first_key: ClassVar[bool] = True
+    band: ClassVar[Band] = Band()
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return torch.ones_like(queries, dtype=torch.bool) & torch.ones_like(keys, dtype=torch.bool)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from multihead.errors import MaskError
-from multihead.masks.base import Mask
+from multihead.masks.base import Band, Mask
 from multihead.masks.counts import Ints, as_tensor, check_longest, check_rows, checked_counts, dropped, shape_of, shown
 from multihead.masks.place import CallSize, Place, Span
 
@@ -43,6 +44,12 @@ class Lengths(Mask):
 
     def __repr__(self) -> str:
         return f"Lengths({shown(self.lengths)})"
+
+    @cached_property
+    def band(self) -> Band | None:  # type: ignore[override]
+        lengths = as_tensor(self.lengths, "cpu") if isinstance(self.lengths, tuple) else self.lengths
+        plain = type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64 and lengths.dim() == 1
+        return Band(lengths) if plain else None
 
     def check_fits(self, size: CallSize) -> None:
         shape = shape_of(self.lengths)

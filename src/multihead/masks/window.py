@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
 from multihead.errors import check_integer
-from multihead.masks.base import Mask
+from multihead.masks.base import FURTHEST, Band, Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,10 @@ class Window(Mask):
     @property
     def lookback(self) -> int:  # type: ignore[override]
         return self.size
+
+    @cached_property
+    def band(self) -> Band:  # type: ignore[override]
+        return Band(before=min(self.size - 1, FURTHEST), after=min(self.after, FURTHEST))
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return (keys > queries - self.size) & (keys <= queries + self.after)

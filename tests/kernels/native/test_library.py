@@ -38,7 +38,7 @@ def _chosen_anew() -> Iterator[None]:
 def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None:
     """A machine whose widest instructions are AVX2."""
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
-    found = SimpleNamespace(sets=SETS)
+    found = SimpleNamespace(sets=SETS, choose=lambda _: None, choose_in_thread=lambda _: None)
     monkeypatch.setattr(library, "_found", lambda: found)
 
 

@@ -166,6 +166,27 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     return Work(cells, held + outputs + dense)
 
 
+class DropoutPlace(NamedTuple):
+    """Where a part of a call lies in the whole call, so that it drops the weights that the whole call would drop.
+
+    Attributes:
+        batch_start: index of its first sample.
+        head_start: index of its first head.
+        total_heads: heads of the whole call; 0 for those of the part.
+        query_start: index of its first query.
+        key_start: index of its first key.
+    """
+
+    batch_start: int = 0
+    head_start: int = 0
+    total_heads: int = 0
+    query_start: int = 0
+    key_start: int = 0
+
+
+_WHOLE_CALL = DropoutPlace()
+
+
 class Job(NamedTuple):
     """One call, prepared for the kernel.
 
@@ -174,12 +195,14 @@ class Job(NamedTuple):
         bounds: its plan.
         measurement: the wanted statistics, or None.
         seed: of its dropout.
+        place: of its dropout.
     """
 
     request: AttentionRequest
     bounds: KeyBounds
     measurement: Measurement | None
     seed: int
+    place: DropoutPlace = _WHOLE_CALL
 
 
 def prepared(request: AttentionRequest) -> AttentionRequest:
@@ -256,6 +279,9 @@ def _forward_fields(job: Job, rows: Rows) -> Fields:
         fields[AT["sinks"]] = request.sinks.data_ptr()
     if request.dropout:
         fields[AT["dropout"]], fields[AT["seed"]] = request.dropout, job.seed
+        for name in ("batch_start", "head_start", "total_heads", "key_start"):
+            fields[AT[name]] = getattr(job.place, name)
+        fields[AT["first_row"]] += job.place.query_start
     return fields
 
 
@@ -329,22 +355,32 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors  # raises if an input was modified since
-        if torch.is_grad_enabled():
-            # The gradients of the kernel have no graph: in a gradient penalty they would silently be constants.
-            request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
-            if request.bias is not None and bias is not None:
-                request = replace(request, bias=with_values(request.bias, bias))
-            return (*differentiable_gradients("native", request, ctx.job.bounds, grad_output, grad_logsumexp), None)
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        job, bias_wanted = ctx.job._replace(request=replace(ctx.job.request, q=q, k=k, v=v)), ctx.needs_input_grad[3]
-        if recorded():  # only the backward pass is recorded
-            seed = torch.tensor(job.seed, device="cpu") if job.request.dropout else None
-            operands = (output, logsumexp, grad_output, grad_logsumexp, *_operands(job.request, job.bounds, seed))
-            *dqkv, dbias, dsinks = torch.ops.multihead.attention_backward(*operands, bias_wanted=bias_wanted)
-            return *dqkv, dbias if bias_wanted else None, None if sinks is None else dsinks, None
-        with profiler.record_function("multihead::attention_backward") if profiler._is_profiler_enabled else _NOTHING:  # noqa: SLF001
-            outputs = (output, logsumexp)
-            grad_output = contiguous_features(grad_output)
-            gradients = backward(job, outputs, grad_output, grad_logsumexp, bias_wanted=bias_wanted)
-        return (*gradients, None)
+        request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
+        if request.bias is not None and bias is not None:
+            request = replace(request, bias=with_values(request.bias, bias))
+        job = ctx.job._replace(request=request)
+        found = gradients(job, (output, logsumexp), grad_output, grad_logsumexp, bias_wanted=ctx.needs_input_grad[3])
+        return (*found, None)
+
+
+def gradients(
+    job: Job,
+    outputs: tuple[Tensor, Tensor],
+    grad_output: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    *,
+    bias_wanted: bool,
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of q, k, v, bias and sinks inside a backward pass of autograd; see `backward`."""
+    if torch.is_grad_enabled():
+        # The gradients of the kernel have no graph: in a gradient penalty they would silently be constants.
+        return differentiable_gradients("native", job.request, job.bounds, grad_output, grad_logsumexp)
+    if grad_output is None:
+        grad_output = torch.zeros_like(outputs[0])
+    if recorded():  # only the backward pass is recorded
+        seed = torch.tensor(job.seed, device="cpu") if job.request.dropout else None
+        operands = (*outputs, grad_output, grad_logsumexp, *_operands(job.request, job.bounds, seed))
+        dq, dk, dv, dbias, dsinks = torch.ops.multihead.attention_backward(*operands, bias_wanted=bias_wanted)
+        return dq, dk, dv, dbias if bias_wanted else None, None if job.request.sinks is None else dsinks
+    with profiler.record_function("multihead::attention_backward") if profiler._is_profiler_enabled else _NOTHING:  # noqa: SLF001
+        return backward(job, outputs, contiguous_features(grad_output), grad_logsumexp, bias_wanted=bias_wanted)

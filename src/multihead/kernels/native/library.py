@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,6 +42,7 @@ CELL_STRIDES = ("visible", "bias", "dbias")  # of batch, head, row, key
 OPTIONS = (
     "bounds_batch_stride",
     *("dtype", "instruction_set", "threads", "num_offsets", "first_row", "pool_rows", "pool_keys", "seed"),
+    *("batch_start", "head_start", "total_heads", "key_start"),
 )
 REALS = ("scale", "softcap", "dropout")
 COUNTS = (
@@ -93,6 +95,8 @@ class _Library:
     path: Path
     run: Callable[[bytes, int], int]
     workspace: Callable[[bytes, int], int]
+    choose: Callable[[int], None]
+    choose_in_thread: Callable[[int], None]
     sets: tuple[InstructionSet, ...]
 
 
@@ -137,11 +141,15 @@ def using(name: str) -> Iterator[InstructionSet]:
     Raises:
         ArgumentError: the set does not exist, or does not run here.
     """
-    token = _forced.set(_runnable(name, f"using received {name!r}"))
+    before, forced = _forced.get(), _runnable(name, f"using received {name!r}")
+    choose = _library().choose_in_thread  # for the operator, which does not ask Python
+    token = _forced.set(forced)
+    choose(forced.index)
     try:
-        yield chosen()
+        yield forced
     finally:
         _forced.reset(token)
+        choose(-1 if before is None else before.index)
 
 
 def blank() -> list[float]:
@@ -227,6 +235,8 @@ def _loaded(path: Path) -> _Library | str:
         layout, name = library.multihead_layout, library.multihead_instruction_set
         compiled, runs = library.multihead_compiled, library.multihead_runs
         run, held = library.multihead_run, library.multihead_workspace
+        register = library.multihead_register
+        choose, choose_in_thread = library.multihead_choose, library.multihead_choose_in_thread
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
     layout.argtypes, layout.restype = (), ctypes.c_char_p
@@ -235,23 +245,38 @@ def _loaded(path: Path) -> _Library | str:
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
     for function in (run, held):
         function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_int64
+    for function in (choose, choose_in_thread):
+        function.argtypes, function.restype = (ctypes.c_int64,), None
+    register.argtypes, register.restype = (ctypes.c_char_p,), ctypes.c_char_p
     if layout().decode().split() != list(FIELDS):
         return "its library is of another version of multihead; install multihead again"
+    missing = register(str(_libtorch()).encode())
+    if missing is not None:
+        return f"its operator cannot be registered, because torch {torch.__version__} lacks {missing.decode()}"
     sets: list[InstructionSet] = []
     while (encoded := name(len(sets))) is not None:
         index, set_name = len(sets), encoded.decode()
         sets.append(InstructionSet(set_name, index, bool(compiled(index)), bool(runs(index)), set_name == "emulated"))
-    return _Library(path, run, held, tuple(sets))
+    return _Library(path, run, held, choose, choose_in_thread, tuple(sets))
+
+
+def _libtorch() -> Path:
+    """Return the path of torch's own library, in which operators are registered."""
+    name = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
+    return Path(torch.__file__).parent / "lib" / name
 
 
 @cache
 def _unforced() -> InstructionSet:
     """Choose the instruction set of this process, once."""
-    _library()
+    library = _library()
     name = os.environ.get(ENVIRONMENT)
     if name:
-        return _runnable(name, f"{ENVIRONMENT} is {name!r}")
-    return [each for each in instruction_sets() if each.runs and not each.for_tests][-1]
+        found = _runnable(name, f"{ENVIRONMENT} is {name!r}")
+    else:
+        found = [each for each in instruction_sets() if each.runs and not each.for_tests][-1]
+    library.choose(found.index)
+    return found
 
 
 def _runnable(name: str, finding: str) -> InstructionSet:

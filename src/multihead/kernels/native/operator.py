@@ -1,4 +1,40 @@
-"""The native kernel as a registered operator of PyTorch, for the graphs of torch.compile and torch.export."""
+"""The native kernel as a registered operator of PyTorch: `torch.ops.multihead.attention`.
+
+Compiled and exported graphs call it, and so does `multihead.attention` where nothing is to be planned. The forward pass
+is defined in `csrc/operator.cpp`; its backward pass and its derivatives are here.
+
+Arguments, in this order or by name:
+
+- q: (batch, heads, queries, head_dim), float32 or bfloat16, on the CPU
+- k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads
+- v: (batch, kv_heads, keys, value_dim)
+- start: (batch or 1, queries) int64, the first key that a query sees
+- stop: (batch or 1, queries) int64, the key after the last one; equal to start where a query sees no key
+- visible: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible, or None
+- bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None; -inf hides a key
+- relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.RelativeBias`, or None
+- sinks: (heads,), a logit per head that takes weight and has no value, or None
+- scale: factor of q . k
+- softcap: c of c * tanh(scores / c), before the bias, or None
+- dropout: share of the weights that is dropped, 0 to 1
+- seed: () int64, from which the dropped weights are drawn; None without dropout
+- batch_start, head_start, query_start, key_start: where a part of a call lies in the whole call, and total_heads: the
+  heads of the whole call (0 for those of the part). The part drops the weights that the whole call would drop.
+
+Returns the output (batch, heads, queries, value_dim) in the dtype of q, and the logsumexp (batch, heads, queries) in
+float32, nats, -inf where a query sees no key. Both have first derivatives with respect to q, k, v, bias, relative and
+sinks. Raises RuntimeError where the arguments do not fit together.
+
+Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
+
+>>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()
+>>> rows = torch.arange(5)[None]  # causal: query i sees the keys [0, i + 1)
+>>> fixed = (None, None, None, None, 0.25, None, 0.0, None)
+>>> output, logsumexp = torch.ops.multihead.attention(q, k, v, torch.zeros_like(rows), rows + 1, *fixed)
+>>> import multihead
+>>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
+True
+"""
 
 from __future__ import annotations
 
@@ -9,8 +45,9 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share
+from multihead.kernels.native import library
 from multihead.kernels.native.call import contiguous_features
-from multihead.kernels.native.kernel import Job, backward, forward, prepared, refusal
+from multihead.kernels.native.kernel import DropoutPlace, Job, backward, prepared, refusal
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import CallSize
@@ -19,60 +56,13 @@ from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import check_sinks_fit
 from multihead.scores.softcap import check_softcap
 from multihead.shapes import AttentionShape
-from multihead.tracing import untraced
 
-# The arguments of `attention`, which its backward pass takes too.
+# Schema of the arguments that the backward pass shares with the forward pass; see GENERAL in csrc/operator.cpp.
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop, Tensor? visible, Tensor? bias, Tensor? relative, "
-    "Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed"
+    "Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed, int batch_start=0, int head_start=0, "
+    "int total_heads=0, int query_start=0, int key_start=0"
 )
-
-
-@torch.library.custom_op(
-    "multihead::attention", mutates_args=(), device_types="cpu", schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
-)
-def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Multi-head attention of the native kernel as an operator of tensors and numbers: `torch.ops.multihead.attention`.
-
-    Compiled and exported graphs call it. Other code calls `multihead.attention`, which plans the mask and chooses a
-    kernel. Output and logsumexp have first derivatives with respect to q, k, v, bias, relative and sinks.
-
-    Args:
-        *arguments: in this order, or by name:
-
-            - q: (batch, heads, queries, head_dim), float32 or bfloat16, on the CPU
-            - k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads
-            - v: (batch, kv_heads, keys, value_dim)
-            - start: (batch or 1, queries) int64, the first key that a query sees
-            - stop: (batch or 1, queries) int64, the key after the last one; equal to start where a query sees no key
-            - visible: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible, or None
-            - bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None; -inf hides a key
-            - relative: (batch or 1, heads or 1, queries + keys - 1), the values of a `scores.RelativeBias`, or None
-            - sinks: (heads,), a logit per head that takes weight and has no value, or None
-            - scale: factor of q . k
-            - softcap: c of c * tanh(scores / c), before the bias, or None
-            - dropout: share of the weights that is dropped, 0 to 1
-            - seed: () int64, from which the dropped weights are drawn; None without dropout
-
-    Returns:
-        The output (batch, heads, queries, value_dim) in the dtype of q, and the logsumexp (batch, heads, queries) in
-        float32, nats, -inf where a query sees no key.
-
-    Raises:
-        ShapeError, DtypeError, MaskError, ArgumentError: the arguments do not fit together.
-
-    Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
-
-    >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()
-    >>> rows = torch.arange(5)[None]  # causal: query i sees the keys [0, i + 1)
-    >>> fixed = (None, None, None, None, 0.25, None, 0.0, None)
-    >>> output, logsumexp = torch.ops.multihead.attention(q, k, v, torch.zeros_like(rows), rows + 1, *fixed)
-    >>> import multihead
-    >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
-    True
-    """
-    with untraced():
-        return forward(_job(*arguments))
 
 
 @torch.library.custom_op(
@@ -129,13 +119,6 @@ def _bias_argument(arguments: tuple[Any, ...]) -> Tensor | None:
     return bias if relative is None else relative  # type: ignore[no-any-return]
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _head_dim = q.shape
-    output = q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
-    return output, q.new_empty((batch, heads, queries), dtype=torch.float32)
-
-
 @attention_backward.register_fake
 def _(*arguments: Any, bias_wanted: bool) -> tuple[Tensor, ...]:
     q, k, v = arguments[4:7]
@@ -145,8 +128,20 @@ def _(*arguments: Any, bias_wanted: bool) -> tuple[Tensor, ...]:
     return dq, dk, dv, dbias, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return empty outputs with the strides that csrc/operator.cpp gives them."""
+    batch, heads, queries, head_dim = q.shape
+    value_dim = v.shape[3]
+    if value_dim == head_dim:
+        output = torch.empty_like(contiguous_features(q))
+    else:
+        output = q.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
+    return output, q.new_empty((batch, heads, queries), dtype=torch.float32)
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.softcap, ctx.dropout, seed = inputs
+    *tensors, ctx.scale, ctx.softcap, ctx.dropout, seed = inputs[:13]
+    ctx.place = inputs[13:]
     ctx.save_for_backward(*output, *tensors, seed)
     ctx.set_materialize_grads(False)
 
@@ -162,13 +157,13 @@ def _gradients(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | No
     wanted = ctx.needs_input_grad
     if grad_output is None:
         grad_output = torch.zeros_like(output)
-    numbers = (ctx.scale, ctx.softcap, ctx.dropout)
+    numbers = (ctx.scale, ctx.softcap, ctx.dropout, seed, *ctx.place)
     dq, dk, dv, dbias, dsinks = attention_backward(
-        output, logsumexp, grad_output, grad_logsumexp, *tensors, *numbers, seed, bias_wanted=wanted[6] or wanted[7]
+        output, logsumexp, grad_output, grad_logsumexp, *tensors, *numbers, bias_wanted=wanted[6] or wanted[7]
     )
     nothing = (None,) * 3  # start, stop, visible
     of_scores = (dbias if wanted[6] else None, dbias if wanted[7] else None, dsinks if wanted[8] else None)
-    return dq, dk, dv, *nothing, *of_scores, *(None,) * 4
+    return dq, dk, dv, *nothing, *of_scores, *(None,) * 9
 
 
 def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
@@ -177,8 +172,10 @@ def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
     )
 
 
-attention.register_autograd(_gradients, setup_context=_save_for_backward)
 attention_backward.register_autograd(_reject_second_derivative)
+if library.absence() is None:  # loading the library registered the forward pass
+    torch.library.register_fake("multihead::attention", _attention_fake)
+    torch.library.register_autograd("multihead::attention", _gradients, setup_context=_save_for_backward)
 
 
 def _job(
@@ -195,8 +192,8 @@ def _job(
     softcap: float | None,
     dropout: float,
     seed: Tensor | None,
-    *,
-    bias_wanted: bool = False,
+    *place: int,
+    bias_wanted: bool,
 ) -> Job:
     """Check the arguments of `attention`, because anyone may call the operator and the kernel reads raw memory."""
     shape = AttentionShape.of(q, k, v)
@@ -226,7 +223,7 @@ def _job(
     reason = refusal(request, bounds)
     if reason is not None:
         raise ArgumentError(f"torch.ops.multihead.attention refuses: {reason}.", "Call multihead.attention.")
-    return Job(prepared(request), bounds, None, 0 if seed is None else int(seed))
+    return Job(prepared(request), bounds, None, 0 if seed is None else int(seed), DropoutPlace(*place))
 
 
 def _check_edge(name: str, edge: Tensor, shape: AttentionShape) -> None:
