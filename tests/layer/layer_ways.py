@@ -14,6 +14,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import functional
 from multihead.cache import KeyValueCache
+from multihead.kernels.native import eager
 from multihead.plan import rectangles
 from tests import oracle
 from tests.agreeing import SLACK
@@ -34,9 +35,11 @@ def only(kernel: str | None) -> Iterator[None]:
     Rectangles are as small as they are cheap, so that short calls are covered by several of them, as long ones are.
     """
     planned = functional.plan if kernel is None else partial(_planned, functional.plan, kernel)
+    unplanned = eager.attend if kernel is None else _need_plan
     try:
         with (
             mock.patch.object(functional, "plan", planned),
+            mock.patch.object(eager, "attend", unplanned),
             mock.patch.multiple(rectangles, CALL_CELLS=1, BLOCK_ROWS=3),
         ):
             yield
@@ -47,6 +50,10 @@ def only(kernel: str | None) -> Iterator[None]:
 def _planned(plan: Any, only_kernel: str, request: Any, *, kernel: str | None = None) -> Any:
     assert kernel is None
     return plan(request, kernel=only_kernel)
+
+
+def _need_plan(*_: object) -> None:
+    """Replace `eager.attend`, which runs the native kernel without a plan."""
 
 
 def called(case: LayerCase, layer: mh.MultiHeadAttention, given: Leaves) -> Tensor:
