@@ -12,7 +12,7 @@ READY := .venv/ready
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long test browser pictures check docs bench sanitize mutants lowest canary
+.PHONY: help demo demo-long test browser pictures check docs bench sanitize mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,10 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	  $(BIN)/ninja --quiet -C build/$$each && \
 	  build/$$each/fuzz || exit 1; \
 	done
+
+wheel: $(PACKAGES)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
+	@$(PIP) --group wheel
+	$(BIN)/python -m tools.wheel
 
 mutants: $(READY)  ## mutation testing: break one line at a time and check that a test fails
 	$(BIN)/python -m tools.mutants

@@ -35,6 +35,7 @@ HABITS = (
     "mutants",
     "lowest",
     "canary",
+    "wheel",
 )
 
 
@@ -186,6 +187,20 @@ def test_everything_asked_for_is_pinned_within_its_range(requirement: Requiremen
     version = pins().get(requirement.name)
     assert version is not None, f"{requirement.name} is not in constraints.txt. Add the version that was tested."
     assert version in requirement.specifier, f"constraints.txt has {requirement.name} {version}, outside {requirement}."
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_readme_lists_every_extra_with_its_packages(readme: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        extra: [re.sub(r"multihead\[(\w+)\]|>=.*", r"\1", line) for line in lines]
+        for extra, lines in project["optional-dependencies"].items()
+        if extra != "all"
+    }
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / readme).read_text(encoding="utf-8"), re.MULTILINE)
+    listed = {extra: re.split(r", |、", packages.replace("`", "")) for extra, packages in rows if extra in extras}
+    assert listed == extras
+    assert set(re.findall(r"\w+", project["optional-dependencies"]["all"][0])) == {"multihead", *extras}
 
 
 def test_make_alone_lists_every_habit_in_one_line_each() -> None:

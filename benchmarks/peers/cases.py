@@ -1,4 +1,4 @@
-"""The cases that our layer and its peers compute, and the inputs of a case."""
+"""The cases that our layer, or our attention alone, and the peers compute, and the inputs of a case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["full", "ragged", "documents", "window", "cross", "decoding", "ca
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an attention layer.
+    """One call of an attention layer, or of attention alone.
 
     Attributes:
         name: what is computed.
@@ -32,6 +32,9 @@ class Case:
         keys: in cross-attention, tokens per sample of the memory; in decoding, keys that the cache starts with.
         parts: tokens of each sample or document, or the width of the window.
         training: whether the backward pass is included.
+        alone: whether attention is computed without the four projections.
+        dtypes: the dtypes in which it is compared.
+        least: the smallest median ratio to the best peer that is the target; 0 for the target of most cases.
         rivals: the peers that take part; all if it is empty.
         calls: how many calls are timed together.
         overhead: the unit of the result if the case measures our overhead over its rival: "%" or "microseconds".
@@ -44,6 +47,9 @@ class Case:
     keys: int = 0
     parts: tuple[int, ...] = ()
     training: bool = False
+    alone: bool = False
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    least: float = 0.0
     rivals: tuple[str, ...] = ()
     calls: int = 1
     overhead: Literal["", "%", "microseconds"] = ""
@@ -81,6 +87,7 @@ class Trial:
         x: (batch, queries, features).
         memory: (batch, keys, features), in cross-attention.
         held: keys and values that a cache starts with, (batch, heads, keys, head_dim) each.
+        alone: k and v of attention without projections, (batch, queries, features) each; then q is x.
         of_output: (batch, queries, features), the gradient of the output, in training.
     """
 
@@ -90,6 +97,7 @@ class Trial:
     x: Tensor
     memory: Tensor | None = None
     held: tuple[Tensor, Tensor] | None = None
+    alone: tuple[Tensor, Tensor] | None = None
     of_output: Tensor | None = None
 
     @cached_property
@@ -130,6 +138,7 @@ def trial(case: Case, dtype: str, *, embed: int = EMBED, heads: int = HEADS) -> 
         return (torch.randn(*size) * scale).to(DTYPES[dtype])
 
     weights = Weights(*(Linear(drawn(embed, embed, scale=embed**-0.5), drawn(embed, scale=0.1)) for _ in range(4)))
+    shape = (case.batch, case.queries, embed)
     held = None
     if case.kind == "decoding":
         k, v = (drawn(case.batch, heads, case.keys, embed // heads) for _ in range(2))
@@ -138,10 +147,11 @@ def trial(case: Case, dtype: str, *, embed: int = EMBED, heads: int = HEADS) -> 
         case,
         heads,
         weights,
-        drawn(case.batch, case.queries, embed),
+        drawn(*shape),
         memory=drawn(case.batch, case.keys, embed) if case.kind == "cross" else None,
         held=held,
-        of_output=drawn(case.batch, case.queries, embed) if case.training else None,
+        alone=(drawn(*shape), drawn(*shape)) if case.alone else None,
+        of_output=drawn(*shape) if case.training else None,
     )
 
 
@@ -159,6 +169,12 @@ CASES = [
     Case("cross-attention, 4 x 512 queries, 1,024 keys", "cross", 4, 512, keys=1024),
     Case("decoding, one token, a cache of 4,096", "decoding", 1, 1, keys=4096),
     Case("training step, causal, 4 x 512", "causal", 4, 512, training=True),
+    Case("attention alone, 1 x 512", "full", 1, 512, alone=True, dtypes=("fp32",), least=1.05, calls=8),
+    Case("attention alone, 1 x 2,048", "full", 1, 2048, alone=True, dtypes=("fp32",), least=1.05),
+    Case("attention alone, 1 x 4,096", "full", 1, 4096, alone=True, dtypes=("fp32",), least=1.05),
+    Case("causal attention alone, 1 x 512", "causal", 1, 512, alone=True, dtypes=("fp32",), least=2.0, calls=8),
+    Case("causal attention alone, 1 x 2,048", "causal", 1, 2048, alone=True, dtypes=("fp32",), least=2.0),
+    Case("causal attention alone, 1 x 4,096", "causal", 1, 4096, alone=True, dtypes=("fp32",), least=2.0),
     Case("overhead, 4 x 128", "full", 4, 128, rivals=(HAND_WRITTEN,), overhead="%"),
     Case("overhead, one token", "full", 1, 1, rivals=(HAND_WRITTEN,), calls=20, overhead="microseconds"),
 ]

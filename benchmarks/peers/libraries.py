@@ -18,7 +18,7 @@ from benchmarks.peers.contender import CannotError, Contender, added, contender,
 
 def x_transformers(trial: Trial) -> Contender:
     """Attention of x-transformers with flash=True; its projections have no bias, so each gets one."""
-    module = _imported("x_transformers.x_transformers")
+    module = imported("x_transformers.x_transformers")
     case, shown, memory = trial.case, trial.shown, trial.memory
     width = trial.x.shape[2]
     layer = module.Attention(
@@ -67,7 +67,7 @@ def torchtune(trial: Trial) -> Contender:
 def keras(trial: Trial) -> Contender:
     """keras.layers.MultiHeadAttention on the torch backend."""
     os.environ.setdefault("KERAS_BACKEND", "torch")
-    library = _imported("keras")
+    library = imported("keras")
     if library.backend.backend() != "torch":
         raise CannotError(f"Keras runs on {library.backend.backend()} in this process")
     case, width = trial.case, trial.x.shape[2]
@@ -106,7 +106,7 @@ def hugging_face_sdpa(trial: Trial) -> Contender:
 
 def _hugging_face(trial: Trial, implementation: str) -> Contender:
     """BERT's layer, because it has no rotary positions, has biases, and supports every case."""
-    library, bert = _imported("transformers"), _imported("transformers.models.bert.modeling_bert")
+    library, bert = imported("transformers"), imported("transformers.models.bert.modeling_bert")
     case, shown, dtype = trial.case, trial.shown, trial.x.dtype
     config = library.BertConfig(
         hidden_size=trial.x.shape[2],
@@ -152,7 +152,7 @@ def _rows_of_steps(trial: Trial) -> Tensor:
     return key <= key[trial.case.keys :, None]
 
 
-def _imported(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
     """Import a module of a peer.
 
     Raises:

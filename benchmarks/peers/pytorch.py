@@ -21,8 +21,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def multihead(trial: Trial) -> Contender:
-    """Our layer, with the mask as a value."""
+    """Our layer, or our attention alone, with the mask as a value."""
     case = trial.case
+    if trial.alone is not None:
+        return _multihead_alone(trial)
     layer = mh.MultiHeadAttention(trial.x.shape[2], trial.heads, dtype=trial.x.dtype)
     load((layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj), trial)
     arguments: dict[str, Any] = {}
@@ -41,6 +43,17 @@ def multihead(trial: Trial) -> Contender:
     elif case.kind == "causal":
         arguments = {"mask": masks.Causal()}
     return contender(lambda x: layer(x, **arguments), layer, trial)
+
+
+def _multihead_alone(trial: Trial) -> Contender:
+    mask = masks.Causal() if trial.case.kind == "causal" else masks.Full()
+    k, v = (tensor.unflatten(2, (trial.heads, -1)).transpose(1, 2) for tensor in trial.alone)
+
+    def forward(x: Tensor) -> Tensor:
+        q = x.unflatten(2, (trial.heads, -1)).transpose(1, 2)  # (batch, heads, queries, head_dim)
+        return mh.attention(q, k, v, mask=mask).transpose(1, 2).flatten(2)
+
+    return Contender(forward)
 
 
 def torch_layer(trial: Trial) -> Contender:

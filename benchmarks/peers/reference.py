@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -10,10 +12,10 @@ from benchmarks.peers.cases import Linear, Trial
 
 
 def right(trial: Trial) -> Tensor:
-    """Compute softmax(q k' / sqrt(head_dim)) v between the projections or, in training, the gradient of the input.
+    """Compute softmax(q k' / sqrt(head_dim)) v, between the projections if the case has them.
 
     Returns:
-        (batch, compared queries, features), float64.
+        The output or, in training, the gradient of the input: (batch, compared queries, features), float64.
     """
     x = trial.x.double()
     if trial.of_output is None:
@@ -30,9 +32,7 @@ def difference(trial: Trial, found: Tensor, expected: Tensor) -> float:
 
 
 def _output(trial: Trial, x: Tensor) -> Tensor:
-    memory = x if trial.memory is None else trial.memory.double()
-    q = _heads(trial, x[:, trial.rows], trial.weights.q)
-    k, v = (_heads(trial, memory, projection) for projection in (trial.weights.k, trial.weights.v))
+    q, k, v = _q_k_v(trial, x)
     if trial.held is not None:
         k, v = (torch.cat([held.double(), new], 2) for held, new in zip(trial.held, (k, v), strict=True))
     scores = (q @ k.mT) * q.shape[3] ** -0.5  # (batch, heads, queries, keys)
@@ -40,10 +40,20 @@ def _output(trial: Trial, x: Tensor) -> Tensor:
         shown = shown[:, :, trial.rows] if shown.shape[2] > 1 else shown
         scores = scores.masked_fill(~shown, -torch.inf)
     merged = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)  # (batch, queries, features)
+    if trial.alone is not None:
+        return merged
     return linear(merged, *(tensor.double() for tensor in trial.weights.out))
 
 
-def _heads(trial: Trial, x: Tensor, projection: Linear) -> Tensor:
-    """Project and split: (batch, heads, length, head_dim)."""
-    projected = linear(x, projection.weight.double(), projection.bias.double())
-    return projected.unflatten(2, (trial.heads, -1)).transpose(1, 2)
+def _q_k_v(trial: Trial, x: Tensor) -> Iterator[Tensor]:
+    """Project where there are projections, and split: (batch, heads, length, head_dim) each."""
+    if trial.alone is None:
+        memory = x if trial.memory is None else trial.memory.double()
+        packed = map(_projected, (x[:, trial.rows], memory, memory), trial.weights[:3])
+    else:
+        packed = (x[:, trial.rows], *(tensor.double() for tensor in trial.alone))
+    return (tensor.unflatten(2, (trial.heads, -1)).transpose(1, 2) for tensor in packed)
+
+
+def _projected(x: Tensor, projection: Linear) -> Tensor:
+    return linear(x, projection.weight.double(), projection.bias.double())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
-from benchmarks.peers import libraries, pytorch
+from benchmarks.peers import libraries, onnx_runtime, pytorch
 from benchmarks.peers.cases import HAND_WRITTEN, Case, Kind, Trial
 from benchmarks.peers.contender import Contender
 
@@ -20,11 +20,13 @@ class Peer(NamedTuple):
         name: its name in the tables.
         make: sets it up with the weights of a trial.
         kinds: the kinds of cases that it computes.
+        alone: whether it is attention without projections.
     """
 
     name: str
     make: Callable[[Trial], Contender]
     kinds: tuple[Kind, ...] = ALL
+    alone: bool = False
 
 
 PEERS = [
@@ -41,9 +43,12 @@ PEERS = [
     Peer("Hugging Face, sdpa", libraries.hugging_face_sdpa),
     Peer("Hugging Face, eager", libraries.hugging_face_eager),
     Peer("flex_attention, compiled", pytorch.flex),
+    Peer("ONNX Runtime", onnx_runtime.layer, ("full", "cross", "causal")),
+    Peer("ONNX Runtime", onnx_runtime.attention, ("full", "causal"), alone=True),
 ]
 
 
 def peers_of(case: Case) -> list[Peer]:
     """Return the peers of a case."""
-    return [peer for peer in PEERS if case.kind in peer.kinds and (not case.rivals or peer.name in case.rivals)]
+    named = [peer for peer in PEERS if not case.rivals or peer.name in case.rivals]
+    return [peer for peer in named if case.kind in peer.kinds and case.alone == peer.alone]

@@ -36,11 +36,14 @@ TINY = [
     Case("decoding", "decoding", 1, 1, keys=20),
     Case("causal", "causal", 2, 8),
     Case("training", "causal", 2, 8, training=True),
+    Case("alone", "full", 2, 8, alone=True),
+    Case("causal alone", "causal", 2, 8, alone=True),
 ]
 PARTNERS = [(case, peer, "fp32") for case in TINY for peer in peers_of(case)]
 PARTNERS += [(case, peer, "bf16") for case, peer, _ in PARTNERS if case.name in ("full", "decoding", "training")]
 AHEAD = Case("a case", "ragged", 1, 8, parts=(3,))
 LEVEL = Case("another case", "full", 1, 8)
+AT_LEAST = Case("at least", "causal", 1, 8, alone=True, dtypes=("fp32",), least=2.0)
 PERCENT = Case("percent", "full", 1, 8, overhead="%")
 MICROSECONDS = Case("microseconds", "full", 1, 8, overhead="microseconds")
 
@@ -65,10 +68,15 @@ def run_or_skip(peer: Peer, inputs: Trial) -> Callable[[], Tensor]:
 
 
 @pytest.mark.parametrize("case", [each for each in TINY if not each.training], ids=lambda case: case.name)
-def test_the_reference_is_attention_between_four_projections(case: Case) -> None:
+def test_the_reference_is_attention_alone_or_between_four_projections(case: Case) -> None:
     inputs = trial(case, "fp32", embed=32, heads=4)
     weights = [[tensor.double() for tensor in projection] for projection in inputs.weights]
     memory = inputs.x if inputs.memory is None else inputs.memory
+    if inputs.alone is not None:
+        q, k, v = (tensor.double().unflatten(2, (4, 8)).transpose(1, 2) for tensor in (inputs.x, *inputs.alone))
+        merged = scaled_dot_product_attention(q, k, v, is_causal=case.kind == "causal").transpose(1, 2).flatten(2)
+        torch.testing.assert_close(right(inputs), merged)
+        return
     q, k, v = (
         torch.nn.functional.linear(x.double(), *projection).unflatten(2, (4, 8)).transpose(1, 2)
         for x, projection in zip((inputs.x, memory, memory), weights[:3], strict=True)
@@ -111,9 +119,12 @@ def test_a_peer_with_the_same_weights_computes_the_same(
         try:
             run = run_or_skip(peer, inputs)
         except CannotError as reason:
-            assert (case.kind == "decoding" and "it has no cache" in str(reason)) or (  # noqa: PT017 - either is right
-                case.training and "no backward pass" in str(reason)
-            )
+            expected = {
+                "it has no cache": case.kind == "decoding",
+                "no backward pass": case.training,
+                "only float32": dtype != "fp32",
+            }
+            assert any(holds and part in str(reason) for part, holds in expected.items())  # noqa: PT017 - each is right
             return
         assert difference(inputs, run(), right(inputs)) < TOLERANCE[dtype]
 
@@ -212,6 +223,8 @@ def test_the_best_peer_is_the_one_with_the_smallest_ratio() -> None:
         (LEVEL, standing(0.95, high=0.96), False),
         (AHEAD, standing(1.01, high=1.02), True),
         (AHEAD, standing(0.99, high=1.02), False),
+        (AT_LEAST, standing(2.0, high=2.1), True),
+        (AT_LEAST, standing(1.9, high=2.1), False),
         (PERCENT, standing(0.98), True),
         (PERCENT, standing(0.97), False),
         (MICROSECONDS, standing(0.5, beyond=39.0), True),
@@ -304,6 +317,15 @@ def test_the_readme_shows_the_newest_results(readme: Path) -> None:
     page = readme.read_text(encoding="utf-8")
     assert [each for each in shown if each not in page] == []
     assert all(f"| {case.name} |" in page for case in CASES)
+
+
+def test_a_case_is_measured_only_in_its_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "CASES", [LEVEL, AT_LEAST])
+    monkeypatch.setattr(peers_page, "CASES", [LEVEL, AT_LEAST])
+    monkeypatch.setattr(peers, "features", lambda: "avx512_bf16")
+    assert peers.jobs() == [("fp32", LEVEL), ("fp32", AT_LEAST), ("bf16", LEVEL)]
+    assert peers_page.readme_lines([row(AT_LEAST)])[1] == ("at least", "2.00 x (0.50-9.00), a peer", "")
+    assert peers_page.target(AT_LEAST) == "median at least 2 x"
 
 
 def test_strict_counts_the_rows_that_miss_their_targets(two_cases: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
