@@ -116,7 +116,7 @@ def test_long_calls_are_measured_right_in_both_passes(
     sums = cells.unflatten(2, (-1, 23)).unflatten(4, (-1, 37)).sum((3, 5))
     for name in SETS:
         with library.using(name):
-            found = one_pass(request, bounds, ONE_PASS, special)
+            _, found = one_pass(request, bounds, ONE_PASS, special)
             received, pooled = second_pass(request, bounds, whole.logsumexp.float(), cell=(23, 37))
             alone, nothing = second_pass(request, bounds, whole.logsumexp.float(), cell=None)
         assert found.keys() == set(ONE_PASS)
@@ -139,7 +139,7 @@ def test_a_spread_stays_exact_far_away_from_the_query() -> None:
                 request,
                 replace(request, q=request.q[:, :, :2], shape=request.shape._replace(query_length=2)),
             ):
-                found = one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
+                _, found = one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
                 rows = torch.arange(some.shape.query_length)
                 assert found["mean_distance"][0, 0].tolist() == (8100 + rows - 100.5).tolist()
                 assert found["distance_spread"][0, 0].tolist() == pytest.approx([0.5] * len(rows), abs=1e-5)
@@ -152,7 +152,7 @@ def test_of_equal_weights_the_first_key_is_named() -> None:
         request = request_of(torch.ones(1, 1, queries, 4), k, k)
         for name in SETS:
             with library.using(name):
-                found = one_pass(request, bounds_of(request), ("largest_key",), None)
+                _, found = one_pass(request, bounds_of(request), ("largest_key",), None)
             assert found["largest_key"].flatten().tolist() == [3] * queries
 
 
