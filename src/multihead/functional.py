@@ -27,7 +27,7 @@ from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.probes import DEFAULT, Probe, ProbeContext
+from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING

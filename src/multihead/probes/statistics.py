@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -31,6 +33,11 @@ OF_POSITIONS: frozenset[Part] = frozenset(
 """The parts of the native kernel that depend on the positions of the queries among the keys."""
 
 NOTHING = ProbeContext()
+
+_ONE_PART: dict[str, Part] = {
+    name: next(iter(probe.parts)) for name, probe in PROBES.items() if isinstance(probe.of, itemgetter)
+}
+"""Name of each built-in statistic that is a part as it is -> that part."""
 
 _MISSING: dict[Need, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
@@ -79,15 +86,28 @@ def missing(
     """Return what a probe needs and the call does not have."""
     if not probe.needs:
         return ()
-    there: dict[Need, bool] = {
+    given = _given(request, context, has_values=has_values)
+    if all(name in context.sets for name in _sets_of(probe)):
+        given |= {"sets"}
+    return tuple(need for need in _MISSING if need in probe.needs - given)
+
+
+def _given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
+    """Return which inputs of probes are known, except for sets, which have names."""
+    inputs: dict[Need, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
-        "sets": all(name in context.sets for name in _sets_of(probe)),
         "output_weight": context.output_weight is not None,
         "values": has_values,
         "sinks": request.sinks is not None,
     }
-    return tuple(need for need in there if need in probe.needs and not there[need])
+    return frozenset(need for need, known in inputs.items() if known)
+
+
+@cache
+def _of_default(given: frozenset[Need]) -> tuple[Probe, ...]:
+    """Return the probes of DEFAULT that need nothing but some inputs."""
+    return tuple(PROBES[name] for name in DEFAULT if PROBES[name].needs <= given)
 
 
 def possible(
@@ -124,7 +144,7 @@ def chosen(
         ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
     """
     if wanted is None:
-        probes = possible(DEFAULT, request, context, has_values=has_values)
+        probes = _of_default(_given(request, context, has_values=has_values))
     else:
         probes = resolved(wanted)
         check_possible(probes, request, context, has_values=has_values)
@@ -238,6 +258,9 @@ def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor) -> Tensor:
 
     A statistic that is one part costs nothing: the kernel has written what empty rows and rows of NaN have.
     """
+    part = _ONE_PART.get(probe.name)
+    if part is not None:
+        return parts[part]
     value = _computed(probe, parts)
     if any(value is parts[part] for part in probe.parts):
         return value
@@ -274,7 +297,7 @@ def _computed(probe: Probe, parts: Parts) -> Tensor:
 def _masked(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
     """Set queries that see no key to 0, and those that see NaN to NaN; both to -1 in a tensor of indices."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
-    return value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)
+    return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
 
 
 def _measured(call: MeasuredCall, probes: Sequence[Probe], known: Parts) -> dict[Part, Tensor]:

@@ -92,7 +92,8 @@ class Measurement:
         elif start:
             result.inputs["query_start"] = torch.full((shape.batch,), start, device="cpu")
         if "target_key_weight" in result.raw:
-            result.inputs["target_key"] = first_keys(bounds).expand(shape.batch).contiguous()
+            first = first_keys(bounds)
+            result.inputs["target_key"] = first if len(first) == shape.batch else first.repeat(shape.batch)
         if "special_keys_weight" in result.raw and special_keys is not None:
             result.inputs["special_keys"] = special_keys.contiguous()
         return result
@@ -123,9 +124,9 @@ class Measurement:
     def results(self) -> dict[Part, Tensor]:
         """Return what was measured: (batch, heads, queries) each."""
         result = {part: self.raw[self.field_of(part)] for part in self.parts if part not in _OFFSETS}
-        for index, part in enumerate(_OFFSETS):
-            if part in self.parts:
-                result[part] = self.raw["offset_weights"][index]
+        if "offset_weights" in self.raw:
+            weights = zip(_OFFSETS, self.raw["offset_weights"].unbind(), strict=True)
+            result |= {part: weight for part, weight in weights if part in self.parts}
         return result
 
 
