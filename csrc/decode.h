@@ -100,7 +100,7 @@ class DecodePass {
     for (int64_t row = 0; row < plan_.rows; row++) {
       const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
       Query &query = scratch_.queries[row] = read_query(call_, batch_, head, i);
-      rows_[row] = empty_row(call_, batch_, i);
+      clear_row(call_, rows_[row], batch_, i);
       if (query.start == query.stop) continue;
       start = min(start, query.start);
       stop = max(stop, query.stop);

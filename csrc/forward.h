@@ -143,7 +143,7 @@ void attend_block(const Call &call, const ForwardPlan<Element> &plan, const Forw
       Query &query = block.queries[i];
       if (i < count) query = read_query(call, batch, head, first + i);
       else query = Query{0, 0, nullptr, nullptr, {0, 0}};
-      block.rows[i] = empty_row(call, batch, first + i);
+      clear_row(call, block.rows[i], batch, first + i);
       if (query.start == query.stop) continue;
       start = min(start, query.start);
       stop = max(stop, query.stop);

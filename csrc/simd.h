@@ -75,6 +75,17 @@ INLINE Ints index_from(int64_t first) {  // first, first + 1, ...
 INLINE Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 INLINE bool finite(float x) { return x - x == 0; }
 
+// a * b + c, rounded once where the instruction set can do that. (The compiler may contract a * b + c or not.)
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 // The larger of a and b; b where one of them is NaN.
 INLINE Floats maximum(Floats a, Floats b) {
 #if LANES == 16 && defined(__AVX512F__)
@@ -140,9 +151,9 @@ INLINE float reduce_max(Floats x) {
 
 // ---------------------------------------------------------------- functions
 
-// 2^x for x below 128; exactly 0 for x <= -127; NaN stays NaN. The polynomial is a minimax fit with an error of 1.1e-7.
-INLINE Floats exp2(Floats x) {
-  x = maximum(broadcast(-127.f), x);
+// 2^x for x from -127, where it is exactly 0, to below 128; NaN stays NaN. The polynomial is a minimax fit with an error
+// of 1.1e-7.
+INLINE Floats exp2_clamped(Floats x) {
   const Floats shifted = x + broadcast(12582912.f);  // 1.5 * 2^23: the last bits of the sum are x, rounded to an integer
   const Floats rest = x - (shifted - broadcast(12582912.f));
   Floats power = broadcast(0.001326472731307149f);
@@ -153,6 +164,8 @@ INLINE Floats exp2(Floats x) {
   power = power * rest + broadcast(1.f);
   return (Floats)((Ints)power + ((Ints)shifted << 23));
 }
+// The same for every x below 128: exactly 0 for x <= -127.
+INLINE Floats exp2(Floats x) { return exp2_clamped(maximum(broadcast(-127.f), x)); }
 
 // tanh(x): near 0 a polynomial fit; elsewhere 1 - 2 / (e^2x + 1). NaN stays NaN.
 INLINE Floats tanh(Floats x) {

@@ -19,30 +19,37 @@ INLINE Statistics required_statistics(const Call &call) {
   return weights ? Statistics::WEIGHTS : Statistics::NONE;
 }
 
-// The state of a row after some blocks of keys. Its weights are 2^(score - largest), with scores in units of log2.
+// The state of a row after some blocks of keys. Its weights are 2^(score - largest), with scores in units of log2. Sums
+// are kept lane by lane, and the lanes are added when the results are written.
 struct SoftmaxRow {
-  float largest;                     // score; -inf before the first key
-  float total;                       // sum of the weights
-  float surprisal;                   // sum of weight * (score - largest)
-  float mean;                        // of |position - key| under the weights
-  float spread;                      // sum of weight * (|position - key| - mean)^2
-  float special;                     // sum of the weights of special keys
-  float target_score;                // of target_key; -inf if it is not visible
-  float offset_scores[MAX_OFFSETS];  // of the keys at the offsets; -inf if not visible
-  int64_t largest_key;               // with the largest score, the first of equal ones
-  int64_t position;                  // of the query among the keys
-  int64_t target_key;
+  Floats total;         // sum of the weights
+  float largest;        // score; -inf before the first visible key
+  int64_t position;     // of the query among the keys
+  int64_t target_key;   // -1 for none
+  // Statistics: undefined in a call without them, and before the first visible key.
+  int64_t largest_key;  // with the largest score, the first of equal ones
+  int64_t pivot;        // the distance of largest_key: relative to it, rounding does not hide a small spread far away
+  Floats surprisal;     // sum of weight * (score - largest)
+  Floats distance;      // sum of weight * x, with x = |position - key| - pivot
+  Floats square;        // sum of weight * x^2
+  Floats special;       // sum of the weights of special keys
+  float few_scores[2 * MAX_OFFSETS];  // of the keys at the offsets, then of target_key; -inf if not visible
 };
+constexpr int64_t TARGET = MAX_OFFSETS;  // index of target_key in few_scores
+static_assert(2 * MAX_OFFSETS % LANES == 0, "few_scores are whole vectors");
 
-INLINE SoftmaxRow empty_row(const Call &call, int64_t batch, int64_t row) {
-  SoftmaxRow empty;
-  empty.largest = empty.target_score = -INF;
-  empty.total = empty.surprisal = empty.mean = empty.spread = empty.special = 0;
-  for (int64_t i = 0; i < MAX_OFFSETS; i++) empty.offset_scores[i] = -INF;
-  empty.largest_key = -1;
-  empty.position = row + call.first_row + (call.query_start ? call.query_start[batch] : 0);
-  empty.target_key = call.target_key ? call.target_key[batch] : -1;
-  return empty;
+INLINE void clear_row(const Call &call, SoftmaxRow &row, int64_t batch, int64_t index) {
+  row.total = (Floats){};
+  row.largest = -INF;
+  row.position = index + call.first_row + (call.query_start ? call.query_start[batch] : 0);
+  row.target_key = call.target_key ? call.target_key[batch] : -1;
+}
+
+INLINE void clear_statistics(SoftmaxRow &row) {
+  row.largest_key = -1;
+  row.pivot = 0;
+  row.surprisal = row.distance = row.square = row.special = (Floats){};
+  for (int64_t i = 0; i < 2 * MAX_OFFSETS; i += LANES) store(row.few_scores + i, broadcast(-INF));
 }
 
 // Apply softcap and bias to the scores of keys [first, end), and set those of invisible keys to -inf.
@@ -61,25 +68,97 @@ INLINE void apply_terms(const Call &call, const Query &query, float *scores, int
   }
 }
 
-INLINE float sum_of_products(const float *a, const float *b, int64_t count) {
-  Floats total = (Floats){};
-  for (int64_t i = 0; i < count; i += LANES) total += load(a + i) * load(b + i);
-  return sum(total);
+INLINE int64_t distance_between(int64_t a, int64_t b) { return a > b ? a - b : b - a; }
+
+// 2^x of one number, exactly 1 for 0; without the call of a library function, which would empty the vector registers.
+INLINE float exp2_of(float x) { return x == 0 ? 1.f : exp2(broadcast(x))[0]; }
+
+// Steps -N .. N of LANES keys and their squares, for sums over a block whose vectors are counted from any of them.
+struct Steps {
+  static constexpr int64_t N = 512 / LANES;
+  float step[2 * N + 1], square[2 * N + 1];
+  constexpr Steps() : step(), square() {
+    for (int64_t i = -N; i <= N; i++) {
+      step[i + N] = static_cast<float>(i);
+      square[i + N] = static_cast<float>(i * i);
+    }
+  }
+};
+constexpr Steps STEPS;
+
+// The first of `count` scores that equals `largest`, which is one of them. Without a branch per vector: the place is
+// random, and a mispredicted branch takes longer than all comparisons.
+INLINE int64_t first_of(const float *scores, int64_t count, float largest) {
+  Floats first = broadcast(static_cast<float>(-count));  // minus the index of the first vector with such a score
+  for (int64_t i = count - LANES; i >= 0; i -= LANES)
+    first = select(load(scores + i) == broadcast(largest), broadcast(static_cast<float>(-i)), first);
+  return -static_cast<int64_t>(reduce_max(first - __builtin_convertvector(index_from(0), Floats)));
 }
 
-// Multiply the weights of a row by `factor`, and merge the moments of more weights into its own (Chan, Golub and
-// LeVeque 1983).
-INLINE void merge_moments(SoftmaxRow &row, float factor, float total, float mean, float spread) {
-  const float before = row.total * factor, apart = mean - row.mean;
-  if (!(total > 0)) {
-    row.spread *= factor;
-  } else if (before > 0) {
-    row.spread = row.spread * factor + spread + apart * apart * (before * total / (before + total));
-    row.mean += apart * (total / (before + total));
-  } else {
-    row.spread = spread;
-    row.mean = mean;
+INLINE void move_pivot(SoftmaxRow &row, int64_t pivot) {
+  const Floats change = broadcast(static_cast<float>(row.pivot - pivot));  // of every x
+  row.square += change * (row.distance + row.distance + change * row.total);
+  row.distance += change * row.total;
+  row.pivot = pivot;
+}
+
+// Where the keys of a block are that a query sees.
+enum class Side { BEFORE, BOTH, AFTER };  // its position, which counts as either
+
+// Replace scores by weights, and add them to the sums of a row whose earlier weights are multiplied by `factor`.
+template <Statistics STATISTICS, Side SIDE, class Narrow>
+INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scores, int64_t first, int64_t count,
+                        Narrow narrow) {
+  constexpr bool WEIGHTS = STATISTICS != Statistics::NONE, DISTANCES = STATISTICS == Statistics::DISTANCES;
+  // On one side of the position, x = x of a reference key + side * (key - reference). The reference is the key of the
+  // block that is nearest to the pivot; key - reference = (lane - its lane) + LANES * (vector - its vector).
+  constexpr int64_t SIGN = SIDE == Side::BEFORE ? -1 : 1;
+  const int64_t reference = min(max(row.position + SIGN * row.pivot, first), first + count - 1);
+  const int64_t vector = (reference - first) / LANES, lane = (reference - first) % LANES;
+  const float *steps = STEPS.step + Steps::N - vector, *squares = STEPS.square + Steps::N - vector;
+  Floats signed_distance = broadcast(static_cast<float>(first - row.position));
+  const Floats pivot = broadcast(static_cast<float>(row.pivot));
+  if (DISTANCES && SIDE == Side::BOTH) signed_distance += __builtin_convertvector(index_from(0), Floats);
+  Floats totals[2] = {}, surprisals[2] = {}, moments[2] = {}, second_moments[2] = {};
+  const Floats base = broadcast(row.largest);
+  for (int64_t i = 0; i < count; i += 2 * LANES) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const int64_t at = i + half * LANES;
+      const Floats exponent = maximum(broadcast(-127.f), load(scores + at) - base);  // 0 * -inf would be NaN
+      const Floats weight = exp2_clamped(exponent);
+      totals[half] += weight;
+      if (WEIGHTS) surprisals[half] += weight * exponent;
+      if (DISTANCES && SIDE == Side::BOTH) {
+        const Floats x = absolute(signed_distance) - pivot, weighted = weight * x;
+        moments[half] += weighted;
+        second_moments[half] += weighted * x;
+        signed_distance += broadcast(static_cast<float>(LANES));
+      } else if (DISTANCES) {
+        moments[half] += weight * broadcast(steps[at / LANES]);
+        second_moments[half] += weight * broadcast(squares[at / LANES]);
+      }
+      store(scores + at, weight);
+      narrow(at, weight);
+    }
   }
+  const Floats total = totals[0] + totals[1], scale = broadcast(factor);
+  if (WEIGHTS)
+    row.surprisal = multiply_add(scale, row.surprisal + row.total * broadcast(change), surprisals[0] + surprisals[1]);
+  if (DISTANCES) {
+    Floats moment = moments[0] + moments[1], second_moment = second_moments[0] + second_moments[1];
+    if (SIDE != Side::BOTH) {
+      const Floats in_lane = __builtin_convertvector(index_from(-lane), Floats) * broadcast(SIGN);
+      const Floats x = broadcast(static_cast<float>(SIGN * (reference - row.position) - row.pivot)) + in_lane;
+      const Floats step = broadcast(static_cast<float>(SIGN * LANES)) * moment;
+      second_moment = x * (x * total + step + step) + broadcast(static_cast<float>(LANES * LANES)) * second_moment;
+      moment = x * total + step;
+    }
+    row.distance = multiply_add(scale, row.distance, moment);
+    row.square = multiply_add(scale, row.square, second_moment);
+  }
+  // An explicit fma: left to the compiler, the rounding would depend on STATISTICS, and with it the bits of the output.
+  row.total = multiply_add(scale, row.total, total);
 }
 
 // Add a block of keys [first, end), a multiple of 2 * LANES, to a row. Scores become weights in place; narrow(i,
@@ -111,68 +190,31 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
     }
     return 1;
   }
-  const float now = block_largest != block_largest ? NOT_A_NUMBER : block_largest > before ? block_largest : before;
+  row.largest = block_largest != block_largest ? NOT_A_NUMBER : block_largest > before ? block_largest : before;
+  const float factor = exp2_of(before - row.largest), change = before == -INF ? 0.f : before - row.largest;
   if (STATISTICS != Statistics::NONE) {
-    if (block_largest > before)
-      for (int64_t i = 0; i < count; i += LANES) {
-        const Ints equal = load(scores + i) == broadcast(block_largest);
-        if (!any(equal)) continue;
-        int64_t lane = 0;
-        while (!equal[lane]) lane++;
-        row.largest_key = first + i + lane;
-        break;
-      }
+    if (before == -INF) clear_statistics(row);
+    if (block_largest > before) {
+      row.largest_key = first + first_of(scores, count, block_largest);
+      if (STATISTICS == Statistics::DISTANCES) move_pivot(row, distance_between(row.position, row.largest_key));
+    }
     for (int64_t i = 0; i < call.num_offsets; i++) {
       const int64_t key = row.position + call.offsets[i];
-      if (key >= first && key < end) row.offset_scores[i] = scores[key - first];
+      if (key >= first && key < end) row.few_scores[i] = scores[key - first];
     }
-    if (row.target_key >= first && row.target_key < end) row.target_score = scores[row.target_key - first];
+    if (row.target_key >= first && row.target_key < end) row.few_scores[TARGET] = scores[row.target_key - first];
   }
-  const float factor = exp2f(before - now);
-  // Distances are taken relative to that of the key with the largest weight: otherwise rounding would hide a small
-  // spread.
-  const int64_t anchor = min(max(row.position, first), end);  // |position - key| = |position - anchor| + |anchor - key|
-  const int64_t pivot = min(max(row.largest_key, first), end - 1);
-  const int64_t pivot_distance = anchor > pivot ? anchor - pivot : pivot - anchor;
-  Floats from_anchor = broadcast(static_cast<float>(first - anchor));
-  const Floats about = broadcast(static_cast<float>(pivot_distance));
-  if (STATISTICS == Statistics::DISTANCES) from_anchor += __builtin_convertvector(index_from(0), Floats);
-  Floats totals[2] = {}, surprisals[2] = {}, distances[2] = {}, spreads[2] = {};
-  const Floats base = broadcast(now);
-  for (int64_t i = 0; i < count; i += 2 * LANES) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-      const int64_t at = i + half * LANES;
-      const Floats exponent = load(scores + at) - base;
-      const Floats weight = exp2(exponent);
-      totals[half] += weight;
-      if (STATISTICS != Statistics::NONE)
-        surprisals[half] += weight * maximum(broadcast(-127.f), exponent);  // 0 * -inf would be NaN
-      if (STATISTICS == Statistics::DISTANCES) {
-        const Floats distance = absolute(from_anchor) - about, weighted = weight * distance;
-        distances[half] += weighted;
-        spreads[half] += weighted * distance;
-        from_anchor += broadcast(static_cast<float>(LANES));
-      }
-      store(scores + at, weight);
-      narrow(at, weight);
-    }
+  if (STATISTICS != Statistics::DISTANCES || min(query.stop, end) <= row.position + 1)
+    add_weights<STATISTICS, Side::BEFORE>(row, factor, change, scores, first, count, narrow);
+  else if (max(query.start, first) >= row.position)
+    add_weights<STATISTICS, Side::AFTER>(row, factor, change, scores, first, count, narrow);
+  else
+    add_weights<STATISTICS, Side::BOTH>(row, factor, change, scores, first, count, narrow);
+  if (STATISTICS != Statistics::NONE && special) {
+    Floats total = (Floats){};
+    for (int64_t i = 0; i < count; i += LANES) total += load(scores + i) * load(special + i);
+    row.special = row.special * broadcast(factor) + total;
   }
-  const float total = sum(totals[0] + totals[1]);
-  if (STATISTICS != Statistics::NONE) {
-    const float shift = before == -INF ? 0.f : row.total * (before - now);
-    row.surprisal = factor * (row.surprisal + shift) + sum(surprisals[0] + surprisals[1]);
-    if (special) row.special = row.special * factor + sum_of_products(scores, special, count);
-  }
-  if (STATISTICS == Statistics::DISTANCES) {
-    const float mean = sum(distances[0] + distances[1]) / total;
-    const float spread = sum(spreads[0] + spreads[1]) - mean * mean * total;
-    const int64_t away = row.position > anchor ? row.position - anchor : anchor - row.position;
-    merge_moments(row, factor, total, mean + static_cast<float>(away + pivot_distance), spread > 0 ? spread : 0);
-  }
-  // An explicit fma: left to the compiler, the rounding would depend on STATISTICS, and with it the bits of the output.
-  row.total = fmaf(row.total, factor, total);
-  row.largest = now;
   if (call.dropout > 0)
     for (int64_t i = 0; i < count; i += LANES) {
       const Floats weight = load(scores + i) * dropout_factors(call, query, first + i);
@@ -190,22 +232,35 @@ struct MergeFactors {
 };
 
 // Merge the row over later keys of the same query into `row`.
-INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, const SoftmaxRow &later) {
+INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, SoftmaxRow &later) {
   if (later.largest == -INF) return {1, 0};
-  const bool newer = row.largest == -INF || later.largest > row.largest;
+  if (row.largest == -INF) {
+    row = later;
+    return {0, 1};
+  }
+  const bool newer = later.largest > row.largest;
   const float now = later.largest != later.largest || newer ? later.largest : row.largest;
   const MergeFactors factors = {exp2f(row.largest - now), exp2f(later.largest - now)};
-  const float shift = row.largest == -INF ? 0.f : row.total * (row.largest - now);
-  row.surprisal = factors.earlier * (row.surprisal + shift) +
-                  factors.later * (later.surprisal + later.total * (later.largest - now));
-  merge_moments(row, factors.earlier, later.total * factors.later, later.mean, later.spread * factors.later);
-  row.special = row.special * factors.earlier + later.special * factors.later;
-  row.total = row.total * factors.earlier + later.total * factors.later;
+  const auto merge = [&](Floats earlier, Floats added) {
+    return earlier * broadcast(factors.earlier) + added * broadcast(factors.later);
+  };
+  if (required_statistics(call) != Statistics::NONE) {
+    if (newer) {
+      move_pivot(row, later.pivot);
+      row.largest_key = later.largest_key;
+    } else {
+      move_pivot(later, row.pivot);
+    }
+    row.surprisal = merge(row.surprisal + row.total * broadcast(row.largest - now),
+                          later.surprisal + later.total * broadcast(later.largest - now));
+    row.distance = merge(row.distance, later.distance);
+    row.square = merge(row.square, later.square);
+    row.special = merge(row.special, later.special);
+    for (int64_t i = 0; i < 2 * MAX_OFFSETS; i++)
+      if (later.few_scores[i] > -INF) row.few_scores[i] = later.few_scores[i];
+  }
+  row.total = merge(row.total, later.total);
   row.largest = now;
-  if (newer) row.largest_key = later.largest_key;
-  for (int64_t i = 0; i < call.num_offsets; i++)
-    if (later.offset_scores[i] > -INF) row.offset_scores[i] = later.offset_scores[i];
-  if (later.target_score > -INF) row.target_score = later.target_score;
   return factors;
 }
 
@@ -218,16 +273,17 @@ template <class Element>
 INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t batch, int64_t head, int64_t query,
                               const float *sums) {
   const int64_t index = (batch * call.heads + head) * call.queries + query;
-  const bool empty = row.total == 0;
+  const float row_total = sum(row.total);
+  const bool empty = row_total == 0;
   float inverse = 0, log_inverse = 0, logsumexp = -INF;  // inverse: the factor that normalises a weight
   if (!empty) {
-    float top = row.largest, total = row.total;
+    float top = row.largest, total = row_total;
     if (call.sinks) {
       const float sink = call.sinks[head] * LOG2_E;
       if (sink > top) top = sink;
       total = total * exp2f(row.largest - top) + exp2f(sink - top);
     }
-    inverse = exp2f(row.largest - top) / total;
+    inverse = (call.sinks ? exp2f(row.largest - top) : 1) / total;
     logsumexp = top + log2f(total);
     log_inverse = row.largest - logsumexp;  // finite even where a huge sink makes the inverse 0
     logsumexp *= LN_2;
@@ -237,20 +293,27 @@ INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t b
   for (; x + LANES <= call.value_dim; x += LANES) store(output + x, load(sums + x) * broadcast(inverse));
   for (; x < call.value_dim; x++) store_element(output + x, sums[x] * inverse);
   call.logsumexp[index] = logsumexp;
-  const bool bad = row.total != row.total;
+  const Statistics required = required_statistics(call);
+  if (required == Statistics::NONE) return;
+  const bool bad = row_total != row_total;
   if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
-  const float entropy = empty ? 0.f : -LN_2 * inverse * (row.surprisal + row.total * log_inverse);
+  const float entropy = empty ? 0.f : -LN_2 * inverse * (sum(row.surprisal) + row_total * log_inverse);
   write_statistic(call.entropy, index, entropy < 0 ? 0.f : entropy);
   write_statistic(call.largest_weight, index, inverse);
-  write_statistic(call.mean_distance, index, bad ? NOT_A_NUMBER : row.mean);
-  write_statistic(call.distance_spread, index, empty ? 0.f : sqrtf(row.spread / row.total));
-  const int64_t all_rows = call.batch * call.heads * call.queries;
-  for (int64_t i = 0; i < call.num_offsets; i++) {
-    const float weight = empty ? 0.f : exp2f(row.offset_scores[i] - row.largest) * inverse;
-    write_statistic(call.offset_weights, i * all_rows + index, weight);
+  if (required == Statistics::DISTANCES) {
+    const float mean = sum(row.distance) / row_total, variance = sum(row.square) / row_total - mean * mean;
+    write_statistic(call.mean_distance, index, empty ? 0.f : mean + static_cast<float>(row.pivot));
+    write_statistic(call.distance_spread, index, empty ? 0.f : variance < 0 ? 0.f : sqrtf(variance));
   }
-  write_statistic(call.target_key_weight, index, empty ? 0.f : exp2f(row.target_score - row.largest) * inverse);
-  write_statistic(call.special_keys_weight, index, row.special * inverse);
+  float few_weights[2 * MAX_OFFSETS];
+  for (int64_t i = 0; i < 2 * MAX_OFFSETS; i += LANES) {
+    const Floats weight = exp2(load(row.few_scores + i) - broadcast(row.largest)) * broadcast(inverse);
+    store(few_weights + i, empty ? (Floats){} : weight);
+  }
+  const int64_t all_rows = call.batch * call.heads * call.queries;
+  for (int64_t i = 0; i < call.num_offsets; i++) write_statistic(call.offset_weights, i * all_rows + index, few_weights[i]);
+  write_statistic(call.target_key_weight, index, few_weights[TARGET]);
+  write_statistic(call.special_keys_weight, index, empty ? 0.f : sum(row.special) * inverse);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ from multihead.kernels.nonfinite import restore_nan, without_nonfinite
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.probes import DEFAULT, Probe, ProbeContext
+from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
@@ -188,7 +188,9 @@ def attention_weights(
     check_slice("keys", keys)
     given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     request, dims = _request(attention_weights, unknown, q, k, None, *given)
-    tile = tiles.tile(request, _logsumexp(request, logsumexp, dims), heads=heads, queries=queries, keys=keys)
+    first = measuring.first_pass(request) if logsumexp is None else None
+    known = _logsumexp(request, logsumexp, dims) if first is None else first[0]
+    tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
     return tile if dims is None else dims.restore(tile)
 
 
@@ -247,13 +249,11 @@ def statistics(
         )
     given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     request, dims = _request(statistics, unknown, q, k, v, *given)
-    if probes is None:
-        chosen = measuring.possible(DEFAULT, request, context, has_values=v is not None)
-    else:
-        chosen = measuring.resolved(probes)
-        measuring.check_possible(chosen, request, context, has_values=v is not None)
-    known = _logsumexp(request, logsumexp, dims)
-    found = measuring.measured(request, known, chosen, context, has_values=v is not None)
+    has_values = v is not None
+    chosen = measuring.chosen(probes, request, context, has_values=has_values)
+    first = None if logsumexp is not None else measuring.first_pass(request, chosen, context, has_values=has_values)
+    known, parts = (_logsumexp(request, logsumexp, dims), {}) if first is None else first
+    found = measuring.completed(request, known, chosen, context, parts=parts, has_values=has_values)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
 
 

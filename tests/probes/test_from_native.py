@@ -41,7 +41,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
     _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
     subject = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special))
-    assert available(subject, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
+    assert available(subject.context, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
         ("tokens_mass", "special")
     }
     found = measure(subject, PARTS | {("tokens_mass", "special")})
@@ -60,10 +60,8 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
 
 
 def test_parts_that_the_kernel_would_measure_otherwise_are_not_available() -> None:
-    q = torch.zeros(1, 1, 2, 4)
     context = ProbeContext(first_key=1, map_pool="max")
-    subject = MeasuredCall.of(request_of(q, q, q), torch.zeros(1, 1, 2), context)
-    assert available(subject, {FIRST_KEY, "pooled_map", SPECIAL_KEYS, "received"}) == {"received"}
+    assert available(context, {FIRST_KEY, "pooled_map", SPECIAL_KEYS, "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:

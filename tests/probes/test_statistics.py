@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.call import Attended, AttentionCall
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
-from multihead.kernels.native import kernel
+from multihead.kernels.native import kernel, library
 from multihead.parts import Part
 from multihead.probes import (
     DEFAULT,
@@ -410,6 +410,51 @@ def test_rows_of_nan_are_nan_and_count_as_nothing_where_rows_are_summed() -> Non
     assert found["largest_key"].tolist() == [[[0, -1, 0]]]
     assert found["received"].flatten().tolist() == pytest.approx([2 / 3] * 3)
     assert found["coverage"].flatten().tolist() == pytest.approx([2 / 3] * 3)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("probes", "passes"),
+    [
+        (None, [library.FORWARD]),
+        (("effective_keys",), [library.FORWARD]),
+        (("received",), [library.FORWARD, library.KEY_SUMS]),
+        ((*DEFAULT[:3], "received", "pooled_map"), [library.FORWARD, library.KEY_SUMS]),
+    ],
+)
+def test_statistics_take_one_run_of_the_kernel_without_values_and_what_keys_receive_a_second(
+    probes: tuple[str, ...] | None, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[int, float]] = []
+    run = library.run
+
+    def count(pass_: int, values: list[float]) -> None:
+        runs.append((pass_, values[library.AT["value_dim"]]))
+        run(pass_, values)
+
+    monkeypatch.setattr(library, "run", count)
+    q, k = torch.randn(2, 4, 30, 8), torch.randn(2, 2, 30, 8)
+    statistics(q, k, mask=masks.Causal(), probes=probes)
+    assert [pass_ for pass_, _ in runs] == passes
+    assert runs[0][1] == 0
+
+
+@needs_native
+def test_a_query_that_sees_a_value_of_nan_has_statistics_of_nan() -> None:
+    q, v = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)
+    v[0, 0, 1, 2] = torch.nan
+    found = statistics(q, q, v=v, mask=masks.Causal())
+    assert found["entropy"][0, 0].isnan().tolist() == [False, True, True]
+    assert found["largest_key"].tolist() == [[[0, -1, -1]]]
+
+
+@needs_native
+def test_scores_of_thousands_are_measured_in_float64() -> None:
+    """In float32 such a score has no third decimal."""
+    q, k = torch.randn(1, 2, 20, 64) + 16, torch.randn(1, 2, 20, 64) + 16
+    single, double = statistics(q, k), statistics(q.double(), k.double())
+    for name, value in single.items():
+        assert oracle.difference(value, double[name]) <= 1e-5, name
 
 
 def late_mass(**options: Any) -> Probe:

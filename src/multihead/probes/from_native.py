@@ -12,27 +12,42 @@ from multihead.call import AttentionRequest
 from multihead.kernels.native import kernel
 from multihead.kernels.native.call import bias_as_read
 from multihead.kernels.native.statistics import FIRST_KEY, ONE_PASS, SECOND_PASS, SPECIAL_KEYS, one_pass, second_pass
+from multihead.masks.base import KeyBounds
 from multihead.parts import Part
+from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.pooling import PooledMap
 from multihead.tracing import traced
 
 
-def supports(call: MeasuredCall) -> bool:
+def supports(request: AttentionRequest, bounds: KeyBounds) -> bool:
     """Whether the native kernel can measure a call: eager, and with terms that it knows."""
-    return not traced() and kernel.refusal(call.request, call.bounds) is None
+    return not traced() and kernel.refusal(request, bounds) is None
 
 
-def available(call: MeasuredCall, parts: Collection[Part]) -> frozenset[Part]:
-    """Return those of some parts that the native kernel can measure for this call."""
+def available(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
+    """Return those of some parts that the native kernel can measure with this context."""
     known = ONE_PASS | SECOND_PASS
-    if call.context.map_pool != "mean":
+    if context.map_pool != "mean":
         known -= {"pooled_map"}
-    if call.context.first_key is not None:
+    if context.first_key is not None:
         known -= {FIRST_KEY}  # the kernel takes the first key of the call
-    if call.context.special_keys is None:
+    if context.special_keys is None:
         known -= {SPECIAL_KEYS}
-    return known & frozenset(parts)
+    return known.intersection(parts)
+
+
+def first_pass(
+    request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], context: ProbeContext
+) -> tuple[Tensor, dict[Part, Tensor]]:
+    """Measure the logsumexp of a call, and those of some parts that are `available` in the same pass.
+
+    Returns:
+        The logsumexp and the parts, (batch, heads, queries) each.
+    """
+    if request.bias is not None:
+        request = replace(request, bias=bias_as_read(request.bias))
+    return one_pass(request, bounds, ONE_PASS & available(context, parts), context.special_keys)
 
 
 def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
@@ -42,13 +57,13 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
         call: the call; gradients are not followed.
         parts: some of those that are `available`.
     """
-    request = call.request
-    if request.bias is not None:
-        request = replace(request, bias=bias_as_read(request.bias))
     found: dict[Part, Tensor] = {}
-    if first := ONE_PASS.intersection(parts):
-        found |= one_pass(request, call.bounds, first, call.context.special_keys)
-    if SECOND_PASS.intersection(parts):
+    if not ONE_PASS.isdisjoint(parts):
+        found |= first_pass(call.request, call.bounds, parts, call.context)[1]
+    if not SECOND_PASS.isdisjoint(parts):
+        request = call.request
+        if request.bias is not None:
+            request = replace(request, bias=bias_as_read(request.bias))
         found |= _second(call, request, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 

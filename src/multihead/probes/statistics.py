@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from operator import itemgetter
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -14,12 +17,14 @@ from multihead.errors import ProbeError
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.parts import Part
+from multihead.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
-from multihead.probes.catalogue import PROBES
+from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, streamed
+from multihead.probes.tile import is_large
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS: frozenset[Part] = frozenset(
@@ -28,6 +33,11 @@ OF_POSITIONS: frozenset[Part] = frozenset(
 """The parts of the native kernel that depend on the positions of the queries among the keys."""
 
 NOTHING = ProbeContext()
+
+_ONE_PART: dict[str, Part] = {
+    name: next(iter(probe.parts)) for name, probe in PROBES.items() if isinstance(probe.of, itemgetter)
+}
+"""Name of each built-in statistic that is a part as it is -> that part."""
 
 _MISSING: dict[Need, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
@@ -61,9 +71,11 @@ def resolved(wanted: Wanted | Iterable[Wanted]) -> tuple[Probe, ...]:
                 f"There is no statistic {each!r}.", f"Give some of {', '.join(PROBES)}, or a Probe of your own."
             )
         probe = each if isinstance(each, Probe) else PROBES[each]
-        if PROBES.get(probe.name, probe) != probe:
+        built_in, same_name = PROBES.get(probe.name, probe), found.setdefault(probe.name, probe)
+        # Identity first, because a comparison of two probes takes microseconds.
+        if built_in is not probe and built_in != probe:
             raise ProbeError(f"{probe.name} is the name of a built-in statistic.", "Give your probe another name.")
-        if found.setdefault(probe.name, probe) != probe:
+        if same_name is not probe and same_name != probe:
             raise ProbeError(f"Two statistics are called {probe.name!r}.", "Give one of them another name.")
     return tuple(found.values())
 
@@ -74,15 +86,28 @@ def missing(
     """Return what a probe needs and the call does not have."""
     if not probe.needs:
         return ()
-    there: dict[Need, bool] = {
+    given = _given(request, context, has_values=has_values)
+    if all(name in context.sets for name in _sets_of(probe)):
+        given |= {"sets"}
+    return tuple(need for need in _MISSING if need in probe.needs - given)
+
+
+def _given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[Need]:
+    """Return which inputs of probes are known, except for sets, which have names."""
+    inputs: dict[Need, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
-        "sets": all(name in context.sets for name in _sets_of(probe)),
         "output_weight": context.output_weight is not None,
         "values": has_values,
         "sinks": request.sinks is not None,
     }
-    return tuple(need for need in there if need in probe.needs and not there[need])
+    return frozenset(need for need, known in inputs.items() if known)
+
+
+@cache
+def _of_default(given: frozenset[Need]) -> tuple[Probe, ...]:
+    """Return the probes of DEFAULT that need nothing but some inputs."""
+    return tuple(PROBES[name] for name in DEFAULT if PROBES[name].needs <= given)
 
 
 def possible(
@@ -106,12 +131,93 @@ def check_possible(
             raise ProbeError(f"{probe.name} needs {absent}.", mend)
 
 
+def chosen(
+    wanted: Wanted | Iterable[Wanted] | None,
+    request: AttentionRequest,
+    context: ProbeContext,
+    *,
+    has_values: bool = True,
+) -> tuple[Probe, ...]:
+    """Return the wanted probes, or those of DEFAULT that have all they need, and check the context.
+
+    Raises:
+        ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
+    """
+    if wanted is None:
+        probes = _of_default(_given(request, context, has_values=has_values))
+    else:
+        probes = resolved(wanted)
+        check_possible(probes, request, context, has_values=has_values)
+    if context is not NOTHING:
+        check_context_fits(context, request.shape)
+        if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
+            check_output_weight_fits(context.output_weight, request.shape)
+    return probes
+
+
+def parts_of(probes: Iterable[Probe]) -> frozenset[Part]:
+    """Return the parts of some probes."""
+    return frozenset[Part]().union(*(probe.parts for probe in probes))
+
+
+def first_pass(
+    request: AttentionRequest,
+    probes: Iterable[Probe] = (),
+    context: ProbeContext = NOTHING,
+    *,
+    has_values: bool = False,
+) -> tuple[Tensor, Parts] | None:
+    """Compute the logsumexp of a call, and the parts of probes that the native kernel measures in the same pass.
+
+    It does not multiply values, so it takes less time than a call. The other parts need the logsumexp.
+
+    Args:
+        request: the call; gradients are not followed.
+        probes: as returned by `chosen`.
+        context: further inputs of the probes.
+        has_values: whether the request holds values, and not keys in their place.
+
+    Returns:
+        The logsumexp (batch, heads, queries) in nats, and the parts: none where the scores are so large that they must
+        be measured in float64. None where the native kernel does not support the call, and where a value is not finite,
+        since queries that see its key are NaN.
+    """
+    bounds = bounds_of(request)
+    if not from_native.supports(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
+        return None
+    logsumexp, parts = from_native.first_pass(request, bounds, parts_of(probes), context)
+    return logsumexp, {} if parts and is_large(logsumexp) else parts
+
+
+def completed(
+    request: AttentionRequest,
+    logsumexp: Tensor,
+    probes: Sequence[Probe],
+    context: ProbeContext = NOTHING,
+    *,
+    parts: Parts,
+    output: Tensor | None = None,
+    has_values: bool = True,
+) -> dict[str, Tensor]:
+    """Compute statistics from parts that a kernel measured, and measure those that need more.
+
+    Arguments and results are those of `measured`, in the order of `probes`.
+    """
+    ready = {probe.name: from_kernel(probe, parts, logsumexp) for probe in probes if probe.parts <= parts.keys()}
+    if len(ready) == len(probes):
+        return ready
+    left = [probe for probe in probes if probe.name not in ready]
+    ready |= measured(request, logsumexp, left, context, parts=parts, output=output, has_values=has_values)
+    return {probe.name: ready[probe.name] for probe in probes}
+
+
 def measured(
     request: AttentionRequest,
     logsumexp: Tensor,
     wanted: Iterable[Wanted],
     context: ProbeContext = NOTHING,
     *,
+    parts: Parts = MappingProxyType({}),
     output: Tensor | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
@@ -122,6 +228,7 @@ def measured(
         logsumexp: (batch, heads, queries), nats, in float32 or float64.
         wanted: names of statistics, or probes.
         context: further inputs of the probes.
+        parts: parts that are known.
         output: (batch, heads, queries, value_dim) of the call without dropout, if it is known.
         has_values: whether the request holds values, and not keys in their place.
 
@@ -132,18 +239,14 @@ def measured(
     Raises:
         ProbeError: a statistic is unknown, or needs what is missing; the context does not fit the call.
     """
-    probes = resolved(wanted)
-    check_context_fits(context, request.shape)
-    check_possible(probes, request, context, has_values=has_values)
-    if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
-        check_output_weight_fits(context.output_weight, request.shape)
+    probes = chosen(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.of(request, logsumexp, context, output=output)
-        parts = _measured(call, probes)
+        all_parts = _measured(call, probes, parts)
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
-            value = _computed(probe, parts)
+            value = _computed(probe, all_parts)
             if value.is_floating_point():
                 value = value.to(working_dtype(request.shape.dtype))
             found[probe.name] = _masked(value, empty, bad) if probe.axes == "queries" else value
@@ -155,6 +258,9 @@ def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor) -> Tensor:
 
     A statistic that is one part costs nothing: the kernel has written what empty rows and rows of NaN have.
     """
+    part = _ONE_PART.get(probe.name)
+    if part is not None:
+        return parts[part]
     value = _computed(probe, parts)
     if any(value is parts[part] for part in probe.parts):
         return value
@@ -191,18 +297,17 @@ def _computed(probe: Probe, parts: Parts) -> Tensor:
 def _masked(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
     """Set queries that see no key to 0, and those that see NaN to NaN; both to -1 in a tensor of indices."""
     of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
-    return value.masked_fill(empty, of_empty).masked_fill(bad, of_bad)
+    return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
 
 
-def _measured(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
-    """Measure the parts of the probes, each in the way that takes the least work."""
-    parts = frozenset[Part]().union(*(probe.parts for probe in probes))
-    sets = _key_sets(call, probes)
-    found: dict[Part, Tensor] = {
-        part: lookups.on_set(call, sets[part]) for part in sets if lookups.is_small(sets[part])
-    }
-    if from_native.supports(call):
-        found |= from_native.measure(call, from_native.available(call, parts - found.keys()))
+def _measured(call: MeasuredCall, probes: Sequence[Probe], known: Parts) -> dict[Part, Tensor]:
+    """Measure the parts of the probes that are not known, each in the way that takes the least work."""
+    parts = parts_of(probes)
+    found: dict[Part, Tensor] = {part: known[part] for part in parts & known.keys()}
+    sets = {part: keys for part, keys in _key_sets(call, probes).items() if part not in found}
+    found |= {part: lookups.on_set(call, keys) for part, keys in sets.items() if lookups.is_small(keys)}
+    if from_native.supports(call.request, call.bounds):
+        found |= from_native.measure(call, from_native.available(call.context, parts - found.keys()))
     for part in parts - found.keys():
         match part:
             case ("offset_mass", int(offset)):
@@ -292,7 +397,7 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
     if parts - {SPECIAL_KEYS, "sink_mass"} or (SPECIAL_KEYS in parts and special_keys is None):
         return None
     measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
-    if not from_native.supports(measured):
+    if not from_native.supports(measured.request, measured.bounds):
         return None
     found: dict[Part, Tensor] = {}
     if SPECIAL_KEYS in parts:
@@ -308,18 +413,11 @@ def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext
 
     Arguments and results are those of `measured`, in the order of `wanted`.
     """
-    probes = resolved(wanted)
-    check_possible(probes, call.request, context)
+    request, attended = call.request, call.attended
     # The kernel takes the first key that some query may see; the context may know of an earlier one.
     parts = {
-        part: value
-        for part, value in call.attended.statistics.items()
-        if context.first_key is None or part != FIRST_KEY
+        part: value for part, value in attended.statistics.items() if context.first_key is None or part != FIRST_KEY
     }
-    logsumexp = call.attended.logsumexp.detach()
-    ready = {probe.name: from_kernel(probe, parts, logsumexp) for probe in probes if probe.parts <= parts.keys()}
-    left = [probe for probe in probes if probe.name not in ready]
-    if left:
-        output = None if call.request.dropout else call.attended.output
-        ready |= measured(call.request, logsumexp, left, context, output=output)
-    return {probe.name: ready[probe.name] for probe in probes}
+    output = None if request.dropout else attended.output
+    probes = chosen(wanted, request, context)
+    return completed(request, attended.logsumexp.detach(), probes, context, parts=parts, output=output)

@@ -127,6 +127,10 @@ def row_totals(request: AttentionRequest, logsumexp: Tensor, totals: RowTotals, 
 
 def is_large(logsumexp: Tensor) -> bool:
     """Whether exp(s - L) in float32 is visibly off in some row; see LARGE."""
+    if logsumexp.numel():
+        least, most = logsumexp.aminmax()
+        if least.item() >= -LARGE and most.item() <= LARGE:  # the usual case in one operation; not for -inf and NaN
+            return False
     return bool((logsumexp.abs() > LARGE).logical_and(logsumexp.isfinite()).any())
 
 

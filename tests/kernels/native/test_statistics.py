@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from multihead import masks
 from multihead.call import AttentionRequest
@@ -116,7 +117,7 @@ def test_long_calls_are_measured_right_in_both_passes(
     sums = cells.unflatten(2, (-1, 23)).unflatten(4, (-1, 37)).sum((3, 5))
     for name in SETS:
         with library.using(name):
-            found = one_pass(request, bounds, ONE_PASS, special)
+            _, found = one_pass(request, bounds, ONE_PASS, special)
             received, pooled = second_pass(request, bounds, whole.logsumexp.float(), cell=(23, 37))
             alone, nothing = second_pass(request, bounds, whole.logsumexp.float(), cell=None)
         assert found.keys() == set(ONE_PASS)
@@ -139,10 +140,42 @@ def test_a_spread_stays_exact_far_away_from_the_query() -> None:
                 request,
                 replace(request, q=request.q[:, :, :2], shape=request.shape._replace(query_length=2)),
             ):
-                found = one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
+                _, found = one_pass(some, bounds_of(some), ("mean_distance", "distance_spread"), None)
                 rows = torch.arange(some.shape.query_length)
                 assert found["mean_distance"][0, 0].tolist() == (8100 + rows - 100.5).tolist()
                 assert found["distance_spread"][0, 0].tolist() == pytest.approx([0.5] * len(rows), abs=1e-5)
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+def test_a_spread_stays_exact_where_each_block_of_keys_has_a_larger_weight(queries: int) -> None:
+    """Distances are relative to that of the largest key, which moves with each block and to the other side."""
+    k = (torch.arange(2000.0) / 100)[None, None, :, None]
+    request = request_of(torch.ones(1, 1, queries, 1), k, k, query_start=900, scale=1.0)
+    weights = k[0, 0, :, 0].double().softmax(0)
+    distance = (torch.arange(900, 900 + queries)[:, None] - torch.arange(2000)).abs().double()
+    mean = distance @ weights
+    spread = ((distance - mean[:, None]).square() @ weights).sqrt()
+    for name in SETS:
+        with library.using(name):
+            _, found = one_pass(request, bounds_of(request), ("mean_distance", "distance_spread"), None)
+        assert oracle.difference(found["mean_distance"][0, 0] / mean, torch.ones(queries)) < 1e-6
+        assert oracle.difference(found["distance_spread"][0, 0] / spread, torch.ones(queries)) < 1e-5
+
+
+@pytest.mark.parametrize("rows_together", [8 << 20, 0], ids=["whole", "in blocks of rows"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+def test_one_pass_without_values_has_the_logsumexp_of_the_call(
+    mask: masks.Mask, rows_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", rows_together)
+    request = long(210, mask, sinks=torch.randn(4))
+    bounds = bounds_of(request)
+    for name in SETS:
+        with library.using(name):
+            logsumexp, found = one_pass(request, bounds, (), None)
+            expected = kernel.attend(request, bounds).logsumexp
+        assert found == {}
+        assert torch.equal(logsumexp, expected)
 
 
 def test_of_equal_weights_the_first_key_is_named() -> None:
@@ -152,7 +185,7 @@ def test_of_equal_weights_the_first_key_is_named() -> None:
         request = request_of(torch.ones(1, 1, queries, 4), k, k)
         for name in SETS:
             with library.using(name):
-                found = one_pass(request, bounds_of(request), ("largest_key",), None)
+                _, found = one_pass(request, bounds_of(request), ("largest_key",), None)
             assert found["largest_key"].flatten().tolist() == [3] * queries
 
 
@@ -173,6 +206,14 @@ def test_the_first_key_of_each_sample_is_the_first_that_some_query_sees() -> Non
     start, stop = torch.tensor([[3, 2, 5], [4, 4, 4]]), torch.tensor([[4, 2, 6], [4, 4, 4]])
     assert first_keys(KeyBounds(start, stop)).tolist() == [3, -1]
     assert first_keys(KeyBounds(start[:, :0], stop[:, :0])).tolist() == [-1, -1]
+
+
+def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode() -> None:
+    bounds = bounds_of(long(6, masks.Full()))
+    with FlopCounterMode(display=False):
+        under_a_mode = first_keys(bounds)
+    assert first_keys(bounds) is not under_a_mode
+    assert first_keys(bounds) is first_keys(bounds)
 
 
 def test_only_what_is_wanted_is_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from multihead.kernels.native.call import WHOLE, Fields, blocks, call_fields, co
 from multihead.kernels.native.library import AT
 from multihead.masks.base import KeyBounds
 from multihead.parts import Part
+from multihead.tracing import intercepted
 
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")
@@ -33,6 +35,9 @@ _FIELD: dict[Part, str] = {
 _OFFSET_VALUES = array("q", _OFFSETS.values())  # not a tensor, which could be created under any dispatch mode
 ONE_PASS: frozenset[Part] = frozenset(_FIELD)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
+
+
+_FIRST_KEYS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()  # of cached plans, by their bounds
 
 
 @dataclass(eq=False)
@@ -72,16 +77,23 @@ class Measurement:
             special_keys = _first_keys_of_packed(request, bounds)
         result = Measurement(parts, packed=packed)
         rows = (shape.batch, shape.num_heads, shape.query_length)
-        for name in {result.field_of(part) for part in parts}:
-            size = (len(_OFFSETS), *rows) if name == "offset_weights" else rows
-            dtype = torch.int64 if name == "largest_key" else torch.float32
-            result.raw[name] = torch.empty(size, dtype=dtype, device="cpu")
+        for part in parts:
+            name = result.field_of(part)
+            if name == "largest_key":
+                result.raw[name] = torch.empty(rows, dtype=torch.int64, device="cpu")
+            elif name == "offset_weights":
+                if name not in result.raw:
+                    result.raw[name] = empty_float32(len(_OFFSETS), *rows)
+            else:
+                result.raw[name] = empty_float32(*rows)
         start = request.query_start
-        if parts:
-            starts = start if isinstance(start, Tensor) else torch.full((shape.batch,), start, device="cpu")
-            result.inputs["query_start"] = starts.to(torch.int64).contiguous()
+        if isinstance(start, Tensor):
+            result.inputs["query_start"] = start.to(torch.int64).contiguous()
+        elif start:
+            result.inputs["query_start"] = torch.full((shape.batch,), start, device="cpu")
         if "target_key_weight" in result.raw:
-            result.inputs["target_key"] = first_keys(bounds).expand(shape.batch).contiguous()
+            first = first_keys(bounds)
+            result.inputs["target_key"] = first if len(first) == shape.batch else first.repeat(shape.batch)
         if "special_keys_weight" in result.raw and special_keys is not None:
             result.inputs["special_keys"] = special_keys.contiguous()
         return result
@@ -103,22 +115,32 @@ class Measurement:
 
     def set_fields(self, fields: Fields) -> None:
         """Set the addresses of the statistics and their inputs."""
-        for name, tensor in {**self.raw, **self.inputs}.items():
-            fields[AT[name]] = tensor.data_ptr()
+        for tensors in (self.raw, self.inputs):
+            for name, tensor in tensors.items():
+                fields[AT[name]] = tensor.data_ptr()
         if "offset_weights" in self.raw:
             fields[AT["offsets"]], fields[AT["num_offsets"]] = _OFFSET_VALUES.buffer_info()
 
     def results(self) -> dict[Part, Tensor]:
         """Return what was measured: (batch, heads, queries) each."""
         result = {part: self.raw[self.field_of(part)] for part in self.parts if part not in _OFFSETS}
-        for index, part in enumerate(_OFFSETS):
-            if part in self.parts:
-                result[part] = self.raw["offset_weights"][index]
+        if "offset_weights" in self.raw:
+            weights = zip(_OFFSETS, self.raw["offset_weights"].unbind(), strict=True)
+            result |= {part: weight for part, weight in weights if part in self.parts}
         return result
 
 
 def first_keys(bounds: KeyBounds) -> Tensor:
     """Return the first key that some query of each sample sees: (batch or 1,), -1 where no query sees a key."""
+    found = _FIRST_KEYS.get(bounds)
+    if found is None:
+        found = _first_keys(bounds)
+        if not intercepted():  # a mode that replaces the tensors made under it must not reach the calls after it
+            _FIRST_KEYS[bounds] = found
+    return found
+
+
+def _first_keys(bounds: KeyBounds) -> Tensor:
     if not bounds.start.shape[1]:
         return torch.full((bounds.start.shape[0],), -1, device="cpu")
     none = torch.iinfo(torch.int64).max
@@ -140,36 +162,38 @@ def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tenso
 
 def one_pass(
     request: AttentionRequest, bounds: KeyBounds, parts: Collection[Part], special_keys: Tensor | None
-) -> dict[Part, Tensor]:
-    """Measure parts by a forward pass without values.
+) -> tuple[Tensor, dict[Part, Tensor]]:
+    """Measure parts and the logsumexp by a forward pass without values.
 
     Args:
-        request: the call; its dropout is ignored.
+        request: the call; its bias, if any, in float32. Its dropout is ignored.
         bounds: its plan.
-        parts: some of ONE_PASS.
+        parts: some of ONE_PASS; none of them leaves the logsumexp alone.
         special_keys: (batch, keys) bool, or None.
 
     Returns:
-        The statistics by name, (batch, heads, queries) each.
+        The logsumexp, and the parts by name, (batch, heads, queries) each.
     """
     shape = request.shape
     measurement = Measurement.of(request, bounds, parts, special_keys)
-    logsumexp = empty_float32(shape.batch, shape.num_heads, shape.query_length)  # written, not read
+    logsumexp = empty_float32(shape.batch, shape.num_heads, shape.query_length)
     q, k = contiguous_features(request.q), contiguous_features(request.k)
+    sinks = None if request.sinks is None else request.sinks.float().contiguous()
     for rows in blocks(request, bounds):
         fields = call_fields(request, rows, q, k)
         fields[AT["value_dim"]] = 0
-        if request.sinks is not None:
-            sinks = request.sinks.float().contiguous()
+        if sinks is not None:
             fields[AT["sinks"]] = sinks.data_ptr()
-        part = measurement if rows.rows is WHOLE else measurement.part(rows.rows)
-        row_logsumexp = logsumexp if rows.rows is WHOLE else torch.empty_like(logsumexp[:, :, rows.rows])
+        part, row_logsumexp = measurement, logsumexp
+        if rows.rows is not WHOLE:
+            part, row_logsumexp = measurement.part(rows.rows), torch.empty_like(logsumexp[:, :, rows.rows])
         fields[AT["logsumexp"]] = row_logsumexp.data_ptr()
         part.set_fields(fields)
         library.run(library.FORWARD, fields)
         if part is not measurement:
             measurement.store(part, rows.rows)
-    return measurement.results()
+            logsumexp[:, :, rows.rows] = row_logsumexp
+    return logsumexp, measurement.results()
 
 
 def second_pass(
