@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "call.h"
+#include "pack.h"
 #include "score_terms.h"
 #include "simd.h"
 
@@ -128,7 +129,7 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
     }
     if (row.target_key >= first && row.target_key < end) row.target_score = scores[row.target_key - first];
   }
-  const float factor = exp2f(before - now);
+  const float factor = exp2(broadcast(before - now))[0];
   // Distances are taken relative to that of the key with the largest weight: otherwise rounding would hide a small
   // spread.
   const int64_t anchor = min(max(row.position, first), end);  // |position - key| = |position - anchor| + |anchor - key|
@@ -209,6 +210,23 @@ INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, const SoftmaxR
   return factors;
 }
 
+// What turns the weights of LANES queries into shares of their sums.
+struct Normaliser {
+  Floats inverse;    // of the sum of the weights, with that of the sink; 0 for a query without keys
+  Floats logsumexp;  // in units of log2
+};
+INLINE Normaliser normaliser_of(const Call &call, int64_t head, Floats largest, Floats total) {
+  Floats top = largest;
+  const Ints empty = total == (Floats){};
+  if (call.sinks) {
+    const Floats sink = broadcast(call.sinks[head] * LOG2_E);
+    top = select(sink > top, sink, top);
+    total = total * exp2(largest - top) + exp2(sink - top);
+  }
+  const Floats inverse = exp2(largest - top) / total;
+  return {select(empty, (Floats){}, inverse), select(empty, broadcast(-INF), top + log2(total))};
+}
+
 INLINE void write_statistic(float *to, int64_t index, float value) {
   if (to) to[index] = value;
 }
@@ -219,24 +237,11 @@ INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t b
                               const float *sums) {
   const int64_t index = (batch * call.heads + head) * call.queries + query;
   const bool empty = row.total == 0;
-  float inverse = 0, log_inverse = 0, logsumexp = -INF;  // inverse: the factor that normalises a weight
-  if (!empty) {
-    float top = row.largest, total = row.total;
-    if (call.sinks) {
-      const float sink = call.sinks[head] * LOG2_E;
-      if (sink > top) top = sink;
-      total = total * exp2f(row.largest - top) + exp2f(sink - top);
-    }
-    inverse = exp2f(row.largest - top) / total;
-    logsumexp = top + log2f(total);
-    log_inverse = row.largest - logsumexp;  // finite even where a huge sink makes the inverse 0
-    logsumexp *= LN_2;
-  }
-  Element *output = row_of<Element>(call.output, call.output_strides, batch, head, query);
-  int64_t x = 0;
-  for (; x + LANES <= call.value_dim; x += LANES) store(output + x, load(sums + x) * broadcast(inverse));
-  for (; x < call.value_dim; x++) store_element(output + x, sums[x] * inverse);
-  call.logsumexp[index] = logsumexp;
+  const Normaliser normaliser = normaliser_of(call, head, broadcast(row.largest), broadcast(row.total));
+  const float inverse = normaliser.inverse[0], logsumexp = normaliser.logsumexp[0];
+  const float log_inverse = empty ? 0.f : row.largest - logsumexp;  // finite even where a huge sink makes the inverse 0
+  write_row(sums, call.value_dim, inverse, row_of<Element>(call.output, call.output_strides, batch, head, query));
+  call.logsumexp[index] = logsumexp * LN_2;
   const bool bad = row.total != row.total;
   if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
   const float entropy = empty ? 0.f : -LN_2 * inverse * (row.surprisal + row.total * log_inverse);

@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no gradient": {"grad": False},
     "everything": everything(),
     "bfloat16": {name: torch.randn(2, 1, n, 8).bfloat16() for name, n in (("q", 5), ("k", 7), ("v", 7))},
+    "float16": {name: torch.randn(2, 1, n, 8).half() for name, n in (("q", 5), ("k", 7), ("v", 7))},
     "bounds a sample": {"start": torch.tensor([[0] * 5, [3] * 5]), "stop": torch.tensor([[7] * 5, [3, 4, 5, 6, 7]])},
     "relative": {"relative": torch.randn(1, 2, 11)},
     "relative a sample": {"relative": torch.randn(2, 1, 11), "visible": torch.rand(2, 1, 5, 7) < 0.7},
@@ -224,8 +225,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {name: torch.zeros(2, 1, n, 8, dtype=torch.float64) for name, n in (("q", 5), ("k", 7), ("v", 7))},
         ArgumentError,
         (
-            "torch.ops.multihead.attention refuses: it computes float32 and bfloat16, and the tensors are float64. "
-            "Call multihead.attention."
+            "torch.ops.multihead.attention refuses: it computes float32, bfloat16 and float16, and the tensors are "
+            "float64. Call multihead.attention."
         ),
     ),
 }

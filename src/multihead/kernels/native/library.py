@@ -94,6 +94,7 @@ class _Library:
     run: Callable[[bytes, int], int]
     workspace: Callable[[bytes, int], int]
     sets: tuple[InstructionSet, ...]
+    fastest: int
 
 
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
@@ -122,7 +123,7 @@ def chosen() -> InstructionSet:
     """Return the instruction set that a call in this context uses.
 
     It is the one of `using`, else the one of the environment variable MULTIHEAD_CPU (read when it is first needed),
-    else the widest that runs here.
+    else the fastest that runs here.
 
     Raises:
         ArgumentError: the library is missing, or MULTIHEAD_CPU names a set that does not run here.
@@ -226,10 +227,12 @@ def _loaded(path: Path) -> _Library | str:
         library = ctypes.CDLL(str(path))  # its calls release the GIL
         layout, name = library.multihead_layout, library.multihead_instruction_set
         compiled, runs = library.multihead_compiled, library.multihead_runs
+        fastest = library.multihead_fastest
         run, held = library.multihead_run, library.multihead_workspace
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
     layout.argtypes, layout.restype = (), ctypes.c_char_p
+    fastest.argtypes, fastest.restype = (), ctypes.c_int64
     name.argtypes, name.restype = (ctypes.c_int64,), ctypes.c_char_p
     for function in (compiled, runs):
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
@@ -241,7 +244,7 @@ def _loaded(path: Path) -> _Library | str:
     while (encoded := name(len(sets))) is not None:
         index, set_name = len(sets), encoded.decode()
         sets.append(InstructionSet(set_name, index, bool(compiled(index)), bool(runs(index)), set_name == "emulated"))
-    return _Library(path, run, held, tuple(sets))
+    return _Library(path, run, held, tuple(sets), fastest())
 
 
 @cache
@@ -251,7 +254,7 @@ def _unforced() -> InstructionSet:
     name = os.environ.get(ENVIRONMENT)
     if name:
         return _runnable(name, f"{ENVIRONMENT} is {name!r}")
-    return [each for each in instruction_sets() if each.runs and not each.for_tests][-1]
+    return instruction_sets()[_library().fastest]
 
 
 def _runnable(name: str, finding: str) -> InstructionSet:
