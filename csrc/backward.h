@@ -25,17 +25,7 @@ namespace {
 // Copy a row as floats, with 0 for non-finite elements and up to `width`. Returns whether the row is finite throughout.
 template <class Element>
 INLINE bool pack_finite_row(const Element *from, int64_t dim, int64_t width, float *to) {
-  Floats zeros = (Floats){};
-  float zero = 0;
-  int64_t x = 0;
-  for (; x + LANES <= dim; x += LANES) {
-    const Floats value = load(from + x);
-    zeros += value * broadcast(0.f);
-    store(to + x, value);
-  }
-  for (; x < dim; x++) zero += (to[x] = to_float(from + x)) * 0.f;
-  for (; x < width; x++) to[x] = 0;
-  if (sum(zeros) + zero == 0) return true;
+  if (copy_rows(from, 0, 1, dim, width, to, 0)) return true;
   zero_nonfinite(to, width);
   return false;
 }
@@ -49,18 +39,6 @@ INLINE float dot(const Element *a, const Element *b, int64_t dim) {
   for (; x + LANES <= dim; x += LANES) sums += load(a + x) * load(b + x);
   for (; x < dim; x++) rest += to_float(a + x) * to_float(b + x);
   return sum(sums) + rest;
-}
-
-// Write a row of floats times a factor; zeros for null.
-template <class Element>
-INLINE void write_row(const float *from, int64_t dim, float factor, Element *to) {
-  if (!from) {
-    memset(static_cast<void *>(to), 0, static_cast<size_t>(dim) * sizeof(Element));
-    return;
-  }
-  int64_t x = 0;
-  for (; x + LANES <= dim; x += LANES) store(to + x, load(from + x) * broadcast(factor));
-  for (; x < dim; x++) store_element(to + x, from[x] * factor);
 }
 
 template <class Element>
@@ -249,7 +227,7 @@ int64_t backward_workspace(const Call &call) {
 }
 
 void backward_run(const Call &call, char *workspace) {
-  call.dtype == Dtype::BFLOAT16 ? Backward<Bfloat16>(call, workspace).run() : Backward<float>(call, workspace).run();
+  with_element(call, [&](auto element) { Backward<decltype(element)>(call, workspace).run(); });
 }
 
 }  // namespace

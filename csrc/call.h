@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-enum class Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum class Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 enum class Pass : int64_t {
   FORWARD = 0,   // output, logsumexp and the statistics of each query
@@ -145,6 +145,7 @@ const char *multihead_layout();                          // the names of the fie
 const char *multihead_instruction_set(int64_t index);    // name of set 0, 1, ..., null after the last; widest last
 int64_t multihead_compiled(int64_t index);               // 1 if this build contains the set, else 0
 int64_t multihead_runs(int64_t index);                   // 1 if this build contains the set and this CPU can run it
+int64_t multihead_fastest();                             // the fastest set that runs here
 int64_t multihead_workspace(const Call *call, Pass pass);  // bytes of memory that the pass needs, -1 for no such pass
 Status multihead_run(const Call *call, Pass pass);
 }

@@ -35,7 +35,7 @@ struct DecodePlan {
     const int64_t wanted = min(ceil_div(DECODE_MIN_TASKS, max(heads, 1)), ceil_div(call.keys, DECODE_MIN_PART));
     part = round_up(ceil_div(call.keys, max(wanted, 1)), DECODE_KEYS);
     parts = max(ceil_div(call.keys, max(part, 1)), 1);
-    const int64_t bytes = (call.head_dim + call.value_dim) * (call.dtype == Dtype::BFLOAT16 ? 2 : 4);
+    const int64_t bytes = (call.head_dim + call.value_dim) * (call.dtype == Dtype::FLOAT32 ? 4 : 2);
     block = DECODE_KEYS * bytes <= 32 << 10 ? DECODE_KEYS : DECODE_KEYS / 2;  // fits into the L1 cache
     depth = round_up(call.head_dim, LANES);
     width = round_up(call.value_dim, LANES);
@@ -268,15 +268,15 @@ void decode_all(const Call &call, char *workspace) {
 }
 
 // Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay.
-// (bfloat16 has half as many bytes to read, and packed pairs may be multiplied without conversion.)
-bool decode_is_faster(const Call &call) { return call.queries <= (call.dtype == Dtype::BFLOAT16 ? 4 : 8); }
+// (Elements of 16 bits have half as many bytes to read, and packed elements need no conversion.)
+bool decode_is_faster(const Call &call) { return call.queries <= (call.dtype == Dtype::FLOAT32 ? 8 : 4); }
 
 int64_t decode_workspace(const Call &call) {
   const DecodePlan plan(call);
   return DecodeParts(plan, nullptr).bytes + call.threads * DecodeScratch(plan, nullptr).bytes;
 }
 void decode_run(const Call &call, char *workspace) {
-  call.dtype == Dtype::BFLOAT16 ? decode_all<Bfloat16>(call, workspace) : decode_all<float>(call, workspace);
+  with_element(call, [&](auto element) { decode_all<decltype(element)>(call, workspace); });
 }
 
 }  // namespace

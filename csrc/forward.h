@@ -2,295 +2,131 @@
 // (arXiv:2205.14135).
 #pragma once
 #include "call.h"
-#include "gemm_tile.h"
-#include "pack.h"
-#include "simd.h"
+#include "forward_columns.h"
+#include "forward_plan.h"
+#include "forward_rows.h"
 #include "softmax.h"
 #include "threads.h"
-#include "workspace.h"
 
 namespace {
 
-constexpr int64_t FORWARD_QUERIES = 96 / ROWS * ROWS;      // per task: the scores of 96 x 256 cells stay in the L2 cache
-constexpr int64_t FORWARD_KEYS = 256;                      // per block
-constexpr int64_t FORWARD_TILES = FORWARD_QUERIES / ROWS;  // register tiles per task
-constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;    // multiplications; fewer take less time than waking a thread
-constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;    // of K and V that are packed at once, but at least one head
-
-// The type in which an element is packed: bfloat16 where the instruction set multiplies it, else float.
-#if BF16_DOT
-template <class Element>
-using PackedOf = Element;
-#else
-template <class Element>
-using PackedOf = float;
-#endif
-
-// The workspace holds the packed K and V of one wave of heads, then the blocks of each thread.
-template <class Element>
-struct ForwardPlan {
+// The two ways to compute a block of queries.
+template <class Element, Statistics STATISTICS>
+struct QueriesAsRows {
   using Packed = PackedOf<Element>;
-  static constexpr bool NARROW = sizeof(Packed) == 2;
-
-  int64_t keys, depth, width;  // padded keys, head_dim and value_dim
-  int64_t heads, wave_heads;   // kv_heads of the whole batch; those packed at once
-  int64_t blocks;              // of queries, per head
-  int64_t k_size, v_size;      // elements of a packed head
-  int64_t packed_bytes;        // of a wave
-
-  explicit ForwardPlan(const Call &call) {
-    keys = round_up(call.keys, COLUMNS);
-    depth = NARROW ? round_up(call.head_dim, 2) : call.head_dim;
-    width = round_up(call.value_dim, COLUMNS);
-    heads = call.batch * call.kv_heads;
-    blocks = ceil_div(call.queries, FORWARD_QUERIES);
-    k_size = keys * depth;
-    v_size = keys * width;
-    const int64_t bytes = (k_size + v_size) * static_cast<int64_t>(sizeof(Packed));
-    wave_heads = max(1, min(heads, MAX_PACKED_BYTES / max(bytes, 1)));
-    packed_bytes = round_up(wave_heads * bytes, 64);
-  }
+  using Blocks = ForwardBlocks<Packed>;
+  static constexpr auto pack = pack_keys<Element>;
+  static constexpr auto attend = attend_block<Element, STATISTICS>;
+};
+template <class Element>
+struct QueriesAsColumns {
+  using Packed = float;
+  using Blocks = ColumnsBlocks;
+  static constexpr auto pack = pack_key_rows<Element>;
+  static constexpr auto attend = attend_columns<Element>;
 };
 
-// The memory of one thread.
-template <class Packed>
-struct ForwardBlocks {
-  float *scores;     // (FORWARD_QUERIES, FORWARD_KEYS): scores, replaced by weights
-  float *sums;       // (FORWARD_QUERIES, width): weighted sums of the values
-  Packed *q;         // (FORWARD_QUERIES, depth)
-  Packed *weights;   // (FORWARD_QUERIES, FORWARD_KEYS): the same memory as scores, or a copy in bfloat16
-  float *factors;    // (FORWARD_QUERIES): factors of the sums over earlier keys
-  float *special;    // (FORWARD_KEYS): 1 for special keys, else 0
-  SoftmaxRow *rows;  // (FORWARD_QUERIES)
-  Query *queries;    // (FORWARD_QUERIES)
-  int64_t bytes;
+// The workspace holds the packed K and V of the heads of a wave, then the blocks of each thread.
+template <class Element, class Way>
+class BlockedPass {
+  using Packed = typename Way::Packed;
+  using Blocks = typename Way::Blocks;
 
-  template <class Plan>
-  ForwardBlocks(const Plan &plan, char *memory) {
-    Workspace workspace{memory};
-    scores = workspace.take<float>(FORWARD_QUERIES * FORWARD_KEYS);
-    sums = workspace.take<float>(FORWARD_QUERIES * plan.width);
-    q = workspace.take<Packed>(FORWARD_QUERIES * plan.depth);
-    weights = reinterpret_cast<Packed *>(scores);
-    if (Plan::NARROW) weights = workspace.take<Packed>(FORWARD_QUERIES * FORWARD_KEYS);
-    factors = workspace.take<float>(FORWARD_QUERIES);
-    special = workspace.take<float>(FORWARD_KEYS);
-    rows = workspace.take<SoftmaxRow>(FORWARD_QUERIES);
-    queries = workspace.take<Query>(FORWARD_QUERIES);
-    bytes = workspace.bytes;
+ public:
+  BlockedPass(const Call &call, const ForwardPlan<Element> &plan, char *workspace)
+      : call_(call),
+        plan_(plan),
+        packed_(reinterpret_cast<Packed *>(workspace)),
+        blocks_(workspace + plan.packed_bytes) {}
+
+  void run() const {
+    const int64_t thread_bytes = Blocks(plan_, nullptr).bytes;
+    run_parallel(plan_.threads, [&](Team &team) {
+      const Blocks block(plan_, blocks_ + team.thread * thread_bytes);
+      plan_.own ? run_own(team, block) : run_waves(team, block);
+    });
   }
-};
 
-INLINE void set_nan(float *to) { *to = NOT_A_NUMBER; }
-INLINE void set_zero(float *to) { *to = 0; }
-#if BF16_DOT
-INLINE void set_nan(Bfloat16 *to) { to->bits = 0x7fc0; }
-INLINE void set_zero(Bfloat16 *to) { to->bits = 0; }
-INLINE void store_narrow(Bfloat16 *to, Floats value) {  // faster than `store`; numbers below 2^-126 become 0
-#ifdef __AVX512BF16__
-  const __m256bh halves = _mm512_cvtneps_pbh((__m512)value);
-  __builtin_memcpy(to, &halves, sizeof halves);
-#else
-  store(to, value);
-#endif
-}
-#endif
-
-// Pack keys [first, end) of a key/value head. The scores of a key that is not finite, in k or v, become NaN, and its
-// value becomes 0. So a query that sees the key becomes NaN by its score, and no other query is affected.
-template <class Element>
-void pack_keys(const Call &call, const ForwardPlan<Element> &plan, int64_t batch, int64_t head, int64_t first,
-               int64_t end, PackedOf<Element> *packed_k, PackedOf<Element> *packed_v) {
-  constexpr int64_t PAIR = ForwardPlan<Element>::NARROW ? 2 : 1;  // adjacent keys in packed values
-  const Element *k = row_of<Element>(call.k, call.k_strides, batch, head, first);
-  const Element *v = row_of<Element>(call.v, call.v_strides, batch, head, first);
-  const int64_t count = min(end, call.keys) - first;  // without the padding
-  const int64_t panel = plan.keys * COLUMNS;          // stride between panels of values
-  packed_k += first * plan.depth;
-  packed_v += first * COLUMNS;
-  pack_transposed(k, call.k_strides.row, count, end - first, call.head_dim, packed_k);
-  pack_panels(v, call.v_strides.row, count, end - first, call.value_dim, packed_v, panel);
-  bool good = all_finite(packed_k, (end - first) * plan.depth);
-  for (int64_t column = 0; column < plan.width; column += COLUMNS)
-    good &= all_finite(packed_v + column / COLUMNS * panel, (end - first) * COLUMNS);
-  if (good) return;
-  for (int64_t key = 0; key < count; key++) {
-    const Element *k_row = k + key * call.k_strides.row, *v_row = v + key * call.v_strides.row;
-    if (row_finite(k_row, call.head_dim) && row_finite(v_row, call.value_dim)) continue;
-    const int64_t in_panel = key % COLUMNS;
-    for (int64_t x = 0; x < plan.depth; x++)
-      set_nan(packed_k + (key - in_panel) * plan.depth + x / PAIR * PAIR * COLUMNS + in_panel * PAIR + x % PAIR);
-    for (int64_t column = 0; column < plan.width; column++)
-      set_zero(packed_v + column / COLUMNS * panel + key / PAIR * PAIR * COLUMNS + column % COLUMNS * PAIR + key % PAIR);
+ private:
+  // A task is a kv head with its query heads.
+  void run_own(Team &team, const Blocks &block) const {
+    team.for_each(plan_.heads, [&](int64_t head) {
+      pack(team.thread, head, 0, plan_.keys);
+      for (int64_t i = 0; i < plan_.group; i++)
+        for (int64_t first = 0; first < call_.queries; first += FORWARD_QUERIES)
+          attend(block, team.thread, head, i, first);
+    });
   }
-}
 
-// Compute the queries [first, first + count) of one head.
-template <class Element, Statistics STATISTICS>
-void attend_block(const Call &call, const ForwardPlan<Element> &plan, const ForwardBlocks<PackedOf<Element>> &block,
-                  int64_t batch, int64_t head, int64_t first, int64_t count,
-                  const PackedOf<Element> *packed_k, const PackedOf<Element> *packed_v) {
-  using Packed = PackedOf<Element>;
-  constexpr bool NARROW = ForwardPlan<Element>::NARROW;
-  const int64_t padded = round_up(count, ROWS), tiles = padded / ROWS, width = plan.width, depth = plan.depth;
-  const float scale = static_cast<float>(call.scale) * LOG2_E;
-  const Element *q = row_of<Element>(call.q, call.q_strides, batch, head, first);
-  int64_t lowest = call.keys, highest = 0;                      // keys that some query sees
-  int64_t tile_start[FORWARD_TILES], tile_stop[FORWARD_TILES];  // keys that some query of a tile sees, in whole panels
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    int64_t start = call.keys, stop = 0;
-    for (int64_t i = tile * ROWS; i < tile * ROWS + ROWS; i++) {
-      Query &query = block.queries[i];
-      if (i < count) query = read_query(call, batch, head, first + i);
-      else query = Query{0, 0, nullptr, nullptr, {0, 0}};
-      clear_row(call, block.rows[i], batch, first + i);
-      if (query.start == query.stop) continue;
-      start = min(start, query.start);
-      stop = max(stop, query.stop);
-    }
-    tile_start[tile] = start / COLUMNS * COLUMNS;
-    tile_stop[tile] = round_up(stop, COLUMNS);
-    lowest = min(lowest, start);
-    highest = max(highest, stop);
-  }
-  for (int64_t i = 0; i < padded; i++) {
-    Packed *row = block.q + i * depth;
-    if (i >= count) {
-      memset(static_cast<void *>(row), 0, sizeof(Packed) * static_cast<size_t>(depth));
-      continue;
-    }
-    if constexpr (NARROW) pack_row(q + i * call.q_strides.row, call.head_dim, depth, row);
-    else pack_row(q + i * call.q_strides.row, call.head_dim, depth, scale, row);
-  }
-  memset(block.sums, 0, sizeof(float) * static_cast<size_t>(padded * width));
-  const bool terms = call.softcap > 0 || call.bias || call.visible;
-
-  for (int64_t block_first = lowest / COLUMNS * COLUMNS; block_first < highest; block_first += FORWARD_KEYS) {
-    const int64_t block_end = min(block_first + FORWARD_KEYS, round_up(highest, COLUMNS));
-    const float *special = nullptr;
-    if (STATISTICS != Statistics::NONE && call.special_keys_weight) {
-      special = block.special;
-      const uint8_t *flags = call.special_keys + batch * call.keys;
-      for (int64_t key = block_first; key < block_end; key++)
-        block.special[key - block_first] = key < call.keys && flags[key] ? 1.f : 0.f;
-    }
-    // A tile computes only the panels of keys that some query of it sees.
-    int64_t starts[FORWARD_TILES], stops[FORWARD_TILES];
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      starts[tile] = max(tile_start[tile], block_first);
-      stops[tile] = min(tile_stop[tile], block_end);
-    }
-    for (int64_t key = block_first; key < block_end; key += COLUMNS)
-      for (int64_t tile = 0; tile < tiles; tile++) {
-        if (key < starts[tile] || key >= stops[tile]) continue;
-        float *scores = block.scores + tile * ROWS * FORWARD_KEYS + (key - block_first);
-        if constexpr (NARROW)
-          gemm_tile(block.q + tile * ROWS * depth, depth, packed_k + key * depth, depth,
-                    [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                      store(scores + row * FORWARD_KEYS, left * broadcast(scale));
-                      store(scores + row * FORWARD_KEYS + LANES, right * broadcast(scale));
-                    });
-        else
-          gemm_tile<false>(block.q + tile * ROWS * depth, depth, packed_k + key * depth, depth,
-                           [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                             store(scores + row * FORWARD_KEYS, left);
-                             store(scores + row * FORWARD_KEYS + LANES, right);
-                           });
-      }
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      if (starts[tile] >= stops[tile]) continue;
-      for (int64_t i = tile * ROWS; i < tile * ROWS + ROWS; i++) {
-        const Query &query = block.queries[i];
-        const int64_t start = starts[tile], stop = stops[tile], offset = start - block_first;
-        const bool plain = !terms && query.start <= start && query.stop >= stop;
-        float *scores = block.scores + i * FORWARD_KEYS + offset;
-        const float *flags = special ? special + offset : nullptr;
-        const auto update = [&](auto narrow) __attribute__((always_inline)) {
-          return update_row<STATISTICS>(call, query, block.rows[i], scores, start, stop, plain, flags, narrow);
-        };
-        if constexpr (NARROW) {
-          Packed *weights = block.weights + i * FORWARD_KEYS + offset;
-          block.factors[i] = update([weights](int64_t at, Floats value) __attribute__((always_inline)) {
-            store_narrow(weights + at, value);
-          });
-        } else {
-          block.factors[i] = update(no_narrow_copy);
-        }
-      }
-    }
-    for (int64_t column = 0; column < width; column += COLUMNS)
-      for (int64_t tile = 0; tile < tiles; tile++) {
-        if (starts[tile] >= stops[tile]) continue;
-        float *sums = block.sums + tile * ROWS * width + column;
-        const float *factors = block.factors + tile * ROWS;
-        const auto add = [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-          float *to = sums + row * width;
-          const Floats factor = broadcast(factors[row]);
-          store(to, load(to) * factor + left);
-          store(to + LANES, load(to + LANES) * factor + right);
-        };
-        const Packed *weights = block.weights + tile * ROWS * FORWARD_KEYS + (starts[tile] - block_first);
-        const Packed *values = packed_v + column * plan.keys + starts[tile] * COLUMNS;
-        if constexpr (NARROW) gemm_tile(weights, FORWARD_KEYS, values, stops[tile] - starts[tile], add);
-        else gemm_tile<false>(weights, FORWARD_KEYS, values, stops[tile] - starts[tile], add);
-      }
-  }
-  for (int64_t i = 0; i < count; i++)
-    write_row_results<Element>(call, block.rows[i], batch, head, first + i, block.sums + i * width);
-}
-
-template <class Element, Statistics STATISTICS>
-void blocked_all(const Call &call, char *workspace) {
-  using Packed = PackedOf<Element>;
-  const ForwardPlan<Element> plan(call);
-  const int64_t thread_bytes = ForwardBlocks<Packed>(plan, nullptr).bytes;
-  Packed *packed = reinterpret_cast<Packed *>(workspace);
-  const int64_t group = call.heads / call.kv_heads, chunks = ceil_div(plan.keys, FORWARD_KEYS);
-  const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
-  run_parallel(work < MIN_PARALLEL_WORK ? 1 : call.threads, [&, packed](Team &team) {
-    const ForwardBlocks<Packed> block(plan, workspace + plan.packed_bytes + team.thread * thread_bytes);
-    for (int64_t wave = 0; wave < plan.heads; wave += plan.wave_heads) {
-      const int64_t members = min(plan.wave_heads, plan.heads - wave);
+  // The threads pack all heads of a wave together; a task is then a block of queries.
+  void run_waves(Team &team, const Blocks &block) const {
+    const int64_t chunks = ceil_div(plan_.keys, FORWARD_KEYS);
+    for (int64_t wave = 0; wave < plan_.heads; wave += plan_.wave_heads) {
+      const int64_t members = min(plan_.wave_heads, plan_.heads - wave), heads = members * plan_.group;
       team.for_each(members * chunks, [&](int64_t part) {
-        const int64_t member = part / chunks, first = part % chunks * FORWARD_KEYS, head = wave + member;
-        Packed *k = packed + member * (plan.k_size + plan.v_size);
-        const int64_t end = min(first + FORWARD_KEYS, plan.keys);
-        pack_keys<Element>(call, plan, head / call.kv_heads, head % call.kv_heads, first, end, k, k + plan.k_size);
+        const int64_t member = part / chunks, first = part % chunks * FORWARD_KEYS;
+        pack(member, wave + member, first, min(first + FORWARD_KEYS, plan_.keys));
       });
       // The last queries first: under a causal mask they take longest.
-      team.for_each(members * group * plan.blocks, [&](int64_t part) {
-        const int64_t member = part % (members * group) / group, kv_head = wave + member;
-        const int64_t head = kv_head % call.kv_heads * group + part % group;
-        const int64_t first = (plan.blocks - 1 - part / (members * group)) * FORWARD_QUERIES;
-        const Packed *k = packed + member * (plan.k_size + plan.v_size);
-        attend_block<Element, STATISTICS>(call, plan, block, kv_head / call.kv_heads, head, first,
-                                          min(FORWARD_QUERIES, call.queries - first), k, k + plan.k_size);
+      team.for_each(heads * plan_.blocks, [&](int64_t part) {
+        const int64_t member = part % heads / plan_.group;
+        attend(block, member, wave + member, part % plan_.group, (plan_.blocks - 1 - part / heads) * FORWARD_QUERIES);
       });
     }
-  });
-}
+  }
+
+  Packed *packed(int64_t member) const {
+    return packed_ + member * (plan_.head_bytes / static_cast<int64_t>(sizeof(Packed)));
+  }
+
+  void pack(int64_t member, int64_t head, int64_t first, int64_t end) const {
+    Packed *k = packed(member);
+    Way::pack(call_, plan_, head / call_.kv_heads, head % call_.kv_heads, first, end, k, k + plan_.k_size);
+  }
+
+  // Query head `index` of a kv head, and its block of queries that begins with query `first`.
+  void attend(const Blocks &block, int64_t member, int64_t kv_head, int64_t index, int64_t first) const {
+    const Packed *k = packed(member);
+    const int64_t head = kv_head % call_.kv_heads * plan_.group + index;
+    Way::attend(call_, plan_, block, kv_head / call_.kv_heads, head, first,
+                min(FORWARD_QUERIES, call_.queries - first), k, k + plan_.k_size);
+  }
+
+  const Call &call_;
+  const ForwardPlan<Element> &plan_;
+  Packed *const packed_;
+  char *const blocks_;
+};
 
 template <class Element>
-void blocked_with_statistics(const Call &call, char *workspace) {
+void blocked_all(const Call &call, char *workspace) {
+  const ForwardPlan<Element> plan(call);
+  if constexpr (!ForwardPlan<Element>::NARROW)
+    if (columns_apply<Element>(call))
+      return BlockedPass<Element, QueriesAsColumns<Element>>(call, plan, workspace).run();
   switch (required_statistics(call)) {
-    case Statistics::NONE: return blocked_all<Element, Statistics::NONE>(call, workspace);
-    case Statistics::WEIGHTS: return blocked_all<Element, Statistics::WEIGHTS>(call, workspace);
-    case Statistics::DISTANCES: return blocked_all<Element, Statistics::DISTANCES>(call, workspace);
+    case Statistics::NONE:
+      return BlockedPass<Element, QueriesAsRows<Element, Statistics::NONE>>(call, plan, workspace).run();
+    case Statistics::WEIGHTS:
+      return BlockedPass<Element, QueriesAsRows<Element, Statistics::WEIGHTS>>(call, plan, workspace).run();
+    case Statistics::DISTANCES:
+      return BlockedPass<Element, QueriesAsRows<Element, Statistics::DISTANCES>>(call, plan, workspace).run();
   }
 }
 
 template <class Element>
 int64_t blocked_bytes(const Call &call) {
   const ForwardPlan<Element> plan(call);
-  return plan.packed_bytes + call.threads * ForwardBlocks<PackedOf<Element>>(plan, nullptr).bytes;
+  const int64_t thread_bytes = columns_apply<Element>(call) ? ColumnsBlocks(plan, nullptr).bytes
+                                                            : ForwardBlocks<PackedOf<Element>>(plan, nullptr).bytes;
+  return plan.packed_bytes + plan.threads * thread_bytes;
 }
 
 int64_t blocked_workspace(const Call &call) {
-  return call.dtype == Dtype::BFLOAT16 ? blocked_bytes<Bfloat16>(call) : blocked_bytes<float>(call);
+  return with_element(call, [&](auto element) { return blocked_bytes<decltype(element)>(call); });
 }
 void blocked_run(const Call &call, char *workspace) {
-  call.dtype == Dtype::BFLOAT16 ? blocked_with_statistics<Bfloat16>(call, workspace)
-                                : blocked_with_statistics<float>(call, workspace);
+  with_element(call, [&](auto element) { blocked_all<decltype(element)>(call, workspace); });
 }
 
 }  // namespace

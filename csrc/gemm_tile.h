@@ -6,25 +6,25 @@ namespace {
 
 constexpr int64_t ROWS = TILE_ROWS, COLUMNS = 2 * LANES;  // of a register tile
 
-// C = A B of one tile. A is (ROWS, depth) with row stride `stride`, or its transpose where TRANSPOSED; B is a panel
+// C = A B of one tile. A is (COUNT, depth) with row stride `stride`, or its transpose where TRANSPOSED; B is a panel
 // (depth, COLUMNS) with row stride `b_stride`. Each row of C is passed to epilogue(row, left, right) as two vectors.
-template <bool TRANSPOSED, class Epilogue>
+template <bool TRANSPOSED, int64_t COUNT = ROWS, class Epilogue>
 INLINE void gemm_tile(const float *a, int64_t stride, const float *b, int64_t depth, Epilogue epilogue,
                       int64_t b_stride = COLUMNS) {
-  Floats c[ROWS][2];
+  Floats c[COUNT][2];
 #pragma GCC unroll 16
-  for (int64_t row = 0; row < ROWS; row++) c[row][0] = c[row][1] = (Floats){};
+  for (int64_t row = 0; row < COUNT; row++) c[row][0] = c[row][1] = (Floats){};
   for (int64_t k = 0; k < depth; k++) {
     const Floats left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
 #pragma GCC unroll 16
-    for (int64_t row = 0; row < ROWS; row++) {
+    for (int64_t row = 0; row < COUNT; row++) {
       const Floats x = broadcast(TRANSPOSED ? a[k * stride + row] : a[row * stride + k]);
       c[row][0] += x * left;
       c[row][1] += x * right;
     }
   }
 #pragma GCC unroll 16
-  for (int64_t row = 0; row < ROWS; row++) epilogue(row, c[row][0], c[row][1]);
+  for (int64_t row = 0; row < COUNT; row++) epilogue(row, c[row][0], c[row][1]);
 }
 
 #if BF16_DOT

@@ -310,11 +310,11 @@ void key_sums_all(const Call &call, char *workspace) {
 }
 
 int64_t key_sums_workspace(const Call &call) {
-  return call.dtype == Dtype::BFLOAT16 ? key_sums_bytes<Bfloat16>(call) : key_sums_bytes<float>(call);
+  return with_element(call, [&](auto element) { return key_sums_bytes<decltype(element)>(call); });
 }
 
 void key_sums_run(const Call &call, char *workspace) {
-  call.dtype == Dtype::BFLOAT16 ? key_sums_all<Bfloat16>(call, workspace) : key_sums_all<float>(call, workspace);
+  with_element(call, [&](auto element) { key_sums_all<decltype(element)>(call, workspace); });
 }
 
 }  // namespace

@@ -199,9 +199,10 @@ INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_
   for (int64_t i = 0; i < 8; i++) all += zeros[i];
   return good && sum(all) == 0;
 }
-INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher) {
+template <class Half>
+INLINE bool rows_finite(const Half *from, int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher) {
   typedef uint16_t Sizes __attribute__((vector_size(LANES * 4)));
-  Sizes largest = (Sizes){};  // absolute value; 0x7f80 is inf, and NaN is above
+  Sizes largest = (Sizes){};  // absolute value; NaN is above infinity
   bool good = true;
   for (int64_t row = 0; row < count; row++, from += stride) {
     prefetcher.fetch(ceil_div(dim, 128));
@@ -210,9 +211,9 @@ INLINE bool rows_finite(const Bfloat16 *from, int64_t stride, int64_t count, int
       const Sizes size = load_as<Sizes>(from + x) & 0x7fff;
       largest = size > largest ? size : largest;
     }
-    for (; x < dim; x++) good &= (from[x].bits & 0x7fff) < 0x7f80;
+    for (; x < dim; x++) good &= (from[x].bits & 0x7fff) < Half::INFINITY_BITS;
   }
-  for (int lane = 0; lane < 2 * LANES; lane++) good &= largest[lane] < 0x7f80;
+  for (int lane = 0; lane < 2 * LANES; lane++) good &= largest[lane] < Half::INFINITY_BITS;
   return good;
 }
 

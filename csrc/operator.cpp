@@ -10,7 +10,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include <stdexcept>
 
@@ -48,6 +47,7 @@ typedef void (*BoxedFunction)(StackValue *stack, uint64_t arguments, uint64_t re
   FUNCTION(int32_t, aoti_torch_delete_tensor_object, TensorHandle)                                      \
   FUNCTION(int32_t, aoti_torch_dtype_float32)                                                           \
   FUNCTION(int32_t, aoti_torch_dtype_bfloat16)                                                          \
+  FUNCTION(int32_t, aoti_torch_dtype_float16)                                                           \
   FUNCTION(int32_t, aoti_torch_dtype_int64)                                                             \
   FUNCTION(int32_t, aoti_torch_dtype_bool)                                                              \
   FUNCTION(int32_t, aoti_torch_device_type_cpu)                                                         \
@@ -57,7 +57,7 @@ struct Torch {
 #define MEMBER(result, name, ...) result (*name)(__VA_ARGS__);
   TORCH_FUNCTIONS(MEMBER)
 #undef MEMBER
-  int32_t float32, bfloat16, int64, boolean, cpu;  // numbers of dtypes, and of the device type
+  int32_t float32, bfloat16, float16, int64, boolean, cpu;  // numbers of dtypes, and of the device type
 } torch;
 
 constexpr uint64_t TORCH_2_11 = uint64_t(2) << 56 | uint64_t(11) << 48;  // whose conventions these functions follow
@@ -200,15 +200,11 @@ class Bounds {
 // ---------------------------------------------------------------- a call
 
 thread_local int64_t forced_set = -1;  // the instruction set of this thread, or -1 for that of the process
-int64_t process_set = -1;              // that of the process, or -1 for the widest one
+int64_t process_set = -1;              // that of the process, or -1 for the fastest one
 
 int64_t instruction_set() {
   if (forced_set >= 0) return forced_set;
-  if (process_set >= 0) return process_set;
-  int64_t widest = 0;
-  for (int64_t set = 0; multihead_instruction_set(set); set++)
-    if (multihead_runs(set) && strcmp(multihead_instruction_set(set), "emulated")) widest = set;
-  return widest;
+  return process_set >= 0 ? process_set : multihead_fastest();
 }
 
 bool equal(const int64_t *sizes, int64_t a, int64_t b, int64_t c) {
@@ -225,7 +221,8 @@ void set_inputs(Call &call, Tensor &q, Tensor &k, Tensor &v) {
   }
   if (q.dtype == torch.float32) call.dtype = Dtype::FLOAT32;
   else if (q.dtype == torch.bfloat16) call.dtype = Dtype::BFLOAT16;
-  else fail("q, k and v are neither float32 nor bfloat16. Convert them, or call multihead.attention.");
+  else if (q.dtype == torch.float16) call.dtype = Dtype::FLOAT16;
+  else fail("q, k and v are not float32, bfloat16 or float16. Convert them, or call multihead.attention.");
   call.batch = q.sizes[0];
   call.heads = q.sizes[1];
   call.queries = q.sizes[2];
@@ -476,6 +473,7 @@ EXPORT const char *multihead_register(const char *libtorch) {
   TORCH_FUNCTIONS(FIND)
   torch.float32 = torch.aoti_torch_dtype_float32();
   torch.bfloat16 = torch.aoti_torch_dtype_bfloat16();
+  torch.float16 = torch.aoti_torch_dtype_float16();
   torch.int64 = torch.aoti_torch_dtype_int64();
   torch.boolean = torch.aoti_torch_dtype_bool();
   torch.cpu = torch.aoti_torch_device_type_cpu();

@@ -71,12 +71,18 @@ void pack_transposed(const Element *from, int64_t stride, int64_t rows, int64_t 
   for (int64_t first = 0; first < padded; first += COLUMNS) {
     float *panel = to + first * dim;
     int64_t done = 0;
-    if (TRANSPOSES && first + COLUMNS <= rows)
+    if (TRANSPOSES)
       for (; done + LANES <= dim; done += LANES)
         for (int64_t half = 0; half < COLUMNS; half += LANES) {
           Floats block[LANES];
+          const int64_t row = first + half;
+          if (row + LANES <= rows) {
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < LANES; i++) block[i] = load(from + (first + half + i) * stride + done);
+            for (int64_t i = 0; i < LANES; i++) block[i] = load(from + (row + i) * stride + done);
+          } else {
+            for (int64_t i = 0; i < LANES; i++)
+              block[i] = row + i < rows ? load(from + (row + i) * stride + done) : (Floats){};
+          }
           transpose(block);
 #pragma GCC unroll 16
           for (int64_t i = 0; i < LANES; i++) store(panel + (done + i) * COLUMNS + half, block[i]);
@@ -129,6 +135,37 @@ INLINE void pack_row(const Element *from, int64_t dim, int64_t padded, float fac
     for (x = 0; x < dim; x++) to[x] = NOT_A_NUMBER;
 }
 
+// Copy rows of `dim` elements as floats, with zeros up to `padded`. Returns whether all are finite.
+template <class Element>
+INLINE bool copy_rows(const Element *from, int64_t stride, int64_t rows, int64_t dim, int64_t padded, float *to,
+                      int64_t to_stride) {
+  Ints bits = (Ints){};  // of the elements times 0, which is 0 or NaN
+  float zero = 0;
+  for (int64_t row = 0; row < rows; row++, from += stride, to += to_stride) {
+    int64_t x = 0;
+    for (; x + LANES <= dim; x += LANES) {
+      const Floats value = load(from + x);
+      bits |= (Ints)(value * broadcast(0.f));
+      store(to + x, value);
+    }
+    for (; x < dim; x++) zero += (to[x] = to_float(from + x)) * 0.f;
+    for (; x < padded; x++) to[x] = 0;
+  }
+  return !any(bits & 0x7fffffff) && zero == 0;
+}
+
+// Write a row of floats times a factor; zeros for null.
+template <class Element>
+INLINE void write_row(const float *from, int64_t dim, float factor, Element *to) {
+  if (!from) {
+    memset(static_cast<void *>(to), 0, static_cast<size_t>(dim) * sizeof(Element));
+    return;
+  }
+  int64_t x = 0;
+  for (; x + LANES <= dim; x += LANES) store(to + x, load(from + x) * broadcast(factor));
+  for (; x < dim; x++) store_element(to + x, from[x] * factor);
+}
+
 // ---------------------------------------------------------------- non-finite elements
 
 // Whether `count` floats (a multiple of LANES) are all finite.
@@ -143,9 +180,10 @@ INLINE bool row_finite(const float *from, int64_t count) {
     if (!finite(from[x])) return false;
   return true;
 }
-INLINE bool row_finite(const Bfloat16 *from, int64_t count) {
+template <class Half>
+INLINE bool row_finite(const Half *from, int64_t count) {
   for (int64_t x = 0; x < count; x++)
-    if ((from[x].bits & 0x7f80) == 0x7f80) return false;
+    if ((from[x].bits & 0x7fff) >= Half::INFINITY_BITS) return false;
   return true;
 }
 // Replace non-finite elements among `count` floats (a multiple of LANES) by 0.
@@ -168,12 +206,13 @@ INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, 
   for (int64_t first = 0; first < padded; first += COLUMNS) {
     Bfloat16 *panel = to + first * even;
     int64_t done = 0;
-    if (TRANSPOSES && first + COLUMNS <= rows)
+    if (TRANSPOSES)
       for (; done + 2 * LANES <= dim; done += 2 * LANES)
         for (int64_t half = 0; half < COLUMNS; half += LANES) {
           Floats block[LANES];  // of pairs
-#pragma GCC unroll 16
-          for (int64_t i = 0; i < LANES; i++) block[i] = load_as<Floats>(from + (first + half + i) * stride + done);
+          const int64_t row = first + half;
+          for (int64_t i = 0; i < LANES; i++)
+            block[i] = row + i < rows ? load_as<Floats>(from + (row + i) * stride + done) : (Floats){};
           transpose(block);
 #pragma GCC unroll 16
           for (int64_t i = 0; i < LANES; i++)

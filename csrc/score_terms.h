@@ -5,6 +5,16 @@
 
 namespace {
 
+// Call body(element) with an element of the call's dtype, which stands for its type.
+template <class Body>
+INLINE auto with_element(const Call &call, Body body) {
+  switch (call.dtype) {
+    case Dtype::BFLOAT16: return body(Bfloat16{});
+    case Dtype::FLOAT16: return body(Float16{});
+    default: return body(float{});
+  }
+}
+
 // Row `row` of a head of a tensor (batch, heads, rows, dim).
 template <class Element>
 INLINE const Element *row_of(const void *tensor, const RowStrides &strides, int64_t batch, int64_t head,

@@ -18,6 +18,11 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 struct Bfloat16 {
   uint16_t bits;
+  static constexpr uint16_t INFINITY_BITS = 0x7f80;
+};
+struct Float16 {
+  uint16_t bits;
+  static constexpr uint16_t INFINITY_BITS = 0x7c00;
 };
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
@@ -40,6 +45,22 @@ INLINE Vector load_as(const Element *from) {
 INLINE Floats broadcast(float x) { return x - (Floats){}; }
 INLINE Floats load(const float *from) { return load_as<Floats>(from); }
 INLINE Floats load(const Bfloat16 *from) { return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16); }
+
+// The same numbers as floats; an infinity and NaN stay what they are.
+INLINE Floats from_float16(Halves halves) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif LANES == 8 && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#else
+  const Words bits = __builtin_convertvector(halves, Words), size = bits & 0x7fff;
+  const Words normal = (size << 13) + (127 - 15) * (1u << 23);
+  const Floats subnormal = __builtin_convertvector((Ints)size, Floats) * broadcast(0x1p-24f);
+  const Words magnitude = size < 0x0400 ? (Words)subnormal : size < 0x7c00 ? normal : (size << 13 | 0x7f800000u);
+  return (Floats)(magnitude | (bits & 0x8000) << 16);
+#endif
+}
+INLINE Floats load(const Float16 *from) { return from_float16(load_as<Halves>(from)); }
 INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(load_as<Bytes>(from), Ints); }
 INLINE void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
@@ -50,6 +71,29 @@ INLINE float to_float(const Bfloat16 *from) {
   memcpy(&value, &bits, 4);
   return value;
 }
+
+INLINE float to_float(const Float16 *from) { return from_float16((Halves){} + from->bits)[0]; }
+
+// Rounded to the nearest float16, ties to even; from 65520 on it is an infinity, and NaN stays NaN.
+INLINE Halves to_float16(Floats value) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Halves)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif LANES == 8 && defined(__F16C__)
+  return (Halves)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Words size = (Words)value & 0x7fffffff;
+  const Words normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
+  const Words subnormal = (Words)((Floats)size + broadcast(0.5f)) - 0x3f000000;  // 0.5 is 2^24 of its last bits
+  const Words finite = size < 0x38800000 ? subnormal : size < 0x477ff000 ? normal : (Words){} + 0x7c00;
+  const Words rounded = size > 0x7f800000 ? (Words){} + 0x7e00 : finite;
+  return __builtin_convertvector(rounded | ((Words)value >> 16 & 0x8000), Halves);
+#endif
+}
+INLINE void store(Float16 *to, Floats value) {
+  const Halves halves = to_float16(value);
+  __builtin_memcpy(to, &halves, sizeof halves);
+}
+INLINE void store_element(Float16 *to, float value) { to->bits = to_float16(broadcast(value))[0]; }
 
 // Rounded to the nearest bfloat16, ties to even; NaN stays NaN.
 INLINE Halves to_bfloat16(Floats value) {
@@ -75,14 +119,15 @@ INLINE Ints index_from(int64_t first) {  // first, first + 1, ...
 INLINE Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 INLINE bool finite(float x) { return x - x == 0; }
 
-// a * b + c, rounded once where the instruction set can do that. (The compiler may contract a * b + c or not.)
+// a b + c, rounded once.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if LANES == 16 && defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8 && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-  return a * b + c;
+  for (int lane = 0; lane < LANES; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return c;
 #endif
 }
 
@@ -117,6 +162,7 @@ INLINE bool any(Ints where) {
 typedef float Quad __attribute__((vector_size(16)));
 #endif
 
+// The sum of the lanes: of the halves of the vector, then of their halves, and so on to 4; then (0 + 1) + (2 + 3).
 INLINE float sum(Floats x) {
 #if LANES == 16 && defined(__AVX512F__)
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
@@ -126,9 +172,9 @@ INLINE float sum(Floats x) {
   Quad quad = (Quad)_mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   return (quad[0] + quad[1]) + (quad[2] + quad[3]);
 #else
-  float total = 0;
-  for (int lane = 0; lane < LANES; lane++) total += x[lane];
-  return total;
+  for (int width = LANES / 2; width >= 4; width /= 2)
+    for (int lane = 0; lane < width; lane++) x[lane] += x[lane + width];
+  return (x[0] + x[1]) + (x[2] + x[3]);
 #endif
 }
 
@@ -166,6 +212,22 @@ INLINE Floats exp2_clamped(Floats x) {
 }
 // The same for every x below 128: exactly 0 for x <= -127.
 INLINE Floats exp2(Floats x) { return exp2_clamped(maximum(broadcast(-127.f), x)); }
+
+// log2(x) for x that is positive, finite and not subnormal; NaN stays NaN. With m = x / 2^n from sqrt(1/2) to sqrt(2) and
+// s = (m - 1) / (m + 1), log(m) = 2 (s + s^3 / 3 + s^5 / 5 + ...); the first omitted term is below 1e-9.
+INLINE Floats log2(Floats x) {
+  const Ints shifted = (Ints)x - 0x3f3504f3;  // bits of sqrt(1/2)
+  const Ints exponent = shifted >> 23;
+  const Floats m = (Floats)((shifted & 0x7fffff) + 0x3f3504f3);
+  const Floats s = (m - broadcast(1.f)) / (m + broadcast(1.f)), square = s * s;
+  Floats series = broadcast(2 * LOG2_E / 9);
+  series = series * square + broadcast(2 * LOG2_E / 7);
+  series = series * square + broadcast(2 * LOG2_E / 5);
+  series = series * square + broadcast(2 * LOG2_E / 3);
+  series = series * square + broadcast(2 * LOG2_E);
+  const Floats result = series * s + __builtin_convertvector(exponent, Floats);
+  return select(x == x, result, x);
+}
 
 // tanh(x): near 0 a polynomial fit; elsewhere 1 - 2 / (e^2x + 1). NaN stays NaN.
 INLINE Floats tanh(Floats x) {

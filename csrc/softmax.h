@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "call.h"
+#include "pack.h"
 #include "score_terms.h"
 #include "simd.h"
 
@@ -19,16 +20,17 @@ INLINE Statistics required_statistics(const Call &call) {
   return weights ? Statistics::WEIGHTS : Statistics::NONE;
 }
 
-// The state of a row after some blocks of keys. Its weights are 2^(score - largest), with scores in units of log2. Sums
-// are kept lane by lane, and the lanes are added when the results are written.
+// The state of a row after some blocks of keys. Its weights are 2^(score - largest), with scores in units of log2.
 struct SoftmaxRow {
-  Floats total;         // sum of the weights
   float largest;        // score; -inf before the first visible key
+  float total;          // sum of the weights; its bits do not depend on whether there are statistics
   int64_t position;     // of the query among the keys
   int64_t target_key;   // -1 for none
-  // Statistics: undefined in a call without them, and before the first visible key.
+  // Statistics: undefined in a call without them, and before the first visible key. Sums are kept lane by lane, and the
+  // lanes are added when the results are written.
   int64_t largest_key;  // with the largest score, the first of equal ones
   int64_t pivot;        // the distance of largest_key: relative to it, rounding does not hide a small spread far away
+  Floats lane_totals;   // sum of the weights
   Floats surprisal;     // sum of weight * (score - largest)
   Floats distance;      // sum of weight * x, with x = |position - key| - pivot
   Floats square;        // sum of weight * x^2
@@ -39,8 +41,8 @@ constexpr int64_t TARGET = MAX_OFFSETS;  // index of target_key in few_scores
 static_assert(2 * MAX_OFFSETS % LANES == 0, "few_scores are whole vectors");
 
 INLINE void clear_row(const Call &call, SoftmaxRow &row, int64_t batch, int64_t index) {
-  row.total = (Floats){};
   row.largest = -INF;
+  row.total = 0;
   row.position = index + call.first_row + (call.query_start ? call.query_start[batch] : 0);
   row.target_key = call.target_key ? call.target_key[batch] : -1;
 }
@@ -48,7 +50,7 @@ INLINE void clear_row(const Call &call, SoftmaxRow &row, int64_t batch, int64_t 
 INLINE void clear_statistics(SoftmaxRow &row) {
   row.largest_key = -1;
   row.pivot = 0;
-  row.surprisal = row.distance = row.square = row.special = (Floats){};
+  row.lane_totals = row.surprisal = row.distance = row.square = row.special = (Floats){};
   for (int64_t i = 0; i < 2 * MAX_OFFSETS; i += LANES) store(row.few_scores + i, broadcast(-INF));
 }
 
@@ -97,8 +99,8 @@ INLINE int64_t first_of(const float *scores, int64_t count, float largest) {
 
 INLINE void move_pivot(SoftmaxRow &row, int64_t pivot) {
   const Floats change = broadcast(static_cast<float>(row.pivot - pivot));  // of every x
-  row.square += change * (row.distance + row.distance + change * row.total);
-  row.distance += change * row.total;
+  row.square += change * (row.distance + row.distance + change * row.lane_totals);
+  row.distance += change * row.lane_totals;
   row.pivot = pivot;
 }
 
@@ -143,8 +145,11 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
     }
   }
   const Floats total = totals[0] + totals[1], scale = broadcast(factor);
-  if (WEIGHTS)
-    row.surprisal = multiply_add(scale, row.surprisal + row.total * broadcast(change), surprisals[0] + surprisals[1]);
+  if (WEIGHTS) {
+    const Floats moved = row.surprisal + row.lane_totals * broadcast(change);
+    row.surprisal = multiply_add(scale, moved, surprisals[0] + surprisals[1]);
+    row.lane_totals = multiply_add(scale, row.lane_totals, total);
+  }
   if (DISTANCES) {
     Floats moment = moments[0] + moments[1], second_moment = second_moments[0] + second_moments[1];
     if (SIDE != Side::BOTH) {
@@ -158,7 +163,7 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
     row.square = multiply_add(scale, row.square, second_moment);
   }
   // An explicit fma: left to the compiler, the rounding would depend on STATISTICS, and with it the bits of the output.
-  row.total = multiply_add(scale, row.total, total);
+  row.total = fmaf(row.total, factor, sum(total));
 }
 
 // Add a block of keys [first, end), a multiple of 2 * LANES, to a row. Scores become weights in place; narrow(i,
@@ -251,17 +256,35 @@ INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, SoftmaxRow &la
     } else {
       move_pivot(later, row.pivot);
     }
-    row.surprisal = merge(row.surprisal + row.total * broadcast(row.largest - now),
-                          later.surprisal + later.total * broadcast(later.largest - now));
+    row.surprisal = merge(row.surprisal + row.lane_totals * broadcast(row.largest - now),
+                          later.surprisal + later.lane_totals * broadcast(later.largest - now));
+    row.lane_totals = merge(row.lane_totals, later.lane_totals);
     row.distance = merge(row.distance, later.distance);
     row.square = merge(row.square, later.square);
     row.special = merge(row.special, later.special);
     for (int64_t i = 0; i < 2 * MAX_OFFSETS; i++)
       if (later.few_scores[i] > -INF) row.few_scores[i] = later.few_scores[i];
   }
-  row.total = merge(row.total, later.total);
+  row.total = row.total * factors.earlier + later.total * factors.later;
   row.largest = now;
   return factors;
+}
+
+// What turns the weights of LANES queries into shares of their sums.
+struct Normaliser {
+  Floats inverse;    // of the sum of the weights, with that of the sink; 0 for a query without keys
+  Floats logsumexp;  // in units of log2
+};
+INLINE Normaliser normaliser_of(const Call &call, int64_t head, Floats largest, Floats total) {
+  Floats top = largest;
+  const Ints empty = total == (Floats){};
+  if (call.sinks) {
+    const Floats sink = broadcast(call.sinks[head] * LOG2_E);
+    top = select(sink > top, sink, top);
+    total = total * exp2(largest - top) + exp2(sink - top);
+  }
+  const Floats inverse = exp2(largest - top) / total;
+  return {select(empty, (Floats){}, inverse), select(empty, broadcast(-INF), top + log2(total))};
 }
 
 INLINE void write_statistic(float *to, int64_t index, float value) {
@@ -273,35 +296,20 @@ template <class Element>
 INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t batch, int64_t head, int64_t query,
                               const float *sums) {
   const int64_t index = (batch * call.heads + head) * call.queries + query;
-  const float row_total = sum(row.total);
-  const bool empty = row_total == 0;
-  float inverse = 0, log_inverse = 0, logsumexp = -INF;  // inverse: the factor that normalises a weight
-  if (!empty) {
-    float top = row.largest, total = row_total;
-    if (call.sinks) {
-      const float sink = call.sinks[head] * LOG2_E;
-      if (sink > top) top = sink;
-      total = total * exp2f(row.largest - top) + exp2f(sink - top);
-    }
-    inverse = (call.sinks ? exp2f(row.largest - top) : 1) / total;
-    logsumexp = top + log2f(total);
-    log_inverse = row.largest - logsumexp;  // finite even where a huge sink makes the inverse 0
-    logsumexp *= LN_2;
-  }
-  Element *output = row_of<Element>(call.output, call.output_strides, batch, head, query);
-  int64_t x = 0;
-  for (; x + LANES <= call.value_dim; x += LANES) store(output + x, load(sums + x) * broadcast(inverse));
-  for (; x < call.value_dim; x++) store_element(output + x, sums[x] * inverse);
-  call.logsumexp[index] = logsumexp;
+  const bool empty = row.total == 0, bad = row.total != row.total;
+  const Normaliser normaliser = normaliser_of(call, head, broadcast(row.largest), broadcast(row.total));
+  const float inverse = normaliser.inverse[0], logsumexp = normaliser.logsumexp[0];
+  write_row(sums, call.value_dim, inverse, row_of<Element>(call.output, call.output_strides, batch, head, query));
+  call.logsumexp[index] = logsumexp * LN_2;
   const Statistics required = required_statistics(call);
   if (required == Statistics::NONE) return;
-  const bool bad = row_total != row_total;
+  const float log_inverse = empty ? 0.f : row.largest - logsumexp;  // finite even where a huge sink makes the inverse 0
   if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
-  const float entropy = empty ? 0.f : -LN_2 * inverse * (sum(row.surprisal) + row_total * log_inverse);
+  const float entropy = empty ? 0.f : -LN_2 * inverse * (sum(row.surprisal) + row.total * log_inverse);
   write_statistic(call.entropy, index, entropy < 0 ? 0.f : entropy);
   write_statistic(call.largest_weight, index, inverse);
   if (required == Statistics::DISTANCES) {
-    const float mean = sum(row.distance) / row_total, variance = sum(row.square) / row_total - mean * mean;
+    const float mean = sum(row.distance) / row.total, variance = sum(row.square) / row.total - mean * mean;
     write_statistic(call.mean_distance, index, empty ? 0.f : mean + static_cast<float>(row.pivot));
     write_statistic(call.distance_spread, index, empty ? 0.f : variance < 0 ? 0.f : sqrtf(variance));
   }

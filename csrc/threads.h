@@ -28,6 +28,10 @@ class Team {
   // The result must not depend on which thread runs which iteration.
   template <class Body>
   void for_each(int64_t count, Body body) {
+    if (threads_ == 1) {  // may also run inside the caller's parallel region, whose barrier is not ours
+      for (int64_t i = 0; i < count; i++) body(i);
+      return;
+    }
     for (;;) {
       const int64_t i = __atomic_fetch_add(&state_.next_ticket, 1, __ATOMIC_RELAXED) - first_ticket_;
       if (i >= count) break;
@@ -41,7 +45,6 @@ class Team {
 
  private:
   void wait() {
-    if (threads_ == 1) return;  // the team may run inside the caller's parallel region, whose barrier is not ours
 #ifdef MULTIHEAD_STD_THREADS
     pthread_barrier_wait(&state_.barrier);
 #else

@@ -12,7 +12,7 @@ from tests.drawing import DTYPES
 needs_native = pytest.mark.skipif(library.absence() is not None, reason=f"no native kernel here: {library.absence()}")
 # Flex runs on CUDA alone; tests/kernels/test_flex.py tests what of it can be tested without.
 EACH = [pytest.param(name, marks=needs_native if name == "native" else ()) for name in KERNELS if name != "flex"]
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dtypes_of(kernel: str) -> tuple[torch.dtype, ...]:

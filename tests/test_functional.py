@@ -123,7 +123,7 @@ def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     lines = str(explain(Q.double(), K.double(), V.double(), softcap=5.0, dropout=0.1)).splitlines()
     assert lines[:4] == [
         "kernel   reference",
-        "refused  native: it computes float32 and bfloat16, and the tensors are float64",
+        "refused  native: it computes float32, bfloat16 and float16, and the tensors are float64",
         "refused  sdpa: PyTorch's fused CPU kernel has no dropout",
         "refused  flex: it needs CUDA, and the tensors are on cpu",
     ]

@@ -3,8 +3,9 @@
 //     fuzz [cases] [seed] [workers]
 //
 // Built with sanitizers by `make sanitize`. The workers run calls concurrently. Besides the numbers it checks that
-// nothing is written into gaps between rows, that the bits do not depend on the number of threads or on concurrent
-// calls, and that invalid calls are rejected. The first failing case is printed with the arguments that repeat it.
+// nothing is written into gaps between rows, that the bits do not depend on the number of threads, on concurrent calls
+// or on statistics, and that invalid calls are rejected. The first failing case is printed with the arguments that
+// repeat it.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -38,17 +39,22 @@ struct Results {
 };
 
 // Run the forward pass. The other passes read its logsumexp and output from `results`.
-Status run_forward(const RandomCall &input, Call call, Results &results) {
+Status run_forward(const RandomCall &input, Call call, Results &results, bool statistics = true) {
   Random random(input.strides_seed);
   results.output = Tensor(random, type_of(call), call.batch, call.heads, call.queries, call.value_dim, false);
   call.output_strides = row_strides(results.output);
   call.output = results.output.data();
+  results.logsumexp = Tensor(Type::FLOAT, call.batch, call.heads, call.queries, 1);
+  call.logsumexp = results.logsumexp.data<float>();
+  if (!statistics) {
+    call.num_offsets = 0;
+    return multihead_run(&call, Pass::FORWARD);
+  }
   const auto allocate = [&](bool wanted, Tensor &tensor, float *&address, int64_t copies = 1) {
     if (!wanted) return;
     tensor = Tensor(Type::FLOAT, copies * call.batch, call.heads, call.queries, 1);
     address = tensor.data<float>();
   };
-  allocate(true, results.logsumexp, call.logsumexp);
   allocate(input.entropy, results.entropy, call.entropy);
   allocate(input.largest_weight, results.largest_weight, call.largest_weight);
   allocate(input.mean_distance, results.mean_distance, call.mean_distance);
@@ -152,7 +158,8 @@ std::string wrong_key(const Tensor &got, const Naive &naive) {
 
 std::string wrong(const RandomCall &input, const Results &results, const Naive &naive) {
   // Weights are rounded to bfloat16 before the product with the values where the CPU multiplies bfloat16.
-  const double exact = 5e-4, rounded = input.call.dtype == Dtype::BFLOAT16 ? 6e-2 : exact;
+  const Dtype dtype = input.call.dtype;
+  const double exact = 5e-4, rounded = dtype == Dtype::BFLOAT16 ? 6e-2 : dtype == Dtype::FLOAT16 ? 1.5e-2 : exact;
   std::string error;
   results.each([&](const std::string &name, const Tensor &tensor) {
     if (!error.empty()) return;
@@ -265,6 +272,25 @@ std::string not_rejected(const RandomCall &input) {
   return "";
 }
 
+// Whether statistics change the bits of the output: a call without them may be computed in another way.
+std::string statistics_change_bits(const RandomCall &input, int64_t set, const Results &results) {
+  Call call = input.call;
+  call.instruction_set = set;
+  Results plain;
+  if (run_forward(input, call, plain, false) != Status::DONE) return "the forward pass without statistics was rejected";
+  const auto same = [](const Tensor &one, const Tensor &other) {  // but for the sign of NaN
+    bool equal = true;
+    one.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
+      const double x = one.at(a, b, c, d), y = other.at(a, b, c, d);
+      equal &= x == y || (isnan(x) && isnan(y));
+    });
+    return equal;
+  };
+  if (!same(plain.output, results.output)) return "output has other bits without statistics";
+  if (!same(plain.logsumexp, results.logsumexp)) return "logsumexp has other bits without statistics";
+  return "";
+}
+
 std::string check(uint64_t seed, int64_t only_set) {
   RandomCall input = draw(seed);
   Random random(seed ^ 0x5eed);
@@ -283,6 +309,7 @@ std::string check(uint64_t seed, int64_t only_set) {
     Results results, again;
     error = run_all(input, set, input.call.threads, results);
     if (error.empty()) error = wrong(input, results, naive);
+    if (error.empty()) error = statistics_change_bits(input, set, results);
     if (!error.empty()) return in_set(error);
     std::string others;  // the same inputs again, sometimes by two threads at the same time
     const int64_t threads = uniform(random, 1, 3);
@@ -312,7 +339,7 @@ void describe(uint64_t seed) {
   const auto number = [](int64_t value) { return static_cast<long>(value); };
   fprintf(stderr, "  batch %ld, heads %ld, kv_heads %ld, queries %ld, keys %ld, head_dim %ld, value_dim %ld, %s, threads %ld",
           number(call.batch), number(call.heads), number(call.kv_heads), number(call.queries), number(call.keys),
-          number(call.head_dim), number(call.value_dim), call.dtype == Dtype::BFLOAT16 ? "bfloat16" : "float32",
+          number(call.head_dim), number(call.value_dim), type_of(call) == Type::FLOAT ? "float32" : type_of(call) == Type::FLOAT16 ? "float16" : "bfloat16",
           number(call.threads));
   fprintf(stderr, ", softcap %g, dropout %g%s%s%s\n", call.softcap, call.dropout, call.visible ? ", visible" : "",
           call.bias ? ", bias" : "", call.sinks ? ", sinks" : "");

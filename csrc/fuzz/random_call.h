@@ -17,7 +17,9 @@ struct RandomCall {
   uint64_t strides_seed = 0;  // of the strides of the results
 };
 
-inline Type type_of(const Call &call) { return call.dtype == Dtype::BFLOAT16 ? Type::BFLOAT16 : Type::FLOAT; }
+inline Type type_of(const Call &call) {
+  return call.dtype == Dtype::BFLOAT16 ? Type::BFLOAT16 : call.dtype == Dtype::FLOAT16 ? Type::FLOAT16 : Type::FLOAT;
+}
 inline RowStrides row_strides(const Tensor &tensor) { return {tensor.strides[0], tensor.strides[1], tensor.strides[2]}; }
 inline CellStrides cell_strides(const Tensor &tensor) {
   return {tensor.strides[0], tensor.strides[1], tensor.strides[2], tensor.strides[3]};
@@ -154,7 +156,7 @@ inline RandomCall draw(uint64_t seed) {
   RandomCall result;
   Call &call = result.call;
   draw_shape(random, call);
-  call.dtype = chance(random, 0.4) ? Dtype::BFLOAT16 : Dtype::FLOAT32;
+  call.dtype = chance(random, 0.5) ? Dtype::FLOAT32 : chance(random, 0.5) ? Dtype::BFLOAT16 : Dtype::FLOAT16;
   call.seed = uniform(random, INT64_MIN, INT64_MAX);
   call.threads = uniform(random, 1, 3);
   const double sign = chance(random, 0.1) ? -1 : 1, factor = chance(random, 0.5) ? 1 : 0.3;

@@ -1,5 +1,6 @@
 // Tensors of the fuzzer: any strides, memory of exactly the needed size, and a pattern in the gaps that shows writes.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -15,10 +16,10 @@ inline int64_t uniform(Random &random, int64_t min, int64_t max) {
 inline bool chance(Random &random, double share) { return std::uniform_real_distribution<double>(0, 1)(random) < share; }
 inline double normal(Random &random) { return std::normal_distribution<double>(0, 1)(random); }
 
-enum class Type { FLOAT, BFLOAT16, INT64, BYTE };
+enum class Type { FLOAT, BFLOAT16, FLOAT16, INT64, BYTE };
 
 inline int64_t bytes_of(Type type) {
-  return type == Type::FLOAT ? 4 : type == Type::BFLOAT16 ? 2 : type == Type::INT64 ? 8 : 1;
+  return type == Type::FLOAT ? 4 : type == Type::INT64 ? 8 : type == Type::BYTE ? 1 : 2;
 }
 
 // Rounded to the nearest bfloat16, ties to even.
@@ -26,6 +27,24 @@ inline uint16_t narrow(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
   return value == value ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t{0x7fc0};
+}
+
+// The same for float16, by the arithmetic of its definition: 11 significant bits, and exponents from -14 to 15.
+inline uint16_t narrow_to_float16(double value) {
+  const uint16_t sign = signbit(value) ? 0x8000 : 0;
+  const double size = fabs(value);
+  if (size != size) return 0x7e00;
+  if (size >= 65520) return sign | 0x7c00;
+  int exponent = -13;
+  if (size >= 0x1p-14) frexp(size, &exponent);  // size is below 2^exponent
+  const double units = nearbyint(ldexp(size, 11 - exponent));  // 1024 units and more for a normal number
+  return static_cast<uint16_t>(sign + (exponent + 13) * 1024 + static_cast<int>(units));
+}
+inline double widen_float16(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const double size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                     : ldexp(exponent ? 1024 + fraction : fraction, (exponent ? exponent : 1) - 25);
+  return bits & 0x8000 ? -size : size;
 }
 
 // A tensor with four axes. Gaps and elements that were never written contain 0xFF bytes: NaN, -1 or 255.
@@ -90,6 +109,7 @@ class Tensor {
         memcpy(&value, &bits, 4);
         return value;
       }
+      case Type::FLOAT16: return widen_float16(read<uint16_t>(place));
       case Type::INT64: return static_cast<double>(read<int64_t>(place));
       case Type::BYTE: return *place;
     }
@@ -101,6 +121,7 @@ class Tensor {
     switch (type) {
       case Type::FLOAT: return write(place, static_cast<float>(value));
       case Type::BFLOAT16: return write(place, narrow(static_cast<float>(value)));
+      case Type::FLOAT16: return write(place, narrow_to_float16(value));
       case Type::INT64: return write(place, static_cast<int64_t>(value));
       case Type::BYTE: return write(place, static_cast<unsigned char>(value));
     }

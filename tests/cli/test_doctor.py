@@ -48,7 +48,7 @@ Machine
 Native kernel
    library     /here/libmultihead_native.so
    scalar      runs here
-   avx2        used: the widest that runs here
+   avx2        used: the fastest that runs here
    avx512      this processor lacks it
    avx512_bf16 not in this build
    emulated    for tests, only on request

@@ -26,7 +26,7 @@ BOUNDS = key_bounds(request_of(Q, Q, Q).mask, queries=4, keys=4)
 def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
     choice = choose(request_of(Q, Q, Q, softcap=2.0), BOUNDS)
     assert (choice.name, choice.refusals) == ("native", {})
-    not_double = {"native": "it computes float32 and bfloat16, and the tensors are float64"}
+    not_double = {"native": "it computes float32, bfloat16 and float16, and the tensors are float64"}
     choice = choose(request_of(DOUBLE, DOUBLE, DOUBLE), BOUNDS)
     assert (choice.name, choice.refusals) == ("sdpa", not_double)
     choice = choose(request_of(DOUBLE, DOUBLE, DOUBLE, softcap=2.0), BOUNDS)

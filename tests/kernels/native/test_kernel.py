@@ -73,7 +73,10 @@ MASKS: dict[str, masks.Mask] = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in MASKS), *((name, torch.bfloat16) for name in ("full", "lengths", "gaps"))],
+    [
+        *((name, torch.float32) for name in MASKS),
+        *product(("full", "lengths", "gaps"), (torch.bfloat16, torch.float16)),
+    ],
 )
 def test_long_calls_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
     case = long(dtype=dtype, mask=MASKS[name])
@@ -81,7 +84,7 @@ def test_long_calls_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(
-    ("queries", "dtype"), [(1, torch.float32), (8, torch.float32), (4, torch.bfloat16), (5, torch.bfloat16)]
+    ("queries", "dtype"), [(1, torch.float32), (8, torch.float32), *product((4, 5), (torch.bfloat16, torch.float16))]
 )
 def test_few_queries_over_many_keys_agree_with_the_oracle(queries: int, dtype: torch.dtype) -> None:
     for mask in (masks.Window(900), masks.Lengths((0, 1090)) & masks.Drop(torch.arange(1100) % 9 == 2, "keys")):
@@ -250,6 +253,33 @@ def test_train_and_eval_and_a_listener_give_the_same_bits(instructions: str) -> 
         assert watched.statistics.keys() == PARTS
 
 
+@pytest.mark.parametrize("queries", [3, 16, 33, 100])
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_statistics_change_no_bit_of_a_call_of_any_size(instructions: str, queries: int, dtype: torch.dtype) -> None:
+    """Without statistics the queries may be the columns of the tiles, and with them the rows."""
+    for mask in (masks.Full(), masks.Window(7), masks.Lengths((19, 300))):
+        case = long(queries=queries, keys=300, mask=mask, dtype=dtype, query_start=0)
+        request = request_of(case.q, case.k, case.v, mask)
+        quiet = kernel.attend(request, bounds_of(request))
+        watched = kernel.attend(replace(request, wanted=PARTS), bounds_of(request))
+        assert torch.equal(watched.output, quiet.output)
+        assert torch.equal(watched.logsumexp, quiet.logsumexp)
+
+
+def test_float16_is_read_and_rounded_as_pytorch_does(instructions: str) -> None:
+    """One key has all the weight, so that the output is its value: every finite number, and what overflows."""
+    values = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    values = values[values.isfinite()].view(1, 1, -1, 32)  # 1,984 keys of 32 features
+    q = torch.zeros(1, 1, 1984, 1, dtype=torch.float16)
+    mask = masks.Window(1)
+    assert torch.equal(attention(q, q, values, mask=mask, kernel="native"), values)
+    many = torch.full((1, 1, 40, 1), 2000.0).half()  # the gradient of the one value is the sum of 40 rows: 80,000
+    k, v = torch.ones(2, 1, 1, 1, 1).half().unbind()
+    v.requires_grad_()
+    grad_v = torch.autograd.grad(attention(many * 0, k, v, kernel="native"), v, many)[0]
+    assert torch.equal(grad_v, torch.full_like(grad_v, torch.inf))
+
+
 # ------------------------------------------------------------------------------------------- explained and refused
 
 
@@ -277,14 +307,13 @@ def test_what_it_holds_is_said_and_does_not_grow_with_the_square_of_the_length()
 
 
 def test_it_says_why_it_refuses() -> None:
-    for name in ("float64", "float16"):
-        q = torch.zeros(1, 2, 4, 8, dtype=getattr(torch, name))
-        with pytest.raises(ArgumentError) as refusal:
-            attention(q, q, q, kernel="native")
-        assert str(refusal.value) == (
-            f"Kernel 'native' refuses: it computes float32 and bfloat16, and the tensors are {name}. "
-            "Leave kernel out to have one chosen."
-        )
+    q = torch.zeros(1, 2, 4, 8, dtype=torch.float64)
+    with pytest.raises(ArgumentError) as refusal:
+        attention(q, q, q, kernel="native")
+    assert str(refusal.value) == (
+        "Kernel 'native' refuses: it computes float32, bfloat16 and float16, and the tensors are float64. "
+        "Leave kernel out to have one chosen."
+    )
     q = torch.zeros(1, 2, 4, 8, device="meta")
     request = request_of(q, q, q)
     assert kernel.refusal(request, bounds_of(request)) == "it runs on the CPU, and the tensors are on meta"

@@ -61,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no gradient": {"grad": False},
     "everything": everything(),
     "bfloat16": {name: torch.randn(2, 1, n, 8).bfloat16() for name, n in (("q", 5), ("k", 7), ("v", 7))},
+    "float16": {name: torch.randn(2, 1, n, 8).half() for name, n in (("q", 5), ("k", 7), ("v", 7))},
     "bounds a sample": {"start": torch.tensor([[0] * 5, [3] * 5]), "stop": torch.tensor([[7] * 5, [3, 4, 5, 6, 7]])},
     "relative": {"relative": torch.randn(1, 2, 11)},
     "relative a sample": {"relative": torch.randn(2, 1, 11), "visible": torch.rand(2, 1, 5, 7) < 0.7},
@@ -220,7 +221,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an infinite scale": ({"scale": float("inf")}, "scale is inf. Give a finite number."),
     "another dtype": (
         {name: torch.zeros(2, 1, n, 8, dtype=torch.float64) for name, n in (("q", 5), ("k", 7), ("v", 7))},
-        "q, k and v are neither float32 nor bfloat16. Convert them, or call multihead.attention.",
+        "q, k and v are not float32, bfloat16 or float16. Convert them, or call multihead.attention.",
     ),
     "two dtypes": (
         {"k": torch.zeros(2, 1, 7, 8, dtype=torch.bfloat16)},

@@ -17,7 +17,7 @@ from multihead.masks.place import Place
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # `enum class Dtype` in csrc/call.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum class Dtype` in csrc/call.h
 # A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
 DENSE_BYTES = 8 << 20
 

@@ -52,7 +52,9 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     if shape.device != _CPU:
         return f"it runs on the CPU, and the tensors are on {shape.device}"
     if shape.dtype not in DTYPES:
-        return f"it computes float32 and bfloat16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
+        return (
+            f"it computes float32, bfloat16 and float16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
+        )
     if not intercepted() or not traced():
         for tensor in () if _usual(request, bounds) else _read(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # as those of a tracer

@@ -98,6 +98,7 @@ class _Library:
     choose: Callable[[int], None]
     choose_in_thread: Callable[[int], None]
     sets: tuple[InstructionSet, ...]
+    fastest: int
 
 
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
@@ -126,7 +127,7 @@ def chosen() -> InstructionSet:
     """Return the instruction set that a call in this context uses.
 
     It is the one of `using`, else the one of the environment variable MULTIHEAD_CPU (read when it is first needed),
-    else the widest that runs here.
+    else the fastest that runs here.
 
     Raises:
         ArgumentError: the library is missing, or MULTIHEAD_CPU names a set that does not run here.
@@ -234,12 +235,14 @@ def _loaded(path: Path) -> _Library | str:
         library = ctypes.CDLL(str(path))  # its calls release the GIL
         layout, name = library.multihead_layout, library.multihead_instruction_set
         compiled, runs = library.multihead_compiled, library.multihead_runs
+        fastest = library.multihead_fastest
         run, held = library.multihead_run, library.multihead_workspace
         register = library.multihead_register
         choose, choose_in_thread = library.multihead_choose, library.multihead_choose_in_thread
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
     layout.argtypes, layout.restype = (), ctypes.c_char_p
+    fastest.argtypes, fastest.restype = (), ctypes.c_int64
     name.argtypes, name.restype = (ctypes.c_int64,), ctypes.c_char_p
     for function in (compiled, runs):
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
@@ -257,7 +260,7 @@ def _loaded(path: Path) -> _Library | str:
     while (encoded := name(len(sets))) is not None:
         index, set_name = len(sets), encoded.decode()
         sets.append(InstructionSet(set_name, index, bool(compiled(index)), bool(runs(index)), set_name == "emulated"))
-    return _Library(path, run, held, choose, choose_in_thread, tuple(sets))
+    return _Library(path, run, held, choose, choose_in_thread, tuple(sets), fastest())
 
 
 def _libtorch() -> Path:
@@ -271,10 +274,7 @@ def _unforced() -> InstructionSet:
     """Choose the instruction set of this process, once."""
     library = _library()
     name = os.environ.get(ENVIRONMENT)
-    if name:
-        found = _runnable(name, f"{ENVIRONMENT} is {name!r}")
-    else:
-        found = [each for each in instruction_sets() if each.runs and not each.for_tests][-1]
+    found = _runnable(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
     library.choose(found.index)
     return found
 

@@ -5,7 +5,7 @@ is defined in `csrc/operator.cpp`; its backward pass and its derivatives are her
 
 Arguments, in this order or by name:
 
-- q: (batch, heads, queries, head_dim), float32 or bfloat16, on the CPU
+- q: (batch, heads, queries, head_dim), float32, bfloat16 or float16, on the CPU
 - k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads
 - v: (batch, kv_heads, keys, value_dim)
 - start: (batch or 1, queries) int64, the first key that a query sees

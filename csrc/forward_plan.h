@@ -1,0 +1,65 @@
+// How the forward pass for many queries divides a call: blocks of queries times blocks of packed keys.
+#pragma once
+#include "call.h"
+#include "gemm_tile.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t FORWARD_QUERIES = 96;  // per block: the scores of 96 x 256 cells stay in the L2 cache
+constexpr int64_t FORWARD_KEYS = 256;    // per block
+constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;    // multiplications; fewer take less time than waking a thread
+constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;    // of K and V that are packed at once, but at least one head
+
+static_assert(FORWARD_QUERIES % ROWS == 0, "blocks are whole tiles");
+static_assert(FORWARD_QUERIES % COLUMNS == 0 && FORWARD_KEYS % COLUMNS == 0, "blocks are whole panels");
+
+// The type in which an element is packed: bfloat16 where the instruction set multiplies it, else float.
+template <class Element>
+struct Packing {
+  using Type = float;
+};
+#if BF16_DOT
+template <>
+struct Packing<Bfloat16> {
+  using Type = Bfloat16;
+};
+#endif
+template <class Element>
+using PackedOf = typename Packing<Element>::Type;
+
+template <class Element>
+struct ForwardPlan {
+  using Packed = PackedOf<Element>;
+  static constexpr bool NARROW = sizeof(Packed) == 2;
+
+  int64_t keys, depth, width;  // padded keys, head_dim and value_dim
+  int64_t heads, group;        // kv_heads of the whole batch, query heads of each
+  int64_t blocks;              // of queries, per head
+  int64_t k_size, v_size;      // elements of a packed head
+  int64_t threads;
+  bool own;              // whether each thread packs the heads that it computes: no thread waits for another
+  int64_t wave_heads;    // heads that are packed at once
+  int64_t head_bytes;    // of a packed head
+  int64_t packed_bytes;  // of all heads that are packed at once
+
+  explicit ForwardPlan(const Call &call) {
+    keys = round_up(call.keys, COLUMNS);
+    depth = NARROW ? round_up(call.head_dim, 2) : call.head_dim;
+    width = round_up(call.value_dim, COLUMNS);
+    heads = call.batch * call.kv_heads;
+    group = call.kv_heads ? call.heads / call.kv_heads : 0;
+    blocks = ceil_div(call.queries, FORWARD_QUERIES);
+    k_size = (keys + ROWS) * depth;  // the last tile may end after the last key
+    v_size = keys * width;
+    const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
+    threads = work < MIN_PARALLEL_WORK ? 1 : max(call.threads, 1);
+    head_bytes = round_up((k_size + v_size) * static_cast<int64_t>(sizeof(Packed)), 64);
+    const bool balanced = heads % threads == 0 || heads >= 8 * threads;
+    own = balanced && threads * head_bytes <= MAX_PACKED_BYTES;
+    wave_heads = own ? threads : max(1, min(heads, MAX_PACKED_BYTES / max(head_bytes, 1)));
+    packed_bytes = wave_heads * head_bytes;
+  }
+};
+
+}  // namespace
