@@ -1,11 +1,10 @@
 // The forward pass as an operator of PyTorch, torch.ops.multihead.attention, registered through torch's stable C
-// functions. They are declared here and looked up in the loaded libtorch, so building needs no torch, and one library
-// serves every version of torch from 2.11 on.
+// functions. They are declared here, and Python passes their addresses, so building and linking need no torch, and one
+// library serves every version of torch from 2.11 on.
 //
 // An operator checks its arguments, allocates its outputs and runs the kernel without going back to Python. It has two
 // overloads: the default one, which graphs record, takes every term of the scores; `eager` takes the masks that are
 // arithmetic, and few arguments, because PyTorch spends time on each.
-#include <dlfcn.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -461,16 +460,19 @@ void attention(StackValue *stack, uint64_t, uint64_t) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Define the operator in the loaded libtorch at that path, once. Returns null, or what is missing.
-EXPORT const char *multihead_register(const char *libtorch) {
+// The names of the functions of libtorch that the operator calls, separated by spaces.
+EXPORT const char *multihead_torch_functions() {
+#define NAME(result, name, ...) #name " "
+  static const char names[] = TORCH_FUNCTIONS(NAME);
+  return names;
+}
+
+// Define the operator, with the addresses of these functions in their order. Returns 1 if torch accepts it, else 0.
+EXPORT int64_t multihead_register(void *const *functions) {
   static bool registered = false;
-  if (registered) return nullptr;
-  void *loaded = dlopen(libtorch, RTLD_LAZY | RTLD_NOLOAD);
-  if (!loaded) return "libtorch";
-#define FIND(result, name, ...)                                                      \
-  torch.name = reinterpret_cast<result (*)(__VA_ARGS__)>(dlsym(loaded, #name)); \
-  if (!torch.name) return #name;
-  TORCH_FUNCTIONS(FIND)
+  if (registered) return 1;
+#define TAKE(result, name, ...) torch.name = reinterpret_cast<result (*)(__VA_ARGS__)>(*functions++);
+  TORCH_FUNCTIONS(TAKE)
   torch.float32 = torch.aoti_torch_dtype_float32();
   torch.bfloat16 = torch.aoti_torch_dtype_bfloat16();
   torch.float16 = torch.aoti_torch_dtype_float16();
@@ -483,9 +485,9 @@ EXPORT const char *multihead_register(const char *libtorch) {
       torch.aoti_torch_library_init_impl("multihead", "CPU", __FILE__, __LINE__, &cpu) ||
       torch.torch_library_impl(cpu, "attention", attention, TORCH_2_11) ||
       torch.torch_library_impl(cpu, "attention.eager", attention_eager, TORCH_2_11))
-    return "the registration of multihead::attention";
+    return 0;
   registered = true;
-  return nullptr;
+  return 1;
 }
 
 // Choose the instruction set of the operator in this process.

@@ -237,7 +237,7 @@ def _loaded(path: Path) -> _Library | str:
         compiled, runs = library.multihead_compiled, library.multihead_runs
         fastest = library.multihead_fastest
         run, held = library.multihead_run, library.multihead_workspace
-        register = library.multihead_register
+        names, register = library.multihead_torch_functions, library.multihead_register
         choose, choose_in_thread = library.multihead_choose, library.multihead_choose_in_thread
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
@@ -250,12 +250,16 @@ def _loaded(path: Path) -> _Library | str:
         function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_int64
     for function in (choose, choose_in_thread):
         function.argtypes, function.restype = (ctypes.c_int64,), None
-    register.argtypes, register.restype = (ctypes.c_char_p,), ctypes.c_char_p
+    names.argtypes, names.restype = (), ctypes.c_char_p
+    register.restype = ctypes.c_int64
     if layout().decode().split() != list(FIELDS):
         return "its library is of another version of multihead; install multihead again"
-    missing = register(str(_libtorch()).encode())
-    if missing is not None:
-        return f"its operator cannot be registered, because torch {torch.__version__} lacks {missing.decode()}"
+    try:
+        functions = _functions_of_torch(names().decode().split())
+    except (OSError, AttributeError) as error:
+        return f"its operator needs functions that torch {torch.__version__} lacks ({error})"
+    if not register((ctypes.c_void_p * len(functions))(*functions)):
+        return f"its operator cannot be registered in torch {torch.__version__}"
     sets: list[InstructionSet] = []
     while (encoded := name(len(sets))) is not None:
         index, set_name = len(sets), encoded.decode()
@@ -263,10 +267,11 @@ def _loaded(path: Path) -> _Library | str:
     return _Library(path, run, held, choose, choose_in_thread, tuple(sets), fastest())
 
 
-def _libtorch() -> Path:
-    """Return the path of torch's own library, in which operators are registered."""
-    name = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
-    return Path(torch.__file__).parent / "lib" / name
+def _functions_of_torch(names: list[str]) -> list[int | None]:
+    """Return the addresses of functions in torch's own library, which is loaded already."""
+    file = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
+    loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
+    return [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in names]
 
 
 @cache
