@@ -13,6 +13,7 @@ import torch
 import multihead as mh
 from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
+from multihead.kernels.native import library
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.running_summary import BINS, LEAST, MOST, Sketch
@@ -52,6 +53,31 @@ def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> Non
     assert float(sketch.quantile(0.5)[0]) == 0
     assert float(sketch.quantile(1.0)[0]) == pytest.approx(MOST, rel=0.03)
     assert torch.equal(Sketch.zero(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(7, 3, 41), (3, 41), (2, 3, 0), (0, 3, 4)])
+def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.exp(8 * torch.randn(shape, generator=generator))  # from below LEAST to above MOST
+    extremes = torch.tensor([0.0, -0.0, -2.5, 1e-42, LEAST, MOST, torch.inf, -torch.inf])
+    values.view(-1)[: len(extremes)] = extremes[: values.numel()]
+    if values.numel():
+        values[..., -1, -1] = torch.nan
+    counted = torch.rand(shape, generator=generator) < 0.7
+    # A tensor in another order than the kernel's, and one of which a part is used.
+    strided = (
+        values.transpose(-1, -2).contiguous().transpose(-1, -2),
+        torch.cat([counted, counted], -1)[..., : shape[-1]],
+    )
+    found, with_tensors = Sketch.zero(3), Sketch.zero(3)
+    for _ in range(2):
+        found.add(*strided)
+        with patch.object(library, "_found", lambda: "it is hidden"):
+            with_tensors.add(values, counted)
+    assert torch.equal(found.bins, with_tensors.bins)
+    assert torch.equal(found.count, with_tensors.count)
+    torch.testing.assert_close(found.total, with_tensors.total, equal_nan=True, rtol=1e-13, atol=0)
 
 
 def test_more_texts_take_no_more_memory() -> None:

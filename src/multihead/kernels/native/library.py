@@ -16,6 +16,7 @@ from struct import Struct
 # torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a second
 # runtime in the same process.
 import torch
+from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.tracing import constant_in_graphs
@@ -93,6 +94,7 @@ class _Library:
     path: Path
     run: Callable[[bytes, int], int]
     workspace: Callable[[bytes, int], int]
+    summarise: Callable[..., None]
     sets: tuple[InstructionSet, ...]
 
 
@@ -198,6 +200,29 @@ def workspace(pass_: int, values: list[float]) -> int:
     return held
 
 
+def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor) -> None:
+    """Add the values of a statistic to sums, counts and histograms per head.
+
+    A value's bin is the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`,
+    or the nearest one that exists; NaN is in the last bin.
+
+    Args:
+        values: ([batch,] heads, queries), float32.
+        counted: the same shape, bool, which of them to add.
+        first_bin: what to subtract.
+        totals: (heads,) float64, the sums, changed in place.
+        counts: (heads,) float64, how many were added, changed in place.
+        bins: (heads, bins) int64, how many values lie in each bin, changed in place.
+
+    Raises:
+        ArgumentError: the library is missing.
+    """
+    values, counted = values.contiguous(), counted.contiguous()
+    batch = values.shape[0] if values.dim() == 3 else 1
+    inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
+    _library().summarise(*inputs, first_bin, bins.shape[1], totals.data_ptr(), counts.data_ptr(), bins.data_ptr())
+
+
 def _no_such_pass(pass_: int, values: list[float]) -> ArgumentError:
     index = values[AT["instruction_set"]]
     return ArgumentError(
@@ -226,7 +251,7 @@ def _loaded(path: Path) -> _Library | str:
         library = ctypes.CDLL(str(path))  # its calls release the GIL
         layout, name = library.multihead_layout, library.multihead_instruction_set
         compiled, runs = library.multihead_compiled, library.multihead_runs
-        run, held = library.multihead_run, library.multihead_workspace
+        run, held, summary = library.multihead_run, library.multihead_workspace, library.multihead_summarise
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
     layout.argtypes, layout.restype = (), ctypes.c_char_p
@@ -235,13 +260,15 @@ def _loaded(path: Path) -> _Library | str:
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
     for function in (run, held):
         function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_int64
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    summary.argtypes, summary.restype = (*(pointer,) * 2, *(number,) * 5, *(pointer,) * 3), None
     if layout().decode().split() != list(FIELDS):
         return "its library is of another version of multihead; install multihead again"
     sets: list[InstructionSet] = []
     while (encoded := name(len(sets))) is not None:
         index, set_name = len(sets), encoded.decode()
         sets.append(InstructionSet(set_name, index, bool(compiled(index)), bool(runs(index)), set_name == "emulated"))
-    return _Library(path, run, held, tuple(sets))
+    return _Library(path, run, held, summary, tuple(sets))
 
 
 @cache
