@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multihead.functional import request_of
-from multihead.record.segments import Rows, Segment, grow_keys, kept_rows
+from multihead.record.segments import BatchRows, Rows, Segment, grow_keys
 
 HEADS = 4
 K = torch.randn(1, HEADS, 10, 8, generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,9 @@ def test_a_piece_knows_its_place_among_the_keys_of_its_sample() -> None:
 def test_rows_of_a_batch_are_copied_sample_by_sample(spans: list[tuple[int, int, int]], layout: str) -> None:
     tensor = torch.randn(2, 5, 3, 4).transpose(1, 2) if layout == "rows first" else torch.randn(2, 3, 5, 4)
     expected = [tensor[sample : sample + 1, :, start:stop].clone() for sample, start, stop in spans]
-    found = kept_rows(tensor, spans, torch.device("cpu"))
+    rows = BatchRows.of(spans, batch=2, rows=5)
+    copy = rows.copy(tensor, torch.device("cpu"))
     tensor.fill_(7)
+    found = [rows.of_sample(index, copy) for index in range(len(spans))]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert all(one.stride(-1) == 1 for one in found)

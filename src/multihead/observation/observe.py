@@ -80,8 +80,10 @@ def observe(
     _check_sets(chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
-    layer_filter = LayerFilter.of(layers)
-    layer_filter.check_modules(list(names.values()))
+    layer_filter = None
+    if layers is not None:
+        layer_filter = LayerFilter.of(layers)
+        layer_filter.check_modules(list(names.values()))
     record = Record(
         title=type(root).__name__,
         statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},

@@ -16,6 +16,7 @@ from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, notebook, saving
+from multihead.record.batch import RecordedBatch
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
 from multihead.record.sample import SampleRecord
@@ -36,7 +37,6 @@ class Record:
         layers: one a layer, in the order they first ran.
         title: what was watched, such as the name of the model's class.
         id: a random name that it keeps when it is saved.
-        calls: of each call that ran its sample, and which call of that sample it is.
         statistics: label, unit and number format of the statistics that are not built in, by name.
 
     >>> import torch
@@ -51,8 +51,17 @@ class Record:
     layers: list[LayerRecord] = field(default_factory=list)
     title: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
+    _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
+    _batches: list[RecordedBatch] = field(default_factory=list)  # later calls, whose samples are not yet cut out
+
+    @property
+    def calls(self) -> list[tuple[SampleRecord, int]]:
+        """Per call and sample, in the order they ran: the sample, and which call of that sample it is."""
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            self._calls += [(sample, 0) for sample in batch.samples]
+        return self._calls
 
     def __iter__(self) -> Iterator[SampleRecord]:
         """Go through the calls in the order they ran, a sample of a batch at a time."""
@@ -255,7 +264,14 @@ class Record:
         if layer not in self.layers:
             self.layers.append(layer)
         if layer.running_summary is None:
-            self.calls += [(sample, len(sample.calls) - 1) for sample in samples]
+            self.calls.extend((sample, len(sample.calls) - 1) for sample in samples)
+
+    def add_batch(self, layer: LayerRecord, batch: RecordedBatch) -> None:
+        """Add a call with which all its samples begin."""
+        if layer not in self.layers:
+            self.layers.append(layer)
+        layer.add_batch(batch)
+        self._batches.append(batch)
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record into one safetensors file, whole or not at all.

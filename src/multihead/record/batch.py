@@ -1,8 +1,8 @@
-"""Slice one sample out of an attention call, without its padding and without other packed samples."""
+"""Find the samples in a call of a batch, and cut each out without its padding and without other packed samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,7 +17,10 @@ from multihead.masks.place import Span
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes.statistics import OF_POSITIONS
-from multihead.record.segments import ranges
+from multihead.record.sample import SampleRecord
+from multihead.record.segments import BatchRows, Rows, Segment, ranges
+from multihead.record.summaries import Measured, queries_that_count
+from multihead.record.token_ids import Ids
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
 
@@ -39,6 +42,36 @@ class SampleSpans:
     padding: Tensor | None
     found: list[Span]
     requests: list[AttentionRequest] = field(default_factory=list)
+
+    @cached_property
+    def query_rows(self) -> BatchRows:
+        """The queries that belong to samples."""
+        spans = [(span.sample, *span.queries) for span in self.found]
+        return BatchRows.of(spans, batch=self.request.shape.batch, rows=self.request.shape.query_length)
+
+    @cached_property
+    def key_rows(self) -> BatchRows:
+        """The keys that belong to samples."""
+        spans = [(span.sample, *span.keys) for span in self.found]
+        return BatchRows.of(spans, batch=self.request.shape.batch, rows=self.request.shape.key_length)
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether there is padding between the queries of a sample."""
+        if self.real is None:
+            return False
+        return self.real.sum(1).tolist() != [span.queries[1] - span.queries[0] for span in self.found]
+
+    @cached_property
+    def not_sliceable(self) -> frozenset[Part] | None:
+        """The parts measured of the whole call that are not valid for each sample; None for all parts."""
+        found = frozenset[Part]()
+        for span in self.found:
+            of_span = not_sliceable(self.request, span)
+            if of_span is None:
+                return None
+            found |= of_span
+        return found
 
     @cached_property
     def queries(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +104,83 @@ class SampleSpans:
             and _same(real, self.real)
             and _same(padding, self.padding)
         )
+
+
+@dataclass(eq=False)
+class RecordedBatch:
+    """A call with which each of its samples begins. They are cut out of it when one of them is read.
+
+    Cutting takes longer than recording, and tables need statistics only.
+
+    Attributes:
+        new_sample: returns an empty sample of the layer.
+        places: where the samples are.
+        request: the call as a record keeps it, without q, k and v.
+        logsumexp: (batch, heads, queries), nats.
+        statistics: name -> (batch, heads, queries), on the CPU.
+        ids: the token ids.
+        q: a copy of the queries of `places.query_rows`, or None if only statistics are kept.
+        k: a copy of the keys of `places.key_rows`, or None.
+    """
+
+    new_sample: Callable[[], SampleRecord]
+    places: SampleSpans
+    request: AttentionRequest
+    logsumexp: Tensor
+    statistics: dict[str, Tensor]
+    ids: Ids
+    q: Tensor | None = None
+    k: Tensor | None = None
+
+    def measured(self) -> dict[str, Measured]:
+        """Return each floating-point statistic, and which queries count in a summary: (batch, heads, queries) each."""
+        real, positions, num_keys = self.places.queries
+        sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
+        found = {}
+        for name, value in self.statistics.items():
+            if value.is_floating_point():
+                found[name] = Measured(value, queries_that_count(name, sees, positions, num_keys, None))
+        return found
+
+    def measured_samples(self) -> list[dict[str, Measured]]:
+        """Return what `measured` returns of each sample, without cutting them out."""
+        whole, found = self.measured(), []
+        for span in self.places.found:
+            rows = slice(*span.queries)
+            sample = {}
+            for name, (values, counted) in whole.items():
+                sample[name] = Measured(values[span.sample, :, rows], counted[span.sample, :, rows])
+            found.append(sample)
+        return found
+
+    @cached_property
+    def samples(self) -> list[SampleRecord]:
+        """The samples, each without padding."""
+        places, rows = self.places, self.places.query_rows
+        if not places.requests:
+            places.requests = [part_of(self.request, span) for span in places.found]
+        logsumexp = rows.compact(self.logsumexp[..., None])
+        statistics = {name: rows.compact(value[..., None]) for name, value in self.statistics.items()}
+        samples = new_samples(self.new_sample, places, self.ids)
+        for index, (sample, request) in enumerate(zip(samples, places.requests, strict=True)):
+            if self.q is not None and self.k is not None:
+                sample.q = Rows(2, [rows.of_sample(index, self.q)])
+                sample.k = Rows(2, [places.key_rows.of_sample(index, self.k)])
+            sample.begin(
+                Segment(replace(request, sinks=self.request.sinks)),  # each layer has its own
+                rows.of_sample(index, logsumexp)[..., 0],
+                {name: rows.of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
+            )
+        self.statistics = {}  # with their padding they may take twice the memory of the samples
+        return samples
+
+
+def new_samples(new_sample: Callable[[], SampleRecord], places: SampleSpans, ids: Ids) -> list[SampleRecord]:
+    """Return a sample for each place in a first call, with its token ids and nothing else."""
+    samples = [new_sample() for _ in places.found]
+    for index, (sample, span) in enumerate(zip(samples, places.found, strict=True)):
+        ids.add_to(sample, span, index, -span.keys[0])
+    return samples
 
 
 def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Span]:
@@ -166,9 +276,11 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
         k=request.k[sample, :, columns],
         v=request.v[sample, :, columns],
     )
-    parts = sliceable(request, span, attended.statistics)
+    left_out = not_sliceable(request, span)
     kept = {
-        part: moved(part, value[sample, :, rows], span) for part, value in attended.statistics.items() if part in parts
+        part: moved(part, value[sample, :, rows], span)
+        for part, value in attended.statistics.items()
+        if left_out is not None and part not in left_out
     }
     return AttentionCall(part, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
@@ -196,8 +308,8 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
     )
 
 
-def sliceable(request: AttentionRequest, span: Span, parts: Iterable[Part]) -> frozenset[Part]:
-    """Return which parts that a kernel measured of a whole call are valid for one of its samples.
+def not_sliceable(request: AttentionRequest, span: Span) -> frozenset[Part] | None:
+    """Return which parts that a kernel measured of a whole call are not valid for one of its samples; None for all.
 
     Sums over a row of weights are valid if the sample's queries see its own keys only. Distances are valid too, since
     queries and keys of a sample shift together, unless a query is before the first key. The weight on the first key
@@ -205,11 +317,9 @@ def sliceable(request: AttentionRequest, span: Span, parts: Iterable[Part]) -> f
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     if not (span.holds_all or (whole and request.packed_lengths is None)):
-        return frozenset()
+        return None
     left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY})
-    if position_of(request, span) < 0:
-        left_out |= OF_POSITIONS
-    return frozenset(parts) - left_out
+    return left_out | OF_POSITIONS if position_of(request, span) < 0 else left_out
 
 
 def moved(part: Part, value: Tensor, span: Span) -> Tensor:

@@ -1,4 +1,4 @@
-"""Find the token ids of a call's queries and keys among the inputs of the model."""
+"""The token ids of a call: which of them each sample reads, and which are special tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.hooks.inputs import Inputs
 from multihead.masks.place import Span
 from multihead.record.sample import SampleRecord
 
@@ -64,33 +63,6 @@ class Ids:
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
         sample.keys_read.grow(_row(self.queries, span.sample, (first, stop)), start=origin + first)
-
-
-def read_ids(inputs: Inputs, request: AttentionRequest, name: str, *, crosses: bool) -> Ids:
-    """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer.
-
-    Args:
-        inputs: the inputs of the model.
-        request: the call.
-        name: the layer's name.
-        crosses: whether its keys come from another text than its queries.
-    """
-    shape, continued = request.shape, request.continued
-    if continued is not None and continued.lengths is not None and bool((continued.lengths < shape.query_length).any()):
-        return Ids(None, None, request, crosses)  # which of the ids are padding is unknown
-    packed = request.packed_lengths
-    sizes = (shape.batch, shape.query_length) if packed is None else (len(packed), None)
-    queries = inputs.queries_of(name).ids
-    if queries is not None and (queries.shape[0] != sizes[0] or sizes[1] not in (None, queries.shape[1])):
-        queries = None
-    keys = inputs.memory_of(name).ids if crosses else None
-    if keys is not None and tuple(keys.shape) != (shape.batch, shape.key_length):
-        keys = None
-    return Ids(_whole(queries), _whole(keys), request, crosses)
-
-
-def _whole(ids: Tensor | None) -> Tensor | None:
-    return None if ids is None or ids.is_floating_point() or ids.dtype == torch.bool else ids.to("cpu", torch.int64)
 
 
 def _row(ids: Tensor | None, row: int, ends: tuple[int, int]) -> Tensor | None:

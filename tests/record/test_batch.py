@@ -19,9 +19,9 @@ from multihead.functional import attend, request_of
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.native import library
 from multihead.masks.place import Span
-from multihead.observation.slicing import cut, hull, spans, without_queries
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
+from multihead.record.batch import cut, hull, spans, without_queries
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
