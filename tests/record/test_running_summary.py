@@ -80,6 +80,23 @@ def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[i
     torch.testing.assert_close(found.total, with_tensors.total, equal_nan=True, rtol=1e-13, atol=0)
 
 
+@needs_native
+def test_a_sum_has_the_same_bits_for_any_number_of_threads() -> None:
+    values, counted = torch.rand(9, 5, 301), torch.rand(9, 5, 301) < 0.8
+    found = []
+    threads = torch.get_num_threads()
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        try:
+            sketch = Sketch.zero(5)
+            sketch.add(values, counted)
+        finally:
+            torch.set_num_threads(threads)
+        found.append(sketch)
+    assert all(torch.equal(each.total, found[0].total) for each in found)
+    assert all(torch.equal(each.bins, found[0].bins) for each in found)
+
+
 def test_more_texts_take_no_more_memory() -> None:
     def held(record: Record) -> int:
         assert record.calls == []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import uuid
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from multihead.analysis.find import FoundHead, Range, find
@@ -50,7 +51,7 @@ class Record:
 
     layers: list[LayerRecord] = field(default_factory=list)
     title: str = ""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=partial(secrets.token_hex, 16))
     _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
     _batches: list[RecordedBatch] = field(default_factory=list)  # later calls, whose samples are not yet cut out
@@ -270,7 +271,7 @@ class Record:
         """Add a call with which all its samples begin."""
         if layer not in self.layers:
             self.layers.append(layer)
-        layer.add_batch(batch)
+        layer.batches.append(batch)
         self._batches.append(batch)
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:

@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall, AttentionRequest, CallOrigin
+from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
-from multihead.kernels.dense_tile import without_tensors
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
 from multihead.observation.record import Record
@@ -46,7 +45,7 @@ class _PreviousCall:
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
             last key); None if a cache of this library links the calls.
         samples: returns the records of its samples.
-        key_starts: per sample, the position of its first key in the sequence.
+        key_starts: (samples,) int64, the position of the first key of each in the sequence; None before it is recorded.
     """
 
     batch: int
@@ -54,7 +53,7 @@ class _PreviousCall:
     keys: int
     edge: Tensor | None
     samples: Callable[[], list[SampleRecord]] = list
-    key_starts: list[int] = field(default_factory=list)
+    key_starts: Tensor | None = None
 
     @staticmethod
     def of(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
@@ -101,15 +100,13 @@ class Recorder:
                 wanted |= probe.parts
         self.wanted = wanted
 
+    @torch.no_grad()
     def hear(self, call: AttentionCall) -> None:
         """Add a call to the record if a layer of the model made it."""
-        origin = call.request.origin
-        if origin is not None and id(origin.layer) in self.names:
-            with torch.no_grad():
-                self._record(call, origin)
-
-    def _record(self, call: AttentionCall, origin: CallOrigin) -> None:
-        request, module, continued = call.request, origin.layer, origin.continued
+        request, caller = call.request, call.request.origin
+        if caller is None or id(caller.layer) not in self.names:
+            return
+        module, continued = caller.layer, caller.continued
         name = self._numbered(self.names[id(module)])
         model_call = huggingface.origin.get()
         offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
@@ -137,7 +134,7 @@ class Recorder:
             state.samples, state.key_starts = previous.samples, previous.key_starts
         self._previous[sequence] = state
         if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
-            self._add(call, module, layer, state, offset, first=previous is None, crosses=crosses)
+            self._add(call, module, layer, state, offset, crosses=crosses)
 
     def _numbered(self, name: str) -> str:
         """Number the calls of one layer within a forward pass of the model."""
@@ -177,16 +174,19 @@ class Recorder:
         state: _PreviousCall,
         offset: int | Tensor,
         *,
-        first: bool,
         crosses: bool,
     ) -> None:
         """Measure a call, sample by sample where needed, and add it to the record."""
         request, name = call.request, self.names[id(module)]
         places = self._places(request, name)
-        offsets = [offset] * request.shape.batch if isinstance(offset, int) else offset.tolist()
-        ids = self._ids(request, name, crosses=crosses)
-        if first:
-            state.key_starts = [offsets[span.sample] + span.keys[0] for span in places.found]
+        sample_of, first_key = places.ends[0], places.ends[3]
+        key_starts = first_key + (offset.cpu()[sample_of] if isinstance(offset, Tensor) else offset)
+        ids = Ids(None, None, crosses, places.packed, places.request.query_start)
+        if self.inputs.any_ids:
+            ids = self._with_ids(ids, request, name)
+        first = state.key_starts is None
+        if state.key_starts is None:
+            state.key_starts = key_starts
             new_sample = partial(SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses)
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
@@ -206,9 +206,8 @@ class Recorder:
             if layer.running_summary is None:
                 layer.samples.extend(begun)
             state.samples = lambda: begun
-        samples = state.samples()
-        for index, (sample, span) in enumerate(zip(samples, places.found, strict=True)):
-            key_start = offsets[span.sample] + span.keys[0] - state.key_starts[index]
+        samples, moved = state.samples(), (key_starts - state.key_starts).tolist()
+        for index, (sample, span, key_start) in enumerate(zip(samples, places.found, moved, strict=True)):
             if not first:
                 ids.add_to(sample, span, index, key_start - span.keys[0])
             alone = cut(call, span)
@@ -220,19 +219,20 @@ class Recorder:
 
     def _places(self, request: AttentionRequest, name: str) -> SampleSpans:
         """Find the samples in a call, or take those of the previous call if they are at the same places."""
-        origin = huggingface.origin.get()
-        real = self._real_queries(request, name, origin)
-        padding = None if origin is None else origin.padding
+        origin, real, padding = huggingface.origin.get(), None, None
+        if request.continued is not None and request.continued.lengths is not None:
+            token = torch.arange(request.shape.query_length, device=request.shape.device)
+            real = token < request.continued.lengths[:, None]
+        elif origin is not None:
+            real, padding = self._real_queries(request, name, origin.key_offset), origin.padding
         if self._spans is None or not self._spans.fits(request, real, padding):
             found = spans(request, queries=real, keys=padding)
-            self._spans = SampleSpans(without_tensors(request), real, padding, found)
+            bare = self._bare(request, request.shape.device)
+            self._spans = SampleSpans(bare, request.packed_lengths is not None, real, padding, found)
         return self._spans
 
-    def _ids(self, request: AttentionRequest, name: str, *, crosses: bool) -> Ids:
+    def _with_ids(self, unknown: Ids, request: AttentionRequest, name: str) -> Ids:
         """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer."""
-        unknown = Ids(None, None, request, crosses)
-        if not self.inputs.any_ids:
-            return unknown
         shape, continued, packed = request.shape, request.continued, request.packed_lengths
         if (
             continued is not None
@@ -245,10 +245,10 @@ class Recorder:
             len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
         ):
             queries = None
-        keys = self.inputs.memory_of(name).ids if crosses else None
+        keys = self.inputs.memory_of(name).ids if unknown.crosses else None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
-        return Ids(queries, keys, request, crosses)
+        return replace(unknown, queries=queries, keys=keys)
 
     def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: Ids) -> Parts | None:
         """Return the parts of all probes, measured for the whole batch; None if samples must be measured alone.
@@ -258,7 +258,7 @@ class Recorder:
         each sample, or if there is padding between the queries of a sample.
         """
         measured, left_out = call.attended.statistics, places.not_sliceable
-        if left_out is None or places.has_gaps:
+        if left_out is None:
             return None
         known: set[Need] = {"values", "output_weight", "sets"}
         if call.request.sinks is not None:
@@ -273,11 +273,11 @@ class Recorder:
             return None
         missing = wanted - measured.keys()
         if missing:
-            more = token_parts(call, missing, ids.marks(self.special_ids))
+            more = token_parts(call, missing, ids.marks(call.request, self.special_ids))
             if more is None:
                 return None
             measured = {**measured, **more}
-        return moved_together(measured, places.found)
+        return moved_together(measured, places)
 
     def _batch(
         self,
@@ -294,8 +294,7 @@ class Recorder:
         for probe in self.probes:
             if probe.parts <= parts.keys():
                 statistics[probe.name] = from_kernel(probe, parts, logsumexp).cpu()
-        bare = replace(self._bare(request, device), origin=request.origin)  # which has the packed lengths
-        batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), statistics, ids)
+        batch = RecordedBatch(new_sample, places, self._bare(request, device), logsumexp.to(device), statistics, ids)
         if self.keep in ("cpu", "device"):
             batch.q = places.query_rows.copy(request.q, device)
             batch.k = places.key_rows.copy(request.k, device)
@@ -377,17 +376,12 @@ class Recorder:
             map_pool=self.map_pool,
         )
 
-    def _real_queries(self, request: AttentionRequest, name: str, origin: huggingface.Origin | None) -> Tensor | None:
-        """Return which queries of a call are not padding: (batch, queries) bool, or None if that is unknown."""
-        shape, continued = request.shape, request.continued
-        if continued is not None and continued.lengths is not None:
-            return torch.arange(shape.query_length, device=shape.device) < continued.lengths[:, None]
-        tokens = None if origin is None else self.inputs.queries_of(name).tokens
-        if origin is None or tokens is None:
+    def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
+        """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""
+        tokens, shape = self.inputs.queries_of(name).tokens, request.shape
+        if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
             return None
-        if tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
-            return None
-        begin = min(origin.key_offset + int(request.query_start), tokens.shape[1] - shape.query_length)
+        begin = min(offset + int(request.query_start), tokens.shape[1] - shape.query_length)
         return tokens[:, begin : begin + shape.query_length].to(shape.device)
 
     def check_complete(self, model: nn.Module) -> None:

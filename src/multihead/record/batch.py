@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,17 +12,79 @@ from torch import Tensor
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.masks import Keep
-from multihead.masks.counts import as_tensor
 from multihead.masks.place import Span
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes.statistics import OF_POSITIONS
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import BatchRows, Rows, Segment, ranges
+from multihead.record.segments import Rows, Segment, kept
 from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import Ids
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRows:
+    """Rows of a tensor (batch, heads, rows, features), some of each sample.
+
+    Attributes:
+        spans: per sample, its index in the batch, its first row and the row after its last, once the others are left
+            out.
+        index: (kept rows,) int64, their indices among batch * rows; None if no row is left out.
+    """
+
+    spans: list[list[int]]
+    index: Tensor | None
+
+    @staticmethod
+    def of(sample: Tensor, start: Tensor, stop: Tensor, *, batch: int, rows: int) -> BatchRows:
+        """Find the rows to keep.
+
+        Args:
+            sample: (samples,) int64, index of each sample in the batch.
+            start: (samples,) int64, its first row.
+            stop: (samples,) int64, the row after its last.
+            batch: number of samples in the tensor.
+            rows: number of rows of each.
+        """
+        lengths = stop - start
+        if int(lengths.sum()) == batch * rows:
+            return BatchRows(torch.stack([sample, start, stop], 1).tolist(), None)
+        end = lengths.cumsum(0)
+        spans = torch.stack([torch.zeros_like(end), end - lengths, end], 1).tolist()
+        return BatchRows(spans, ranges(sample * rows + start, lengths))
+
+    def compact(self, tensor: Tensor) -> Tensor:
+        """Leave out the other rows: (1, heads, kept rows, features), or the tensor itself if there are none."""
+        if self.index is None:
+            return tensor
+        # (batch * rows, heads * features): no copy where a projection was split into heads; then rows are copied whole
+        flat = tensor.transpose(1, 2).flatten(0, 1).flatten(1)
+        tokens = flat.index_select(0, self.index.to(tensor.device))
+        return tokens.view(len(tokens), tensor.shape[1], tensor.shape[3]).transpose(0, 1)[None]
+
+    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Copy the rows in one operation, because a model may overwrite the original; see `compact`."""
+        if self.index is not None:
+            return self.compact(tensor.detach()).to(device)
+        # In the same layout the copy is one of contiguous memory.
+        return tensor.detach().to(device, copy=True) if tensor.stride(-1) == 1 else kept(tensor, device)
+
+    def of_sample(self, index: int, compact: Tensor) -> Tensor:
+        """Return the rows of a sample: (1, heads, its rows, features), of what `compact` or `copy` returned."""
+        sample, start, stop = self.spans[index]
+        return compact[sample : sample + 1, :, start:stop]
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenate the ranges [start, start + length): int64.
+
+    >>> ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    first = starts - (lengths.cumsum(0) - lengths)
+    return first.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 @dataclass(eq=False)
@@ -30,7 +92,8 @@ class SampleSpans:
     """The place of each sample in a call; layers of a model that share a mask share this too.
 
     Attributes:
-        request: the call, without its tensors.
+        request: the call, without its tensors and its origin.
+        packed: whether its samples are packed in one row.
         real: (batch, queries) bool, False for padding, or None.
         padding: (batch, keys) bool, False for padding, or None.
         found: per sample, its rows and columns.
@@ -38,36 +101,41 @@ class SampleSpans:
     """
 
     request: AttentionRequest
+    packed: bool
     real: Tensor | None
     padding: Tensor | None
     found: list[Span]
     requests: list[AttentionRequest] = field(default_factory=list)
 
     @cached_property
+    def ends(self) -> Tensor:
+        """(5, samples) int64: index in the batch, first query and that after the last, first key and that after it."""
+        found = [(span.sample, *span.queries, *span.keys) for span in self.found]
+        return torch.tensor(found, dtype=torch.int64).view(-1, 5).T
+
+    @cached_property
     def query_rows(self) -> BatchRows:
         """The queries that belong to samples."""
-        spans = [(span.sample, *span.queries) for span in self.found]
-        return BatchRows.of(spans, batch=self.request.shape.batch, rows=self.request.shape.query_length)
+        shape = self.request.shape
+        return BatchRows.of(*self.ends[:3], batch=shape.batch, rows=shape.query_length)
 
     @cached_property
     def key_rows(self) -> BatchRows:
         """The keys that belong to samples."""
-        spans = [(span.sample, *span.keys) for span in self.found]
-        return BatchRows.of(spans, batch=self.request.shape.batch, rows=self.request.shape.key_length)
-
-    @cached_property
-    def has_gaps(self) -> bool:
-        """Whether there is padding between the queries of a sample."""
-        if self.real is None:
-            return False
-        return self.real.sum(1).tolist() != [span.queries[1] - span.queries[0] for span in self.found]
+        shape, (sample, _, _, start, stop) = self.request.shape, self.ends
+        return BatchRows.of(sample, start, stop, batch=shape.batch, rows=shape.key_length)
 
     @cached_property
     def not_sliceable(self) -> frozenset[Part] | None:
-        """The parts measured of the whole call that are not valid for each sample; None for all parts."""
+        """The parts measured of the whole call that are not valid for each sample; None for all parts.
+
+        There is no valid one if there is padding between the queries of a sample.
+        """
+        if self.real is not None and self.real.sum(1).tolist() != (self.ends[2] - self.ends[1]).tolist():
+            return None
         found = frozenset[Part]()
         for span in self.found:
-            of_span = not_sliceable(self.request, span)
+            of_span = not_sliceable(self.request, span, packed=self.packed)
             if of_span is None:
                 return None
             found |= of_span
@@ -81,21 +149,26 @@ class SampleSpans:
             whether the query belongs to a sample, bool; its position among the keys of its sample; the number
             of keys of its sample.
         """
-        shape, found = self.request.shape, self.found
-        lengths = [span.queries[1] - span.queries[0] for span in found]
-        row = ranges([span.queries[0] for span in found], lengths)
-        position = ranges([position_of(self.request, span) for span in found], lengths)
-        of_sample = torch.tensor([(span.sample, span.keys[1] - span.keys[0]) for span in found], dtype=torch.int64)
-        batch, keys = of_sample.view(-1, 2).repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0).unbind(1)
-        whole = torch.zeros(3, shape.batch, 1, shape.query_length, dtype=torch.int64)
-        whole[:, batch, 0, row] = torch.stack([torch.ones_like(row), position, keys])
-        return whole[0].bool(), whole[1], whole[2]
+        shape, start = self.request.shape, self.request.query_start
+        sample, first, stop, first_key, stop_key = self.ends
+        if isinstance(start, Tensor):
+            start = start.cpu()[sample]
+        length = stop - first
+        row = ranges(sample * shape.query_length + first, length)
+        position = ranges(start + first - first_key, length)
+        num_keys = (stop_key - first_key).repeat_interleave(length)
+        whole = torch.zeros(3, shape.batch * shape.query_length, dtype=torch.int64)
+        whole[:, row] = torch.stack([torch.ones_like(row), position, num_keys])
+        real, positions, keys = whole.view(3, shape.batch, 1, shape.query_length)
+        return real.bool(), positions, keys
 
     def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
         """Whether another call has its samples at the same places, with the same mask and options."""
         mine = self.request
+        if self.packed or request.packed_lengths is not None:
+            return False
         for each in (request, mine):
-            if isinstance(each.query_start, Tensor) or each.bias is not None or each.packed_lengths is not None:
+            if isinstance(each.query_start, Tensor) or each.bias is not None:
                 return False
         return (
             request.mask is mine.mask
@@ -115,7 +188,7 @@ class RecordedBatch:
     Attributes:
         new_sample: returns an empty sample of the layer.
         places: where the samples are.
-        request: the call as a record keeps it, without q, k and v.
+        request: the call as a record keeps it, without q, k, v and its origin.
         logsumexp: (batch, heads, queries), nats.
         statistics: name -> (batch, heads, queries), on the CPU.
         ids: the token ids.
@@ -158,7 +231,7 @@ class RecordedBatch:
         """The samples, each without padding."""
         places, rows = self.places, self.places.query_rows
         if not places.requests:
-            places.requests = [part_of(self.request, span) for span in places.found]
+            places.requests = [part_of(self.request, span, packed=places.packed) for span in places.found]
         logsumexp = rows.compact(self.logsumexp[..., None])
         statistics = {name: rows.compact(value[..., None]) for name, value in self.statistics.items()}
         samples = new_samples(self.new_sample, places, self.ids)
@@ -196,10 +269,10 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
     shape, bounds = request.shape, bounds_of(request)
     batch, columns = shape.batch, shape.key_length
     if request.packed_lengths is not None:
-        ends = as_tensor(request.packed_lengths, "cpu").cumsum(0).tolist()
-        places = list(zip([0, *ends[:-1]], ends, strict=True))
         lengths = request.packed_lengths.to(shape.device)
-        end = lengths.cumsum(0).repeat_interleave(lengths)
+        end = lengths.cumsum(0)
+        places = list(zip((end - lengths).tolist(), end.tolist(), strict=True))
+        end = end.repeat_interleave(lengths)
         inside = (bounds.start >= end - lengths.repeat_interleave(lengths)) & (bounds.stop <= end)
         within = bool((bounds.sees_nothing | inside).all())
         return [Span(0, place, place, holds_all=within, holds_first=True) for place in places]
@@ -270,13 +343,14 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     """
     request, attended = call.request, call.attended
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
+    packed = request.packed_lengths is not None
     part = replace(
-        part_of(request, span),
+        part_of(request, span, packed=packed),
         q=request.q[sample, :, rows],
         k=request.k[sample, :, columns],
         v=request.v[sample, :, columns],
     )
-    left_out = not_sliceable(request, span)
+    left_out = not_sliceable(request, span, packed=packed)
     kept = {
         part: moved(part, value[sample, :, rows], span)
         for part, value in attended.statistics.items()
@@ -285,8 +359,14 @@ def cut(call: AttentionCall, span: Span) -> AttentionCall:
     return AttentionCall(part, Attended(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept))
 
 
-def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
-    """Slice one sample out of a request as `cut` does, except q, k and v, which stay whole."""
+def part_of(request: AttentionRequest, span: Span, *, packed: bool) -> AttentionRequest:
+    """Slice one sample out of a request as `cut` does, except q, k and v, which stay whole.
+
+    Args:
+        request: the call.
+        span: the sample's rows and columns.
+        packed: whether the samples are packed in one row.
+    """
     rows, columns = slice(*span.queries), slice(*span.keys)
     shape = request.shape._replace(
         batch=1,
@@ -294,7 +374,6 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
         key_length=columns.stop - columns.start,
     )
     position = position_of(request, span)
-    packed = request.packed_lengths is not None
     mask = (request.mask.without_documents() if packed else request.mask).part(span)
     if not mask.uses_positions:
         position = max(position, 0)  # a position before the first key has no meaning in cross-attention
@@ -308,7 +387,7 @@ def part_of(request: AttentionRequest, span: Span) -> AttentionRequest:
     )
 
 
-def not_sliceable(request: AttentionRequest, span: Span) -> frozenset[Part] | None:
+def not_sliceable(request: AttentionRequest, span: Span, *, packed: bool) -> frozenset[Part] | None:
     """Return which parts that a kernel measured of a whole call are not valid for one of its samples; None for all.
 
     Sums over a row of weights are valid if the sample's queries see its own keys only. Distances are valid too, since
@@ -316,7 +395,7 @@ def not_sliceable(request: AttentionRequest, span: Span) -> frozenset[Part] | No
     depends on which key counted as the first.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
-    if not (span.holds_all or (whole and request.packed_lengths is None)):
+    if not (span.holds_all or (whole and not packed)):
         return None
     left_out = frozenset[Part]() if span.holds_first else frozenset({FIRST_KEY})
     return left_out | OF_POSITIONS if position_of(request, span) < 0 else left_out
@@ -327,13 +406,13 @@ def moved(part: Part, value: Tensor, span: Span) -> Tensor:
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
 
-def moved_together(parts: Mapping[Part, Tensor], found: Sequence[Span]) -> Mapping[Part, Tensor]:
+def moved_together(parts: Mapping[Part, Tensor], places: SampleSpans) -> Mapping[Part, Tensor]:
     """Shift the key indices among the parts of a whole call so that the first key of each sample is 0."""
     keys = parts.get("largest_key")
-    if keys is None or not any(span.keys[0] for span in found):
+    if keys is None or not bool(places.ends[3].any()):
         return parts
     keys = keys.clone()
-    for span in found:
+    for span in places.found:
         rows = keys[span.sample, :, slice(*span.queries)]
         rows -= span.keys[0] * (rows >= 0)
     return {**parts, "largest_key": keys}

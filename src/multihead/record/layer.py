@@ -33,13 +33,14 @@ class LayerRecord:
         running_summary: the summary of all texts with keep="summary", else None.
         number: index from 0 among all attention layers of the model in the order they first ran, layers that were
             not recorded included: L17 is the layer that `observe(layers=17)` chooses.
+        batches: calls whose samples come after the others, and are cut out when `samples` is read.
     """
 
     name: str
     _samples: list[SampleRecord] = field(default_factory=list)
     running_summary: RunningSummary | None = None
     number: int = 0
-    _batches: list[RecordedBatch] = field(default_factory=list)  # later samples, not yet cut out
+    batches: list[RecordedBatch] = field(default_factory=list)
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""
@@ -55,28 +56,24 @@ class LayerRecord:
     def samples(self) -> list[SampleRecord]:
         """One per text, over all batches, in the order they ran; empty if only a summary is kept."""
         with _CUTTING:
-            while self._batches:
-                self._samples += self._batches[0].samples
-                del self._batches[0]
+            while self.batches:
+                self._samples += self.batches[0].samples
+                del self.batches[0]
         return self._samples
-
-    def add_batch(self, batch: RecordedBatch) -> None:
-        """Append the samples of a batch."""
-        self._batches.append(batch)
 
     @property
     def num_heads(self) -> int:
         """Number of query heads."""
         if self.running_summary is not None:
             return self.running_summary.num_heads
-        return self._batches[0].request.shape.num_heads if self._batches else self._samples[0].num_heads
+        return self.batches[0].request.shape.num_heads if self.batches else self._samples[0].num_heads
 
     @property
     def num_samples(self) -> int:
         """Number of samples."""
         if self.running_summary is not None:
             return self.running_summary.num_samples
-        return sum((len(batch.places.found) for batch in self._batches), len(self._samples))
+        return sum((len(batch.places.found) for batch in self.batches), len(self._samples))
 
     def means(self) -> dict[str, Tensor]:
         """Mean of each statistic over the queries that count, over all samples: (heads,) float64 each."""
@@ -95,7 +92,7 @@ class LayerRecord:
             return self.running_summary.summary(of)
         with _CUTTING:
             measured = [one.measured() for one in self._samples]
-            for batch in self._batches:
+            for batch in self.batches:
                 measured += batch.measured_samples()
         return summaries.summary(measured, of)
 

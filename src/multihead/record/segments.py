@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -73,61 +72,6 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
 def kept(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a contiguous copy, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-
-
-def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Concatenate the ranges [start, start + length): int64.
-
-    >>> ranges([5, 0], [2, 3]).tolist()
-    [5, 6, 0, 1, 2]
-    """
-    count = torch.tensor(lengths, dtype=torch.int64)
-    first = torch.tensor(starts, dtype=torch.int64) - (count.cumsum(0) - count)
-    return first.repeat_interleave(count) + torch.arange(int(count.sum()))
-
-
-@dataclass(frozen=True, eq=False)
-class BatchRows:
-    """Rows of a tensor (batch, heads, rows, features), some of each sample.
-
-    Attributes:
-        spans: per sample, its index in the batch, its first row and the row after its last.
-        index: (kept rows,) int64, their indices among batch * rows; None if no row is left out.
-    """
-
-    spans: Sequence[tuple[int, int, int]]
-    index: Tensor | None
-
-    @staticmethod
-    def of(spans: Sequence[tuple[int, int, int]], *, batch: int, rows: int) -> BatchRows:
-        """Find the rows to keep of `rows` rows of each of `batch` samples."""
-        lengths = [stop - start for _, start, stop in spans]
-        if sum(lengths) == batch * rows:
-            return BatchRows(spans, None)
-        index = ranges([sample * rows + start for sample, start, _ in spans], lengths)
-        stops = list(accumulate(lengths))
-        return BatchRows([(0, stop - length, stop) for stop, length in zip(stops, lengths, strict=True)], index)
-
-    def compact(self, tensor: Tensor) -> Tensor:
-        """Leave out the other rows: (1, heads, kept rows, features), or the tensor itself if there are none."""
-        if self.index is None:
-            return tensor
-        # (batch * rows, heads * features): no copy where a projection was split into heads; then rows are copied whole
-        flat = tensor.transpose(1, 2).flatten(0, 1).flatten(1)
-        tokens = flat.index_select(0, self.index.to(tensor.device))
-        return tokens.view(len(tokens), tensor.shape[1], tensor.shape[3]).transpose(0, 1)[None]
-
-    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Copy the rows in one operation, because a model may overwrite the original; see `compact`."""
-        whole = self.compact(tensor.detach())
-        if self.index is not None:
-            return whole.to(device)
-        return whole.to(device, copy=True) if whole.stride(-1) == 1 else kept(whole, device)
-
-    def of_sample(self, index: int, compact: Tensor) -> Tensor:
-        """Return the rows of a sample: (1, heads, its rows, features), of what `compact` or `copy` returned."""
-        sample, start, stop = self.spans[index]
-        return compact[sample : sample + 1, :, start:stop]
 
 
 @dataclass(frozen=True, eq=False)

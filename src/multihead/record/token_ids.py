@@ -20,18 +20,20 @@ class Ids:
     Attributes:
         queries: (batch, queries) int64, the ids of its queries, (samples, tokens) for a packed call, or None.
         keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
-        request: the call.
         crosses: whether its keys come from another text (cross-attention).
+        packed: whether its samples are packed in one row.
+        query_start: position of its first query among its keys; a tensor has one per sample.
     """
 
     queries: Tensor | None
     keys: Tensor | None
-    request: AttentionRequest
     crosses: bool
+    packed: bool
+    query_start: int | Tensor
 
-    def marks(self, special_ids: Sequence[int]) -> Tensor | None:
+    def marks(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
         """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
-        request, ids = self.request, self.keys if self.crosses else self.queries
+        ids = self.keys if self.crosses else self.queries
         if ids is None or not special_ids:
             return None
         if not self.crosses:
@@ -56,10 +58,10 @@ class Ids:
             if not sample.calls:
                 sample.keys_read.grow(_row(self.keys, span.sample, span.keys), start=0)
             return
-        if self.request.packed_lengths is not None:
+        if self.packed:
             sample.keys_read.grow(_row(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
             return
-        start = self.request.query_start
+        start = self.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
         sample.keys_read.grow(_row(self.queries, span.sample, (first, stop)), start=origin + first)

@@ -220,7 +220,8 @@ def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, c
     values, counted = values.contiguous(), counted.contiguous()
     batch = values.shape[0] if values.dim() == 3 else 1
     inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
-    _library().summarise(*inputs, first_bin, bins.shape[1], totals.data_ptr(), counts.data_ptr(), bins.data_ptr())
+    results = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
+    _library().summarise(*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
 
 
 def _no_such_pass(pass_: int, values: list[float]) -> ArgumentError:
@@ -261,7 +262,7 @@ def _loaded(path: Path) -> _Library | str:
     for function in (run, held):
         function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_int64
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    summary.argtypes, summary.restype = (*(pointer,) * 2, *(number,) * 5, *(pointer,) * 3), None
+    summary.argtypes, summary.restype = (*(pointer,) * 2, *(number,) * 5, *(pointer,) * 3, number), None
     if layout().decode().split() != list(FIELDS):
         return "its library is of another version of multihead; install multihead again"
     sets: list[InstructionSet] = []
