@@ -350,6 +350,7 @@ def test_cutting_a_batch_changes_no_bit_of_its_table(name: str, of: Any) -> None
     before = record.table(of=of).rows
     assert record.layers[0].num_samples == 8
     assert [(sample.num_queries, call) for sample, call in record.calls] == [(length, 0) for length in 2 * lengths]
+    assert record.table(of=of).rows == before
     assert len(record.layers[0].samples) == 8
     assert not record.layers[0].batches
     assert record.table(of=of).rows == before
@@ -362,8 +363,14 @@ def test_a_batch_is_cut_where_a_later_call_continues_its_samples() -> None:
         layer(x[:, :5], mask=masks.Causal(), cache=cache)
         assert record.layers[0].batches
         layer(x[:, 5:], mask=masks.Causal(), cache=cache)
+    table = record.table().rows
     assert [len(sample.calls) for sample in record.layers[0].samples] == [2, 2, 2]
     assert [call for _, call in record.calls] == [0, 0, 0, 1, 1, 1]
+    assert record.table().rows == table
+    with torch.no_grad(), mh.observe(layer) as whole:
+        layer(x, mask=masks.Causal())
+    for row, other in zip(table, whole.table().rows, strict=True):
+        assert row == pytest.approx(other, abs=1e-5)
 
 
 @needs_native

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import Ids
 from multihead.scores.bias import Bias
 from multihead.scores.relative import RelativeBias
+
+CUTTING = RLock()
+"""Held while samples are cut out, because several threads may read a record."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +208,7 @@ class RecordedBatch:
     ids: Ids
     q: Tensor | None = None
     k: Tensor | None = None
+    _samples: list[SampleRecord] | None = None  # once they are cut out
 
     def measured(self) -> dict[str, Measured]:
         """Return each floating-point statistic, and which queries count in a summary: (batch, heads, queries) each."""
@@ -216,7 +221,9 @@ class RecordedBatch:
         return found
 
     def measured_samples(self) -> list[dict[str, Measured]]:
-        """Return what `measured` returns of each sample, without cutting them out."""
+        """Return each floating-point statistic per query of each sample, see `SampleRecord.measured`."""
+        if self._samples is not None:  # later calls may have continued them
+            return [sample.measured() for sample in self._samples]
         whole, found = self.measured(), []
         for span in self.places.found:
             rows = slice(*span.queries)
@@ -226,9 +233,16 @@ class RecordedBatch:
             found.append(sample)
         return found
 
-    @cached_property
+    @property
     def samples(self) -> list[SampleRecord]:
         """The samples, each without padding."""
+        with CUTTING:
+            if self._samples is None:
+                self._samples = self._cut()
+                self.statistics = {}  # with their padding they may take twice the memory of the samples
+        return self._samples
+
+    def _cut(self) -> list[SampleRecord]:
         places, rows = self.places, self.places.query_rows
         if not places.requests:
             places.requests = [part_of(self.request, span, packed=places.packed) for span in places.found]
@@ -244,7 +258,6 @@ class RecordedBatch:
                 rows.of_sample(index, logsumexp)[..., 0],
                 {name: rows.of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
             )
-        self.statistics = {}  # with their padding they may take twice the memory of the samples
         return samples
 
 

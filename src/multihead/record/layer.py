@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,15 +12,13 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
-from multihead.record.batch import RecordedBatch
+from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.notebook import many
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of
 from multihead.record.table import head_rows
 from multihead.record.texts import Text
-
-_CUTTING = RLock()  # the pages of one record are computed by several threads
 
 
 @dataclass(eq=False, repr=False)
@@ -55,7 +52,7 @@ class LayerRecord:
     @property
     def samples(self) -> list[SampleRecord]:
         """One per text, over all batches, in the order they ran; empty if only a summary is kept."""
-        with _CUTTING:
+        with CUTTING:
             while self.batches:
                 self._samples += self.batches[0].samples
                 del self.batches[0]
@@ -90,7 +87,7 @@ class LayerRecord:
         """
         if self.running_summary is not None:
             return self.running_summary.summary(of)
-        with _CUTTING:
+        with CUTTING:
             measured = [one.measured() for one in self._samples]
             for batch in self.batches:
                 measured += batch.measured_samples()
