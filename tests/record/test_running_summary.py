@@ -188,3 +188,28 @@ def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
         layer(x, mask=mh.masks.Causal())
     assert found.layers[0].num_samples == 3
     torch.testing.assert_close(found.layers[0].means(), whole.layers[0].means(), atol=1e-5, rtol=1e-5)
+
+
+@needs_native
+def test_special_tokens_of_a_text_in_steps_are_known_in_every_step() -> None:
+    given, caches = ids(2, 9) % 4, [KeyValueCache(), KeyValueCache()]
+
+    class Stepping(Reader):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, mask=mh.masks.Causal(), cache=cache)
+            return x  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Stepping().eval()
+    with torch.no_grad(), mh.observe(model, keep="summary", probes=("special_mass",), special_ids=[3]) as found:
+        for first, stop in itertools.pairwise((0, 4, 5, 6, 9)):
+            model(given[:, first:stop])
+    caches[:] = [KeyValueCache(), KeyValueCache()]
+    with torch.no_grad(), mh.observe(model, probes=("special_mass",), special_ids=[3]) as whole:
+        model(given)
+    for layer, other in zip(found.layers, whole.layers, strict=True):
+        assert layer.running_summary is not None
+        assert layer.running_summary.statistics["special_mass"].count.tolist() == [18.0] * 4
+        torch.testing.assert_close(layer.means(), other.means(), atol=1e-5, rtol=1e-5)

@@ -199,14 +199,16 @@ class Recorder:
                     state.samples = partial(new_samples, new_sample, places, ids)
                     self.record.add(layer, ())
                 return
-            begun = new_samples(new_sample, places, ids)
+            samples = new_samples(new_sample, places, ids)
             if self.keep in ("cpu", "device"):
-                for sample in begun:
+                for sample in samples:
                     sample.q, sample.k = Rows(2), Rows(2)
             if layer.running_summary is None:
-                layer.samples.extend(begun)
-            state.samples = lambda: begun
-        samples, moved = state.samples(), (key_starts - state.key_starts).tolist()
+                layer.samples.extend(samples)
+        else:
+            samples = state.samples()
+        state.samples = lambda: samples
+        moved = (key_starts - state.key_starts).tolist()
         for index, (sample, span, key_start) in enumerate(zip(samples, places.found, moved, strict=True)):
             if not first:
                 ids.add_to(sample, span, index, key_start - span.keys[0])
