@@ -88,7 +88,7 @@ class LayerRecord:
         if self.running_summary is not None:
             return self.running_summary.summary(of)
         with CUTTING:
-            measured = [one.measured() for one in self._samples]
+            measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
         return summaries.summary(measured, of)
