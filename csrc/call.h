@@ -148,4 +148,10 @@ int64_t multihead_runs(int64_t index);                   // 1 if this build cont
 int64_t multihead_fastest();                             // the fastest set that runs here
 int64_t multihead_workspace(const Call *call, Pass pass);  // bytes of memory that the pass needs, -1 for no such pass
 Status multihead_run(const Call *call, Pass pass);
+// Add values to sums, counts and histograms per head, see summary.cpp.
+void multihead_summarise(const float *values, const uint8_t *counted, int64_t batch, int64_t heads, int64_t queries,
+                         int64_t first_bin, int64_t num_bins, double *totals, double *counts, int64_t *bins,
+                         int64_t threads);
 }
+
+#define EXPORT extern "C" __attribute__((visibility("default")))

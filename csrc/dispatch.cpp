@@ -61,8 +61,6 @@ bool bounds_are_valid(const Call &call) {
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 EXPORT const char *multihead_layout() {
 #define FIELD(type, name) #name " "
 #define ROW_STRIDES(name) #name "_strides.batch " #name "_strides.head " #name "_strides.row "

@@ -48,7 +48,10 @@ def listeners() -> tuple[Listener, ...]:
 
 def wanted() -> frozenset[Part]:
     """Return the union of the statistics that all listeners want."""
-    return frozenset[Part]().union(*(listener.wanted for listener in listeners()))
+    found = frozenset[Part]()
+    for listener in listeners():
+        found |= listener.wanted
+    return found
 
 
 def publish(call: AttentionCall) -> None:

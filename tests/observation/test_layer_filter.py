@@ -20,7 +20,6 @@ def chosen(layers: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        (None, list(range(13))),
         (3, [3]),
         ([0, 11], [0, 11]),
         (range(2), [0, 1]),
@@ -37,7 +36,6 @@ def test_layers_are_chosen_by_index_part_or_glob(layers: Any, expected: list[int
 
 def test_what_matches_nothing_is_known() -> None:
     assert LayerFilter.of([0, 13, "decoder", "head"]).missed(NAMES) == [13, "head"]
-    assert LayerFilter.of(None).missed(NAMES) == []
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, ""])

@@ -13,6 +13,7 @@ import torch
 import multihead as mh
 from multihead.cache import KeyValueCache
 from multihead.errors import ProbeError
+from multihead.kernels.native import library
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.running_summary import BINS, LEAST, MOST, Sketch
@@ -52,6 +53,48 @@ def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> Non
     assert float(sketch.quantile(0.5)[0]) == 0
     assert float(sketch.quantile(1.0)[0]) == pytest.approx(MOST, rel=0.03)
     assert torch.equal(Sketch.zero(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(7, 3, 41), (3, 41), (2, 3, 0), (0, 3, 4)])
+def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.exp(8 * torch.randn(shape, generator=generator))  # from below LEAST to above MOST
+    extremes = torch.tensor([0.0, -0.0, -2.5, 1e-42, LEAST, MOST, torch.inf, -torch.inf])
+    values.view(-1)[: len(extremes)] = extremes[: values.numel()]
+    if values.numel():
+        values[..., -1, -1] = torch.nan
+    counted = torch.rand(shape, generator=generator) < 0.7
+    # A tensor in another order than the kernel's, and one of which a part is used.
+    strided = (
+        values.transpose(-1, -2).contiguous().transpose(-1, -2),
+        torch.cat([counted, counted], -1)[..., : shape[-1]],
+    )
+    found, with_tensors = Sketch.zero(3), Sketch.zero(3)
+    for _ in range(2):
+        found.add(*strided)
+        with patch.object(library, "_found", lambda: "it is hidden"):
+            with_tensors.add(values, counted)
+    assert torch.equal(found.bins, with_tensors.bins)
+    assert torch.equal(found.count, with_tensors.count)
+    torch.testing.assert_close(found.total, with_tensors.total, equal_nan=True, rtol=1e-13, atol=0)
+
+
+@needs_native
+def test_a_sum_has_the_same_bits_for_any_number_of_threads() -> None:
+    values, counted = torch.rand(9, 5, 301), torch.rand(9, 5, 301) < 0.8
+    found = []
+    threads = torch.get_num_threads()
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        try:
+            sketch = Sketch.zero(5)
+            sketch.add(values, counted)
+        finally:
+            torch.set_num_threads(threads)
+        found.append(sketch)
+    assert all(torch.equal(each.total, found[0].total) for each in found)
+    assert all(torch.equal(each.bins, found[0].bins) for each in found)
 
 
 def test_more_texts_take_no_more_memory() -> None:
@@ -145,3 +188,28 @@ def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
         layer(x, mask=mh.masks.Causal())
     assert found.layers[0].num_samples == 3
     torch.testing.assert_close(found.layers[0].means(), whole.layers[0].means(), atol=1e-5, rtol=1e-5)
+
+
+@needs_native
+def test_special_tokens_of_a_text_in_steps_are_known_in_every_step() -> None:
+    given, caches = ids(2, 9) % 4, [KeyValueCache(), KeyValueCache()]
+
+    class Stepping(Reader):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, mask=mh.masks.Causal(), cache=cache)
+            return x  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Stepping().eval()
+    with torch.no_grad(), mh.observe(model, keep="summary", probes=("special_mass",), special_ids=[3]) as found:
+        for first, stop in itertools.pairwise((0, 4, 5, 6, 9)):
+            model(given[:, first:stop])
+    caches[:] = [KeyValueCache(), KeyValueCache()]
+    with torch.no_grad(), mh.observe(model, probes=("special_mass",), special_ids=[3]) as whole:
+        model(given)
+    for layer, other in zip(found.layers, whole.layers, strict=True):
+        assert layer.running_summary is not None
+        assert layer.running_summary.statistics["special_mass"].count.tolist() == [18.0] * 4
+        torch.testing.assert_close(layer.means(), other.means(), atol=1e-5, rtol=1e-5)

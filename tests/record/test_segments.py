@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from multihead.functional import request_of
-from multihead.record.segments import Rows, Segment, grow_keys, kept_rows
+from multihead.record.segments import Rows, Segment, grow_keys
 
 HEADS = 4
 K = torch.randn(1, HEADS, 10, 8, generator=torch.Generator().manual_seed(0))
@@ -33,16 +32,3 @@ def test_a_piece_knows_its_place_among_the_keys_of_its_sample() -> None:
     request = request_of(K[:, :, :2], K[:, :, :5], K[:, :, :5], query_start=3)
     segment = Segment(request, 4)
     assert (segment.num_queries, segment.query_start, segment.key_stop) == (2, 7, 9)
-
-
-@pytest.mark.parametrize(
-    "spans", [[(0, 0, 5), (1, 0, 5)], [(0, 1, 4), (1, 0, 5)], [(1, 2, 2), (0, 0, 1), (1, 3, 5)], []]
-)
-@pytest.mark.parametrize("layout", ["heads first", "rows first"])
-def test_rows_of_a_batch_are_copied_sample_by_sample(spans: list[tuple[int, int, int]], layout: str) -> None:
-    tensor = torch.randn(2, 5, 3, 4).transpose(1, 2) if layout == "rows first" else torch.randn(2, 3, 5, 4)
-    expected = [tensor[sample : sample + 1, :, start:stop].clone() for sample, start, stop in spans]
-    found = kept_rows(tensor, spans, torch.device("cpu"))
-    tensor.fill_(7)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert all(one.stride(-1) == 1 for one in found)

@@ -7,6 +7,7 @@ no mask at all, and padding and causality are silently ignored.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,12 +44,8 @@ class Origin:
     padding: Tensor | None = None
 
 
-_origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
-
-
-def origin() -> Origin | None:
-    """Return the origin of the call that listeners are receiving; None if no Hugging Face model made it."""
-    return _origin.get()
+origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
+"""The origin of the call that listeners are receiving; None if no Hugging Face model made it."""
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
@@ -142,11 +139,11 @@ def attend_for(
         bias = position_bias if bias is None else position_bias + bias
     terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
     request = request_of(query, key, value, *terms, origin=CallOrigin(module))
-    token = _origin.set(place)
+    token = origin.set(place)
     try:
         output = attend(request).output
     finally:
-        _origin.reset(token)
+        origin.reset(token)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -236,8 +233,8 @@ def crosses(module: nn.Module, name: str = "") -> bool:
     """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
     if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
         return flag
-    names = f"{name}.{type(module).__name__}".lower()
-    return any(part in names for part in ("cross", "encdec", "encoder_attn"))
+    names = f"{name}.{type(module).__name__}"
+    return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
 
 
 @cache

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from multihead.hooks.huggingface import pretrained_models
@@ -19,7 +21,7 @@ class Given:
     """Inputs of one model in a forward pass.
 
     Attributes:
-        ids: (batch, tokens), the token ids, or None.
+        ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
         tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
     """
 
@@ -28,18 +30,45 @@ class Given:
 
 
 @dataclass(eq=False)
+class _Model:
+    """A model that may take tokens.
+
+    Attributes:
+        prefix: its qualified name and a dot; "" for the outermost model.
+        module: the model.
+        signature: that of its forward.
+        given: its newest inputs.
+    """
+
+    prefix: str
+    module: nn.Module
+    signature: inspect.Signature
+    given: Given = Given()
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether its inputs are token ids or their embeddings."""
+        return not self.signature.parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
+        return "decoder_input_ids" in self.signature.parameters
+
+
+@dataclass(eq=False)
 class Inputs:
     """Inputs of a model and of the models in it, updated while they run.
 
     Attributes:
         passes: number of forward passes that have started.
+        any_ids: whether any model was called with token ids.
     """
 
     passes: int = 0
+    any_ids: bool = False
     _depth: int = 0
-    _models: dict[str, nn.Module] = field(default_factory=dict)
-    _given: dict[str, Given] = field(default_factory=dict)
-    _taken: dict[str, frozenset[str]] = field(default_factory=dict)
+    _models: list[_Model] = field(default_factory=list)  # each one before those within it
 
     @property
     def running(self) -> bool:
@@ -52,17 +81,18 @@ class Inputs:
         A layer belongs to the innermost model around it that takes tokens. An encoder and a decoder are models of their
         own, so that each has its own ids and padding.
         """
-        around = sorted((each for each in self._models if _holds(each, name)), key=len, reverse=True)
-        for each in around:
-            taken = self._parameters(each)
-            if "input_ids" in taken or "inputs_embeds" in taken:
-                inputs = self._given.get(each, Given())
-                outer = next((other for other in around if len(other) < len(each)), None)
-                if inputs.ids is None and outer is not None and not self._pairs(outer):
-                    # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
-                    inputs = Given(self._given.get(outer, Given()).ids, inputs.tokens)
-                return inputs
-        return Given()
+        found: Given | None = None
+        for model in reversed(self._models):
+            if not f"{name}.".startswith(model.prefix):
+                continue
+            if found is not None:
+                # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
+                return found if model.pairs else Given(model.given.ids, found.tokens)
+            if model.takes_tokens:
+                found = model.given
+                if found.ids is not None:
+                    return found
+        return Given() if found is None else found
 
     def memory_of(self, name: str) -> Given:
         """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
@@ -70,63 +100,44 @@ class Inputs:
         While it decodes, such a model gets the output of its encoder and no ids: then the result is the last inputs of
         the encoder.
         """
-        for each in sorted(self._models, key=len):
-            model: Any = self._models[each]
-            if _holds(each, name) and self._pairs(each):
-                given = self._given.get(each, Given())
-                if given.ids is not None:
-                    return given
-                encoder = model.get_encoder()
-                inner = next((other for other, module in self._models.items() if module is encoder), None)
-                return given if inner is None else self._given.get(inner, given)
+        for model in self._models:
+            if f"{name}.".startswith(model.prefix) and model.pairs:
+                if model.given.ids is not None:
+                    return model.given
+                whole: Any = model.module
+                encoder = whole.get_encoder()
+                return next((each.given for each in self._models if each.module is encoder), model.given)
         return Given()
 
-    def _parameters(self, model: str) -> frozenset[str]:
-        """Return the parameter names of a model's forward; cached, because every attention call needs them."""
-        if model not in self._taken:
-            self._taken[model] = frozenset(inspect.signature(self._models[model].forward).parameters)
-        return self._taken[model]
-
-    def _pairs(self, model: str) -> bool:
-        """Whether a model is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
-        return "decoder_input_ids" in self._parameters(model)
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._depth == 0:
-            self.passes += 1
+    def enter(self, model: _Model, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Receive the arguments of a model that is about to run."""
+        self.passes += self._depth == 0
         self._depth += 1
-        if name in self._models:
-            self._given[name] = _given(module, args, kwargs)
+        model.given = _given(model.signature, args, kwargs)
+        self.any_ids |= model.given.ids is not None
 
-    def _leave(self) -> None:
+    def leave(self, *_: object) -> None:
+        """Count a model that has run."""
         self._depth = max(self._depth - 1, 0)
 
 
 @contextmanager
 def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
     """Record the inputs of a model and of all Hugging Face models in it while the context is active."""
-    inputs = Inputs(_models={"": model, **pretrained_models(model)})
+    inputs = Inputs()
     with ExitStack() as stack:
-        for name, module in inputs._models.items():  # noqa: SLF001 - made here
-            before, after = _hooks(inputs, name)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        for name, module in {"": model, **pretrained_models(model)}.items():
+            each = _Model(name and f"{name}.", module, inspect.signature(module.forward))
+            inputs._models.append(each)  # noqa: SLF001 - made here
+            before = module.register_forward_pre_hook(partial(inputs.enter, each), with_kwargs=True, prepend=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(inputs.leave, always_call=True).remove)
         yield inputs
 
 
-def _hooks(inputs: Inputs, name: str) -> tuple[Any, Any]:
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs._enter(name, module, args, kwargs)  # noqa: SLF001 - the hook is part of it
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        inputs._leave()  # noqa: SLF001
-
-    return before, after
-
-
-def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        bound = signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
         return Given()  # the model itself will raise an error about its arguments
     ids, mask = bound.get("input_ids"), bound.get("attention_mask")
@@ -135,8 +146,6 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    return Given(ids.detach() if isinstance(ids, Tensor) and ids.dim() == 2 else None, tokens)
-
-
-def _holds(outer: str, name: str) -> bool:
-    return outer in ("", name) or name.startswith(f"{outer}.")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return Given(None, tokens)
+    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens)

@@ -12,19 +12,17 @@ from multihead.errors import ArgumentError, ModelError
 
 @dataclass(frozen=True)
 class LayerFilter:
-    """The layers to record: indices and names, None for all."""
+    """The layers to record: indices and names."""
 
-    items: tuple[int | str, ...] | None
+    items: tuple[int | str, ...]
 
     @staticmethod
-    def of(layers: Sequence[int | str] | int | str | None) -> LayerFilter:
+    def of(layers: Sequence[int | str] | int | str) -> LayerFilter:
         """Check the `layers` argument of `observe`.
 
         Raises:
             ArgumentError: an item is neither an index from 0 nor a name.
         """
-        if layers is None:
-            return LayerFilter(None)
         items = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
         for item in items:
             if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or _negative(item):
@@ -42,7 +40,7 @@ class LayerFilter:
         Raises:
             ModelError: no module matches a name.
         """
-        for item in self.items or ():
+        for item in self.items:
             # A layer that runs again in one forward pass is named "#2" and so on after its module.
             if isinstance(item, str) and "#" not in item and not any(_fits(item, name, -1) for name in names):
                 raise ModelError(
@@ -52,12 +50,11 @@ class LayerFilter:
 
     def takes(self, name: str, index: int) -> bool:
         """Whether a layer is to be recorded."""
-        return self.items is None or any(_fits(item, name, index) for item in self.items)
+        return any(_fits(item, name, index) for item in self.items)
 
     def missed(self, names: Sequence[str]) -> list[int | str]:
         """Return the items that match none of these layers."""
-        items = self.items or ()
-        return [item for item in items if not any(_fits(item, name, index) for index, name in enumerate(names))]
+        return [item for item in self.items if not any(_fits(item, name, index) for index, name in enumerate(names))]
 
 
 def _negative(item: int | str) -> bool:

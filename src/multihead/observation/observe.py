@@ -76,12 +76,13 @@ def observe(
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     chosen = resolved(DEFAULT if probes is None else probes)
-    _check_options(model, keep, map_size, map_pool)
-    _check_sets(chosen)
+    _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
-    layer_filter = LayerFilter.of(layers)
-    layer_filter.check_modules(list(names.values()))
+    layer_filter = None
+    if layers is not None:
+        layer_filter = LayerFilter.of(layers)
+        layer_filter.check_modules(list(names.values()))
     record = Record(
         title=type(root).__name__,
         statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
@@ -112,7 +113,7 @@ def observe(
     recorder.check_complete(root)
 
 
-def _check_options(model: object, keep: object, map_size: object, map_pool: object) -> None:
+def _check_options(model: object, keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"The model is a {type(model).__name__}, not a module.", "Give a torch.nn.Module.")
     if keep not in ("cpu", "device", "statistics", "summary"):
@@ -120,10 +121,6 @@ def _check_options(model: object, keep: object, map_size: object, map_pool: obje
     if map_pool not in ("mean", "max"):
         raise ArgumentError(f"map_pool is {map_pool!r}.", 'Give "mean" or "max".')
     check_integer("map_size", map_size)
-
-
-def _check_sets(probes: Sequence[Probe]) -> None:
-    """Raise ProbeError for statistics that need a set of tokens which is not given."""
     for probe in probes:
         if "sets" in probe.needs:
             raise ProbeError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import uuid
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from multihead.analysis.find import FoundHead, Range, find
@@ -16,6 +17,7 @@ from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, notebook, saving
+from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
 from multihead.record.sample import SampleRecord
@@ -33,10 +35,9 @@ class Record:
     """The attention of a model as `observe` recorded it, or as a file stores it.
 
     Attributes:
-        layers: one a layer, in the order they first ran.
-        title: what was watched, such as the name of the model's class.
-        id: a random name that it keeps when it is saved.
-        calls: of each call that ran its sample, and which call of that sample it is.
+        layers: one per attention layer, in the order they first ran.
+        title: what was recorded, such as the name of the model's class.
+        id: a random name that the record keeps when it is saved.
         statistics: label, unit and number format of the statistics that are not built in, by name.
 
     >>> import torch
@@ -50,12 +51,22 @@ class Record:
 
     layers: list[LayerRecord] = field(default_factory=list)
     title: str = ""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
+    id: str = field(default_factory=partial(secrets.token_hex, 16))
+    _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
+    _batches: list[RecordedBatch] = field(default_factory=list)  # later calls, whose samples are not yet cut out
+
+    @property
+    def calls(self) -> list[tuple[SampleRecord, int]]:
+        """Per call and sample, in the order they ran: the sample, and the index of the call in it."""
+        with CUTTING:
+            while self._batches:
+                self._calls += [(sample, 0) for sample in self._batches[0].samples]
+                del self._batches[0]
+        return self._calls
 
     def __iter__(self) -> Iterator[SampleRecord]:
-        """Go through the calls in the order they ran, a sample of a batch at a time."""
+        """Iterate over the calls in the order they ran, one sample at a time."""
         for sample, index in self.calls:
             yield sample.call(index)
 
@@ -63,7 +74,7 @@ class Record:
         """Return the record of a layer, by its name or its number.
 
         Raises:
-            ModelError: no layer of that name or number was seen.
+            ModelError: no layer of that name or number was recorded.
             ArgumentError: it is neither a name nor a number.
         """
         if isinstance(layer, bool) or not isinstance(layer, (str, int)):
@@ -80,16 +91,16 @@ class Record:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether q and k were kept, so that any part of any map can be had."""
+        """Whether q and k were kept, so that any part of any map can be computed."""
         return self._parts.keeps_weights
 
     @property
     def texts(self) -> list[Text]:
-        """The texts that were read, one a sample: the token ids that the model was given, and what names them."""
+        """The texts that were read, one per sample: token ids, tokens, and which of them are special."""
         return texts_of(self.layers)
 
     def mark_special(self, ids: Iterable[int]) -> None:
-        """Say which token ids are marks of the model's own, where the texts' ids are known."""
+        """Mark the tokens with these ids as special, in all texts whose ids are known."""
         marks = frozenset(ids)
         for layer in self.layers:
             for one in layer.samples:
@@ -142,15 +153,15 @@ class Record:
                     reading.named = known[key]
 
     def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean") -> HeadTable:
-        """Lay out one row a head, each statistic summed up over all queries.
+        """Return a table with one row per head, each statistic summarised over all queries.
 
         Args:
-            sort: "layer", or a statistic: then the heads with the largest value come first.
+            sort: "layer", or a statistic, whose largest values come first.
             top: how many rows to keep; None keeps all.
             of: "mean", "median" or "p95", the 95th percentile.
 
         Raises:
-            ArgumentError: there is no such column, top is less than 1, or `of` is none of these.
+            ArgumentError: there is no such column, top is less than 1, or `of` is something else.
         """
         check_summary(of)
         rows = []
@@ -200,17 +211,17 @@ class Record:
     ) -> list[NearHead]:
         """Find the heads whose weights are nearest to those of one, by their Jensen-Shannon divergence.
 
-        Heads are compared query by query, over the same keys: layers of other lengths are left out.
+        Heads are compared per query, over the same keys; layers of other lengths are left out.
 
         Args:
             layer: the layer's number.
             head: the head's index in its layer.
             top: how many heads.
             sample: which text.
-            queries: how many queries are looked at, spread evenly; None takes as many as a second or two allow.
+            queries: how many evenly spaced queries are compared; None takes as many as a second or two allow.
 
         Returns:
-            the nearest first, the head itself left out.
+            the other heads, the nearest first.
 
         Raises:
             ProbeError: only statistics were kept.
@@ -219,7 +230,7 @@ class Record:
         return nearest(self.layers, layer, head, top=top, sample=sample, queries=queries)
 
     def to_pandas(self, *, of: Of = "mean") -> Any:
-        """Return the table as a pandas DataFrame, a row a head.
+        """Return the table as a pandas DataFrame, one row per head.
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -255,18 +266,25 @@ class Record:
         if layer not in self.layers:
             self.layers.append(layer)
         if layer.running_summary is None:
-            self.calls += [(sample, len(sample.calls) - 1) for sample in samples]
+            self.calls.extend((sample, len(sample.calls) - 1) for sample in samples)
+
+    def add_batch(self, layer: LayerRecord, batch: RecordedBatch) -> None:
+        """Add a call with which all its samples begin."""
+        if layer not in self.layers:
+            self.layers.append(layer)
+        layer.batches.append(batch)
+        self._batches.append(batch)
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
-        """Write the record into one safetensors file, whole or not at all.
+        """Write the record to one safetensors file, completely or not at all.
 
         Args:
-            file: its name, such as "run.safetensors".
-            keep: "all", or "statistics": then q and k are left out, and no part of a map can be had of the file.
+            file: the path, such as "run.safetensors".
+            keep: "all", or "statistics", which leaves out q and k, so that no map can be computed from the file.
 
         Raises:
             InputError: the file cannot be written.
-            ArgumentError: `keep` is none of these.
+            ArgumentError: `keep` is something else.
             MaskError: a mask cannot be stored; nothing is written then.
         """
         saving.save(self._parts, file, keep=keep)
@@ -276,13 +294,13 @@ class Record:
         """Open a saved record. Nothing in a file is executed; all of it is checked.
 
         Args:
-            file: its name.
+            file: the path.
             mapped: map the file into memory, so that its tensors stay in the file until they are read. Truncating the
                 file while it is mapped kills the process; replacing it by a new file does no harm. False reads q and
                 k from the file where they are needed and everything else at once; if the file is changed later,
                 reading raises InputError.
 
         Raises:
-            InputError: there is no such file, it is cut, no record, or one of a newer version.
+            InputError: there is no such file, it is truncated, it is not a record, or its version is newer.
         """
         return Record(*loading.load(file, mapped=mapped))

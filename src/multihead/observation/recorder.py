@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall, AttentionRequest, CallOrigin
+from multihead.call import AttentionCall, AttentionRequest
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
-from multihead.kernels.dense_tile import without_tensors
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
 from multihead.observation.record import Record
-from multihead.observation.slicing import SampleSpans, cut, moved_together, part_of, sliceable, spans, without_queries
-from multihead.observation.token_ids import Ids, read_ids
 from multihead.parts import Part
 from multihead.probes.context import Pool, ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.statistics import from_kernel, of_call, possible, token_parts, without_positions
 from multihead.probes.tile import tile
+from multihead.record.batch import RecordedBatch, SampleSpans, cut, moved_together, new_samples, spans, without_queries
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import Rows, Segment, grow_keys, kept, kept_rows
-from multihead.record.summaries import Measured, queries_that_count
+from multihead.record.segments import Rows, Segment, grow_keys, kept
+from multihead.record.token_ids import Ids
 from multihead.scores.bias import values_of, with_values
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
@@ -44,16 +44,16 @@ class _PreviousCall:
         keys: number of its keys.
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
             last key); None if a cache of this library links the calls.
-        samples: the records of its samples.
-        key_starts: per sample, the position of its first key in the sequence.
+        samples: returns the records of its samples.
+        key_starts: (samples,) int64, the position of the first key of each in the sequence; None before it is recorded.
     """
 
     batch: int
     query_stop: int
     keys: int
     edge: Tensor | None
-    samples: list[SampleRecord] = field(default_factory=list)
-    key_starts: list[int] = field(default_factory=list)
+    samples: Callable[[], list[SampleRecord]] = list
+    key_starts: Tensor | None = None
 
     @staticmethod
     def of(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
@@ -77,13 +77,14 @@ class Recorder:
     record: Record
     names: dict[int, str]
     inputs: Inputs
-    layer_filter: LayerFilter
+    layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     probes: tuple[Probe, ...]
     special_ids: tuple[int, ...]
     map_size: int
     map_pool: Pool
     root: nn.Module
+    wanted: frozenset[Part] = field(init=False)
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # per layer and text
     _counts: dict[str, int] = field(default_factory=dict)
@@ -91,24 +92,23 @@ class Recorder:
     _spans: SampleSpans | None = None  # of the previous call in this forward pass
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
-    @property
-    def wanted(self) -> frozenset[Part]:
-        """The parts that a kernel may measure while it computes: those of probes that need nothing but q and k."""
-        return frozenset[Part]().union(
-            *(probe.parts for probe in self.probes if not probe.needs and probe.axes == "queries")
-        )
+    def __post_init__(self) -> None:
+        """Find the parts that a kernel may measure while it computes: those of probes that need nothing but q and k."""
+        wanted = frozenset[Part]()
+        for probe in self.probes:
+            if not probe.needs and probe.axes == "queries":
+                wanted |= probe.parts
+        self.wanted = wanted
 
+    @torch.no_grad()
     def hear(self, call: AttentionCall) -> None:
         """Add a call to the record if a layer of the model made it."""
-        origin = call.request.origin
-        if origin is not None and id(origin.layer) in self.names:
-            with torch.no_grad():
-                self._record(call, origin)
-
-    def _record(self, call: AttentionCall, origin: CallOrigin) -> None:
-        request, module, continued = call.request, origin.layer, origin.continued
+        request, caller = call.request, call.request.origin
+        if caller is None or id(caller.layer) not in self.names:
+            return
+        module, continued = caller.layer, caller.continued
         name = self._numbered(self.names[id(module)])
-        model_call = huggingface.origin()
+        model_call = huggingface.origin.get()
         offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
         crosses = huggingface.crosses(module, self.names[id(module)])
         if continued is not None:
@@ -133,8 +133,8 @@ class Recorder:
         if previous is not None:
             state.samples, state.key_starts = previous.samples, previous.key_starts
         self._previous[sequence] = state
-        if self.layer_filter.takes(name, layer.number):
-            self._add(call, module, layer, state, offset, first=previous is None, crosses=crosses)
+        if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
+            self._add(call, module, layer, state, offset, crosses=crosses)
 
     def _numbered(self, name: str) -> str:
         """Number the calls of one layer within a forward pass of the model."""
@@ -174,120 +174,133 @@ class Recorder:
         state: _PreviousCall,
         offset: int | Tensor,
         *,
-        first: bool,
         crosses: bool,
     ) -> None:
-        """Slice a call into its samples, measure each, and add it to the record."""
+        """Measure a call, sample by sample where needed, and add it to the record."""
         request, name = call.request, self.names[id(module)]
-        model_call = huggingface.origin()
-        real = _real_queries_of_cache(request)  # (batch, queries) bool, False for padding, or None
-        if model_call is not None:
-            real = self._real_queries(request, name, model_call.key_offset)
-        padding = None if model_call is None else model_call.padding
+        places = self._places(request, name)
+        sample_of, first_key = places.ends[0], places.ends[3]
+        key_starts = first_key + (offset.cpu()[sample_of] if isinstance(offset, Tensor) else offset)
+        ids = Ids(None, None, crosses, places.packed, places.request.query_start)
+        if self.inputs.any_ids:
+            ids = self._with_ids(ids, request, name)
+        first = state.key_starts is None
+        if state.key_starts is None:
+            state.key_starts = key_starts
+            new_sample = partial(SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses)
+            parts = self._parts_of_batch(call, places, ids)
+            if parts is not None:
+                batch = self._batch(call, places, parts, ids, new_sample)
+                if layer.running_summary is None:
+                    state.samples = lambda: batch.samples
+                    self.record.add_batch(layer, batch)
+                else:
+                    layer.running_summary.add(batch.measured(), samples=len(places.found))
+                    state.samples = partial(new_samples, new_sample, places, ids)
+                    self.record.add(layer, ())
+                return
+            samples = new_samples(new_sample, places, ids)
+            if self.keep in ("cpu", "device"):
+                for sample in samples:
+                    sample.q, sample.k = Rows(2), Rows(2)
+            if layer.running_summary is None:
+                layer.samples.extend(samples)
+        else:
+            samples = state.samples()
+        state.samples = lambda: samples
+        moved = (key_starts - state.key_starts).tolist()
+        for index, (sample, span, key_start) in enumerate(zip(samples, places.found, moved, strict=True)):
+            if not first:
+                ids.add_to(sample, span, index, key_start - span.keys[0])
+            alone = cut(call, span)
+            if places.real is not None:
+                alone = without_queries(alone, places.real[span.sample, slice(*span.queries)])
+            start = 0 if request.packed_lengths is not None else key_start
+            self._add_sample(layer, sample, alone, start, module, first=first)
+        self.record.add(layer, samples)
+
+    def _places(self, request: AttentionRequest, name: str) -> SampleSpans:
+        """Find the samples in a call, or take those of the previous call if they are at the same places."""
+        origin, real, padding = huggingface.origin.get(), None, None
+        if request.continued is not None and request.continued.lengths is not None:
+            token = torch.arange(request.shape.query_length, device=request.shape.device)
+            real = token < request.continued.lengths[:, None]
+        elif origin is not None:
+            real, padding = self._real_queries(request, name, origin.key_offset), origin.padding
         if self._spans is None or not self._spans.fits(request, real, padding):
             found = spans(request, queries=real, keys=padding)
-            self._spans = SampleSpans(without_tensors(request), real, padding, found)
-        found = self._spans.found
-        offsets = [offset] * request.shape.batch if isinstance(offset, int) else offset.tolist()
-        if first:
-            kept_tensors = self.keep in ("cpu", "device")
-            state.samples, state.key_starts = [], [offsets[span.sample] + span.keys[0] for span in found]
-            for _ in found:
-                sample = SampleRecord(layer.name, self.map_size, self.map_pool, crosses=crosses)
-                if kept_tensors:
-                    sample.q, sample.k = Rows(2), Rows(2)
-                state.samples.append(sample)
-            if layer.running_summary is None:
-                layer.samples += state.samples
-        ids = read_ids(self.inputs, request, name, crosses=crosses)
-        for index, (sample, span) in enumerate(zip(state.samples, found, strict=True)):
-            ids.add_to(sample, span, index, offsets[span.sample] - state.key_starts[index])
-        parts = self._parts_of_batch(call, self._spans, ids, real) if first else None
-        if parts is not None:
-            self._add_batch(layer, state.samples, call, self._spans, parts)
-        else:
-            for sample, span, key_start in zip(state.samples, found, state.key_starts, strict=True):
-                alone = cut(call, span)
-                if real is not None:
-                    alone = without_queries(alone, real[span.sample, slice(*span.queries)])
-                start = 0 if request.packed_lengths is not None else offsets[span.sample] + span.keys[0] - key_start
-                self._add_sample(layer, sample, alone, start, module, first=first)
-        self.record.add(layer, state.samples)
+            bare = self._bare(request, request.shape.device)
+            self._spans = SampleSpans(bare, request.packed_lengths is not None, real, padding, found)
+        return self._spans
 
-    def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: Ids, real: Tensor | None) -> Parts | None:
+    def _with_ids(self, unknown: Ids, request: AttentionRequest, name: str) -> Ids:
+        """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer."""
+        shape, continued, packed = request.shape, request.continued, request.packed_lengths
+        if (
+            continued is not None
+            and continued.lengths is not None
+            and bool((continued.lengths < shape.query_length).any())
+        ):
+            return unknown  # which of the ids are padding is unknown
+        queries = self.inputs.queries_of(name).ids
+        if queries is not None and (
+            len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
+        ):
+            queries = None
+        keys = self.inputs.memory_of(name).ids if unknown.crosses else None
+        if keys is not None and keys.shape != (shape.batch, shape.key_length):
+            keys = None
+        return replace(unknown, queries=queries, keys=keys)
+
+    def _parts_of_batch(self, call: AttentionCall, places: SampleSpans, ids: Ids) -> Parts | None:
         """Return the parts of all probes, measured for the whole batch; None if samples must be measured alone.
 
         The kernel measured what needs q and k alone. Weights on special tokens and sinks are measured here. Samples
         are measured alone if the kernel did not run, if a part needs more, if a part of the whole call is not that of
         each sample, or if there is padding between the queries of a sample.
         """
-        request, measured = call.request, call.attended.statistics
-        if real is not None:
-            lengths = torch.tensor([stop - first for first, stop in (span.queries for span in places.found)])
-            if not torch.equal(real.sum(1).cpu(), lengths):
-                return None
+        measured, left_out = call.attended.statistics, places.not_sliceable
+        if left_out is None:
+            return None
         known: set[Need] = {"values", "output_weight", "sets"}
-        if request.sinks is not None:
+        if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.special_ids else {"ids"}
-        wanted = frozenset[Part]().union(
-            *(
-                probe.parts
-                for probe in self.probes
-                if probe.needs <= known and not (ids.crosses and probe.parts & OF_TOKENS)
-            )
-        )
+        wanted = frozenset[Part]()
+        for probe in self.probes:
+            if probe.needs <= known and not (ids.crosses and probe.parts & OF_TOKENS):
+                wanted |= probe.parts
+        if wanted & left_out:
+            return None
         missing = wanted - measured.keys()
         if missing:
-            more = token_parts(call, missing, ids.marks(self.special_ids))
+            more = token_parts(call, missing, ids.marks(call.request, self.special_ids))
             if more is None:
                 return None
             measured = {**measured, **more}
-        if any(wanted - sliceable(request, span, measured) for span in places.found):
-            return None
-        return moved_together(measured, places.found)
+        return moved_together(measured, places)
 
-    def _add_batch(
-        self, layer: LayerRecord, samples: list[SampleRecord], call: AttentionCall, places: SampleSpans, parts: Parts
-    ) -> None:
-        """Add a call with which all its samples begin, in a few operations for the whole batch."""
+    def _batch(
+        self,
+        call: AttentionCall,
+        places: SampleSpans,
+        parts: Parts,
+        ids: Ids,
+        new_sample: Callable[[], SampleRecord],
+    ) -> RecordedBatch:
+        """Record a call with which all its samples begin."""
         request, logsumexp = call.request, call.attended.logsumexp.detach()
-        statistics = {
-            probe.name: from_kernel(probe, parts, logsumexp) for probe in self.probes if probe.parts <= parts.keys()
-        }
-        if layer.running_summary is not None:
-            real, positions, num_keys = places.queries
-            sees = real & (logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
-            counted = {
-                name: Measured(value.cpu(), queries_that_count(name, sees, positions, num_keys, None))
-                for name, value in statistics.items()
-                if value.is_floating_point()
-            }
-            layer.running_summary.add(counted, samples=len(places.found))
-            return
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        names = tuple(name for name, value in statistics.items() if value.dtype == logsumexp.dtype)
-        others = {name: value.cpu() for name, value in statistics.items() if name not in names}
-        # (1 + names, batch, heads, queries): few large operations instead of many small ones
-        stacked = torch.stack([logsumexp, *(statistics[name] for name in names)])
-        if not places.requests:
-            bare = replace(self._bare(request, device), origin=request.origin)  # keeps the packed lengths
-            places.requests = [part_of(bare, span) for span in places.found]
-        requests = places.requests
-        if request.sinks is not None:  # each layer has its own
-            sinks = kept(request.sinks, device) if self.keep in ("cpu", "device") else None
-            requests = [replace(each, sinks=sinks) for each in requests]
-        if samples[0].q is not None:
-            of_q = kept_rows(request.q, [(span.sample, *span.queries) for span in places.found], device)
-            of_k = kept_rows(request.k, [(span.sample, *span.keys) for span in places.found], device)
-            for sample, q, k in zip(samples, of_q, of_k, strict=True):
-                sample.q, sample.k = Rows(2, [q]), Rows(2, [k])
-        for sample, span, each in zip(samples, places.found, requests, strict=True):
-            rows = slice(*span.queries)
-            own = stacked[:, span.sample, :, rows].clone()  # (1 + names, heads, rows)
-            rest = {name: value[span.sample, :, rows].clone() for name, value in others.items()}
-            sample.begin(Segment(each), own[:1].to(device), names, own[1:].cpu(), rest)
+        statistics = {}
+        for probe in self.probes:
+            if probe.parts <= parts.keys():
+                statistics[probe.name] = from_kernel(probe, parts, logsumexp).cpu()
+        batch = RecordedBatch(new_sample, places, self._bare(request, device), logsumexp.to(device), statistics, ids)
+        if self.keep in ("cpu", "device"):
+            batch.q = places.query_rows.copy(request.q, device)
+            batch.k = places.key_rows.copy(request.k, device)
+        return batch
 
     def _add_sample(
         self,
@@ -327,9 +340,10 @@ class Recorder:
         bias, keeps = request.bias, self.keep in ("cpu", "device")
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
             bias = None  # it hides no key, and nothing else of it is needed
-        nothing = torch.empty(0)
+        nothing, start = torch.empty(0), request.query_start
         return replace(
             request,
+            query_start=start.clone() if isinstance(start, Tensor) else start,  # a cache may overwrite it
             q=nothing,
             k=nothing,
             v=nothing,
@@ -385,7 +399,7 @@ class Recorder:
                 "Run the model inside the context. Layers of multihead are recorded, and Hugging Face models that use "
                 "AttentionInterface.",
             )
-        missed = self.layer_filter.missed(list(self._layers))
+        missed = [] if self.layer_filter is None else self.layer_filter.missed(list(self._layers))
         if missed:
             raise ModelError(
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
@@ -405,11 +419,3 @@ def _after_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) ->
     alike = ids.between(place, place + request.shape.query_length) == ids.between(start - 1, start)
     first = tile(request, call.attended.logsumexp.detach(), keys=slice(0, 1))[..., 0]
     return first * alike.to(first.device)
-
-
-def _real_queries_of_cache(request: AttentionRequest) -> Tensor | None:
-    """Return which queries of a call with a cache are not padding: (batch, queries) bool, or None if unknown."""
-    if request.continued is None or request.continued.lengths is None:
-        return None
-    token = torch.arange(request.shape.query_length, device=request.shape.device)
-    return token < request.continued.lengths[:, None]

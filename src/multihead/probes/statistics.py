@@ -262,7 +262,7 @@ def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor) -> Tensor:
     if part is not None:
         return parts[part]
     value = _computed(probe, parts)
-    if any(value is parts[part] for part in probe.parts):
+    if len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]:
         return value
     return _masked(value, logsumexp == -torch.inf, logsumexp.isnan())
 

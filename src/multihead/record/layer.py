@@ -12,6 +12,7 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
+from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.notebook import many
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -26,16 +27,17 @@ class LayerRecord:
 
     Attributes:
         name: the layer's qualified name in the model; "#2" and so on if it runs again in one forward pass.
-        samples: one per text, over all batches, in the order they ran; empty if only a summary is kept.
         running_summary: the summary of all texts with keep="summary", else None.
         number: index from 0 among all attention layers of the model in the order they first ran, layers that were
             not recorded included: L17 is the layer that `observe(layers=17)` chooses.
+        batches: calls whose samples come after the others, and are cut out when `samples` is read.
     """
 
     name: str
-    samples: list[SampleRecord] = field(default_factory=list)
+    _samples: list[SampleRecord] = field(default_factory=list)
     running_summary: RunningSummary | None = None
     number: int = 0
+    batches: list[RecordedBatch] = field(default_factory=list)
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""
@@ -48,14 +50,27 @@ class LayerRecord:
         return notebook.table(self.name, f"layer {self.number}, {many(self.num_samples, 'text')}", rows, ["head"])
 
     @property
+    def samples(self) -> list[SampleRecord]:
+        """One per text, over all batches, in the order they ran; empty if only a summary is kept."""
+        with CUTTING:
+            while self.batches:
+                self._samples += self.batches[0].samples
+                del self.batches[0]
+        return self._samples
+
+    @property
     def num_heads(self) -> int:
         """Number of query heads."""
-        return self.samples[0].num_heads if self.running_summary is None else self.running_summary.num_heads
+        if self.running_summary is not None:
+            return self.running_summary.num_heads
+        return self.batches[0].request.shape.num_heads if self.batches else self._samples[0].num_heads
 
     @property
     def num_samples(self) -> int:
         """Number of samples."""
-        return len(self.samples) if self.running_summary is None else self.running_summary.num_samples
+        if self.running_summary is not None:
+            return self.running_summary.num_samples
+        return sum((len(batch.places.found) for batch in self.batches), len(self._samples))
 
     def means(self) -> dict[str, Tensor]:
         """Mean of each statistic over the queries that count, over all samples: (heads,) float64 each."""
@@ -70,11 +85,13 @@ class LayerRecord:
         Raises:
             ArgumentError: `of` is something else.
         """
-        return (
-            summaries.summary([one.measured() for one in self.samples], of)
-            if self.running_summary is None
-            else self.running_summary.summary(of)
-        )
+        if self.running_summary is not None:
+            return self.running_summary.summary(of)
+        with CUTTING:
+            measured = list(map(SampleRecord.measured, self._samples))
+            for batch in self.batches:
+                measured += batch.measured_samples()
+        return summaries.summary(measured, of)
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.

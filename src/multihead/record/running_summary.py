@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multihead.kernels.native import library
 from multihead.record.summaries import SHARES, Measured, Of, check_summary
 
 LEAST, MOST = 2.0**-30, 2.0**30
@@ -16,6 +17,10 @@ LEAST, MOST = 2.0**-30, 2.0**30
 
 BINS = 2 + 60 * 64
 """64 bins per octave from LEAST to MOST, one for smaller and one for larger values."""
+
+
+# By the dtype of the bits: how many bits of the mantissa follow the first six, and what to subtract: LEAST is in bin 1.
+_SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
 
 
 @dataclass(eq=False)
@@ -40,17 +45,27 @@ class Sketch:
     @staticmethod
     def zero(heads: int) -> Sketch:
         """Return an empty sketch."""
-        blank = torch.zeros(heads, dtype=torch.float64)
+        return Sketch.zeros(1, heads)[0]
+
+    @staticmethod
+    def zeros(count: int, heads: int) -> list[Sketch]:
+        """Return some empty sketches, which share their memory."""
+        sums = torch.zeros(2, count, heads, dtype=torch.float64)
         # NumPy's zeros come from calloc: only the pages that are written to take time and memory.
-        return Sketch(blank, blank.clone(), torch.from_numpy(np.zeros((heads, BINS), np.int64)))
+        bins = torch.from_numpy(np.zeros((count, heads, BINS), np.int64))
+        return [Sketch(*each) for each in zip(*sums, bins, strict=True)]
 
     def add(self, values: Tensor, counted: Tensor) -> None:
-        """Add queries.
+        """Add queries: with the native library, or in the same way with tensors.
 
         Args:
             values: ([batch,] heads, queries), floating-point.
             counted: the same shape, bool: which of them count.
         """
+        if values.dtype == torch.float32 and values.is_cpu and library.absence() is None:
+            first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
+            library.summarise(values, counted, first_bin, self.total, self.count, self.bins)
+            return
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
         # Products of integers set what does not count to 0, NaN too, 10 times faster than masked_fill.
         bits = _bits(values) * counted
@@ -94,9 +109,9 @@ class RunningSummary:
             samples: how many texts begin with this call.
         """
         self.num_samples += samples
+        new = [name for name in measured if name not in self.statistics]
+        self.statistics.update(zip(new, Sketch.zeros(len(new), self.num_heads), strict=True))
         for name, each in measured.items():
-            if name not in self.statistics:
-                self.statistics[name] = Sketch.zero(self.num_heads)
             self.statistics[name].add(*each)
 
     def summary(self, of: Of) -> dict[str, Tensor]:
@@ -118,8 +133,8 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _bin_of_bits(bits: Tensor) -> Tensor:
-    shift, exponent = (46, 1023) if bits.dtype == torch.int64 else (17, 127)
-    return ((bits >> shift) - ((exponent - 30) * 64 - 1)).clamp_(0, BINS - 1).long()
+    shift, first_bin = _SHIFT_AND_FIRST_BIN[bits.dtype]
+    return ((bits >> shift) - first_bin).clamp_(0, BINS - 1).long()
 
 
 def _bound(place: Tensor) -> Tensor:

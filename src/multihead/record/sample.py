@@ -61,8 +61,7 @@ class SampleRecord:
     crosses: bool = False
     keys_read: Reading = field(default_factory=Reading)
     queries_read: Reading = field(default_factory=Reading)
-    _numbers: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
-    _block: tuple[tuple[str, ...], Tensor] | None = None  # names, and (names, heads, queries), not yet among the rows
+    _per_query: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
     _others: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
     _pooled: tuple[int, Tensor] | None = None
 
@@ -134,14 +133,6 @@ class SampleRecord:
         return found
 
     @property
-    def _per_query(self) -> dict[str, Rows]:
-        if self._block is not None:
-            names, values = self._block
-            self._numbers.update(zip(names, (Rows(1, [value]) for value in values.unbind()), strict=True))
-            self._block = None
-        return self._numbers
-
-    @property
     def per_query(self) -> dict[str, Tensor]:
         """Statistics that are one number per query: (heads, queries) each."""
         return {name: rows.whole() for name, rows in self._per_query.items()}
@@ -171,33 +162,22 @@ class SampleRecord:
     def put(self, statistics: dict[str, Tensor]) -> None:
         """Set the statistics of all calls."""
         self._others = {name: value for name, value in statistics.items() if name in PER_KEY | OF_MAPS}
-        self._block = None
-        self._numbers = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
+        self._per_query = {name: Rows(1, [value]) for name, value in statistics.items() if name not in self._others}
         if "pooled_map" in statistics:
             self._pooled = (len(self.calls), statistics["pooled_map"])
 
-    def begin(
-        self,
-        segment: Segment,
-        logsumexp: Tensor,
-        names: tuple[str, ...],
-        block: Tensor,
-        statistics: Mapping[str, Tensor],
-    ) -> None:
-        """Set the first call, as `add` does, from one tensor for many statistics; the caller sets `q` and `k`.
+    def begin(self, segment: Segment, logsumexp: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Set the first call; the caller sets `q` and `k`.
 
         Args:
             segment: the call.
             logsumexp: (1, heads, queries).
-            names: statistics per query.
-            block: their values, (names, heads, queries).
-            statistics: further statistics per query, (heads, queries) each.
+            statistics: statistics per query, (heads, queries) each.
         """
         self.segments.append(segment)
         self.calls.append(((0, segment.num_queries), (segment.key_start, segment.key_stop)))
         self.logsumexp.add(logsumexp)
-        self._block = names, block
-        self._numbers = {name: Rows(1, [value]) for name, value in statistics.items()}
+        self._per_query = {name: Rows(1, [value]) for name, value in statistics.items()}
 
     def add(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
         """Append a call that continues the previous ones; the caller appends its keys to `k`.
@@ -224,8 +204,8 @@ class SampleRecord:
             self.put(statistics)
             return
         # A statistic that one call lacks is dropped for the whole sample.
-        self._numbers = {name: rows for name, rows in self._per_query.items() if name in per_query}
-        for name, rows in self._numbers.items():
+        self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
+        for name, rows in self._per_query.items():
             shifted = per_query[name]
             rows.add(shifted + segment.key_start * (shifted >= 0) if name == "largest_key" else shifted)
         self._others = {name: value for name, value in self._others.items() if name in statistics}
@@ -262,7 +242,7 @@ class SampleRecord:
         alone.segments, alone.calls = [replace(segment.cut(rows, keys), row_start=0)], [((0, rows[1] - rows[0]), keys)]
         alone.keys_read = Reading.of(self.keys_read.text(self.num_keys).part(0, keys[1]))
         alone.queries_read = Reading.of(self.queries_read.text(self.num_queries).part(*rows))
-        alone._numbers = {name: Rows(1, [each.between(*rows)]) for name, each in self._per_query.items()}
+        alone._per_query = {name: Rows(1, [each.between(*rows)]) for name, each in self._per_query.items()}
         alone._others = dict(self._others) if len(self.calls) == 1 else {}
         return alone
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,37 +72,6 @@ def grow_keys(rows: Rows, k: Tensor, *, start: int, device: torch.device) -> Non
 def kept(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a contiguous copy, because a model may overwrite the original."""
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-
-
-def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Concatenate the ranges [start, start + length): int64.
-
-    >>> ranges([5, 0], [2, 3]).tolist()
-    [5, 6, 0, 1, 2]
-    """
-    count = torch.tensor(lengths, dtype=torch.int64)
-    first = torch.tensor(starts, dtype=torch.int64) - (count.cumsum(0) - count)
-    return first.repeat_interleave(count) + torch.arange(int(count.sum()))
-
-
-def kept_rows(tensor: Tensor, spans: Sequence[tuple[int, int, int]], device: torch.device) -> list[Tensor]:
-    """Copy some rows of each sample of a batch, in one operation: one tensor (1, heads, rows, features) per span.
-
-    Args:
-        tensor: (batch, heads, rows, features), which a model may overwrite.
-        spans: (index of the sample, first row, row after the last) each.
-        device: where the copies are kept.
-    """
-    tensor = tensor.detach()
-    if sum(stop - start for _, start, stop in spans) == tensor.shape[0] * tensor.shape[2]:
-        whole = kept(tensor, device)  # without padding the samples share one copy
-        return [whole[sample : sample + 1, :, start:stop] for sample, start, stop in spans]
-    lengths = [stop - start for _, start, stop in spans]
-    row = ranges([sample * tensor.shape[2] + start for sample, start, _ in spans], lengths)
-    # (batch * rows, heads * features): no copy where a projection was split into heads, so that rows are copied whole
-    flat = tensor.transpose(1, 2).flatten(0, 1).flatten(1)
-    tokens = flat.index_select(0, row.to(tensor.device)).to(device).unflatten(1, (tensor.shape[1], tensor.shape[3]))
-    return [part.transpose(0, 1)[None] for part in tokens.split(lengths)]  # from (rows, heads, features)
 
 
 @dataclass(frozen=True, eq=False)

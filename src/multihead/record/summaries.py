@@ -43,9 +43,9 @@ def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tens
         statistic -> (heads,) float64; 0 where no query counts.
     """
     check_summary(of)
-    names = [name for name in samples[0] if all(name in each for each in samples)]
+    common = set(samples[0]).intersection(*samples)
     found = {}
-    for name in names:
+    for name in [name for name in samples[0] if name in common]:
         measured = [each[name] for each in samples]
         if of == "mean":
             totals = torch.stack([each.values.double().masked_fill(~each.counted, 0).sum(-1) for each in measured])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -59,9 +60,9 @@ class HeadTable:
         columns = list(dict.fromkeys(chain.from_iterable(rows))) or [*PLACES]
         if sort not in columns:
             raise ArgumentError(f"There is no column {sort!r}.", f"Sort by one of {', '.join(columns)}.")
-        ordered = sorted(rows, key=lambda row: (row["layer"], row["head"]))
+        ordered = sorted(rows, key=itemgetter("layer", "head"))
         if sort in ("head", "name"):
-            ordered.sort(key=lambda row: row[sort])
+            ordered.sort(key=itemgetter(sort))
         elif sort != "layer":
             ordered.sort(key=lambda row: _falling(row.get(sort)))
         return HeadTable(ordered[:top], statistics or {})
@@ -99,11 +100,13 @@ def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tenso
     >>> head_rows(3, "attention", 2, {"entropy": torch.tensor([0.5, 1.5])})[1]
     {'layer': 3, 'head': 1, 'name': 'attention', 'entropy': 1.5}
     """
-    return [
-        {"layer": layer, "head": head, "name": name}
-        | {statistic: float(values[head]) for statistic, values in summary.items()}
-        for head in range(num_heads)
-    ]
+    rows = []
+    for head in range(num_heads):
+        row: dict[str, Any] = {"layer": layer, "head": head, "name": name}
+        for each, values in summary.items():
+            row[each] = float(values[head])
+        rows.append(row)
+    return rows
 
 
 def _falling(value: float | None) -> float:

@@ -63,7 +63,7 @@ class Reading:
         return Text(ids, named.tokens, named.special)
 
     def grow(self, ids: Tensor | None, *, start: int) -> None:
-        """Append the new ones of some ids (tokens,), int64, the first of which is at `start`."""
+        """Append the new ones of some ids (tokens,), int64 on the CPU, the first of which is at `start`."""
         if ids is None or (self.ids is None and start > 0):
             self.ids = None
             return
@@ -72,4 +72,4 @@ class Reading:
         if start > self.ids.length:
             self.ids = None
         elif start + len(ids) > self.ids.length:
-            self.ids.add(ids[self.ids.length - start :].to("cpu", copy=True))
+            self.ids.add(ids[self.ids.length - start :])

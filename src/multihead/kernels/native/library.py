@@ -13,10 +13,12 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from struct import Struct
+from typing import Any
 
 # torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a second
 # runtime in the same process.
 import torch
+from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.tracing import constant_in_graphs
@@ -95,6 +97,7 @@ class _Library:
     path: Path
     run: Callable[[bytes, int], int]
     workspace: Callable[[bytes, int], int]
+    summarise: Callable[..., None]
     choose: Callable[[int], None]
     choose_in_thread: Callable[[int], None]
     sets: tuple[InstructionSet, ...]
@@ -207,6 +210,30 @@ def workspace(pass_: int, values: list[float]) -> int:
     return held
 
 
+def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor) -> None:
+    """Add the values of a statistic to sums, counts and histograms per head.
+
+    A value's bin is the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`,
+    or the nearest one that exists; NaN is in the last bin.
+
+    Args:
+        values: ([batch,] heads, queries), float32.
+        counted: the same shape, bool, which of them to add.
+        first_bin: what to subtract.
+        totals: (heads,) float64, the sums, changed in place.
+        counts: (heads,) float64, how many were added, changed in place.
+        bins: (heads, bins) int64, how many values lie in each bin, changed in place.
+
+    Raises:
+        ArgumentError: the library is missing.
+    """
+    values, counted = values.contiguous(), counted.contiguous()
+    batch = values.shape[0] if values.dim() == 3 else 1
+    inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
+    results = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
+    _library().summarise(*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
+
+
 def _no_such_pass(pass_: int, values: list[float]) -> ArgumentError:
     index = values[AT["instruction_set"]]
     return ArgumentError(
@@ -228,50 +255,56 @@ def _found() -> _Library | str:
     return _loaded(Path(str(files("multihead.kernels.native").joinpath(NAME))))
 
 
+_text, _number, _pointer = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
+# The C functions of the library: their arguments and what they return.
+_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "layout": ((), _text),
+    "instruction_set": ((_number,), _text),
+    "compiled": ((_number,), _number),
+    "runs": ((_number,), _number),
+    "fastest": ((), _number),
+    "run": ((_text, _number), _number),
+    "workspace": ((_text, _number), _number),
+    "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 3, _number), None),
+    "torch_functions": ((), _text),
+    "register": ((_pointer,), _number),
+    "choose": ((_number,), None),
+    "choose_in_thread": ((_number,), None),
+}
+
+
 def _loaded(path: Path) -> _Library | str:
     if not path.is_file():
         return "its library was not built when multihead was installed, which takes GCC or Clang with OpenMP"
     try:
         library = ctypes.CDLL(str(path))  # its calls release the GIL
-        layout, name = library.multihead_layout, library.multihead_instruction_set
-        compiled, runs = library.multihead_compiled, library.multihead_runs
-        fastest = library.multihead_fastest
-        run, held = library.multihead_run, library.multihead_workspace
-        names, register = library.multihead_torch_functions, library.multihead_register
-        choose, choose_in_thread = library.multihead_choose, library.multihead_choose_in_thread
+        call = {name: getattr(library, f"multihead_{name}") for name in _FUNCTIONS}
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error})"
-    layout.argtypes, layout.restype = (), ctypes.c_char_p
-    fastest.argtypes, fastest.restype = (), ctypes.c_int64
-    name.argtypes, name.restype = (ctypes.c_int64,), ctypes.c_char_p
-    for function in (compiled, runs):
-        function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
-    for function in (run, held):
-        function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_int64
-    for function in (choose, choose_in_thread):
-        function.argtypes, function.restype = (ctypes.c_int64,), None
-    names.argtypes, names.restype = (), ctypes.c_char_p
-    register.restype = ctypes.c_int64
-    if layout().decode().split() != list(FIELDS):
+    for name, (arguments, result) in _FUNCTIONS.items():
+        call[name].argtypes, call[name].restype = arguments, result
+    if call["layout"]().decode().split() != list(FIELDS):
         return "its library is of another version of multihead; install multihead again"
     try:
-        functions = _functions_of_torch(names().decode().split())
+        functions = _functions_of_torch(call["torch_functions"]().decode().split())
     except (OSError, AttributeError) as error:
         return f"its operator needs functions that torch {torch.__version__} lacks ({error})"
-    if not register((ctypes.c_void_p * len(functions))(*functions)):
+    if not call["register"]((_pointer * len(functions))(*functions)):
         return f"its operator cannot be registered in torch {torch.__version__}"
     sets: list[InstructionSet] = []
-    while (encoded := name(len(sets))) is not None:
-        index, set_name = len(sets), encoded.decode()
-        sets.append(InstructionSet(set_name, index, bool(compiled(index)), bool(runs(index)), set_name == "emulated"))
-    return _Library(path, run, held, choose, choose_in_thread, tuple(sets), fastest())
+    while (encoded := call["instruction_set"](len(sets))) is not None:
+        index, name = len(sets), encoded.decode()
+        compiled, runs = bool(call["compiled"](index)), bool(call["runs"](index))
+        sets.append(InstructionSet(name, index, compiled, runs, for_tests=name == "emulated"))
+    fields = (call[name] for name in ("run", "workspace", "summarise", "choose", "choose_in_thread"))
+    return _Library(path, *fields, tuple(sets), call["fastest"]())
 
 
 def _functions_of_torch(names: list[str]) -> list[int | None]:
     """Return the addresses of functions in torch's own library, which is loaded already."""
     file = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
     loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
-    return [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in names]
+    return [ctypes.cast(getattr(loaded, name), _pointer).value for name in names]
 
 
 @cache

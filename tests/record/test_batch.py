@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,14 +16,15 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import listeners, masks
+from multihead.cache import KeyValueCache
 from multihead.call import AttentionCall, CallOrigin
 from multihead.functional import attend, request_of
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.native import library
 from multihead.masks.place import Span
-from multihead.observation.slicing import cut, hull, spans, without_queries
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
+from multihead.record.batch import BatchRows, cut, hull, spans, without_queries
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
@@ -318,3 +321,75 @@ def test_queries_of_nan_have_sinks_and_special_tokens_of_nan_in_a_batch_too() ->
         for name in probes:
             torch.testing.assert_close(found.statistics[name], expected[name][index], equal_nan=True)
             torch.testing.assert_close(other.statistics[name], expected[name][index], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 0, 5), (1, 0, 5)], [(0, 1, 4), (1, 0, 5)], [(1, 2, 2), (0, 0, 1), (1, 3, 5)], []]
+)
+@pytest.mark.parametrize("layout", ["heads first", "rows first"])
+def test_rows_of_a_batch_are_copied_sample_by_sample(spans: list[tuple[int, int, int]], layout: str) -> None:
+    tensor = torch.randn(2, 5, 3, 4).transpose(1, 2) if layout == "rows first" else torch.randn(2, 3, 5, 4)
+    expected = [tensor[sample : sample + 1, :, start:stop].clone() for sample, start, stop in spans]
+    rows = BatchRows.of(*torch.tensor(spans, dtype=torch.int64).view(-1, 3).T, batch=2, rows=5)
+    copy = rows.copy(tensor, torch.device("cpu"))
+    tensor.fill_(7)
+    found = [rows.of_sample(index, copy) for index in range(len(spans))]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(one.stride(-1) == 1 for one in found)
+
+
+@needs_native
+@pytest.mark.parametrize("of", ["mean", "median", "p95"])
+@pytest.mark.parametrize("name", PADDED)
+def test_cutting_a_batch_changes_no_bit_of_its_table(name: str, of: Any) -> None:
+    layer, lengths = mh.MultiHeadAttention(16, 4, num_kv_heads=2), (9, 3, 1, 6)
+    with torch.no_grad(), mh.observe(layer) as record:
+        for _ in range(2):
+            layer(4 * torch.randn(4, 9, 16), lengths=lengths, **PADDED[name])
+    assert record.layers[0].batches
+    before = record.table(of=of).rows
+    assert record.layers[0].num_samples == 8
+    assert [(sample.num_queries, call) for sample, call in record.calls] == [(length, 0) for length in 2 * lengths]
+    assert record.table(of=of).rows == before
+    assert len(record.layers[0].samples) == 8
+    assert not record.layers[0].batches
+    assert record.table(of=of).rows == before
+
+
+@needs_native
+def test_a_batch_is_cut_where_a_later_call_continues_its_samples() -> None:
+    layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(3, 7, 16)
+    with torch.no_grad(), mh.observe(layer) as record:
+        layer(x[:, :5], mask=masks.Causal(), cache=cache)
+        assert record.layers[0].batches
+        layer(x[:, 5:], mask=masks.Causal(), cache=cache)
+    table = record.table().rows
+    assert [len(sample.calls) for sample in record.layers[0].samples] == [2, 2, 2]
+    assert [call for _, call in record.calls] == [0, 0, 0, 1, 1, 1]
+    assert record.table().rows == table
+    with torch.no_grad(), mh.observe(layer) as whole:
+        layer(x, mask=masks.Causal())
+    for row, other in zip(table, whole.table().rows, strict=True):
+        assert row == pytest.approx(other, abs=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
+def test_a_record_keeps_neither_the_layer_nor_the_tensors_of_a_call_in_memory(keep: Any) -> None:
+    class Ear:
+        wanted = frozenset[Any]()
+
+        def hear(self, call: AttentionCall) -> None:
+            request = call.request
+            held.extend(map(weakref.ref, (request.q, request.k, request.v, call.attended.output)))
+
+    held: list[Any] = []
+    layer = mh.MultiHeadAttention(16, 4)
+    with torch.no_grad(), mh.observe(layer, keep=keep) as record, listeners.listen(Ear()):
+        layer(torch.randn(3, 7, 16), lengths=(7, 2, 3))
+    held.append(weakref.ref(layer))
+    del layer
+    gc.collect()
+    assert len(held) == 5
+    assert [each() for each in held] == [None] * 5
+    assert record.layers[0].num_samples == 3

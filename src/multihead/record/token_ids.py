@@ -1,4 +1,4 @@
-"""Find the token ids of a call's queries and keys among the inputs of the model."""
+"""The token ids of a call: which of them each sample reads, and which are special tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
-from multihead.hooks.inputs import Inputs
 from multihead.masks.place import Span
 from multihead.record.sample import SampleRecord
 
@@ -21,18 +20,20 @@ class Ids:
     Attributes:
         queries: (batch, queries) int64, the ids of its queries, (samples, tokens) for a packed call, or None.
         keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
-        request: the call.
         crosses: whether its keys come from another text (cross-attention).
+        packed: whether its samples are packed in one row.
+        query_start: position of its first query among its keys; a tensor has one per sample.
     """
 
     queries: Tensor | None
     keys: Tensor | None
-    request: AttentionRequest
     crosses: bool
+    packed: bool
+    query_start: int | Tensor
 
-    def marks(self, special_ids: Sequence[int]) -> Tensor | None:
+    def marks(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
         """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
-        request, ids = self.request, self.keys if self.crosses else self.queries
+        ids = self.keys if self.crosses else self.queries
         if ids is None or not special_ids:
             return None
         if not self.crosses:
@@ -57,40 +58,13 @@ class Ids:
             if not sample.calls:
                 sample.keys_read.grow(_row(self.keys, span.sample, span.keys), start=0)
             return
-        if self.request.packed_lengths is not None:
+        if self.packed:
             sample.keys_read.grow(_row(self.queries, index, (0, span.keys[1] - span.keys[0])), start=0)
             return
-        start = self.request.query_start
+        start = self.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
         sample.keys_read.grow(_row(self.queries, span.sample, (first, stop)), start=origin + first)
-
-
-def read_ids(inputs: Inputs, request: AttentionRequest, name: str, *, crosses: bool) -> Ids:
-    """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer.
-
-    Args:
-        inputs: the inputs of the model.
-        request: the call.
-        name: the layer's name.
-        crosses: whether its keys come from another text than its queries.
-    """
-    shape, continued = request.shape, request.continued
-    if continued is not None and continued.lengths is not None and bool((continued.lengths < shape.query_length).any()):
-        return Ids(None, None, request, crosses)  # which of the ids are padding is unknown
-    packed = request.packed_lengths
-    sizes = (shape.batch, shape.query_length) if packed is None else (len(packed), None)
-    queries = inputs.queries_of(name).ids
-    if queries is not None and (queries.shape[0] != sizes[0] or sizes[1] not in (None, queries.shape[1])):
-        queries = None
-    keys = inputs.memory_of(name).ids if crosses else None
-    if keys is not None and tuple(keys.shape) != (shape.batch, shape.key_length):
-        keys = None
-    return Ids(_whole(queries), _whole(keys), request, crosses)
-
-
-def _whole(ids: Tensor | None) -> Tensor | None:
-    return None if ids is None or ids.is_floating_point() or ids.dtype == torch.bool else ids.to("cpu", torch.int64)
 
 
 def _row(ids: Tensor | None, row: int, ends: tuple[int, int]) -> Tensor | None:

@@ -1,0 +1,36 @@
+// Add a statistic of a batch to the running summary of a layer: per head the sum, the count and a histogram.
+// Compiled without flags of any instruction set. One thread adds the values of a head in their order, so that the result
+// does not depend on the number of threads.
+#include <string.h>
+
+#include "call.h"
+#include "threads.h"
+
+// values and counted are (batch, heads, queries), totals and counts (heads), bins (heads, num_bins). A value's bin is
+// the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`; numbers outside the
+// histogram are in its first or last bin, negative ones in the first, NaN in the last.
+EXPORT void multihead_summarise(const float *values, const uint8_t *counted, int64_t batch, int64_t heads,
+                                int64_t queries, int64_t first_bin, int64_t num_bins, double *totals, double *counts,
+                                int64_t *bins, int64_t threads) {
+  const auto summarise_head = [=](int64_t head) {
+    int64_t *const histogram = bins + head * num_bins;
+    double total = 0;
+    int64_t count = 0;
+    for (int64_t sample = 0; sample < batch; sample++) {
+      const int64_t row = (sample * heads + head) * queries;
+      for (int64_t i = row; i < row + queries; i++) {
+        if (!counted[i]) continue;
+        int32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        const int64_t bin = (bits >> 17) - first_bin;
+        histogram[bin < 0 ? 0 : bin < num_bins ? bin : num_bins - 1]++;
+        total += values[i];
+        count++;
+      }
+    }
+    totals[head] += total;
+    counts[head] += static_cast<double>(count);
+  };
+  const bool is_small = batch * heads * queries < 1 << 13;  // takes less time than waking another thread
+  run_parallel(is_small ? 1 : threads, [&](Team &team) { team.for_each(heads, summarise_head); });
+}
