@@ -31,6 +31,7 @@ from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.packing import NO_PADDING, Packing, Padding, Side
 from multihead.qk_norm import QKNorm
+from multihead.quantised import Scales, expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
@@ -267,12 +268,13 @@ class MultiHeadAttention(nn.Module):
             if self.rotary is not None:
                 same = padding.documents is not None or (within and cache is not None)
                 q, k = rotate(self.rotary, q, k, start, padding.positions, same=same, fresh=fresh)
+            scales: Scales | None = None  # of k and v, where the cache holds int8
             if cache is None:
                 mask = padding.hide(mask)
             else:
-                k, v, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
+                k, v, scales, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
 
-            request = self._request(part, q, k, v, mask, bias, start, padding, cache)
+            request = self._request(part, q, k, v, scales, mask, bias, start, padding, cache)
             output = self._attend(request)  # (batch, heads, queries, value_head_dim)
             for gates in (part.head_gates, head_gates):
                 if gates is not None:
@@ -307,7 +309,7 @@ class MultiHeadAttention(nn.Module):
             x has a batch.
         """
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
-        plain = memory is None and values is None and memory_lengths is None and packing is None and cache is None
+        plain = memory is None and values is None and memory_lengths is None and packing is None
         usual = plain and type(x) is Tensor and isinstance(mask, Mask) and weight is not None
         batched = True
         if not (
@@ -374,6 +376,7 @@ class MultiHeadAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        scales: Scales | None,
         mask: Mask,
         bias: Bias | None,
         start: int | Tensor,
@@ -385,6 +388,8 @@ class MultiHeadAttention(nn.Module):
             own = part.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
             bias = own if bias is None else added(bias, own, q.shape[2], k.shape[2])
         if part.bias_k is not None and part.bias_v is not None:
+            if scales is not None:
+                k, v, scales = expand(k, scales.k, q.dtype), expand(v, scales.v, q.dtype), None
             k, v = prepend(part.bias_k, k), prepend(part.bias_v, v)  # (batch, kv_heads, 1 + keys, dim)
             mask, start = LeadingKeys(1, mask), start + 1
             bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
@@ -410,6 +415,7 @@ class MultiHeadAttention(nn.Module):
             to_come=cache is not None,
             mask_fits=padding.documents is not None,
             origin=origin,
+            scales=scales,
         )
 
     def _attend(self, request: AttentionRequest) -> Tensor:
