@@ -70,7 +70,7 @@ struct DecodeScratch {
   float *scores;   // (rows, DECODE_STRIDE): scores, replaced by weights
   float *factors;  // (rows): factors of the sums over earlier keys
   float *special;  // (DECODE_KEYS): 1 for special keys, else 0
-  float *values;   // (DECODE_KEYS, width): copy of a block's values without those of non-finite keys
+  float *values;   // (DECODE_KEYS, width): copy of a block's values without those of non-finite keys; before, a query
   int64_t bytes;
 
   DecodeScratch(const DecodePlan &plan, char *memory) {
@@ -81,7 +81,7 @@ struct DecodeScratch {
     scores = workspace.take<float>(plan.rows * DECODE_STRIDE);
     factors = workspace.take<float>(plan.rows);
     special = workspace.take<float>(DECODE_KEYS);
-    values = workspace.take<float>(DECODE_KEYS * plan.width);
+    values = workspace.take<float>(max(DECODE_KEYS * plan.width, plan.depth));
     bytes = workspace.bytes;
   }
 };

@@ -26,7 +26,7 @@ inline CellStrides cell_strides(const Tensor &tensor) {
 
 inline void draw_shape(Random &random, Call &call) {
   const int64_t dims[] = {1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 80, 128};
-  const auto dim = [&] { return dims[uniform(random, 0, 14)]; };
+  const auto dim = [&] { return chance(random, 0.02) ? 1100 : dims[uniform(random, 0, 14)]; };
   call.batch = uniform(random, 1, 3);
   call.kv_heads = uniform(random, 1, 3);
   int64_t group = uniform(random, 1, 3);
