@@ -33,7 +33,8 @@ constexpr int64_t MAX_OFFSETS = 8;
 
 // The fields in the order of FIELDS in src/multihead/kernels/native/library.py, which compares the names when it loads
 // the library. INPUT(type, name) is a const address, OUTPUT(type, name) a mutable one; `void` elements have the dtype
-// of the call. A null address leaves an input or an output out if its comment has "or null".
+// of the call. A null address leaves an input or an output out if its comment has "or null". With k_scales and v_scales,
+// k and v are int8, as in a quantised cache, and only the forward pass reads them.
 #define MULTIHEAD_CALL_FIELDS(INPUT, OUTPUT, NUMBER, ROW_STRIDES, CELL_STRIDES)                                       \
   /* Inputs of every pass */                                                                                          \
   INPUT(void, q)         /* (batch, heads, queries, head_dim) */                                                      \
@@ -44,6 +45,8 @@ constexpr int64_t MAX_OFFSETS = 8;
   INPUT(uint8_t, visible) /* (batch, heads, queries, keys), or null; 0 hides a key of the interval */                 \
   INPUT(float, bias)     /* (batch, heads, queries, keys), or null; -inf hides a key */                               \
   INPUT(float, sinks)    /* (heads) logits that take weight and have no value, or null */                             \
+  INPUT(float, k_scales) /* (batch, kv_heads, keys): factors of the rows of k, which is int8 then; or null */         \
+  INPUT(float, v_scales) /* (batch, kv_heads, keys): factors of the rows of v; null where k_scales is */              \
                                                                                                                       \
   /* Forward pass; the other passes read these two */                                                                 \
   OUTPUT(void, output)      /* (batch, heads, queries, value_dim) */                                                  \
@@ -86,6 +89,8 @@ constexpr int64_t MAX_OFFSETS = 8;
   ROW_STRIDES(q)                                                                                                      \
   ROW_STRIDES(k)                                                                                                      \
   ROW_STRIDES(v)                                                                                                      \
+  ROW_STRIDES(k_scales)     /* in both, keys are contiguous: the stride of rows is 1 */                               \
+  ROW_STRIDES(v_scales)                                                                                               \
   ROW_STRIDES(output)                                                                                                 \
   ROW_STRIDES(grad_output)                                                                                            \
   ROW_STRIDES(dq)                                                                                                     \

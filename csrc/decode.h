@@ -4,6 +4,9 @@
 // keys. A task is one part of the keys of a kv head, so that few heads make enough tasks (as in Flash-Decoding). The
 // softmax rows of the parts are then merged in the order of the keys. The division depends on shapes alone, so the bits
 // do not depend on the number of threads.
+//
+// Keys that are not finite are rare, so a part is computed without looking for them in k and v. Where a score or a sum
+// turns out not to be finite, the part is computed again, with a check of each key.
 #pragma once
 #include "call.h"
 #include "forward.h"
@@ -35,7 +38,8 @@ struct DecodePlan {
     const int64_t wanted = min(ceil_div(DECODE_MIN_TASKS, max(heads, 1)), ceil_div(call.keys, DECODE_MIN_PART));
     part = round_up(ceil_div(call.keys, max(wanted, 1)), DECODE_KEYS);
     parts = max(ceil_div(call.keys, max(part, 1)), 1);
-    const int64_t bytes = (call.head_dim + call.value_dim) * (call.dtype == Dtype::FLOAT32 ? 4 : 2);
+    const int64_t size = call.k_scales ? 1 : call.dtype == Dtype::FLOAT32 ? 4 : 2;
+    const int64_t bytes = (call.head_dim + call.value_dim) * size;
     block = DECODE_KEYS * bytes <= 32 << 10 ? DECODE_KEYS : DECODE_KEYS / 2;  // fits into the L1 cache
     depth = round_up(call.head_dim, LANES);
     width = round_up(call.value_dim, LANES);
@@ -61,28 +65,55 @@ struct DecodeParts {
 // The memory of one thread.
 struct DecodeScratch {
   Query *queries;  // (rows)
-  float *q;        // (rows, depth)
+  float *q;        // (rows, depth), or as many numbers in int16
+  float *q_scales;  // (rows): factors of the numbers in int16; NaN for a query that is not finite
   float *scores;   // (rows, DECODE_STRIDE): scores, replaced by weights
   float *factors;  // (rows): factors of the sums over earlier keys
   float *special;  // (DECODE_KEYS): 1 for special keys, else 0
-  float *values;   // (DECODE_KEYS, width): copy of a block's values without those of non-finite keys
+  float *values;   // (DECODE_KEYS, width): copy of a block's values without those of non-finite keys; before, a query
   int64_t bytes;
 
   DecodeScratch(const DecodePlan &plan, char *memory) {
     Workspace workspace{memory};
     queries = workspace.take<Query>(plan.rows);
     q = workspace.take<float>(plan.rows * plan.depth);
+    q_scales = workspace.take<float>(plan.rows);
     scores = workspace.take<float>(plan.rows * DECODE_STRIDE);
     factors = workspace.take<float>(plan.rows);
     special = workspace.take<float>(DECODE_KEYS);
-    values = workspace.take<float>(DECODE_KEYS * plan.width);
+    values = workspace.take<float>(max(DECODE_KEYS * plan.width, plan.depth));
     bytes = workspace.bytes;
   }
 };
 
 // ---------------------------------------------------------------- a part of the keys of one head
 
-template <class Element>
+// The type of q in multiply_keys, and of the sums of its products.
+template <class Stored>
+struct NumberOf {
+  using Type = float;
+  using Products = Floats;
+};
+template <>
+struct NumberOf<Int8> {
+  using Type = int16_t;
+  using Products = Ints;
+};
+
+// Round a row of `dim` floats to int16 for multiply_keys, and return the factor of these numbers. The error, 1/65534 of
+// the largest element, is small next to that of keys in int8. Sums of products fit into 32 bits.
+INLINE float round_row(const float *from, int64_t dim, int64_t padded, int16_t *to) {
+  Floats sizes = (Floats){};
+  for (int64_t x = 0; x < padded; x += LANES) sizes = maximum(sizes, absolute(load(from + x)));
+  const float largest = reduce_max(sizes), limit = 32767.f / static_cast<float>(ceil_div(dim, 512));
+  const float inverse = largest > 0 ? limit / largest : 0.f;
+  // Adding 1.5 * 2^23 rounds to an integer.
+  for (int64_t x = 0; x < padded; x++) to[x] = static_cast<int16_t>(from[x] * inverse + 12582912.f - 12582912.f);
+  return largest / limit;
+}
+
+// Element: of q and the output; Stored: of k and v.
+template <class Element, class Stored>
 class DecodePass {
  public:
   DecodePass(const Call &call, const DecodePlan &plan, const DecodeScratch &scratch, int64_t kv_head, SoftmaxRow *rows,
@@ -90,64 +121,107 @@ class DecodePass {
       : call_(call), plan_(plan), scratch_(scratch), batch_(kv_head / call.kv_heads), rows_(rows), sums_(sums) {
     const int64_t head = kv_head % call.kv_heads;
     first_head_ = head * (call.heads / call.kv_heads);
-    k_ = row_of<Element>(call.k, call.k_strides, batch_, head);
-    v_ = row_of<Element>(call.v, call.v_strides, batch_, head);
+    k_ = row_of<Stored>(call.k, call.k_strides, batch_, head);
+    v_ = row_of<Stored>(call.v, call.v_strides, batch_, head);
+    if (!SCALED) return;
+    k_scales_ = row_of<float>(call.k_scales, call.k_scales_strides, batch_, head);
+    v_scales_ = row_of<float>(call.v_scales, call.v_scales_strides, batch_, head);
   }
 
   // Attend to the keys [first, end).
   void attend(int64_t first, int64_t end) {
     int64_t start = end, stop = first;  // keys that some row sees
     for (int64_t row = 0; row < plan_.rows; row++) {
-      const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
-      Query &query = scratch_.queries[row] = read_query(call_, batch_, head, i);
-      clear_row(call_, rows_[row], batch_, i);
+      const Query &query = scratch_.queries[row] = read_query(call_, batch_, head_of(row), row % call_.queries);
       if (query.start == query.stop) continue;
       start = min(start, query.start);
       stop = max(stop, query.stop);
     }
-    for (int64_t x = 0; x < plan_.rows * plan_.width; x++) sums_[x] = 0;
     start = max(start, first);
     stop = min(stop, end);
-    if (start >= stop) return;
+    if (start >= stop) return clear();
     for (int64_t row = 0; row < plan_.rows; row++) {
-      const int64_t head = first_head_ + row / call_.queries, i = row % call_.queries;
-      const Element *q = row_of<Element>(call_.q, call_.q_strides, batch_, head, i);
+      const Element *q = row_of<Element>(call_.q, call_.q_strides, batch_, head_of(row), row % call_.queries);
       const float factor = static_cast<float>(call_.scale) * LOG2_E;
-      pack_row(q, call_.head_dim, plan_.depth, factor, scratch_.q + row * plan_.depth);
+      float *to = SCALED ? scratch_.values : scratch_.q + row * plan_.depth;
+      pack_row(q, call_.head_dim, plan_.depth, factor, to);
+      reorder_row<Stored, false>(call_.head_dim, to);
+      if constexpr (SCALED) {
+        const bool finite_row = finite(to[0]);
+        if (!finite_row) memset(to, 0, sizeof(float) * static_cast<size_t>(plan_.depth));
+        scratch_.q_scales[row] = round_row(to, call_.head_dim, plan_.depth, query(row));
+        if (!finite_row) scratch_.q_scales[row] = NOT_A_NUMBER;
+      }
     }
-    const int64_t size = plan_.block;
-    for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += size)
-      block(key, min(key + size, round_up(stop, COLUMNS)), max(start, key), min(stop, key + size), stop);
+    if (!attend<false>(start, stop)) attend<true>(start, stop);
+    for (int64_t row = 0; row < plan_.rows; row++)
+      reorder_row<Stored, true>(call_.value_dim, sums_ + row * plan_.width);
   }
 
  private:
+  static constexpr bool SCALED = sizeof(Stored) == 1;
+  using Number = typename NumberOf<Stored>::Type;  // of q in multiply_keys
+
+  int64_t head_of(int64_t row) const { return first_head_ + row / call_.queries; }
+  Number *query(int64_t row) const { return reinterpret_cast<Number *>(scratch_.q) + row * plan_.depth; }
+  bool finite_query(int64_t row) const {
+    if constexpr (SCALED) return finite(scratch_.q_scales[row]);
+    else return call_.head_dim == 0 || finite(query(row)[0]);
+  }
+
+  void clear() {
+    for (int64_t row = 0; row < plan_.rows; row++) clear_row(call_, rows_[row], batch_, row % call_.queries);
+    memset(sums_, 0, sizeof(float) * static_cast<size_t>(plan_.rows * plan_.width));
+  }
+
+  // Attend to the keys [start, stop). Without CHECKED, return false where a score or a sum is not finite.
+  template <bool CHECKED>
+  bool attend(int64_t start, int64_t stop) {
+    clear();
+    for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += plan_.block)
+      if (!block<CHECKED>(key, min(key + plan_.block, round_up(stop, COLUMNS)), max(start, key),
+                          min(stop, key + plan_.block), stop))
+        return false;
+    for (int64_t row = 0; !CHECKED && row < plan_.rows; row++)
+      if (finite_query(row) && !all_finite(sums_ + row * plan_.width, plan_.width)) return false;
+    return true;
+  }
+
   // A block of keys [first, end) in whole panels, of which some row sees [start, stop). Later blocks reach `last_stop`.
-  void block(int64_t first, int64_t end, int64_t start, int64_t stop, int64_t last_stop) {
-    const Element *k = k_ + start * call_.k_strides.row, *v = v_ + start * call_.v_strides.row;
+  template <bool CHECKED>
+  bool block(int64_t first, int64_t end, int64_t start, int64_t stop, int64_t last_stop) {
+    const Stored *k = k_ + start * call_.k_strides.row, *v = v_ + start * call_.v_strides.row;
     const int64_t count = stop - start, offset = start - first;
     Prefetcher values(v, call_.v_strides.row, call_.value_dim, count);
     for_rows(plan_.rows, Scores{*this, k, values, count, offset});
     for (int64_t row = 0; row < plan_.rows; row++) {
       float *scores = scratch_.scores + row * DECODE_STRIDE;
+      if (SCALED) multiply(scores + offset, k_scales_ + start, scratch_.q_scales[row], count);
       for (int64_t i = 0; i < offset; i++) scores[i] = 0;
       for (int64_t i = offset + count; i < end - first; i++) scores[i] = 0;
+      if (!CHECKED && finite_query(row) && !all_finite(scores, end - first)) return false;
     }
-    const Element *next_k = k + count * call_.k_strides.row;
-    Prefetcher keys(next_k, call_.k_strides.row, call_.head_dim, min(last_stop - stop, plan_.block));
-    const bool good = block_finite(v, count, end - first, keys);
-    if (!good) exclude_nonfinite_keys(k, v, count, offset);
+    if (CHECKED) exclude_nonfinite_keys(k, v, start, count, offset);
     switch (required_statistics(call_)) {
       case Statistics::NONE: update_block<Statistics::NONE>(first, end); break;
       case Statistics::WEIGHTS: update_block<Statistics::WEIGHTS>(first, end); break;
       case Statistics::DISTANCES: update_block<Statistics::DISTANCES>(first, end); break;
     }
-    if (good) for_rows(plan_.rows, Values<Element>{*this, v, keys, call_.v_strides.row, count, offset});
-    else for_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
+    const Stored *next_k = k + count * call_.k_strides.row;
+    Prefetcher keys(next_k, call_.k_strides.row, call_.head_dim, min(last_stop - stop, plan_.block));
+    if constexpr (CHECKED) {
+      for_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
+    } else {
+      for (int64_t row = 0; SCALED && row < plan_.rows; row++)
+        multiply(scratch_.scores + row * DECODE_STRIDE + offset, v_scales_ + start, 1, count);
+      for_rows(plan_.rows, Values<Stored>{*this, v, keys, call_.v_strides.row, count, offset});
+    }
+    return true;
   }
 
   struct Scores {
     const DecodePass &pass;
-    const Element *k;
+    const Stored *k;
     Prefetcher &prefetcher;
     int64_t count, offset;
 
@@ -155,8 +229,9 @@ class DecodePass {
     inline __attribute__((always_inline)) void run(int64_t row) const {
       const Call &call = pass.call_;
       const int64_t depth = pass.plan_.depth;
-      multiply_keys<COUNT>(pass.scratch_.q + row * depth, depth, k, call.k_strides.row, call.head_dim, count,
-                           prefetcher, pass.scratch_.scores + row * DECODE_STRIDE + offset);
+      float *scores = pass.scratch_.scores + row * DECODE_STRIDE + offset;
+      multiply_keys<COUNT, typename NumberOf<Stored>::Products>(pass.query(row), depth, k, call.k_strides.row,
+                                                                call.head_dim, count, prefetcher, scores);
     }
   };
 
@@ -176,22 +251,16 @@ class DecodePass {
     }
   };
 
-  // Whether the keys and values of the block are finite. The score of a finite query and another key is not finite.
-  bool block_finite(const Element *v, int64_t count, int64_t padded, Prefetcher &prefetcher) const {
-    for (int64_t row = 0; row < plan_.rows; row++) {
-      const bool bad_query = call_.head_dim > 0 && scratch_.q[row * plan_.depth] != scratch_.q[row * plan_.depth];
-      if (!bad_query && !all_finite(scratch_.scores + row * DECODE_STRIDE, padded)) return false;
-    }
-    return rows_finite(v, call_.v_strides.row, count, call_.value_dim, prefetcher);
-  }
-
   // Scores of a key that is not finite, in k or v, become NaN, and its value becomes 0, as in pack_keys.
-  void exclude_nonfinite_keys(const Element *k, const Element *v, int64_t count, int64_t offset) const {
+  void exclude_nonfinite_keys(const Stored *k, const Stored *v, int64_t start, int64_t count, int64_t offset) const {
     for (int64_t key = 0; key < count; key++) {
-      const Element *value = v + key * call_.v_strides.row;
-      const bool good = row_finite(k + key * call_.k_strides.row, call_.head_dim) && row_finite(value, call_.value_dim);
+      const Stored *value = v + key * call_.v_strides.row;
+      bool good = row_finite(k + key * call_.k_strides.row, call_.head_dim) && row_finite(value, call_.value_dim);
+      if (SCALED) good &= finite(k_scales_[start + key]) && finite(v_scales_[start + key]);
       float *copy = scratch_.values + key * plan_.width, *scores = scratch_.scores + offset + key;
-      for (int64_t x = 0; x < call_.value_dim; x++) copy[x] = good ? to_float(value + x) : 0.f;
+      const float scale = SCALED ? v_scales_[start + key] : 1.f;
+      for (int64_t x = 0; x < call_.value_dim; x++)
+        copy[loading_place<Stored>(x, call_.value_dim)] = good ? to_float(value + x) * scale : 0.f;
       for (int64_t row = 0; row < plan_.rows && !good; row++) scores[row * DECODE_STRIDE] = NOT_A_NUMBER;
     }
   }
@@ -223,7 +292,8 @@ class DecodePass {
   SoftmaxRow *const rows_;  // (rows)
   float *const sums_;       // (rows, width)
   int64_t first_head_;
-  const Element *k_, *v_;
+  const Stored *k_, *v_;
+  const float *k_scales_ = nullptr, *v_scales_ = nullptr;  // (keys)
 };
 
 // ---------------------------------------------------------------- the pass
@@ -246,7 +316,7 @@ void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodePa
   write_row_results<Element>(call, merged, kv_head / call.kv_heads, head, row % call.queries, total);
 }
 
-template <class Element>
+template <class Element, class Stored>
 void decode_all(const Call &call, char *workspace) {
   const DecodePlan plan(call);
   const DecodeParts parts(plan, workspace);
@@ -257,7 +327,7 @@ void decode_all(const Call &call, char *workspace) {
     const DecodeScratch scratch(plan, workspace + parts.bytes + team.thread * thread_bytes);
     team.for_each(plan.heads * plan.parts, [&](int64_t task) {
       const int64_t kv_head = task / plan.parts, first = task % plan.parts * plan.part, row = task * plan.rows;
-      DecodePass<Element> pass(call, plan, scratch, kv_head, parts.rows + row, parts.sums + row * plan.width);
+      DecodePass<Element, Stored> pass(call, plan, scratch, kv_head, parts.rows + row, parts.sums + row * plan.width);
       pass.attend(first, min(first + plan.part, call.keys));
       // The thread that finishes the last part of a head merges all its parts, always in the same order, so that no
       // thread has to wait.
@@ -268,15 +338,21 @@ void decode_all(const Call &call, char *workspace) {
 }
 
 // Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay.
-// (Elements of 16 bits have half as many bytes to read, and packed elements need no conversion.)
-bool decode_is_faster(const Call &call) { return call.queries <= (call.dtype == Dtype::FLOAT32 ? 8 : 4); }
+// (Elements of 16 bits have half as many bytes to read, and packed elements need no conversion.) Only this pass reads
+// int8.
+bool decode_is_faster(const Call &call) {
+  return call.k_scales || call.queries <= (call.dtype == Dtype::FLOAT32 ? 8 : 4);
+}
 
 int64_t decode_workspace(const Call &call) {
   const DecodePlan plan(call);
   return DecodeParts(plan, nullptr).bytes + call.threads * DecodeScratch(plan, nullptr).bytes;
 }
 void decode_run(const Call &call, char *workspace) {
-  with_element(call, [&](auto element) { decode_all<decltype(element)>(call, workspace); });
+  with_element(call, [&](auto element) {
+    using Element = decltype(element);
+    call.k_scales ? decode_all<Element, Int8>(call, workspace) : decode_all<Element, Element>(call, workspace);
+  });
 }
 
 }  // namespace

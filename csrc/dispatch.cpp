@@ -31,7 +31,7 @@ const InstructionSet SETS[] = {
     SET(1, scalar, true, true),
     SET(MULTIHEAD_HAS_AVX2, avx2, CPU("avx2") && CPU("fma"), true),  // such CPUs have F16C too
     SET(MULTIHEAD_HAS_AVX512, avx512, CPU_AVX512, true),
-    SET(MULTIHEAD_HAS_AVX512_BF16, avx512_bf16, CPU_AVX512 && CPU("avx512bf16"), FAST_BF16),
+    SET(MULTIHEAD_HAS_AVX512_BF16, avx512_bf16, CPU_AVX512 && CPU("avx512bf16") && CPU("avx512vnni"), FAST_BF16),
     SET(MULTIHEAD_HAS_EMULATED, emulated, true, false),
 };
 constexpr int64_t COUNT = sizeof SETS / sizeof SETS[0];
@@ -91,7 +91,7 @@ EXPORT int64_t multihead_workspace(const Call *call, Pass pass) {
 
 EXPORT Status multihead_run(const Call *call, Pass pass) {
   const PassFunctions *functions = functions_of(call->instruction_set, pass);
-  if (!functions) return Status::NO_SUCH_PASS;
+  if (!functions || (call->k_scales && pass != Pass::FORWARD)) return Status::NO_SUCH_PASS;
   if (call->num_offsets < 0 || call->num_offsets > MAX_OFFSETS) return Status::TOO_MANY_OFFSETS;
   if (!bounds_are_valid(*call)) return Status::BAD_BOUNDS;
   const int64_t bytes = functions->workspace(*call);

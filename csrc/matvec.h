@@ -1,4 +1,4 @@
-// Products of few rows with unpacked keys and values, in float or bfloat16: these are bound by memory bandwidth.
+// Products of few rows with unpacked keys and values, in float, bfloat16 or int8: these are bound by memory bandwidth.
 #pragma once
 #include "simd.h"
 
@@ -59,82 +59,198 @@ INLINE Floats sum_each(Floats (&c)[LANES]) {
 #endif
 }
 
-// Prefetches rows that will be read next, some cache lines at each step of a loop over other data. The lines are in
-// order, so that the hardware prefetcher follows. Without this, memory would be idle while scores become weights.
+// ---------------------------------------------------------------- elements as floats, two vectors at a time
+
+// Two vectors of elements. Those of bfloat16 are in another order, the even elements before the odd ones, because two
+// of them share a word and need no shuffle then; `reorder_row` converts rows of floats.
+INLINE void load_two(const float *from, Floats &first, Floats &second) {
+  first = load(from);
+  second = load(from + LANES);
+}
+INLINE void load_two(const Bfloat16 *from, Floats &even, Floats &odd) {
+  const Words words = load_as<Words>(from);
+  even = (Floats)(words << 16);
+  odd = (Floats)(words & 0xffff0000u);
+}
+INLINE void load_two(const Float16 *from, Floats &first, Floats &second) {
+  first = load(from);
+  second = load(from + LANES);
+}
+INLINE void load_two(const Int8 *from, Floats &first, Floats &second) {
+  first = load(from);
+  second = load(from + LANES);
+}
+
+// 2 * LANES elements of int8 as int16, two in each lane; and sum + a[0] b[0] + a[1] b[1] for such pairs.
+INLINE Ints load_int16(const Int8 *from) {
+#if LANES == 16 && defined(__AVX512BW__)
+  return (Ints)_mm512_cvtepi8_epi16(load_as<__m256i>(from));
+#elif LANES == 8 && defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi16(load_as<__m128i>(from));
+#else
+  typedef int8_t Narrow __attribute__((vector_size(2 * LANES)));
+  typedef int16_t Wide __attribute__((vector_size(4 * LANES)));
+  return (Ints)__builtin_convertvector(load_as<Narrow>(from), Wide);
+#endif
+}
+INLINE Ints add_int16_pairs(Ints sum, Ints a, Ints b) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif LANES == 16 && defined(__AVX512BW__)
+  return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif LANES == 8 && defined(__AVX2__)
+  return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+template <class Element>
+constexpr bool EVEN_FIRST = false;  // whether `load_two` puts the even elements before the odd ones
+template <>
+constexpr bool EVEN_FIRST<Bfloat16> = true;
+
+// Place of element x of a row in the order of `load_two`; the rest of a row, less than two vectors, keeps its order.
+template <class Element>
+INLINE int64_t loading_place(int64_t x, int64_t dim) {
+  constexpr int64_t STEP = 2 * LANES;
+  if (!EVEN_FIRST<Element> || x >= dim / STEP * STEP) return x;
+  return x / STEP * STEP + x % 2 * LANES + x % STEP / 2;
+}
+
+// Convert a row of floats to the order of `load_two`, or back.
+template <class Element, bool BACK>
+void reorder_row(int64_t dim, float *row) {
+  constexpr int64_t STEP = 2 * LANES;
+  if (!EVEN_FIRST<Element>) return;
+  for (int64_t x = 0; x + STEP <= dim; x += STEP) {
+    float copy[STEP];
+    memcpy(copy, row + x, sizeof copy);
+    for (int64_t i = 0; i < STEP; i++) {
+      const int64_t place = loading_place<Element>(i, STEP);
+      if (BACK) row[x + i] = copy[place];
+      else row[x + place] = copy[i];
+    }
+  }
+}
+
+// ---------------------------------------------------------------- prefetching
+
+// Prefetches rows that will be read next, some at each step of a loop over other data, so that memory is not idle while
+// scores become weights. Whole rows in their order, so that the hardware prefetcher follows.
 struct Prefetcher {
   const char *row;
   int64_t stride, bytes, count;  // bytes between rows, bytes of a row, remaining rows
-  int64_t place = 0;
 
   template <class Element>
   Prefetcher(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left)
       : row(reinterpret_cast<const char *>(rows)), stride(row_stride * static_cast<int64_t>(sizeof(Element))),
         bytes(dim * static_cast<int64_t>(sizeof(Element))), count(rows_left) {}
 
-  inline __attribute__((always_inline)) void fetch(int64_t lines) {
-    for (int64_t i = 0; i < lines; i++) {
-      if (count <= 0) return;
-      __builtin_prefetch(row + place);
-      place += 64;
-      if (place < bytes) continue;
-      place = 0;
-      row += stride;
-      count--;
-    }
+  inline __attribute__((always_inline)) void fetch(int64_t rows) {
+    for (; rows > 0 && count > 0; rows--, count--, row += stride)
+      for (int64_t place = 0; place < bytes; place += 64) __builtin_prefetch(row + place);
   }
 };
 
-// Scores of COUNT rows with `count` keys, LANES dot products at a time. Up to LANES - 1 more are written after the
-// last.
-template <int COUNT, class Element>
-INLINE void multiply_keys(const float *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim,
+// ---------------------------------------------------------------- products
+
+// Scores of COUNT rows with `count` keys, some dot products at a time. Up to LANES - 1 more are written after the last.
+// The rows of q are in the order of `load_two`, or in int16 for keys in int8; Products
+// are vectors of the sums.
+template <int COUNT, class Products, class Query, class Element>
+INLINE void multiply_keys(const Query *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim,
                           int64_t count, Prefetcher &prefetcher, float *scores) {
-  constexpr int64_t KEYS = LANES / COUNT;  // per step
+  constexpr int64_t KEYS = LANES / (COUNT == 3 ? 4 : COUNT);  // per step
+  const int64_t rows_per_step = ceil_div(KEYS * 2 * LANES, max(dim, 1));
   for (int64_t key = 0; key < count; key += KEYS) {
     const Element *rows[KEYS];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < KEYS; i++) rows[i] = k + min(key + i, count - 1) * k_stride;
-    Floats c[LANES];
+    Products c[LANES];
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < LANES; i++) c[i] = (Floats){};
+    for (int64_t i = 0; i < LANES; i++) c[i] = (Products){};
     int64_t x = 0;
-    for (; x + LANES <= dim; x += LANES) {
-      prefetcher.fetch(ceil_div(KEYS * LANES, 16));
-      Floats keys[KEYS];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < KEYS; i++) keys[i] = load(rows[i] + x);
+    for (; x + 2 * LANES <= dim; x += 2 * LANES) {
+      prefetcher.fetch(rows_per_step);
+      if constexpr (sizeof(Query) == 2) {
+        Ints pairs[COUNT];
 #pragma GCC unroll 4
-      for (int64_t row = 0; row < COUNT; row++) {
-        const Floats query = load(q + row * q_stride + x);
+        for (int64_t row = 0; row < COUNT; row++) pairs[row] = load_as<Ints>(q + row * q_stride + x);
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < KEYS; i++) c[row * KEYS + i] += query * keys[i];
+        for (int64_t i = 0; i < KEYS; i++) {
+          const Ints keys = load_int16(rows[i] + x);
+#pragma GCC unroll 4
+          for (int64_t row = 0; row < COUNT; row++)
+            c[row * KEYS + i] = add_int16_pairs(c[row * KEYS + i], pairs[row], keys);
+        }
+      } else {
+        Floats first[COUNT], second[COUNT];
+#pragma GCC unroll 4
+        for (int64_t row = 0; row < COUNT; row++) {
+          first[row] = load(q + row * q_stride + x);
+          second[row] = load(q + row * q_stride + x + LANES);
+        }
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < KEYS; i++) {
+          Floats a, b;
+          load_two(rows[i] + x, a, b);
+#pragma GCC unroll 4
+          for (int64_t row = 0; row < COUNT; row++) {
+            c[row * KEYS + i] += first[row] * a;
+            c[row * KEYS + i] += second[row] * b;
+          }
+        }
       }
     }
+    if constexpr (sizeof(Query) == 4) {
+      for (; x + LANES <= dim; x += LANES)
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < KEYS; i++) {
+          const Floats a = load(rows[i] + x);
+#pragma GCC unroll 4
+          for (int64_t row = 0; row < COUNT; row++) c[row * KEYS + i] += load(q + row * q_stride + x) * a;
+        }
+    }
+    Floats floats[LANES];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LANES; i++) floats[i] = __builtin_convertvector(c[i], Floats);
     float sums[LANES];
-    store(sums, sum_each(c));
+    store(sums, sum_each(floats));
     for (; x < dim; x++)
-      for (int64_t i = 0; i < LANES; i++)
-        sums[i] = multiply_add(q[i / KEYS * q_stride + x], to_float(rows[i % KEYS] + x), sums[i]);
+      for (int64_t i = 0; i < COUNT * KEYS; i++)
+        sums[i] = multiply_add(static_cast<float>(q[i / KEYS * q_stride + x]), to_float(rows[i % KEYS] + x), sums[i]);
 #pragma GCC unroll 4
     for (int64_t row = 0; row < COUNT; row++)
       memcpy(scores + row * DECODE_STRIDE + key, sums + row * KEYS, sizeof(float) * KEYS);
   }
 }
 
-// sums = factors * sums + weights * values for COUNT rows, over `count` keys and VECTORS vectors of columns.
+// sums = factors * sums + weights * values for COUNT rows, over `count` keys and VECTORS vectors of columns. The sums
+// are in the order of `load_two`, unless VECTORS is 1.
 template <int COUNT, int VECTORS, class Element>
 INLINE void add_columns(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
-                        Prefetcher &prefetcher, float *sums, int64_t width) {
+                        int64_t dim, int64_t column, Prefetcher &prefetcher, float *sums, int64_t width) {
   Floats c[COUNT][VECTORS];
 #pragma GCC unroll 4
   for (int64_t row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < VECTORS; i++) c[row][i] = load(sums + row * width + i * LANES) * broadcast(factors[row]);
+    for (int64_t i = 0; i < VECTORS; i++)
+      c[row][i] = load(sums + row * width + column + i * LANES) * broadcast(factors[row]);
+  int64_t due = 0;  // a row is prefetched for every row that was read
   for (int64_t key = 0; key < count; key++) {
-    prefetcher.fetch(ceil_div(VECTORS * LANES, 16));
+    due += VECTORS * LANES;
+    if (due >= dim) {
+      due -= dim;
+      prefetcher.fetch(1);
+    }
+    const Element *from = v + key * stride + column;
     Floats values[VECTORS];
+    if constexpr (VECTORS == 1) values[0] = load(from);
+    else {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < VECTORS; i++) values[i] = load(v + key * stride + i * LANES);
+      for (int64_t i = 0; i < VECTORS; i += 2) load_two(from + i * LANES, values[i], values[i + 1]);
+    }
 #pragma GCC unroll 4
     for (int64_t row = 0; row < COUNT; row++) {
       const Floats weight = broadcast(weights[row * DECODE_STRIDE + key]);
@@ -145,7 +261,7 @@ INLINE void add_columns(const float *weights, const float *factors, const Elemen
 #pragma GCC unroll 4
   for (int64_t row = 0; row < COUNT; row++)
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < VECTORS; i++) store(sums + row * width + i * LANES, c[row][i]);
+    for (int64_t i = 0; i < VECTORS; i++) store(sums + row * width + column + i * LANES, c[row][i]);
 }
 
 template <int COUNT, class Element>
@@ -154,9 +270,11 @@ INLINE void add_values(const float *weights, const float *factors, const Element
   constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as fit into the registers
   int64_t x = 0;
   for (; x + VECTORS * LANES <= dim; x += VECTORS * LANES)
-    add_columns<COUNT, VECTORS>(weights, factors, v + x, stride, count, prefetcher, sums + x, width);
+    add_columns<COUNT, VECTORS>(weights, factors, v, stride, count, dim, x, prefetcher, sums, width);
+  for (; x + 2 * LANES <= dim; x += 2 * LANES)
+    add_columns<COUNT, 2>(weights, factors, v, stride, count, dim, x, prefetcher, sums, width);
   for (; x + LANES <= dim; x += LANES)
-    add_columns<COUNT, 1>(weights, factors, v + x, stride, count, prefetcher, sums + x, width);
+    add_columns<COUNT, 1>(weights, factors, v, stride, count, dim, x, prefetcher, sums, width);
   for (; x < dim; x++)
     for (int64_t row = 0; row < COUNT; row++) {
       float total = sums[row * width + x] * factors[row];
@@ -166,55 +284,24 @@ INLINE void add_values(const float *weights, const float *factors, const Element
     }
 }
 
-// Call body.template run<COUNT>(row) for 4, 2 or 1 rows at a time.
+// numbers *= factor * factors, element by element.
+INLINE void multiply(float *numbers, const float *factors, float factor, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES)
+    store(numbers + i, load(numbers + i) * (load(factors + i) * broadcast(factor)));
+  for (; i < count; i++) numbers[i] *= factors[i] * factor;
+}
+
+// Call body.template run<COUNT>(row) for at most 4 rows at a time.
 template <class Body>
 INLINE void for_rows(int64_t count, Body body) {
   int64_t row = 0;
   for (; row + 4 <= count; row += 4) body.template run<4>(row);
-  if (row + 2 <= count) {
-    body.template run<2>(row);
-    row += 2;
+  switch (count - row) {
+    case 3: return body.template run<3>(row);
+    case 2: return body.template run<2>(row);
+    case 1: return body.template run<1>(row);
   }
-  if (row < count) body.template run<1>(row);
-}
-
-// Whether `count` rows of `dim` elements are finite throughout.
-INLINE bool rows_finite(const float *from, int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher) {
-  Floats zeros[8] = {};  // enough independent chains of additions to hide their latency
-  bool good = true;
-  for (int64_t row = 0; row < count; row += 2) {
-    prefetcher.fetch(ceil_div(dim, 32));
-    const float *even = from + row * stride, *odd = row + 1 < count ? even + stride : even;
-    int64_t x = 0;
-    for (; x + 4 * LANES <= dim; x += 4 * LANES)
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < 4; i++) {
-        zeros[2 * i] += load(even + x + i * LANES) * broadcast(0.f);
-        zeros[2 * i + 1] += load(odd + x + i * LANES) * broadcast(0.f);
-      }
-    for (; x < dim; x++) good &= finite(even[x]) && finite(odd[x]);
-  }
-  Floats all = (Floats){};
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < 8; i++) all += zeros[i];
-  return good && sum(all) == 0;
-}
-template <class Half>
-INLINE bool rows_finite(const Half *from, int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher) {
-  typedef uint16_t Sizes __attribute__((vector_size(LANES * 4)));
-  Sizes largest = (Sizes){};  // absolute value; NaN is above infinity
-  bool good = true;
-  for (int64_t row = 0; row < count; row++, from += stride) {
-    prefetcher.fetch(ceil_div(dim, 128));
-    int64_t x = 0;
-    for (; x + 2 * LANES <= dim; x += 2 * LANES) {
-      const Sizes size = load_as<Sizes>(from + x) & 0x7fff;
-      largest = size > largest ? size : largest;
-    }
-    for (; x < dim; x++) good &= (from[x].bits & 0x7fff) < Half::INFINITY_BITS;
-  }
-  for (int lane = 0; lane < 2 * LANES; lane++) good &= largest[lane] < Half::INFINITY_BITS;
-  return good;
 }
 
 }  // namespace

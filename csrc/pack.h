@@ -186,6 +186,7 @@ INLINE bool row_finite(const Half *from, int64_t count) {
     if ((from[x].bits & 0x7fff) >= Half::INFINITY_BITS) return false;
   return true;
 }
+INLINE bool row_finite(const Int8 *, int64_t) { return true; }
 // Replace non-finite elements among `count` floats (a multiple of LANES) by 0.
 INLINE void zero_nonfinite(float *values, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) {

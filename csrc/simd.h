@@ -24,6 +24,9 @@ struct Float16 {
   uint16_t bits;
   static constexpr uint16_t INFINITY_BITS = 0x7c00;
 };
+struct Int8 {  // of a tensor with a scale per row
+  int8_t value;
+};
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float INF = __builtin_inff(), NOT_A_NUMBER = __builtin_nanf("");
@@ -61,10 +64,21 @@ INLINE Floats from_float16(Halves halves) {
 #endif
 }
 INLINE Floats load(const Float16 *from) { return from_float16(load_as<Halves>(from)); }
+INLINE Floats load(const Int8 *from) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
+#elif LANES == 8 && defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+#else
+  typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+  return __builtin_convertvector(load_as<SignedBytes>(from), Floats);
+#endif
+}
 INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(load_as<Bytes>(from), Ints); }
 INLINE void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
 INLINE float to_float(const float *from) { return *from; }
+INLINE float to_float(const Int8 *from) { return from->value; }
 INLINE float to_float(const Bfloat16 *from) {
   const uint32_t bits = (uint32_t)from->bits << 16;
   float value;

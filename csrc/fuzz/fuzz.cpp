@@ -44,6 +44,13 @@ Status run_forward(const RandomCall &input, Call call, Results &results, bool st
   results.output = Tensor(random, type_of(call), call.batch, call.heads, call.queries, call.value_dim, false);
   call.output_strides = row_strides(results.output);
   call.output = results.output.data();
+  if (input.k_scales) {
+    const auto scale_strides = [](const Tensor &scales) { return RowStrides{scales.strides[0], scales.strides[1], 1}; };
+    call.k = input.k_int8.data(), call.v = input.v_int8.data();
+    call.k_strides = row_strides(input.k_int8), call.v_strides = row_strides(input.v_int8);
+    call.k_scales = input.k_scales.data<float>(), call.v_scales = input.v_scales.data<float>();
+    call.k_scales_strides = scale_strides(input.k_scales), call.v_scales_strides = scale_strides(input.v_scales);
+  }
   results.logsumexp = Tensor(Type::FLOAT, call.batch, call.heads, call.queries, 1);
   call.logsumexp = results.logsumexp.data<float>();
   if (!statistics) {
@@ -268,6 +275,11 @@ std::string not_rejected(const RandomCall &input) {
   if (multihead_run(&call, Pass::FORWARD) != Status::NO_SUCH_PASS || multihead_workspace(&call, Pass::FORWARD) != -1)
     return "an unknown instruction set is accepted";
   call.instruction_set = 0;
+  if (input.k_scales) {
+    call.k_scales = call.v_scales = input.k_scales.data<float>();
+    if (multihead_run(&call, Pass::BACKWARD) != Status::NO_SUCH_PASS) return "a backward pass over int8 is accepted";
+    call.k_scales = call.v_scales = nullptr;
+  }
   if (multihead_run(&call, static_cast<Pass>(3)) != Status::NO_SUCH_PASS) return "an unknown pass is accepted";
   return "";
 }
@@ -341,8 +353,8 @@ void describe(uint64_t seed) {
           number(call.batch), number(call.heads), number(call.kv_heads), number(call.queries), number(call.keys),
           number(call.head_dim), number(call.value_dim), type_of(call) == Type::FLOAT ? "float32" : type_of(call) == Type::FLOAT16 ? "float16" : "bfloat16",
           number(call.threads));
-  fprintf(stderr, ", softcap %g, dropout %g%s%s%s\n", call.softcap, call.dropout, call.visible ? ", visible" : "",
-          call.bias ? ", bias" : "", call.sinks ? ", sinks" : "");
+  fprintf(stderr, ", softcap %g, dropout %g%s%s%s%s\n", call.softcap, call.dropout, call.visible ? ", visible" : "",
+          call.bias ? ", bias" : "", call.sinks ? ", sinks" : "", input.k_scales ? ", int8" : "");
 }
 
 }  // namespace

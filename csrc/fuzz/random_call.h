@@ -10,6 +10,7 @@ constexpr int64_t MAX_WORK = 1500000;  // multiplications per case
 struct RandomCall {
   Call call = {};
   Tensor q, k, v, start, stop, visible, bias, sinks;
+  Tensor k_int8, v_int8, k_scales, v_scales;  // what the forward pass reads instead of k and v, or empty
   Tensor query_start, offsets, target_key, special_keys, grad_output, grad_logsumexp;
   bool entropy = false, largest_weight = false, largest_key = false, mean_distance = false, distance_spread = false;
   bool offset_weights = false, target_key_weight = false, special_keys_weight = false;
@@ -27,7 +28,7 @@ inline CellStrides cell_strides(const Tensor &tensor) {
 
 inline void draw_shape(Random &random, Call &call) {
   const int64_t dims[] = {1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 80, 128};
-  const auto dim = [&] { return dims[uniform(random, 0, 14)]; };
+  const auto dim = [&] { return chance(random, 0.02) ? 1100 : dims[uniform(random, 0, 14)]; };
   call.batch = uniform(random, 1, 3);
   call.kv_heads = uniform(random, 1, 3);
   int64_t group = uniform(random, 1, 3);
@@ -128,6 +129,25 @@ inline void draw_nonfinite(Random &random, RandomCall &input) {
   }
 }
 
+// Replace k or v by int8 with scales. The product of both is exact in bfloat16 too: scales are powers of two, unless
+// they are not finite.
+inline void draw_int8(Random &random, Tensor &expanded, Tensor &numbers, Tensor &scales) {
+  const int64_t *sizes = expanded.sizes;
+  numbers = Tensor(random, Type::INT8, sizes[0], sizes[1], sizes[2], sizes[3], true);
+  scales = Tensor(random, Type::FLOAT, sizes[0], sizes[1], 1, sizes[2], true);
+  numbers = integers(random, std::move(numbers), -127, 127);
+  const double bad[] = {NOT_A_NUMBER, INF, -INF}, share = chance(random, 0.2) ? 0.02 : 0;
+  scales.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
+    const double good = 1.0 / static_cast<double>(int64_t{32} << uniform(random, 0, 2));
+    scales.set(chance(random, share) ? bad[uniform(random, 0, 2)] : good, a, b, c, d);
+  });
+  expanded = Tensor(expanded.type, sizes[0], sizes[1], sizes[2], sizes[3]);
+  expanded.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
+    const double scale = scales.at(a, b, 0, c);  // 0 * infinity is NaN, and so is the key
+    expanded.set(scale - scale == 0 ? numbers.at(a, b, c, d) * scale : NOT_A_NUMBER, a, b, c, d);
+  });
+}
+
 inline void draw_statistics(Random &random, RandomCall &input) {
   Call &call = input.call;
   if (chance(random, 0.4)) return;
@@ -171,6 +191,10 @@ inline RandomCall draw(uint64_t seed) {
   draw_bounds(random, result);
   draw_terms(random, result);
   if (chance(random, 0.25)) draw_nonfinite(random, result);
+  if (chance(random, 0.25)) {
+    draw_int8(random, result.k, result.k_int8, result.k_scales);
+    draw_int8(random, result.v, result.v_int8, result.v_scales);
+  }
   draw_statistics(random, result);
   Tensor grad_output(random, type, call.batch, call.heads, call.queries, call.value_dim, true);
   result.grad_output = numbers(random, std::move(grad_output), 1);

@@ -16,10 +16,10 @@ inline int64_t uniform(Random &random, int64_t min, int64_t max) {
 inline bool chance(Random &random, double share) { return std::uniform_real_distribution<double>(0, 1)(random) < share; }
 inline double normal(Random &random) { return std::normal_distribution<double>(0, 1)(random); }
 
-enum class Type { FLOAT, BFLOAT16, FLOAT16, INT64, BYTE };
+enum class Type { FLOAT, BFLOAT16, FLOAT16, INT64, BYTE, INT8 };
 
 inline int64_t bytes_of(Type type) {
-  return type == Type::FLOAT ? 4 : type == Type::INT64 ? 8 : type == Type::BYTE ? 1 : 2;
+  return type == Type::FLOAT ? 4 : type == Type::INT64 ? 8 : type == Type::BYTE || type == Type::INT8 ? 1 : 2;
 }
 
 // Rounded to the nearest bfloat16, ties to even.
@@ -112,6 +112,7 @@ class Tensor {
       case Type::FLOAT16: return widen_float16(read<uint16_t>(place));
       case Type::INT64: return static_cast<double>(read<int64_t>(place));
       case Type::BYTE: return *place;
+      case Type::INT8: return read<int8_t>(place);
     }
     return 0;
   }
@@ -124,6 +125,7 @@ class Tensor {
       case Type::FLOAT16: return write(place, narrow_to_float16(value));
       case Type::INT64: return write(place, static_cast<int64_t>(value));
       case Type::BYTE: return write(place, static_cast<unsigned char>(value));
+      case Type::INT8: return write(place, static_cast<int8_t>(value));
     }
   }
 

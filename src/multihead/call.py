@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from multihead.masks import Mask
 from multihead.parts import Part
+from multihead.quantised import Scales, expand
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 
@@ -65,6 +66,7 @@ class AttentionRequest:
         dropout: share of the weights dropped.
         wanted: the parts of statistics that listeners want the kernel to measure.
         origin: where the call comes from, where a layer made it and somebody listens; else None.
+        scales: the factors of k and v where these are int8, from a quantised cache; else None.
     """
 
     q: Tensor
@@ -80,6 +82,15 @@ class AttentionRequest:
     dropout: float = 0.0
     wanted: frozenset[Part] = frozenset()
     origin: CallOrigin | None = None
+    scales: Scales | None = None
+
+    def expanded(self) -> AttentionRequest:
+        """Return the request with k and v in the dtype of q, where they are int8."""
+        if self.scales is None:
+            return self
+        dtype = self.shape.dtype
+        k, v = expand(self.k, self.scales.k, dtype), expand(self.v, self.scales.v, dtype)
+        return replace(self, k=k, v=v, scales=None)
 
     @property
     def packed_lengths(self) -> Tensor | None:

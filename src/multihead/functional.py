@@ -32,6 +32,7 @@ from multihead.probes import Probe, ProbeContext
 from multihead.probes import statistics as measuring
 from multihead.probes import tile as tiles
 from multihead.probes.statistics import NOTHING
+from multihead.quantised import Scales
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.sinks import check_sinks_fit
 from multihead.scores.softcap import check_softcap
@@ -346,6 +347,7 @@ def request_of(
     to_come: bool = False,
     mask_fits: bool = False,
     origin: CallOrigin | None = None,
+    scales: Scales | None = None,
 ) -> AttentionRequest:
     """Build a request: check the arguments and resolve those that are missing; see `attention` for them.
 
@@ -363,8 +365,9 @@ def request_of(
         to_come: whether more keys follow in later calls (a cache), so that the mask may already speak of them.
         mask_fits: whether the mask is known to fit the call.
         origin: see `AttentionRequest`.
+        scales: see `AttentionRequest`.
     """
-    shape = AttentionShape.of(q, k, v)
+    shape = AttentionShape.of(q, k, v) if scales is None else _shape_of_int8(q, k, v)
     if not isinstance(mask, Mask):
         check_is_mask(mask)
     if dropout != 0.0 or type(dropout) is not float:
@@ -391,7 +394,12 @@ def request_of(
             query_start, uses_positions=mask.uses_positions, batch=batch, queries=queries, keys=keys
         )
     unheard: frozenset[str] = frozenset()
-    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, unheard, origin)
+    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, unheard, origin, scales)
+
+
+def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
+    """Return the shape of a call whose k and v are int8: their sizes, in the dtype of q."""
+    return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
 
 def attend(request: AttentionRequest, *, kernel: str | None = None, publish: bool = True) -> Attended:
@@ -406,6 +414,8 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, publish: boo
     if heard:
         request = replace(request, wanted=listeners.wanted())
     bounds, chosen = plan(request, kernel=kernel)
+    if request.scales is not None and not chosen.reads_int8(request):
+        request = request.expanded()
     if chosen.HANDLES_NONFINITE:
         attended = chosen.attend(request, bounds)
     else:
@@ -415,7 +425,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, publish: boo
             if bad_rows is not None:
                 attended = restore_nan(attended, bad_rows)
     if heard:
-        listeners.publish(AttentionCall(request, attended))
+        listeners.publish(AttentionCall(request.expanded(), attended))
     return attended
 
 

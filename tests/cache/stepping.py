@@ -69,7 +69,7 @@ def looked(q: Tensor, held: Held, mask: masks.Mask) -> Tensor:
     mask = mask.after_dropping(held.key_start)
     if held.lengths is not None:
         mask = mask & masks.Lengths(held.lengths)
-    request = request_of(q, held.k, held.v, query_start=held.query_start)
+    request = request_of(q, held.k, held.v, query_start=held.query_start, scales=held.scales)
     return attend(replace(request, mask=mask)).output
 
 

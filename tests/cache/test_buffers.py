@@ -62,17 +62,17 @@ def test_returned_keys_never_change(options: dict[str, Any]) -> None:
 
 def test_a_growing_buffer_doubles_and_a_capacity_stays() -> None:
     found, _, _ = filled(*[1] * 70)
-    assert found.k.shape[2] == 2 * buffers.MIN_SLOTS + 1
+    assert found.tensors[0].shape[2] == 2 * buffers.MIN_SLOTS + 1
     found, held, _ = filled(*[1] * 70, capacity=70)
-    assert found.k.shape[2] == 71
-    assert {each.k.data_ptr() for each in held} == {found.k.data_ptr()}
+    assert found.tensors[0].shape[2] == 71
+    assert {each.k.data_ptr() for each in held} == {found.tensors[0].data_ptr()}
 
 
 def test_with_a_window_the_memory_does_not_grow_with_the_length() -> None:
     found, _, _ = filled(3, *[1] * 600, window=6)
-    assert found.k.shape[2] == 2 * (6 + buffers.SPARE) + 1
+    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
     found.extend(tokens(5000), tokens(5000, dim=5), None)
-    assert found.k.shape[2] == 2 * (6 + buffers.SPARE) + 1
+    assert found.tensors[0].shape[2] == 2 * (6 + buffers.SPARE) + 1
     assert found.progress.position == 5603
 
 
@@ -82,7 +82,7 @@ def test_slots_not_yet_written_are_zeros() -> None:
     assert held.lengths is not None
     assert held.lengths.tolist() == [5, 3]
     assert not held.k[1, :, 3:].any()
-    assert not found.k[:, :, 5:].any()
+    assert not found.tensors[0][:, :, 5:].any()
 
 
 def test_more_than_the_capacity_is_rejected_and_nothing_is_written() -> None:
@@ -156,7 +156,7 @@ def test_a_call_that_a_backward_pass_recomputes_is_rejected() -> None:
 class TestRefusals:
     def test_keys_of_another_size(self) -> None:
         with pytest.raises(ShapeError) as refused:
-            buffers.check_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4))
+            buffers.check_alike("k", tokens(1, batch=3), torch.zeros(2, 3, 9, 4), torch.float32)
         assert str(refused.value) == (
             "k has shape (3, 3, 1, 4), and the cache holds 2 samples of 3 heads with 4 features. "
             "Give (2, 3, new tokens, 4), or call cache.reset() to start over."
@@ -164,7 +164,7 @@ class TestRefusals:
 
     def test_values_of_another_dtype(self) -> None:
         with pytest.raises(DtypeError) as refused:
-            buffers.check_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4))
+            buffers.check_alike("v", tokens(1, dtype=torch.float64), torch.zeros(2, 3, 9, 4), torch.float32)
         assert str(refused.value) == (
             "v is torch.float64 on cpu, and the cache holds torch.float32 on cpu. "
             "Convert it, move the cache with cache.to(device), or call cache.reset() to start over."

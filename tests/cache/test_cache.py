@@ -13,7 +13,8 @@ from torch import Tensor
 from multihead import masks
 from multihead.cache import KeyValueCache
 from multihead.cache.buffers import SPARE, Held
-from multihead.errors import ArgumentError, MaskError, ShapeError
+from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from multihead.quantised import expand
 
 
 def tokens(count: int, *, batch: int = 2, dim: int = 4) -> Tensor:
@@ -389,4 +390,86 @@ class TestMasksWithAWindow:
         assert str(refused.value) == (
             "Window(4) & Drop(<bool tensor (9,)>, 'keys') has a column per key, and a cache with a window drops keys. "
             "Use KeyValueCache(), which keeps all keys."
+        )
+
+
+class TestInt8:
+    def test_it_takes_a_byte_per_element_and_a_scale_per_token_and_head(self) -> None:
+        cache = KeyValueCache(capacity=9, dtype="int8")
+        step(cache, 3)
+        assert cache.nbytes == 10 * 2 * 3 * (4 + 5 + 4 + 4)
+        assert repr(cache) == "KeyValueCache(capacity=9, dtype='int8'): 3 tokens, 2 samples, 1,020 bytes"
+
+    @pytest.mark.parametrize("options", [{}, {"capacity": 400}, {"window": 6}], ids=str)
+    def test_returned_keys_are_within_half_a_scale(self, options: dict[str, int]) -> None:
+        cache, k, v = KeyValueCache(**options, dtype="int8"), tokens(5), tokens(5, dim=5)
+        held = cache.extend(k, v)
+        assert held.scales is not None
+        for integers, scale, exact in ((held.k, held.scales.k, k), (held.v, held.scales.v, v)):
+            assert integers.dtype == torch.int8
+            error = (expand(integers, scale, torch.float32) - exact).abs()
+            assert bool((error <= 0.501 * scale[..., None]).all())
+
+    def test_a_failed_call_leaves_no_trace(self) -> None:
+        cache = KeyValueCache(dtype="int8")
+        step(cache, 3)
+        before = cache.nbytes
+        with pytest.raises(ValueError, match="refused"):
+            refuse(cache, tokens(200), tokens(200, dim=5))
+        assert (cache.length, cache.nbytes) == (3, before)
+
+    def test_a_copy_and_a_pickle_continue(self) -> None:
+        cache = KeyValueCache(dtype="int8")
+        step(cache, 3)
+        for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            held = step(other)
+            assert held.scales is not None
+            assert held.scales.v.shape == (2, 3, 4)
+        assert cache.length == 3
+
+    def test_a_memory_is_stored_in_int8(self) -> None:
+        cache = KeyValueCache(dtype="int8")
+        memory = cache.remember(tokens(7), tokens(7, dim=5))
+        assert memory.k.dtype == torch.int8
+        assert memory.scales is not None
+        assert cache.nbytes == 7 * 2 * 3 * (4 + 5 + 4 + 4)
+        cache.reorder([1, 1, 0])
+        assert cache.memory is not None
+        assert cache.memory.scales is not None
+        assert torch.equal(cache.memory.scales.k, memory.scales.k[[1, 1, 0]])
+
+    @pytest.mark.parametrize("given", ["int4", torch.int8, 8])
+    def test_another_dtype_is_rejected(self, given: Any) -> None:
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache(dtype=given)
+        assert str(refused.value) == (
+            f'dtype is {given!r}. Give "int8", or leave it out to store keys and values as they are.'
+        )
+
+    def test_a_gradient_is_rejected_and_nothing_is_written(self) -> None:
+        cache = KeyValueCache(dtype="int8")
+        step(cache, 3)
+        sentence = (
+            'A gradient flows through a cache with dtype="int8", which rounds keys and values. '
+            "Run it under torch.no_grad(), or use KeyValueCache(), which keeps them as they are."
+        )
+        with pytest.raises(ArgumentError) as refused:
+            cache.extend(tokens(1).requires_grad_(), tokens(1, dim=5))
+        assert str(refused.value) == sentence
+        assert cache.length == 3
+        with pytest.raises(ArgumentError) as refused:
+            KeyValueCache(dtype="int8").remember(tokens(1), tokens(1, dim=5).requires_grad_())
+        assert str(refused.value) == sentence
+        with torch.no_grad():
+            cache.extend(tokens(1).requires_grad_(), tokens(1, dim=5))
+        assert cache.length == 4
+
+    def test_keys_of_another_dtype_than_before_are_rejected(self) -> None:
+        cache = KeyValueCache(dtype="int8")
+        step(cache, 3)
+        with pytest.raises(DtypeError) as refused:
+            cache.extend(tokens(1).bfloat16(), tokens(1, dim=5).bfloat16())
+        assert str(refused.value) == (
+            "k is torch.bfloat16 on cpu, and the cache holds torch.float32 on cpu. "
+            "Convert it, move the cache with cache.to(device), or call cache.reset() to start over."
         )

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.cache import KeyValueCache, buffers
+from multihead.quantised import expand, quantise
 from tests import oracle
-from tests.cache.stepping import Text, stepwise, stepwise_apart
+from tests.cache.stepping import Text, looked, stepwise, stepwise_apart
 
 LENGTH, WINDOW = 20, 5
 CAUSAL, NEAR = masks.Causal(), masks.Causal() & masks.Window(WINDOW)
@@ -231,3 +232,48 @@ def test_a_nan_in_a_token_reaches_only_the_queries_that_see_it() -> None:
     bad = found.isnan().any(-1).any(1)  # (batch, queries)
     assert bad[0].nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
     assert not bad[1].any()
+
+
+def rounded(text: Text) -> Text:
+    """The text whose keys and values are those that a cache in int8 holds."""
+
+    def of(tensor: Tensor) -> Tensor:
+        integers, scale = quantise(tensor)
+        return expand(integers, scale[..., 0], tensor.dtype)
+
+    return Text(text.q, of(text.k), of(text.v))
+
+
+@pytest.mark.parametrize("mask", BACKWARD.values(), ids=BACKWARD)
+def test_in_int8_token_by_token_equals_one_pass_over_the_rounded_keys(mask: masks.Mask) -> None:
+    text = Text.drawn(length=LENGTH)
+    for options in ({}, {"capacity": LENGTH}):
+        cache = KeyValueCache(**options, dtype="int8")
+        assert_same(stepwise(text, cache, mask, [3, *[1] * (LENGTH - 3)]), rounded(text).whole(mask))
+
+
+@pytest.mark.parametrize("mask", IN_WINDOW.values(), ids=IN_WINDOW)
+def test_in_int8_with_a_window_equals_one_pass_over_the_rounded_keys(mask: masks.Mask) -> None:
+    text = Text.drawn(length=LENGTH)
+    cache = KeyValueCache(window=WINDOW, dtype="int8")
+    assert_same(stepwise(text, cache, mask, [1] * LENGTH), rounded(text).whole(mask))
+
+
+def test_in_int8_samples_of_different_lengths_equal_one_pass_over_the_rounded_keys() -> None:
+    text = Text.drawn(length=LENGTH)
+    found, done = stepwise_apart(text, KeyValueCache(dtype="int8"), CAUSAL, [(5, 2), (1, 1), (0, 3), (1, 1)])
+    whole = rounded(text).whole(CAUSAL)
+    for sample, length in enumerate(done):
+        assert_same(found[sample, :, :length], whole[sample, :, :length])
+
+
+def test_in_int8_cropped_and_reordered_samples_continue_with_their_own_scales() -> None:
+    text = Text.drawn(length=LENGTH)
+    cache = KeyValueCache(dtype="int8")
+    stepwise(text, cache, CAUSAL, [9])
+    cache.crop(6)
+    cache.reorder([1, 1, 0])
+    beams = Text(*(tensor[[1, 1, 0]] for tensor in (text.q, text.k, text.v)))
+    rest = beams.part(slice(6, 8))
+    held = cache.extend(rest.k, rest.v)
+    assert_same(looked(rest.q, held, CAUSAL), rounded(beams.part(slice(0, 8))).whole(CAUSAL)[:, :, 6:])

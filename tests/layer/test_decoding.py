@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead as mh
-from multihead import masks
+from multihead import listeners, masks
 from multihead.cache import KeyValueCache, buffers
+from multihead.call import AttentionCall
 from multihead.errors import ArgumentError, MaskError, ShapeError
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
@@ -372,3 +373,70 @@ class TestARefusedCall:
         assert cache.memory is None
         assert cache.length == 0
         layer(x, text(length=8), cache=cache)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_in_int8_any_chunks_give_the_same(options: dict[str, Any]) -> None:
+    layer = mh.MultiHeadAttention(WIDTH, 4, **options, dtype=torch.float64)
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        at_once = layer(x, mask=CAUSAL, cache=KeyValueCache(dtype="int8"))
+        cache = KeyValueCache(dtype="int8")
+        parts = [layer(part, mask=CAUSAL, cache=cache) for part in x.split([5, 1, 1, 3, 4], 1)]
+        exact = layer(x, mask=CAUSAL, cache=KeyValueCache())
+    assert float((torch.cat(parts, 1) - at_once).abs().max()) < 1e-12
+    assert 0 < float((at_once - exact).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_int8_a_decoding_token_has_the_output_of_one_pass(dtype: torch.dtype) -> None:
+    layer = mh.MultiHeadAttention(64, 4, num_kv_heads=2, rotary=Rotary(), dtype=dtype)
+    x = torch.randn(2, 200, 64, dtype=dtype)
+    cache = KeyValueCache(dtype="int8")
+    with torch.no_grad():
+        at_once = layer(x, mask=CAUSAL, cache=KeyValueCache(dtype="int8"))
+        parts = [layer(part, mask=CAUSAL, cache=cache) for part in x.split([150, *[1] * 50], 1)]
+    within = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(torch.cat(parts, 1), at_once, rtol=within, atol=within)
+
+
+def test_in_int8_a_memory_is_read_by_all_steps_alike() -> None:
+    layer = mh.MultiHeadAttention(WIDTH, 4, dtype=torch.float64)
+    x, memory = torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    cache = KeyValueCache(dtype="int8")
+    with torch.no_grad():
+        parts = [layer(part, memory, memory_lengths=(9, 4), cache=cache) for part in x.split([2, 1, 3], 1)]
+        at_once = layer(x, memory, memory_lengths=(9, 4), cache=KeyValueCache(dtype="int8"))
+        exact = layer(x, memory, memory_lengths=(9, 4))
+    assert float((torch.cat(parts, 1) - at_once).abs().max()) < 1e-12
+    assert 0 < float((at_once - exact).abs().max()) < 0.1
+
+
+class Ear:
+    """A listener that keeps every call."""
+
+    wanted = frozenset[Any]()
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def hear(self, call: AttentionCall) -> None:
+        self.calls.append(call)
+
+
+def test_in_int8_an_observed_layer_records_the_keys_that_it_read() -> None:
+    layer = mh.MultiHeadAttention(WIDTH, 4)
+    ear = Ear()
+    cache = KeyValueCache(dtype="int8")
+    x = torch.randn(2, 5, WIDTH)
+    with torch.no_grad():
+        layer(x[:, :4], mask=CAUSAL, cache=cache)
+        quiet = layer(x[:, 4:], mask=CAUSAL, cache=deepcopy(cache))
+        with listeners.listen(ear):
+            watched = layer(x[:, 4:], mask=CAUSAL, cache=cache)
+    assert torch.equal(quiet, watched)
+    (call,) = ear.calls
+    assert call.request.scales is None
+    assert call.request.k.dtype == torch.float32
+    weights = mh.attention_weights(call.request.q, call.request.k)
+    torch.testing.assert_close((weights @ call.request.v), call.attended.output, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from torch import Tensor
 from multihead.cache.buffer_ops import copy_slots, write
 from multihead.cache.positions import Progress
 from multihead.errors import ArgumentError, DtypeError, ShapeError
+from multihead.quantised import Scales, quantise
 from multihead.tracing import runs_backward, traced
 
 MIN_SLOTS = 64
@@ -30,6 +31,7 @@ class Held(NamedTuple):
         query_start: position of the first new token among these keys; a tensor (batch,) has one per sample.
         lengths: (batch,), number of these keys that are real; None = all.
         key_start: number of keys of the sequence before these that were dropped, an int or (batch,).
+        scales: the factors of k and v, which are int8 then; None = they have the dtype of the new tokens.
     """
 
     k: Tensor
@@ -37,6 +39,7 @@ class Held(NamedTuple):
     query_start: int | Tensor
     lengths: Tensor | None = None
     key_start: int | Tensor = 0
+    scales: Scales | None = None
 
 
 class Buffers:
@@ -47,18 +50,33 @@ class Buffers:
         v: the first values, (batch, kv_heads, new tokens, value_dim).
         capacity: fixed number of slots; None = as many as needed.
         window: number of keys that a query sees at most; older ones are dropped. None = keep all.
+        int8: whether they are stored in int8, with a scale per token and head.
+
+    Attributes:
+        tensors: (batch, kv_heads, slots + 1, dim) each: keys, values, and with int8 the scales of both. Padding goes to
+            the last slot, see buffer_ops.py.
+        dtype: the dtype of new tokens.
 
     Raises:
         ShapeError: k and v do not match.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, *, capacity: int | None, window: int | None) -> None:
+    def __init__(self, k: Tensor, v: Tensor, *, capacity: int | None, window: int | None, int8: bool = False) -> None:
         _check_pair(k, v)
+        self.dtype, self.int8 = k.dtype, int8
         self.capacity, self.window = capacity, window
         self.progress = Progress(len(k), k.device, in_graphs=capacity is not None)
-        # (batch, kv_heads, slots + 1, dim): padding goes to the last slot, see buffer_ops.py.
-        self.k = k.new_zeros(*k.shape[:2], (capacity or 0) + 1, k.shape[3])
-        self.v = v.new_zeros(*v.shape[:2], (capacity or 0) + 1, v.shape[3])
+        self.tensors = tuple(
+            each.new_zeros(*each.shape[:2], (capacity or 0) + 1, each.shape[3])
+            for each in self._stored(k[:, :, :0], v[:, :, :0])
+        )
+
+    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return new keys and values as they are stored."""
+        if not self.int8:
+            return k, v
+        (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
+        return k, v, k_scales, v_scales
 
     def __deepcopy__(self, memo: dict[int, object]) -> Buffers:
         """Copy the buffers with their autograd graph, which deepcopy of a tensor rejects."""
@@ -82,7 +100,9 @@ class Buffers:
         new = k.shape[2]
         in_graph = self.capacity is not None and torch.compiler.is_compiling()
         # Where gradients flow or this code is traced, new tensors are created and none is written in place.
-        needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.k.requires_grad)
+        needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.tensors[0].requires_grad)
+        if self.int8:
+            reject_gradient(k, v)
         copy = not in_graph and (needs_grad or traced())
         if copy and not torch.compiler.is_compiling() and runs_backward():
             raise ArgumentError(
@@ -93,15 +113,24 @@ class Buffers:
         if not in_graph:
             self._ensure_slots(new, real, copy=copy)
         start = self.progress.add(new, real)
+        stored = self._stored(k, v)
         if isinstance(start, Tensor):
             slots, inside = _slots(start, new, real)
             if in_graph:
                 self._assert_capacity(slots, inside)
             stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
-            self.k = write(self.k, k, slots, real=inside, copy=copy)
-            self.v = write(self.v, v, slots, real=inside, copy=copy)
+            self.tensors = tuple(
+                write(tensor, each, slots, real=inside, copy=copy)
+                for tensor, each in zip(self.tensors, stored, strict=True)
+            )
             return self._held(0, stop, start, self.progress.counts)
-        self.k, self.v = write(self.k, k, start, copy=copy), write(self.v, v, start, copy=copy)
+        if copy:
+            self.tensors = tuple(
+                write(tensor, each, start, copy=True) for tensor, each in zip(self.tensors, stored, strict=True)
+            )
+        else:
+            for tensor, each in zip(self.tensors, stored, strict=True):
+                write(tensor, each, start, copy=False)
         first = 0 if self.window is None else max(0, start + 1 - self.window)
         return self._held(first, start + new, start - first, None)
 
@@ -111,12 +140,12 @@ class Buffers:
         They are copied to new buffers: later steps overwrite the other slots, which callers may still hold views of.
         """
         self.progress.set(count)
-        slots = self.k.shape[2] - 1
-        self.k, self.v = copy_slots(self.k, 0, count, slots=slots), copy_slots(self.v, 0, count, slots=slots)
+        slots = self.tensors[0].shape[2] - 1
+        self.change(lambda tensor: copy_slots(tensor, 0, count, slots=slots))
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to both buffers and replace them by the results."""
-        self.k, self.v = function(self.k), function(self.v)
+        """Apply a function to all buffers and replace them by the results."""
+        self.tensors = tuple(function(tensor) for tensor in self.tensors)
 
     def _assert_capacity(self, slots: Tensor, real: Tensor | None) -> None:
         """Reject tokens beyond the capacity when the graph runs: its positions are unknown while it is traced."""
@@ -129,18 +158,21 @@ class Buffers:
 
     def _held(self, first: int, stop: int, start: int | Tensor, lengths: Tensor | None) -> Held:
         """Return views of the slots [first, stop)."""
-        k, v = self.k[:, :, first:stop], self.v[:, :, first:stop]
+        k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
+        factors = None
+        if self.int8:
+            factors = Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
         if self.window is None:
-            return Held(k, v, start, lengths)
-        held = Held(k, v, start, lengths, self.progress.dropped + first)
-        if self.k.shape[2] > self._usual_slots() + 1 and not k.requires_grad:
+            return Held(k, v, start, lengths, 0, factors)
+        held = Held(k, v, start, lengths, self.progress.dropped + first, factors)
+        if self.tensors[0].shape[2] > self._usual_slots() + 1 and not k.requires_grad:
             self._reallocate(0, at_least=self._usual_slots())  # a prompt longer than the window is kept for one call
         return held
 
     def _ensure_slots(self, new: int, real: Tensor | None, *, copy: bool) -> None:
         """Reallocate the buffers where new tokens do not fit, or reject the tokens."""
         # Tensors created in inference mode can be written in inference mode only.
-        locked = not copy and self.k.is_inference() and not torch.is_inference_mode_enabled()
+        locked = not copy and self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
         stop = self.progress.longest + new
         if self.capacity is not None:
             if copy:
@@ -160,12 +192,12 @@ class Buffers:
                 self._reallocate(0, at_least=self.capacity)
         elif copy and (self.window is not None or real is not None or not self.progress.uniform):
             self._reallocate(new)
-        elif not copy and (locked or stop >= self.k.shape[2]):
+        elif not copy and (locked or stop >= self.tensors[0].shape[2]):
             self._reallocate(new, at_least=self._usual_slots())
 
     def _usual_slots(self) -> int:
         """Return the number of slots of new buffers where no more are needed."""
-        return max(MIN_SLOTS, 2 * (self.k.shape[2] - 1)) if self.window is None else 2 * (self.window + SPARE)
+        return max(MIN_SLOTS, 2 * (self.tensors[0].shape[2] - 1)) if self.window is None else 2 * (self.window + SPARE)
 
     def _reallocate(self, new: int, *, at_least: int = 0) -> None:
         """Copy the slots in use to buffers that have slots for new tokens, dropping keys that no later query sees."""
@@ -177,7 +209,7 @@ class Buffers:
             first = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
             self.progress.drop(first)
         slots = max(self.progress.longest + new, at_least)
-        self.k, self.v = copy_slots(self.k, first, stop, slots=slots), copy_slots(self.v, first, stop, slots=slots)
+        self.change(lambda tensor: copy_slots(tensor, first, stop, slots=slots))
 
 
 def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -189,7 +221,7 @@ def _slots(start: Tensor, new: int, real: Tensor | None) -> tuple[Tensor, Tensor
     return slots + token, None if real is None else token < real[:, None]
 
 
-def check_alike(name: str, new: Tensor, held: Tensor) -> None:
+def check_alike(name: str, new: Tensor, held: Tensor, dtype: torch.dtype) -> None:
     """Reject keys or values whose sizes, dtype or device differ from those in the cache.
 
     Raises:
@@ -203,10 +235,23 @@ def check_alike(name: str, new: Tensor, held: Tensor) -> None:
             "features.",
             f"Give ({size[0]}, {size[1]}, new tokens, {size[3]}), or call cache.reset() to start over.",
         )
-    if new.dtype != held.dtype or new.device != held.device:
+    if new.dtype != dtype or new.device != held.device:
         raise DtypeError(
-            f"{name} is {new.dtype} on {new.device}, and the cache holds {held.dtype} on {held.device}.",
+            f"{name} is {new.dtype} on {new.device}, and the cache holds {dtype} on {held.device}.",
             "Convert it, move the cache with cache.to(device), or call cache.reset() to start over.",
+        )
+
+
+def reject_gradient(k: Tensor, v: Tensor) -> None:
+    """Reject keys and values in int8 where a gradient would flow.
+
+    Raises:
+        ArgumentError: one of them requires a gradient.
+    """
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise ArgumentError(
+            'A gradient flows through a cache with dtype="int8", which rounds keys and values.',
+            "Run it under torch.no_grad(), or use KeyValueCache(), which keeps them as they are.",
         )
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multihead.cache.buffer_ops import counts_of
-from multihead.cache.buffers import SPARE, Buffers, Held, check_alike
+from multihead.cache.buffers import SPARE, Buffers, Held, check_alike, reject_gradient
 from multihead.cache.positions import Progress
 from multihead.call import Continued
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, check_integer
 from multihead.masks import Mask
+from multihead.quantised import Scales, quantise
 from multihead.tracing import readable, traced
 
 _HEADS = "(batch, kv_heads, new tokens, head_dim)"
@@ -27,15 +28,19 @@ class Memory(NamedTuple):
         k: (batch, kv_heads, keys, head_dim).
         v: (batch, kv_heads, keys, value_dim).
         lengths: (batch,), number of these keys that are real; None = all.
+        scales: the factors of k and v, which are int8 then; None = they are as they were projected.
     """
 
     k: Tensor
     v: Tensor
     lengths: Tensor | None = None
+    scales: Scales | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
         """Apply a function to each tensor."""
-        return Memory(function(self.k), function(self.v), None if self.lengths is None else function(self.lengths))
+        scales = None if self.scales is None else Scales(*map(function, self.scales))
+        lengths = None if self.lengths is None else function(self.lengths)
+        return Memory(function(self.k), function(self.v), lengths, scales)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Memory:
         """Copy the tensors with their autograd graph, which deepcopy of a tensor rejects."""
@@ -54,9 +59,12 @@ class KeyValueCache:
             a cache compiles once: it returns all slots, with a tensor of lengths.
         window: number of keys that a query sees at most, its own included, as in `masks.Window`; older keys are
             dropped.
+        dtype: "int8" stores keys and values in int8, with one scale per token and head: half the memory of bfloat16.
+            Each element is rounded by at most 1/254 of the largest one of its token and head. Gradients are rejected.
+            None stores them as they are.
 
     Raises:
-        ArgumentError: both are given, or one is not a positive integer.
+        ArgumentError: capacity and window are both given, one is not a positive integer, or there is no such dtype.
 
     >>> cache = KeyValueCache()
     >>> held = cache.extend(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))  # a prompt of five tokens
@@ -67,7 +75,9 @@ class KeyValueCache:
     KeyValueCache(): 6 tokens, 1 sample, 8,320 bytes
     """
 
-    def __init__(self, *, capacity: int | None = None, window: int | None = None) -> None:
+    def __init__(
+        self, *, capacity: int | None = None, window: int | None = None, dtype: Literal["int8"] | None = None
+    ) -> None:
         if capacity is not None and window is not None:
             raise ArgumentError(
                 f"capacity is {capacity!r} and window is {window!r}.",
@@ -76,7 +86,11 @@ class KeyValueCache:
         for name, value in (("capacity", capacity), ("window", window)):
             if value is not None:
                 check_integer(name, value)
-        self.capacity, self.window = capacity, window
+        if dtype not in (None, "int8"):
+            raise ArgumentError(
+                f"dtype is {dtype!r}.", 'Give "int8", or leave it out to store keys and values as they are.'
+            )
+        self.capacity, self.window, self.dtype = capacity, window, dtype
         self.reset()
 
     def reset(self) -> None:
@@ -116,13 +130,13 @@ class KeyValueCache:
     @property
     def nbytes(self) -> int:
         """Allocated memory, bytes."""
-        held = () if self._buffers is None else (self._buffers.k, self._buffers.v)
-        remembered = () if self.memory is None else (self.memory.k, self.memory.v)
+        held = () if self._buffers is None else self._buffers.tensors
+        remembered = () if self.memory is None else (self.memory.k, self.memory.v, *(self.memory.scales or ()))
         return sum(tensor.nbytes for tensor in (*held, *remembered))
 
     def __repr__(self) -> str:
-        option = f"window={self.window}" if self.window is not None else ""
-        option = f"capacity={self.capacity}" if self.capacity is not None else option
+        options = {"capacity": self.capacity, "window": self.window, "dtype": self.dtype}
+        option = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         if self._progress is None:
             return f"KeyValueCache({option}): empty"
         tokens = sorted(set(self.lengths.tolist())) or [0]
@@ -146,7 +160,8 @@ class KeyValueCache:
         Raises:
             ShapeError: the sizes of k and v do not match, or differ from those in the cache.
             DtypeError: the dtype or device differs from that in the cache.
-            ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity.
+            ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity or
+                with int8.
         """
         if self.memory is not None:
             raise ArgumentError(
@@ -158,10 +173,12 @@ class KeyValueCache:
                 raise DtypeError(f"{name} is a {type(tensor).__name__}, and must be a tensor.", f"Give {_HEADS}.")
         buffers = self._buffers
         if buffers is None:
-            buffers = self._buffers = Buffers(k, v, capacity=self.capacity, window=self.window)
+            buffers = self._buffers = Buffers(
+                k, v, capacity=self.capacity, window=self.window, int8=self.dtype == "int8"
+            )
             self._progress = buffers.progress
-        check_alike("k", k, buffers.k)
-        check_alike("v", v, buffers.v)
+        check_alike("k", k, buffers.tensors[0], buffers.dtype)
+        check_alike("v", v, buffers.tensors[1], buffers.dtype)
         if v.shape[2] != k.shape[2]:
             raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
         real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
@@ -178,14 +195,14 @@ class KeyValueCache:
             return nullcontext()
         memory, continued, progress, buffers = self.memory, self._continued, self._progress, self._buffers
         snapshot = None if progress is None else progress.snapshot
-        tensors = None if buffers is None else (buffers.k, buffers.v)
+        tensors = None if buffers is None else buffers.tensors
 
         def roll_back() -> None:
             self.memory, self._continued, self._progress, self._buffers = memory, continued, progress, buffers
             if progress is not None and snapshot is not None:
                 progress.snapshot = snapshot
             if buffers is not None and tensors is not None:
-                buffers.k, buffers.v = tensors
+                buffers.tensors = tensors
                 buffers.crop(buffers.progress.start)  # appended tokens may have been written in place
 
         return _OnError(roll_back)
@@ -271,14 +288,19 @@ class KeyValueCache:
             lengths: (batch,), number of these keys that are real; None = all.
 
         Raises:
-            ArgumentError: the cache is not empty.
+            ArgumentError: the cache is not empty, or a gradient would flow through int8.
         """
         if self._progress is not None:
             raise ArgumentError(
                 "The cache is in use.", "Use a separate cache for each attention, or call cache.reset() to start over."
             )
         self._progress = Progress(len(k), k.device, in_graphs=self.capacity is not None)
-        self.memory = Memory(k.contiguous(), v.contiguous(), lengths)
+        if self.dtype == "int8":
+            reject_gradient(k, v)
+            (k, k_scales), (v, v_scales) = quantise(k.contiguous()), quantise(v.contiguous())
+            self.memory = Memory(k, v, lengths, Scales(k_scales[..., 0], v_scales[..., 0]))
+        else:
+            self.memory = Memory(k.contiguous(), v.contiguous(), lengths)
         return self.memory
 
     def advance(self, queries: int, *, lengths: Sequence[int] | Tensor | None = None) -> int | Tensor:

@@ -39,6 +39,10 @@ class Kernel(Protocol):
         """Return why this kernel refuses a request, in one sentence, or None where it takes it."""
         ...
 
+    def reads_int8(self, request: AttentionRequest) -> bool:
+        """Whether the kernel reads the int8 keys and values of this request; else they are expanded for it."""
+        ...
+
     def attend(self, request: AttentionRequest, bounds: KeyBounds) -> Attended:
         """Compute a request that the kernel does not refuse."""
         ...
@@ -110,6 +114,7 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
         or request.shape.query_length == 1  # each decoding step has another number of keys
         or request.bias is not None
         or request.sinks is not None
+        or request.scales is not None
         or request.dropout
         or type(request.query_start) is not int
         or not type(q) is type(k) is type(v) is Tensor
@@ -135,7 +140,8 @@ def choose(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None =
     refusals: dict[str, str] = {}
     for name in KERNELS if kernel is None else (kernel,):
         reason = KERNELS[name].refusal(request, bounds)
-        if reason is None and name == "native" and kernel is None and not torch.compiler.is_compiling():
+        measured = kernel is None and not torch.compiler.is_compiling() and request.scales is None
+        if reason is None and name == "native" and measured:
             reason = slower(request, bounds, library.chosen().name)
         if reason is None:
             if name == "reference" and kernel is None:

@@ -65,6 +65,11 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     return None
 
 
+def reads_int8(request: AttentionRequest) -> bool:
+    """Return False: int8 keys and values are expanded for this kernel."""
+    return False
+
+
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute a request with flex_attention, compiled once for each kind of call.
 

@@ -21,6 +21,11 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     return None
 
 
+def reads_int8(request: AttentionRequest) -> bool:
+    """Return False: int8 keys and values are expanded for this kernel."""
+    return False
+
+
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute softmax(scores) v with materialised weights; without gradients one block of queries at a time."""
     whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)

@@ -38,6 +38,11 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     return None
 
 
+def reads_int8(request: AttentionRequest) -> bool:
+    """Return False: int8 keys and values are expanded for this kernel."""
+    return False
+
+
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Compute the rectangles of the plan with fused calls, and merge them by their logsumexp."""
     if request.scale <= 0:

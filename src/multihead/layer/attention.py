@@ -32,6 +32,7 @@ from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.packing import NO_PADDING, Packing, Padding, Side
 from multihead.qk_norm import QKNorm
+from multihead.quantised import Scales, expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
@@ -268,14 +269,18 @@ class MultiHeadAttention(nn.Module):
             if self.rotary is not None:
                 same = padding.documents is not None or (within and cache is not None)
                 q, k = rotate(self.rotary, q, k, start, padding.positions, same=same, fresh=fresh)
+            scales: Scales | None = None  # of k and v, where the cache holds int8
             if cache is None:
                 mask = padding.hide(mask)
             else:
-                k, v, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
+                k, v, scales, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
 
-            output = self._attend_at_once(part, q, k, v, mask, bias, start)  # (batch, heads, queries, value_head_dim)
-            if output is None:
-                output = self._attend(self._request(part, q, k, v, mask, bias, start, padding, cache))
+            at_once = None if scales is not None else self._attend_at_once(part, q, k, v, mask, bias, start)
+            if at_once is None:
+                request = self._request(part, q, k, v, scales, mask, bias, start, padding, cache)
+                output = self._attend(request)  # (batch, heads, queries, value_head_dim)
+            else:
+                output = at_once
             for gates in (part.head_gates, head_gates):
                 if gates is not None:
                     output = gate(output, gates)
@@ -309,7 +314,7 @@ class MultiHeadAttention(nn.Module):
             x has a batch.
         """
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
-        plain = memory is None and values is None and memory_lengths is None and packing is None and cache is None
+        plain = memory is None and values is None and memory_lengths is None and packing is None
         usual = plain and type(x) is Tensor and isinstance(mask, Mask) and weight is not None
         batched = True
         if not (
@@ -376,6 +381,7 @@ class MultiHeadAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        scales: Scales | None,
         mask: Mask,
         bias: Bias | None,
         start: int | Tensor,
@@ -387,6 +393,8 @@ class MultiHeadAttention(nn.Module):
             own = part.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
             bias = own if bias is None else added(bias, own, q.shape[2], k.shape[2])
         if part.bias_k is not None and part.bias_v is not None:
+            if scales is not None:
+                k, v, scales = expand(k, scales.k, q.dtype), expand(v, scales.v, q.dtype), None
             k, v = prepend(part.bias_k, k), prepend(part.bias_v, v)  # (batch, kv_heads, 1 + keys, dim)
             mask, start = LeadingKeys(1, mask), start + 1
             bias = None if bias is None else shifted(bias, q.shape[2], k.shape[2] - 1)
@@ -412,6 +420,7 @@ class MultiHeadAttention(nn.Module):
             to_come=cache is not None,
             mask_fits=padding.documents is not None,
             origin=origin,
+            scales=scales,
         )
 
     def _attend_at_once(

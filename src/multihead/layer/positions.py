@@ -10,6 +10,7 @@ from torch import Tensor
 from multihead.cache import KeyValueCache
 from multihead.masks import Mask
 from multihead.packing import Padding
+from multihead.quantised import Scales
 from multihead.rotary import Rotary
 from multihead.shapes import resolved_query_start
 
@@ -75,7 +76,7 @@ def extend(
     padding: Padding,
     *,
     within: bool,
-) -> tuple[Tensor, Tensor, Mask, int | Tensor]:
+) -> tuple[Tensor, Tensor, Scales | None, Mask, int | Tensor]:
     """Append keys and values to a cache, and return all that it holds.
 
     Args:
@@ -89,15 +90,17 @@ def extend(
         within: whether queries and keys are the same tokens.
 
     Returns:
-        keys and values, the mask for them without padding, and the position of the first query among them.
+        keys and values, their factors where they are int8, the mask for them without padding, and the position of the
+        first query among them.
     """
     lengths = None if padding.rows is None else padding.rows.lengths
     if within:
         held = cache.extend(k, v, lengths=lengths)
         mask = padding.hide(mask.after_dropping(held.key_start), held.lengths, held.k.shape[2])
-        return held.k, held.v, mask, held.query_start
+        return held.k, held.v, held.scales, mask, held.query_start
     memory = cache.memory
     if memory is None:
         memory = cache.remember(k, v, None if padding.columns is None else padding.columns.lengths)
     cache.advance(q.shape[2], lengths=lengths)
-    return memory.k, memory.v, padding.hide(mask, memory.lengths, memory.k.shape[2]), start
+    mask = padding.hide(mask, memory.lengths, memory.k.shape[2])
+    return memory.k, memory.v, memory.scales, mask, start

@@ -36,6 +36,7 @@ from multihead.scores.relative import RelativeBias
 from multihead.tracing import intercepted, recorded, traced, transformed
 
 HANDLES_NONFINITE = True  # inside the library, key by key
+INT8_QUERIES = 4
 # Rows and columns of a register tile: the kernel computes all cells of a tile or none.
 _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
 _CPU = torch.device("cpu")
@@ -81,6 +82,13 @@ def _read(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
     if isinstance(request.query_start, Tensor):  # for statistics of distances
         read += (request.query_start,)
     return read
+
+
+def reads_int8(request: AttentionRequest) -> bool:
+    """Whether the queries are so few that the kernel reads int8 as it is: for more, converting it once is faster."""
+    if request.shape.query_length > INT8_QUERIES or request.shape.dtype not in DTYPES or recorded():
+        return False
+    return not (torch.is_grad_enabled() and _needs_gradient(request))
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
@@ -242,7 +250,7 @@ def forward(job: Job) -> tuple[Tensor, Tensor]:
     shape, measurement = job.request.shape, job.measurement
     output = torch.empty_like(job.request.q)  # with the strides of q: split heads merge without a copy
     if shape.value_dim != shape.head_dim or output.stride(-1) != 1:
-        output = job.request.v.new_empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim)
+        output = job.request.q.new_empty(shape.batch, shape.query_length, shape.num_heads, shape.value_dim)
         output = output.transpose(1, 2)
     logsumexp = empty_float32(shape.batch, shape.num_heads, shape.query_length)
     if job.bounds.remainder is None:
@@ -279,6 +287,10 @@ def _forward_fields(job: Job, rows: Rows) -> Fields:
     fields[_V], fields[_V_STRIDES] = v.data_ptr(), v.stride()[:3]
     if request.sinks is not None:
         fields[AT["sinks"]] = request.sinks.data_ptr()
+    if request.scales is not None:
+        for name, scales in (("k_scales", request.scales.k), ("v_scales", request.scales.v)):
+            fields[AT[name]] = scales.data_ptr()
+            fields[STRIDES_AT[name]] = (*scales.stride()[:2], 1)
     if request.dropout:
         fields[AT["dropout"]], fields[AT["seed"]] = request.dropout, job.seed
         for name in ("batch_start", "head_start", "total_heads", "key_start"):

@@ -29,7 +29,7 @@ ENVIRONMENT = "MULTIHEAD_CPU"
 # The fields of `struct Call` in csrc/call.h, in its order.
 ADDRESSES = tuple(
     """
-    q k v start stop visible bias sinks
+    q k v start stop visible bias sinks k_scales v_scales
     output logsumexp
     entropy largest_weight largest_key mean_distance distance_spread
     offset_weights target_key_weight special_keys_weight
@@ -39,7 +39,7 @@ ADDRESSES = tuple(
     """.split()  # noqa: SIM905 - the lines are those of csrc/call.h
 )
 SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
-ROW_STRIDES = ("q", "k", "v", "output", "grad_output", "dq", "dk", "dv")  # of batch, head, row
+ROW_STRIDES = ("q", "k", "v", "k_scales", "v_scales", "output", "grad_output", "dq", "dk", "dv")  # of batch, head, row
 CELL_STRIDES = ("visible", "bias", "dbias")  # of batch, head, row, key
 OPTIONS = (
     "bounds_batch_stride",

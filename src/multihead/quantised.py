@@ -1,0 +1,53 @@
+"""Keys and values in int8, with one float32 scale per token and head: half the bytes of bfloat16."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST = 127  # the range is symmetric, and -128 is unused
+
+
+class Scales(NamedTuple):
+    """The factors of int8 keys and values: element = scale of its row * integer.
+
+    Attributes:
+        k: (batch, kv_heads, keys), float32, contiguous in the last dimension; NaN for a key that is not finite.
+        v: (batch, kv_heads, keys), as k.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows (..., dim) to int8, each with a scale of its own.
+
+    The rounding error of an element is at most half its scale, which is the largest absolute value of the row / 127.
+    A row with NaN or infinity gets the scale NaN, and is NaN as a whole when it is expanded.
+
+    Returns:
+        the integers (..., dim), and the scales (..., 1) in float32.
+
+    >>> quantise(torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 0.0]]))
+    (tensor([[  64, -127,    0],
+            [   0,    0,    0]], dtype=torch.int8), tensor([[0.0079],
+            [0.0000]]))
+    """
+    rows = rows.float()
+    scale = rows.abs().amax(-1, keepdim=True) / LARGEST
+    # 0 / 0 is NaN, and so is anything that is not finite: these rows become integers of 0.
+    integers = (rows / scale).round_().nan_to_num_(0, 0, 0).clamp_(-LARGEST, LARGEST).to(torch.int8)
+    return integers, scale + scale * 0  # infinity becomes NaN
+
+
+def expand(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows (..., dim) of integers (..., dim) and scales (...).
+
+    >>> expand(torch.tensor([[64, -127, 0]], dtype=torch.int8), torch.tensor([1 / 127]), torch.float32)
+    tensor([[ 0.5039, -1.0000,  0.0000]])
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return (integers.to(wide) * scale[..., None].to(wide)).to(dtype)
