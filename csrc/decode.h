@@ -268,8 +268,8 @@ void decode_all(const Call &call, char *workspace) {
 }
 
 // Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay.
-// (Elements of 16 bits have half as many bytes to read, and packed elements need no conversion.)
-bool decode_is_faster(const Call &call) { return call.queries <= (call.dtype == Dtype::FLOAT32 ? 8 : 4); }
+// (Where pairs of packed bfloat16 are multiplied without conversion, fewer queries pay for packing.)
+bool decode_is_faster(const Call &call) { return call.queries <= (BF16_DOT && call.dtype == Dtype::BFLOAT16 ? 4 : 8); }
 
 int64_t decode_workspace(const Call &call) {
   const DecodePlan plan(call);
