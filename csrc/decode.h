@@ -338,10 +338,10 @@ void decode_all(const Call &call, char *workspace) {
 }
 
 // Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay.
-// (Elements of 16 bits have half as many bytes to read, and packed elements need no conversion.) Only this pass reads
+// (Where pairs of packed bfloat16 are multiplied without conversion, fewer queries pay for packing.) Only this pass reads
 // int8.
 bool decode_is_faster(const Call &call) {
-  return call.k_scales || call.queries <= (call.dtype == Dtype::FLOAT32 ? 8 : 4);
+  return call.k_scales || call.queries <= (BF16_DOT && call.dtype == Dtype::BFLOAT16 ? 4 : 8);
 }
 
 int64_t decode_workspace(const Call &call) {

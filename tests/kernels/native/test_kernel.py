@@ -84,7 +84,7 @@ def test_long_calls_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(
-    ("queries", "dtype"), [(1, torch.float32), (8, torch.float32), *product((4, 5), (torch.bfloat16, torch.float16))]
+    ("queries", "dtype"), [(1, torch.float32), (8, torch.float32), *product((4, 5, 9), (torch.bfloat16, torch.float16))]
 )
 def test_few_queries_over_many_keys_agree_with_the_oracle(queries: int, dtype: torch.dtype) -> None:
     for mask in (masks.Window(900), masks.Lengths((0, 1090)) & masks.Drop(torch.arange(1100) % 9 == 2, "keys")):
@@ -258,8 +258,8 @@ def test_train_and_eval_and_a_listener_give_the_same_bits(instructions: str) -> 
 def test_statistics_change_no_bit_of_a_call_of_any_size(instructions: str, queries: int, dtype: torch.dtype) -> None:
     """Without statistics the queries may be the columns of the tiles, and with them the rows."""
     for mask in (masks.Full(), masks.Window(7), masks.Lengths((19, 300))):
-        case = long(queries=queries, keys=300, mask=mask, dtype=dtype, query_start=0)
-        request = request_of(case.q, case.k, case.v, mask)
+        case = long(queries=queries, keys=300, mask=mask, dtype=dtype)
+        request = request_of(case.q, case.k, case.v, mask, query_start=case.query_start)
         quiet = kernel.attend(request, bounds_of(request))
         watched = kernel.attend(replace(request, wanted=PARTS), bounds_of(request))
         assert torch.equal(watched.output, quiet.output)

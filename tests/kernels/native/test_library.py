@@ -169,6 +169,18 @@ def small_call_values() -> list[float]:
     return [0.0 if name in library.REALS else 0 for name in library.FIELDS]
 
 
+@needs_library
+@pytest.mark.usefixtures("_chosen_anew")
+def test_without_a_request_the_fastest_set_that_runs_here_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
+    used = library.chosen()
+    assert used.runs
+    assert not used.for_tests
+    # Only bfloat16 in pairs is not faster on every processor that has it.
+    wider = [each.name for each in library.instruction_sets()[used.index + 1 :] if each.runs and not each.for_tests]
+    assert wider in ([], ["avx512_bf16"])
+
+
 @pytest.mark.usefixtures("_narrow_machine")
 class TestChoosing:
     def test_the_set_that_the_library_calls_fastest_is_chosen(self) -> None:

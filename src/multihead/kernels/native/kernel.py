@@ -37,7 +37,8 @@ from multihead.tracing import intercepted, recorded, traced, transformed
 
 HANDLES_NONFINITE = True  # inside the library, key by key
 INT8_QUERIES = 4
-# Rows and columns of a register tile: the kernel computes all cells of a tile or none.
+# Rows and columns of a register tile: the kernel computes all cells of a tile or none. (Where the queries are the
+# columns of its tiles, it computes about as many cells.)
 _TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
