@@ -17,6 +17,8 @@ constexpr int64_t FORWARD_TILES = FORWARD_QUERIES / ROWS;  // register tiles per
 constexpr int64_t MIN_PARALLEL_WORK = int64_t(1) << 21;    // multiplications; fewer take less time than waking a thread
 constexpr int64_t MAX_PACKED_BYTES = int64_t(16) << 20;    // of K and V that are packed at once, but at least one head
 
+static_assert(FORWARD_KEYS <= MAX_BLOCK_KEYS, "a row can add a block");
+
 // The type in which an element is packed: bfloat16 where the instruction set multiplies it, else float.
 #if BF16_DOT
 template <class Element>

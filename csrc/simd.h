@@ -75,12 +75,15 @@ INLINE Ints index_from(int64_t first) {  // first, first + 1, ...
 INLINE Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 INLINE bool finite(float x) { return x - x == 0; }
 
-// a * b + c, rounded once where the instruction set can do that. (The compiler may contract a * b + c or not.)
+// a * b + c, always rounded once where the instruction set can do that; the compiler may decide otherwise in each place.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if LANES == 16 && defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8 && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  for (int lane = 0; lane < LANES; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return c;
 #else
   return a * b + c;
 #endif
