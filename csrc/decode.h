@@ -22,6 +22,7 @@ namespace {
 constexpr int64_t DECODE_MIN_TASKS = 32;  // per call, where parts of DECODE_MIN_PART keys allow it
 constexpr int64_t DECODE_MIN_PART = 512;
 static_assert(DECODE_KEYS / 2 % COLUMNS == 0, "blocks are whole panels");
+static_assert(DECODE_KEYS <= MAX_BLOCK_KEYS, "a row can add a block");
 
 // ---------------------------------------------------------------- sizes and workspace
 

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t FORWARD_TILES = FORWARD_QUERIES / ROWS;  // register tiles per block
+static_assert(FORWARD_KEYS <= MAX_BLOCK_KEYS, "a row can add a block");
 
 // The memory of one thread.
 template <class Packed>

@@ -133,7 +133,7 @@ INLINE Ints index_from(int64_t first) {  // first, first + 1, ...
 INLINE Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 INLINE bool finite(float x) { return x - x == 0; }
 
-// a b + c, rounded once.
+// a b + c, always rounded once; the compiler may decide otherwise in each place.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if LANES == 16 && defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -75,9 +75,11 @@ INLINE int64_t distance_between(int64_t a, int64_t b) { return a > b ? a - b : b
 // 2^x of one number, exactly 1 for 0; without the call of a library function, which would empty the vector registers.
 INLINE float exp2_of(float x) { return x == 0 ? 1.f : exp2(broadcast(x))[0]; }
 
-// Steps -N .. N of LANES keys and their squares, for sums over a block whose vectors are counted from any of them.
+constexpr int64_t MAX_BLOCK_KEYS = 512;
+
+// -N .. N and their squares, for sums over a block whose vectors are counted from any of them.
 struct Steps {
-  static constexpr int64_t N = 512 / LANES;
+  static constexpr int64_t N = MAX_BLOCK_KEYS / LANES;
   float step[2 * N + 1], square[2 * N + 1];
   constexpr Steps() : step(), square() {
     for (int64_t i = -N; i <= N; i++) {
@@ -104,8 +106,8 @@ INLINE void move_pivot(SoftmaxRow &row, int64_t pivot) {
   row.pivot = pivot;
 }
 
-// Where the keys of a block are that a query sees.
-enum class Side { BEFORE, BOTH, AFTER };  // its position, which counts as either
+// On which side of the query's position the keys of a block lie that it sees; a key at the position is on either.
+enum class Side { BEFORE, BOTH, AFTER };
 
 // Replace scores by weights, and add them to the sums of a row whose earlier weights are multiplied by `factor`.
 template <Statistics STATISTICS, Side SIDE, class Narrow>
@@ -166,10 +168,10 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
   row.total = fmaf(row.total, factor, sum(total));
 }
 
-// Add a block of keys [first, end), a multiple of 2 * LANES, to a row. Scores become weights in place; narrow(i,
-// weights) receives them too. `plain` means that all these keys are visible and that their scores need neither softcap
-// nor bias. `special` is 1 for each special key of the block, or null. Returns the factor by which sums over earlier
-// keys must be multiplied.
+// Add a block of keys [first, end), a multiple of 2 * LANES and at most MAX_BLOCK_KEYS, to a row. Scores become weights
+// in place; narrow(i, weights) receives them too. `plain` means that all these keys are visible and that their scores
+// need neither softcap nor bias. `special` is 1 for each special key of the block, or null. Returns the factor by which
+// sums over earlier keys must be multiplied.
 template <Statistics STATISTICS, class Narrow>
 INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, float *scores, int64_t first,
                         int64_t end, bool plain, const float *special, Narrow narrow) {
@@ -319,7 +321,8 @@ INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t b
     store(few_weights + i, empty ? (Floats){} : weight);
   }
   const int64_t all_rows = call.batch * call.heads * call.queries;
-  for (int64_t i = 0; i < call.num_offsets; i++) write_statistic(call.offset_weights, i * all_rows + index, few_weights[i]);
+  for (int64_t i = 0; i < call.num_offsets; i++)
+    write_statistic(call.offset_weights, i * all_rows + index, few_weights[i]);
   write_statistic(call.target_key_weight, index, few_weights[TARGET]);
   write_statistic(call.special_keys_weight, index, empty ? 0.f : sum(row.special) * inverse);
 }

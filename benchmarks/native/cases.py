@@ -121,6 +121,12 @@ def _statistics() -> Iterator[Case]:
         name = f"statistics, {kind}, N {length:,}, D {dim}, {dtype}"
         make = partial(contenders.statistics, kind, length, dim, dtype)
         yield Case(line, name, "the same without", make, most=most, timed=KERNEL)
+    for length, most in ((128, 1.3), (512, 1.1), (2048, 0.9)):
+        for dtype in contenders.DTYPES:
+            for causal in (False, True):
+                name = f"mh.statistics, {'causal' if causal else 'full'}, N {length:,}, D 64, {dtype}"
+                make = partial(contenders.statistics_alone, length, dtype, causal=causal)
+                yield Case(f"mh.statistics, N {length:,}", name, "mh.attention", make, most=most)
     for length in (512, 2048):
         name = f"statistics, ever-rising scores, causal, N {length:,}, D 64, fp32"
         make = partial(contenders.statistics, "causal", length, 64, "fp32", rising=True)

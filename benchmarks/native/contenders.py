@@ -192,6 +192,24 @@ def statistics(kind: str, length: int, dim: int, dtype: str, *, rising: bool = F
     )
 
 
+def statistics_alone(length: int, dtype: str, *, causal: bool) -> Duel:
+    """A call as ours, the default statistics without the output as the rival: the ratio is their cost."""
+    q, k, v = inputs(1, length, 64, dtype)
+    mask = masks.Causal() if causal else masks.Full()
+    right = defined(q, k, v, mask)
+
+    def check(found: dict[str, Tensor]) -> float:
+        return max(_largest(found["entropy"], right.entropy), float(misplaced(found["largest_key"], right)))
+
+    return Duel(
+        lambda: mh.attention(q, k, v, mask=mask),
+        lambda: mh.statistics(q, k, mask=mask),
+        lambda output: _largest(output, right.output),
+        check,
+        TOLERANCE[dtype],
+    )
+
+
 def misplaced(largest_key: Tensor, right: Defined) -> int:
     """Return the number of queries whose largest key differs from float64, though their two largest scores differ."""
     apart = right.largest[..., 0] - right.largest[..., -1] > 1e-5

@@ -79,6 +79,7 @@ def test_a_window_in_blocks_is_a_window() -> None:
         lambda: contenders.decoding(64, 8, "fp32", stream=False),
         lambda: contenders.decoding(64, 8, "fp32", stream=True),
         lambda: contenders.statistics("causal", 128, 8, "fp32", rising=True),
+        lambda: contenders.statistics_alone(128, "bf16", causal=True),
         lambda: contenders.received("full", 128, 8),
         lambda: contenders.backward("causal", "SDPA", 64, 8, "fp32"),
         lambda: contenders.backward_bf16_over_fp32("causal", 64, 8),

@@ -400,12 +400,16 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
     if not from_native.supports(measured.request, measured.bounds):
         return None
     found: dict[Part, Tensor] = {}
-    if SPECIAL_KEYS in parts:
-        found |= from_native.measure(measured, [SPECIAL_KEYS])
+    if SPECIAL_KEYS in parts and special_keys is not None:
+        if lookups.is_small(special_keys):  # usually; another pass over all keys takes many times as long
+            found[SPECIAL_KEYS] = lookups.on_set(measured, special_keys)
+        else:
+            found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
-        weight = _sink_mass(measured, request.sinks)
-        found["sink_mass"] = _masked(weight, logsumexp == -torch.inf, logsumexp.isnan())  # as the kernel does
-    return found
+        found["sink_mass"] = _sink_mass(measured, request.sinks)
+    # As the kernel does; for its own parts this changes nothing.
+    empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
+    return {part: _masked(value, empty, bad) for part, value in found.items()}
 
 
 def of_call(call: AttentionCall, wanted: Iterable[Wanted], context: ProbeContext = NOTHING) -> dict[str, Tensor]:
