@@ -275,12 +275,8 @@ class MultiHeadAttention(nn.Module):
             else:
                 k, v, scales, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
 
-            at_once = None if scales is not None else self._attend_at_once(part, q, k, v, mask, bias, start)
-            if at_once is None:
-                request = self._request(part, q, k, v, scales, mask, bias, start, padding, cache)
-                output = self._attend(request)  # (batch, heads, queries, value_head_dim)
-            else:
-                output = at_once
+            scores = (scales, mask, bias, start, padding, cache)
+            output = self._attend(part, q, k, v, *scores)  # (batch, heads, queries, value_head_dim)
             for gates in (part.head_gates, head_gates):
                 if gates is not None:
                     output = gate(output, gates)
@@ -423,32 +419,29 @@ class MultiHeadAttention(nn.Module):
             scales=scales,
         )
 
-    def _attend_at_once(
+    def _attend(
         self,
         part: MultiHeadAttention | LayerPart,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        scales: Scales | None,
         mask: Mask,
         bias: Bias | None,
         start: int | Tensor,
-    ) -> Tensor | None:
-        """Compute a call whose scores have no terms but the mask and a softcap; None where it needs a request."""
-        if (
-            bias is not None
-            or part.position_bias is not None
-            or part.bias_k is not None
-            or part.sinks is not None
-            or self.add_zero_attn
-            or (self.training and self.dropout)
-        ):
-            return None
-        attended = eager.attend(q, k, v, mask, self.softcap, self.scale, start)
-        return None if attended is None else attended[0]
+        padding: Padding,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        """Compute the attention: (batch, heads, queries, value_head_dim)."""
+        no_terms = bias is None and part.position_bias is None and part.bias_k is None and part.sinks is None
+        if no_terms and scales is None and not self.add_zero_attn and not (self.training and self.dropout):
+            attended = eager.attend(q, k, v, mask, self.softcap, self.scale, start)
+            if attended is not None:
+                return attended[0]
+        return attend(self._request(part, q, k, v, scales, mask, bias, start, padding, cache)).output
 
-    def _attend(self, request: AttentionRequest) -> Tensor:
-        """Compute a request: (batch, heads, queries, value_head_dim)."""
-        return attend(request).output
+    def _stop(self, *given: Any) -> NoReturn:
+        raise _StoppedError(self._request(*given))
 
     def explain(
         self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **call: Any
@@ -465,8 +458,7 @@ class MultiHeadAttention(nn.Module):
         """
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters
-        stopping.__dict__["_attend_at_once"] = _need_request
-        stopping.__dict__["_attend"] = _stop
+        stopping.__dict__["_attend"] = stopping._stop  # noqa: SLF001 - a copy of this layer
         try:
             MultiHeadAttention.forward(stopping, x, memory, values, **call)
         except _StoppedError as stopped:
@@ -503,14 +495,6 @@ class _StoppedError(Exception):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__()
         self.request = request
-
-
-def _need_request(*_: object) -> None:
-    """Replace `_attend_at_once`."""
-
-
-def _stop(request: AttentionRequest) -> NoReturn:
-    raise _StoppedError(request)
 
 
 def _size(name: str, value: int) -> int:

@@ -296,8 +296,16 @@ def _loaded(path: Path) -> _Library | str:
         index, name = len(sets), encoded.decode()
         compiled, runs = bool(call["compiled"](index)), bool(call["runs"](index))
         sets.append(InstructionSet(name, index, compiled, runs, for_tests=name == "emulated"))
-    fields = (call[name] for name in ("run", "workspace", "summarise", "choose", "choose_in_thread"))
-    return _Library(path, *fields, tuple(sets), call["fastest"]())
+    return _Library(
+        path=path,
+        run=call["run"],
+        workspace=call["workspace"],
+        summarise=call["summarise"],
+        choose=call["choose"],
+        choose_in_thread=call["choose_in_thread"],
+        sets=tuple(sets),
+        fastest=call["fastest"](),
+    )
 
 
 def _functions_of_torch(names: list[str]) -> list[int | None]:
