@@ -16,9 +16,12 @@
 namespace {
 
 constexpr int64_t PANELS = FORWARD_QUERIES / COLUMNS;
-// The rows of the output of a panel are divided into tiles of HEIGHT rows, and a last one with the rest.
-constexpr int64_t PANEL_TILES = (COLUMNS + ROWS - 1) / ROWS, HEIGHT = (COLUMNS + PANEL_TILES - 1) / PANEL_TILES;
-constexpr int64_t LAST_HEIGHT = COLUMNS - (PANEL_TILES - 1) * HEIGHT;
+// The rows of the output of some queries are divided into tiles of HEIGHT rows, and a last one with the rest.
+template <int64_t QUERIES>
+struct PanelTiles {
+  static constexpr int64_t COUNT = (QUERIES + ROWS - 1) / ROWS, HEIGHT = (QUERIES + COUNT - 1) / COUNT;
+  static constexpr int64_t LAST_HEIGHT = QUERIES - (COUNT - 1) * HEIGHT;
+};
 
 // COLUMNS queries, and their softmax after some blocks of keys; see SoftmaxRow.
 struct Panel {
@@ -135,31 +138,34 @@ INLINE LaneBounds lane_bounds(const Panel &panel, int half, int64_t first, int64
   return bounds;
 }
 
+// In the functions below, HALVES vectors of a panel have queries: 1 where there are at most LANES.
+
 // Compute the scores of COUNT keys with a panel, and the largest score of each query.
-template <int64_t COUNT>
+template <int64_t COUNT, int HALVES>
 INLINE void score_keys(const float *k, const float *q, int64_t depth, float *scores, Floats (&largest)[2]) {
   Floats left_largest = largest[0], right_largest = largest[1];
-  gemm_tile<false, COUNT>(k, depth, q, depth, [&](int64_t row, Floats left, Floats right)
-                          __attribute__((always_inline)) {
+  gemm_tile<false, COUNT, HALVES>(k, depth, q, depth, [&](int64_t row, Floats left, Floats right)
+                                  __attribute__((always_inline)) {
     left_largest = maximum(left_largest, left);
-    right_largest = maximum(right_largest, right);
     store(scores + row * COLUMNS, left);
+    if (HALVES == 1) return;
+    right_largest = maximum(right_largest, right);
     store(scores + row * COLUMNS + LANES, right);
   });
   largest[0] = left_largest;
   largest[1] = right_largest;
 }
 // The same where some query does not see some of the keys, `key` of the block and later.
-template <int64_t COUNT>
+template <int64_t COUNT, int HALVES>
 INLINE void score_some_keys(const float *k, const float *q, int64_t depth, int64_t key, const LaneBounds (&bounds)[2],
                             float *scores, Floats (&largest)[2]) {
-  gemm_tile<false, COUNT>(k, depth, q, depth, [&](int64_t row, Floats left, Floats right)
-                          __attribute__((always_inline)) {
+  gemm_tile<false, COUNT, HALVES>(k, depth, q, depth, [&](int64_t row, Floats left, Floats right)
+                                  __attribute__((always_inline)) {
     store(scores + row * COLUMNS, left);
-    store(scores + row * COLUMNS + LANES, right);
+    if (HALVES == 2) store(scores + row * COLUMNS + LANES, right);
   });
   for (int64_t row = 0; row < COUNT; row++)
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < HALVES; half++) {
       float *at = scores + row * COLUMNS + half * LANES;
       const Ints index = (Ints){} + static_cast<int32_t>(key + row);
       const Ints seen = (index >= bounds[half].start) & (index < bounds[half].stop);
@@ -170,6 +176,7 @@ INLINE void score_some_keys(const float *k, const float *q, int64_t depth, int64
 }
 
 // The scores of keys [from, to) of the block of keys that begins with key `first`.
+template <int HALVES>
 INLINE void score_panel(const Panel &panel, const float *packed_k, const float *q, int64_t depth, int64_t first,
                         int64_t from, int64_t to, float *scores, Floats (&largest)[2]) {
   LaneBounds bounds[2];
@@ -180,15 +187,15 @@ INLINE void score_panel(const Panel &panel, const float *packed_k, const float *
     const bool half = to - key <= ROWS / 2;
     const int64_t count = half ? ROWS / 2 : ROWS;
     if (key + count <= to && panel.span.covers(key, count)) {
-      if (half) score_keys<ROWS / 2>(k, q, depth, at, largest);
-      else score_keys<ROWS>(k, q, depth, at, largest);
+      if (half) score_keys<ROWS / 2, HALVES>(k, q, depth, at, largest);
+      else score_keys<ROWS, HALVES>(k, q, depth, at, largest);
       continue;
     }
     if (!have_bounds)
-      for (int side = 0; side < 2; side++) bounds[side] = lane_bounds(panel, side, first, to);
+      for (int side = 0; side < HALVES; side++) bounds[side] = lane_bounds(panel, side, first, to);
     have_bounds = true;
-    if (half) score_some_keys<ROWS / 2>(k, q, depth, key - first, bounds, at, largest);
-    else score_some_keys<ROWS>(k, q, depth, key - first, bounds, at, largest);
+    if (half) score_some_keys<ROWS / 2, HALVES>(k, q, depth, key - first, bounds, at, largest);
+    else score_some_keys<ROWS, HALVES>(k, q, depth, key - first, bounds, at, largest);
   }
 }
 
@@ -214,9 +221,10 @@ INLINE Floats sum_of_weights(const float *weights, int64_t from, int64_t to) {
 }
 
 // Turn the scores of rows [from, to) into weights, as update_row.
+template <int HALVES>
 INLINE void update_panel(Panel &panel, const Floats (&block_largest)[2], float *scores, int64_t from, int64_t to) {
   Floats base[2];
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < HALVES; half++) {
     const Floats before = panel.largest[half];
     const Floats now = select(block_largest[half] > before, block_largest[half], before);
     base[half] = select(now == broadcast(-INF), (Floats){}, now);  // -inf - -inf would be NaN
@@ -225,11 +233,11 @@ INLINE void update_panel(Panel &panel, const Floats (&block_largest)[2], float *
   }
   for (int64_t key = from; key < to; key++)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < HALVES; half++) {
       float *at = scores + key * COLUMNS + half * LANES;
       store(at, exp2(load(at) - base[half]));
     }
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < HALVES; half++) {
     const Floats total = sum_of_weights(scores + half * LANES, from, to);
     panel.total[half] = multiply_add(panel.total[half], panel.factor[half], total);
   }
@@ -256,25 +264,27 @@ INLINE void add_values_of(const float *weights, const float *values, int64_t cou
 }
 
 // The visible keys of a block of keys, for one panel.
-inline __attribute__((noinline)) void attend_panel(Panel &panel, const float *packed_k, const float *packed_v,
-                                                   const float *q, int64_t depth, int64_t width, int64_t keys,
-                                                   int64_t first, int64_t end, float *scores, float *sums) {
+template <int HALVES>
+__attribute__((noinline)) void attend_panel(Panel &panel, const float *packed_k, const float *packed_v, const float *q,
+                                            int64_t depth, int64_t width, int64_t keys, int64_t first, int64_t end,
+                                            float *scores, float *sums) {
   const int64_t from = max(panel.span.any_start, first), to = min(panel.span.any_stop, end);
   if (from >= to) return;
   Floats largest[2] = {broadcast(-INF), broadcast(-INF)};
-  score_panel(panel, packed_k, q, depth, first, from, to, scores, largest);
-  update_panel(panel, largest, scores, from - first, to - first);
+  score_panel<HALVES>(panel, packed_k, q, depth, first, from, to, scores, largest);
+  update_panel<HALVES>(panel, largest, scores, from - first, to - first);
+  using Tiles = PanelTiles<HALVES * LANES>;
   float factors[COLUMNS];
-  for (int half = 0; half < 2; half++) store(factors + half * LANES, panel.factor[half]);
+  for (int half = 0; half < HALVES; half++) store(factors + half * LANES, panel.factor[half]);
   for (int64_t column = 0; column < width; column += COLUMNS) {
     const float *values = packed_v + column * keys + from * COLUMNS;
-    for (int64_t row = 0; row < panel.count; row += HEIGHT) {
+    for (int64_t row = 0; row < panel.count; row += Tiles::HEIGHT) {
       const float *weights = scores + (from - first) * COLUMNS + row;
       float *to_sums = sums + row * width + column;
-      if (row + HEIGHT <= COLUMNS)
-        add_values_of<HEIGHT>(weights, values, to - from, panel.begun, factors + row, to_sums, width);
+      if (row + Tiles::HEIGHT <= HALVES * LANES)
+        add_values_of<Tiles::HEIGHT>(weights, values, to - from, panel.begun, factors + row, to_sums, width);
       else
-        add_values_of<LAST_HEIGHT>(weights, values, to - from, panel.begun, factors + row, to_sums, width);
+        add_values_of<Tiles::LAST_HEIGHT>(weights, values, to - from, panel.begun, factors + row, to_sums, width);
     }
   }
   panel.begun = true;
@@ -315,9 +325,12 @@ void attend_columns(const Call &call, const ForwardPlan<Element> &plan, const Co
     pack_columns(q, call.q_strides.row, panel.count, plan.depth, scale, block.q + i * plan.depth * COLUMNS);
   }
   for (int64_t key = span.any_start / COLUMNS * COLUMNS; key < span.any_stop; key += FORWARD_KEYS)
-    for (int64_t i = 0; i < panels; i++)
-      attend_panel(block.panels[i], packed_k, packed_v, block.q + i * plan.depth * COLUMNS, plan.depth, plan.width,
-                   plan.keys, key, key + FORWARD_KEYS, block.scores, block.sums + i * COLUMNS * plan.width);
+    for (int64_t i = 0; i < panels; i++) {
+      Panel &panel = block.panels[i];
+      const auto attend = panel.count <= LANES ? attend_panel<1> : attend_panel<2>;
+      attend(panel, packed_k, packed_v, block.q + i * plan.depth * COLUMNS, plan.depth, plan.width, plan.keys, key,
+             key + FORWARD_KEYS, block.scores, block.sums + i * COLUMNS * plan.width);
+    }
   for (int64_t i = 0; i < panels; i++)
     write_panel<Element>(call, block.panels[i], batch, head, first + i * COLUMNS,
                          block.sums + i * COLUMNS * plan.width, plan.width);

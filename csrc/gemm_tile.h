@@ -7,24 +7,26 @@ namespace {
 constexpr int64_t ROWS = TILE_ROWS, COLUMNS = 2 * LANES;  // of a register tile
 
 // C = A B of one tile. A is (COUNT, depth) with row stride `stride`, or its transpose where TRANSPOSED; B is a panel
-// (depth, COLUMNS) with row stride `b_stride`. Each row of C is passed to epilogue(row, left, right) as two vectors.
-template <bool TRANSPOSED, int64_t COUNT = ROWS, class Epilogue>
+// (depth, COLUMNS) with row stride `b_stride`. Each row of C is passed to epilogue(row, left, right) as two vectors. With
+// HALVES = 1 only the left vector is computed, and passed twice.
+template <bool TRANSPOSED, int64_t COUNT = ROWS, int HALVES = 2, class Epilogue>
 INLINE void gemm_tile(const float *a, int64_t stride, const float *b, int64_t depth, Epilogue epilogue,
                       int64_t b_stride = COLUMNS) {
-  Floats c[COUNT][2];
+  Floats c[COUNT][HALVES];
 #pragma GCC unroll 16
-  for (int64_t row = 0; row < COUNT; row++) c[row][0] = c[row][1] = (Floats){};
+  for (int64_t row = 0; row < COUNT; row++)
+    for (int half = 0; half < HALVES; half++) c[row][half] = (Floats){};
   for (int64_t k = 0; k < depth; k++) {
-    const Floats left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
+    const Floats left = load(b + k * b_stride), right = HALVES == 2 ? load(b + k * b_stride + LANES) : left;
 #pragma GCC unroll 16
     for (int64_t row = 0; row < COUNT; row++) {
       const Floats x = broadcast(TRANSPOSED ? a[k * stride + row] : a[row * stride + k]);
       c[row][0] += x * left;
-      c[row][1] += x * right;
+      if (HALVES == 2) c[row][1] += x * right;
     }
   }
 #pragma GCC unroll 16
-  for (int64_t row = 0; row < COUNT; row++) epilogue(row, c[row][0], c[row][1]);
+  for (int64_t row = 0; row < COUNT; row++) epilogue(row, c[row][0], c[row][HALVES - 1]);
 }
 
 #if BF16_DOT

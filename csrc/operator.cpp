@@ -314,7 +314,7 @@ void attention_eager(StackValue *stack, uint64_t, uint64_t) {
   const bool scaled = read_optional(stack[7], scale), capped = read_optional(stack[8], softcap);
   Call call = {};
   set_inputs(call, q, k, v);
-  call.scale = scaled ? number<double>(scale) : pow(static_cast<double>(call.head_dim), -0.5);
+  call.scale = scaled ? number<double>(scale) : 1 / sqrt(static_cast<double>(call.head_dim));
   if (!isfinite(call.scale)) fail("scale is %g. Give a finite number.", call.scale);
   if (capped) call.softcap = number<double>(softcap);
   if (query_start < 0) {

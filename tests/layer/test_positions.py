@@ -50,10 +50,11 @@ def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     cache, lengths = KeyValueCache(), torch.tensor([3, 2])
     x = torch.zeros(2, 3, 1)
     padding = Padding.of(x, x, lengths, None, together=False)
-    k, v, mask, start = extend(cache, Q, K, K, masks.Causal(), 0, padding, within=True)
+    k, v, scales, mask, start = extend(cache, Q, K, K, masks.Causal(), 0, padding, within=True)
+    assert scales is None
     assert not torch.as_tensor(start).any()
     assert masks.picture(mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
-    k, v, mask, start = extend(cache, Q, 2 * K, K, masks.Causal(), 0, NO_PADDING, within=True)
+    k, v, _, mask, start = extend(cache, Q, 2 * K, K, masks.Causal(), 0, NO_PADDING, within=True)
     assert torch.equal(torch.as_tensor(start), lengths)
     assert torch.equal(k[1, :, 2:5], 2 * K[1])
     assert v.shape == k.shape
@@ -61,8 +62,8 @@ def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
 
 def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
     cache = KeyValueCache()
-    k, _, _, start = extend(cache, Q, K, K, masks.Full(), 0, NO_PADDING, within=False)
-    again, _, _, _ = extend(cache, Q, k, k, masks.Full(), 0, NO_PADDING, within=False)
+    k, _, _, _, start = extend(cache, Q, K, K, masks.Full(), 0, NO_PADDING, within=False)
+    again, *_ = extend(cache, Q, k, k, masks.Full(), 0, NO_PADDING, within=False)
     assert start == 0
     assert again is k
     assert cache.query_start == 6

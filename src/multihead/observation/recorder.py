@@ -300,6 +300,8 @@ class Recorder:
         if self.keep in ("cpu", "device"):
             batch.q = places.query_rows.copy(request.q, device)
             batch.k = places.key_rows.copy(request.k, device)
+        if request.mask.holds_tensors:
+            batch.cut_requests()
         return batch
 
     def _add_sample(

@@ -242,10 +242,15 @@ class RecordedBatch:
                 self.statistics = {}  # with their padding they may take twice the memory of the samples
         return self._samples
 
-    def _cut(self) -> list[SampleRecord]:
-        places, rows = self.places, self.places.query_rows
+    def cut_requests(self) -> None:
+        """Make the request of each sample; at once where the mask holds tensors, whose values may change later."""
+        places = self.places
         if not places.requests:
             places.requests = [part_of(self.request, span, packed=places.packed) for span in places.found]
+
+    def _cut(self) -> list[SampleRecord]:
+        places, rows = self.places, self.places.query_rows
+        self.cut_requests()
         logsumexp = rows.compact(self.logsumexp[..., None])
         statistics = {name: rows.compact(value[..., None]) for name, value in self.statistics.items()}
         samples = new_samples(self.new_sample, places, self.ids)

@@ -24,7 +24,7 @@ from multihead.plan.bounds import bounds_of
 from multihead.shapes import AttentionShape
 from multihead.tracing import intercepted
 
-# `OpOverload.__call__` only passes its arguments on to this function. None where the library is missing.
+# `OpOverload.__call__` only passes its arguments on to this function.
 _operator = None if library.absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
 
@@ -48,7 +48,7 @@ def attend(
     if (
         intercepted()
         or active()
-        or _operator is None
+        or library.absence() is not None
         or not type(q) is type(k) is type(v) is Tensor
         or not q.is_cpu
         or q.dtype not in DTYPES
