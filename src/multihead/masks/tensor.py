@@ -122,7 +122,7 @@ class _TensorMask(Mask):
             tensor = tensor[:, :, slice(*span.queries)]
         if tensor.shape[3] > 1:
             tensor = tensor[..., slice(*span.keys)]
-        mask = type(self)(tensor.clone())  # a record keeps it, and its tensor may change after the call
+        mask = type(self)(tensor)
         return Full() if bool(mask.kept().all()) else mask
 
     def with_first_keys(self, count: int) -> Self:

@@ -243,7 +243,7 @@ class RecordedBatch:
         return self._samples
 
     def cut_requests(self) -> None:
-        """Make the request of each sample; at once where the mask holds tensors, whose values may change later."""
+        """Make the request of each sample; at once where the mask holds tensors, such as lengths that may change."""
         places = self.places
         if not places.requests:
             places.requests = [part_of(self.request, span, packed=places.packed) for span in places.found]
