@@ -68,7 +68,7 @@ def attend(
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Differentiable.apply(q, k, v, band, query_start, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
-        return _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[no-any-return]
+        return _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc, no-any-return]
     except RuntimeError:  # something does not fit: the usual way finds out what
         return None
 
