@@ -434,7 +434,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Compute the attention: (batch, heads, queries, value_head_dim)."""
         no_terms = bias is None and part.position_bias is None and part.bias_k is None and part.sinks is None
-        if no_terms and scales is None and not self.add_zero_attn and not (self.training and self.dropout):
+        usual = no_terms and scales is None and padding.documents is None and not self.add_zero_attn
+        if usual and not (self.training and self.dropout):
             attended = eager.attend(q, k, v, mask, self.softcap, self.scale, start)
             if attended is not None:
                 return attended[0]
