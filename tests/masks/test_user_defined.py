@@ -288,6 +288,27 @@ def test_a_mask_with_a_tensor_per_sample_must_define_select_sample() -> None:
     )
 
 
+def test_a_mask_derived_from_one_of_the_package_shows_what_it_defines_itself() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Strict(masks.Causal):
+        """A query sees the keys before its own position."""
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return keys < queries
+
+        def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+            return torch.zeros_like(queries), queries
+
+        def interval_at(self, position: int, keys: int) -> tuple[int, int]:
+            return 0, position
+
+    q, k, v = torch.randn(3, 1, 2, LENGTH, 8).unbind()
+    seen = torch.ones(LENGTH, LENGTH).tril(-1).bool()
+    for mask in (Strict(), Strict() & masks.Lengths((LENGTH,))):
+        expected = mh.attention(q, k, v, mask=masks.Keep(seen, "queries keys"))
+        assert torch.allclose(mh.attention(q, k, v, mask=mask), expected, atol=1e-6)
+
+
 def test_what_visible_returns_must_be_boolean() -> None:
     class Scores(masks.Mask):
         def visible(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -118,6 +118,8 @@ class Mask:
                 "Give the class another name: a saved record finds a mask by the name of its class.",
             )
         _REGISTERED[cls.__name__] = cls
+        if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
+            cls.band = None  # the band of a parent class does not describe what this class shows
 
     # ---- what a subclass defines
 
