@@ -176,7 +176,7 @@ void make_float32(Tensor &tensor) {
   tensor.take(stack[0]);
 }
 
-// Memory that is freed at the end of a scope; small blocks stand on the stack.
+// Memory for bounds, freed at the end of a scope; on the stack where it is small.
 class Bounds {
  public:
   explicit Bounds(int64_t rows) {
@@ -302,7 +302,7 @@ const char EAGER[] =
     "attention.eager(Tensor q, Tensor k, Tensor v, Tensor? lengths, int before, int after, int query_start, "
     "float? scale, float? softcap) -> (Tensor, Tensor)";
 
-// Query i stands at position query_start + i. It sees the keys from `before` keys before its position to `after` keys
+// The position of query i is query_start + i. It sees the keys from `before` keys before its position to `after` keys
 // after it, and of them those before the length of its sample. A negative `before` or `after` sets no limit on its
 // side. A negative query_start is 0, and wants as many queries as keys.
 void attention_eager(StackValue *stack, uint64_t, uint64_t) {

@@ -90,11 +90,10 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    if bias is None and sinks is None and kernel is None and dropout == 0.0 and type(dropout) is float and not unknown:
-        attended = eager.attend(q, k, v, mask, softcap, scale, query_start)
-        if attended is not None:
-            return attended[0]
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = None if kernel is not None or unknown else eager.attend(q, k, v, *given)
+    if attended is not None:
+        return attended[0]
     request, dims = _request(attention, unknown, q, k, v, *given)
     output = attend(request, kernel=kernel).output
     return output if dims is None else dims.restore(output)
@@ -129,11 +128,10 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
-    if bias is None and sinks is None and kernel is None and dropout == 0.0 and type(dropout) is float and not unknown:
-        attended = eager.attend(q, k, v, mask, softcap, scale, query_start)
-        if attended is not None:
-            return attended
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
+    attended = None if kernel is not None or unknown else eager.attend(q, k, v, *given)
+    if attended is not None:
+        return attended
     request, dims = _request(attention_with_logsumexp, unknown, q, k, v, *given)
     result = attend(request, kernel=kernel)
     if dims is None:

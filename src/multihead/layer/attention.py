@@ -275,8 +275,8 @@ class MultiHeadAttention(nn.Module):
             else:
                 k, v, scales, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
 
-            scores = (scales, mask, bias, start, padding, cache)
-            output = self._attend(part, q, k, v, *scores)  # (batch, heads, queries, value_head_dim)
+            rest = (scales, mask, bias, start, padding, cache)
+            output = self._attend(part, q, k, v, *rest)  # (batch, heads, queries, value_head_dim)
             for gates in (part.head_gates, head_gates):
                 if gates is not None:
                     output = gate(output, gates)
@@ -433,10 +433,10 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | None,
     ) -> Tensor:
         """Compute the attention: (batch, heads, queries, value_head_dim)."""
-        no_terms = bias is None and part.position_bias is None and part.bias_k is None and part.sinks is None
-        usual = no_terms and scales is None and padding.documents is None and not self.add_zero_attn
-        if usual and not (self.training and self.dropout):
-            attended = eager.attend(q, k, v, mask, self.softcap, self.scale, start)
+        extended = part.position_bias is not None or part.bias_k is not None or self.add_zero_attn  # by the layer
+        if not extended and scales is None and padding.documents is None:
+            dropout = self.dropout if self.training else 0.0
+            attended = eager.attend(q, k, v, mask, bias, self.softcap, part.sinks, self.scale, dropout, start)
             if attended is not None:
                 return attended[0]
         return attend(self._request(part, q, k, v, scales, mask, bias, start, padding, cache)).output

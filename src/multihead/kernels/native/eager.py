@@ -21,6 +21,7 @@ from multihead.listeners import active
 from multihead.masks import Full, Lengths, Mask, Window
 from multihead.masks.base import FURTHEST, Band
 from multihead.plan.bounds import bounds_of
+from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 from multihead.tracing import intercepted
 
@@ -34,8 +35,11 @@ def attend(
     k: Tensor,
     v: Tensor,
     mask: Mask,
+    bias: Bias | None,
     softcap: float | None,
+    sinks: Tensor | None,
     scale: float | None,
+    dropout: float,
     query_start: int | Tensor | str | None,
 ) -> tuple[Tensor, Tensor] | None:
     """Compute a call, or return None where it needs a plan, an observer or an error.
@@ -46,7 +50,11 @@ def attend(
         the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats.
     """
     if (
-        intercepted()
+        bias is not None
+        or sinks is not None
+        or dropout != 0.0
+        or type(dropout) is not float
+        or intercepted()
         or active()
         or library.absence() is not None
         or not type(q) is type(k) is type(v) is Tensor
