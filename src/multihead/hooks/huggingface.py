@@ -19,15 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.call import CallOrigin
+from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.hooks.lazy_mask import LazyMask
-from multihead.hooks.mask_functions import Extent, padding_of_keys, recognised
+from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
+from multihead.kernels.native import eager
+from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import quiet
+from multihead.tracing import traced
 
 NAME = "multihead"
+_FULL, _CAUSAL = Full(), Causal()
 _CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
 
@@ -121,30 +125,45 @@ def attend_for(
             "The model runs with continuous batching, which cannot be observed.",
             "Call model(...) or model.generate(...).",
         )
-    queries, keys = query.shape[2], key.shape[2]
-    place, bias = Origin(), None
-    start = 0 if crosses(module) else max(keys - queries, 0)
-    mask: Mask = Full()
-    if isinstance(attention_mask, LazyMask):
-        if attention_mask.shape[3] != keys:
+    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
+    keys = key.shape[2]
+    mask, bias, start = _FULL, None, None
+    if attention_mask is None:
+        if query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            mask, start = _CAUSAL, 0  # as in transformers: the first query is at the first key
+    elif isinstance(attention_mask, LazyMask):
+        if attention_mask.keys != keys:
             attention_mask = attention_mask.first_keys(keys)
         mask, start = attention_mask.mask, attention_mask.query_start
-        place = Origin(attention_mask.key_offset, attention_mask.padding)
-    elif attention_mask is not None:
+    else:
         mask, bias = mask_of_tensor(attention_mask, keys)
-    elif queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        mask, start = Causal(), 0  # as in transformers: the first query is at the first key
     if position_bias is not None:
         position_bias = position_bias[..., :keys]
         bias = position_bias if bias is None else position_bias + bias
-    terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
-    request = request_of(query, key, value, *terms, origin=CallOrigin(module))
-    token = origin.set(place)
+    dropout = float(dropout)
+    attended = eager.attend(query, key, value, mask, bias, softcap, s_aux, scaling, dropout, start)
+    if attended is not None:
+        output = attended[0]
+    else:
+        if start is None:
+            start = 0 if crosses(module) else max(keys - query.shape[2], 0)
+        terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
+        output = _published(request_of(query, key, value, *terms, origin=CallOrigin(module)), attention_mask)
+    # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _published(request: AttentionRequest, attention_mask: Tensor | None) -> Tensor:
+    """Compute a call, and pass what is known from its mask only to the listeners, where there are any."""
+    if not listeners():
+        return attend(request).output
+    lazy = isinstance(attention_mask, LazyMask)
+    token = origin.set(Origin(attention_mask.key_offset, attention_mask.padding) if lazy else Origin())
     try:
-        output = attend(request).output
+        return attend(request).output
     finally:
         origin.reset(token)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def mask_for(
@@ -157,7 +176,7 @@ def mask_for(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Tensor:
+) -> Tensor | None:
     """Make the mask of a Hugging Face model's call; registered in `AttentionMaskInterface`.
 
     Args:
@@ -172,29 +191,37 @@ def mask_for(
         options: other arguments of transformers' own mask function.
 
     Returns:
-        a mask that stores no queries x keys tensor if the mask function is recognised.
+        a mask that stores no queries x keys tensor if the mask function is recognised; in a graph a bool tensor, or
+        None where `attend_for` finds out without one.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
+
+    def dense(**skips: bool) -> Any:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            device=device,
+            **options | skips,
+        )
+
+    if traced():
+        # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
+        whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
+        return None if whole and options.get("allow_is_causal_skip", True) else dense()
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = recognised(function, extent)
     if mask is None:
-        dense = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=extent.query_offset,
-            kv_offset=extent.key_offset,
-            mask_function=function,
-            attention_mask=attention_mask,
-            device=device,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
-        mask = Keep(dense)
-    elif padding is not None and not bool(padding.all()):
-        mask = mask & Keep(padding, "batch keys")
+        mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+    elif padding is not None:
+        mask = mask & padding_mask(padding)
     return LazyMask(
         (batch_size, 1, q_length, kv_length),
         mask,
@@ -233,7 +260,11 @@ def crosses(module: nn.Module, name: str = "") -> bool:
     """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
     if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
         return flag
-    names = f"{name}.{type(module).__name__}"
+    return _named_cross(f"{name}.{type(module).__name__}")
+
+
+@cache
+def _named_cross(names: str) -> bool:
     return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
 
 
