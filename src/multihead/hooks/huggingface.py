@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
+from multihead.hooks.coverage import require_coverage
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
 from multihead.kernels.native import eager
@@ -80,6 +81,7 @@ def installed(model: nn.Module) -> Iterator[None]:
         unchanged = [module for module in models.values() if getattr(module.config, _CHOICE, None) != NAME]
         if unchanged:
             raise _refusal(type(unchanged[0]).__name__)
+        require_coverage(model)
         yield
     finally:
         for config, choice in before:
