@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -25,15 +24,14 @@ from multihead.functional import attend, request_of
 from multihead.hooks.coverage import require_coverage
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
+from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
 from multihead.kernels.native import eager
 from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
-from multihead.models import quiet
 from multihead.tracing import traced
 
 NAME = "multihead"
 _FULL, _CAUSAL = Full(), Causal()
-_CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,30 +60,24 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
 
-@contextmanager
-def installed(model: nn.Module) -> Iterator[None]:
-    """Make all Hugging Face models in a module call this library's attention while the context is active.
+def installed(model: nn.Module) -> ExitStack:
+    """Make all Hugging Face models in a module call this library's attention.
+
+    Returns:
+        what undoes it: a context manager, or its `close()`. Dropped without either, the change is permanent.
 
     Raises:
-        ModelError: a model computes attention inside its layers, so that it cannot be observed.
+        ModelError: a model computes attention where it cannot be replaced.
     """
-    models = pretrained_models(model)
-    if not models:
-        yield
-        return
-    _register()
-    before = [(config, getattr(config, _CHOICE, None)) for config in _configurations(models)]
-    try:
-        for module in _outermost(models):
-            _install(module)
-        unchanged = [module for module in models.values() if getattr(module.config, _CHOICE, None) != NAME]
-        if unchanged:
-            raise _refusal(type(unchanged[0]).__name__)
-        require_coverage(model)
-        yield
-    finally:
-        for config, choice in before:
-            setattr(config, _CHOICE, choice)
+    undo = ExitStack()
+    if not pretrained_models(model):
+        return undo
+    register()
+    require_coverage(model)
+    for config in configurations(model):
+        undo.callback(setattr, config, CHOICE, getattr(config, CHOICE, None))
+        setattr(config, CHOICE, NAME)
+    return undo
 
 
 def attend_for(
@@ -130,7 +122,8 @@ def attend_for(
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
     keys = key.shape[2]
-    mask, bias, start = _FULL, None, None
+    mask: Mask = _FULL
+    bias, start = None, None
     if attention_mask is None:
         if query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             mask, start = _CAUSAL, 0  # as in transformers: the first query is at the first key
@@ -145,13 +138,13 @@ def attend_for(
         bias = position_bias if bias is None else position_bias + bias
     dropout = float(dropout)
     attended = eager.attend(query, key, value, mask, bias, softcap, s_aux, scaling, dropout, start)
-    if attended is not None:
-        output = attended[0]
-    else:
-        if start is None:
-            start = 0 if crosses(module) else max(keys - query.shape[2], 0)
+    if attended is None:
+        if start is None:  # the mask depends on no position, and listeners count distances
+            start = 0 if not listeners() or crosses(module) else max(keys - query.shape[2], 0)
         terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
         output = _published(request_of(query, key, value, *terms, origin=CallOrigin(module)), attention_mask)
+    else:
+        output = attended[0]
     # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), None
 
@@ -160,8 +153,10 @@ def _published(request: AttentionRequest, attention_mask: Tensor | None) -> Tens
     """Compute a call, and pass what is known from its mask only to the listeners, where there are any."""
     if not listeners():
         return attend(request).output
-    lazy = isinstance(attention_mask, LazyMask)
-    token = origin.set(Origin(attention_mask.key_offset, attention_mask.padding) if lazy else Origin())
+    place = Origin()
+    if isinstance(attention_mask, LazyMask):
+        place = Origin(attention_mask.key_offset, attention_mask.padding)
+    token = origin.set(place)
     try:
         return attend(request).output
     finally:
@@ -262,55 +257,15 @@ def crosses(module: nn.Module, name: str = "") -> bool:
     """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
     if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
         return flag
-    return _named_cross(f"{name}.{type(module).__name__}")
-
-
-@cache
-def _named_cross(names: str) -> bool:
+    names = f"{name}.{type(module).__name__}"
     return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
 
 
 @cache
-def _register() -> None:
+def register() -> None:
     """Register the name in transformers, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend_for)
     AttentionMaskInterface.register(NAME, mask_for)
-
-
-def _install(module: Any) -> None:
-    try:
-        with quiet():
-            module.set_attn_implementation(NAME)
-    except (ValueError, KeyError) as error:
-        raise _refusal(type(module).__name__) from error
-
-
-def _refusal(family: str) -> ModelError:
-    return ModelError(
-        f"{family} computes attention inside its layers, where it cannot be replaced, so it cannot be observed.",
-        "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5.",
-    )
-
-
-def _outermost(models: dict[str, nn.Module]) -> list[nn.Module]:
-    return [
-        module
-        for name, module in models.items()
-        if not any(other == "" or name.startswith(f"{other}.") for other in models if other != name)
-    ]
-
-
-def _configurations(models: dict[str, nn.Module]) -> list[Any]:
-    """Return every configuration of the models, nested ones included, each once."""
-    waiting: list[Any] = [module.config for module in models.values()]
-    listed: dict[int, Any] = {}
-    while waiting:
-        config = waiting.pop()
-        if id(config) in listed:
-            continue
-        listed[id(config)] = config
-        parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
-        waiting += [part for part in parts if part is not None]
-    return list(listed.values())
+    reject_elsewhere(NAME)

@@ -34,7 +34,8 @@ class LazyMask(Tensor):
     query_start: int
     key_offset: int
     padding: Tensor | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - all is in `__torch_dispatch__`
+    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @staticmethod
     def __new__(
