@@ -1,4 +1,4 @@
-"""Where a model's attention would not run on our kernels, transformers raises our error instead of accepting the name."""
+"""Where attention would not run on our kernels, transformers raises our error instead of accepting the name."""
 
 from __future__ import annotations
 
