@@ -238,5 +238,6 @@ def test_pages_of_continuous_batching_are_refused() -> None:
     with pytest.raises(ModelError) as caught:
         huggingface.attend_for(nn.Module(), q, q, q, None, cache=object())
     assert str(caught.value) == (
-        "The model runs with continuous batching, which cannot be observed. Call model(...) or model.generate(...)."
+        "The model runs with continuous batching, which this library does not support. "
+        "Call model(...) or model.generate(...)."
     )

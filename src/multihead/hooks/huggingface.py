@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
+from multihead.hooks import output_attentions
 from multihead.hooks.coverage import require_coverage
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
@@ -93,8 +94,8 @@ def attend_for(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object = None,
-    **_: object,
-) -> tuple[Tensor, None]:
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
     """Compute one attention call of a Hugging Face model; registered in `AttentionInterface`.
 
     Args:
@@ -110,13 +111,14 @@ def attend_for(
         s_aux: (heads,), sinks.
         position_bias: (batch or 1, heads, queries, keys), added to the scores.
         cache: the pages of continuous batching; rejected.
+        options: other arguments of transformers' own attention functions.
 
     Returns:
-        (batch, queries, heads, value_dim), contiguous; and None, since the weights are never materialised.
+        (batch, queries, heads, value_dim), contiguous; and the weights where the model returns them, else None.
     """
     if cache is not None:
         raise ModelError(
-            "The model runs with continuous batching, which cannot be observed.",
+            "The model runs with continuous batching, which this library does not support.",
             "Call model(...) or model.generate(...).",
         )
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
@@ -136,31 +138,39 @@ def attend_for(
     if position_bias is not None:
         position_bias = position_bias[..., :keys]
         bias = position_bias if bias is None else position_bias + bias
-    dropout = float(dropout)
-    attended = eager.attend(query, key, value, mask, bias, softcap, s_aux, scaling, dropout, start)
-    if attended is None:
+    terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
+    attended = eager.attend(query, key, value, *terms, start)
+    returned = output_attentions.wanted(options)
+    if attended is not None and not returned:
+        output, weights = attended[0], None
+    else:
         if start is None:  # the mask depends on no position, and listeners count distances
             start = 0 if not listeners() or crosses(module) else max(keys - query.shape[2], 0)
-        terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
-        output = _published(request_of(query, key, value, *terms, origin=CallOrigin(module)), attention_mask)
-    else:
-        output = attended[0]
+        request = request_of(query, key, value, *terms, start, origin=CallOrigin(module))
+        output, logsumexp = _published(request, attention_mask) if attended is None else attended
+        weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), weights
 
 
-def _published(request: AttentionRequest, attention_mask: Tensor | None) -> Tensor:
-    """Compute a call, and pass what is known from its mask only to the listeners, where there are any."""
+def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute a call, and pass what is known from its mask only to the listeners, where there are any.
+
+    Returns:
+        the output, and the logsumexp.
+    """
     if not listeners():
-        return attend(request).output
+        attended = attend(request)
+        return attended.output, attended.logsumexp
     place = Origin()
     if isinstance(attention_mask, LazyMask):
         place = Origin(attention_mask.key_offset, attention_mask.padding)
     token = origin.set(place)
     try:
-        return attend(request).output
+        attended = attend(request)
     finally:
         origin.reset(token)
+    return attended.output, attended.logsumexp
 
 
 def mask_for(
@@ -269,3 +279,4 @@ def register() -> None:
     AttentionInterface.register(NAME, attend_for)
     AttentionMaskInterface.register(NAME, mask_for)
     reject_elsewhere(NAME)
+    output_attentions.allow(NAME)
