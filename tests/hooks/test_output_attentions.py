@@ -145,6 +145,28 @@ def test_gradients_through_them_are_those_of_eager_attention() -> None:
     torch.testing.assert_close(found["multihead"], found["eager"], atol=1e-4, rtol=1e-4)
 
 
+def test_a_layer_that_is_called_by_itself_returns_them() -> None:
+    x = torch.randn(2, LENGTH, 32)
+    found = {}
+    for choice in ("eager", "multihead"):
+        model = family("bert")
+        model.set_attn_implementation(choice)
+        found[choice] = model.encoder.layer[0].attention.self(x)
+    torch.testing.assert_close(found["multihead"], found["eager"], atol=1e-5, rtol=0)
+
+
+def test_a_model_that_collects_them_itself_returns_them() -> None:
+    """The vision model of Pix2Struct reads them from its layers, and transformers collects none."""
+    sizes = {"hidden_size": 32, "d_ff": 32, "d_kv": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = hf.Pix2StructVisionModel(hf.Pix2StructVisionConfig(**sizes, patch_embed_hidden_size=12, seq_len=20)).eval()
+    patches = torch.rand(2, 10, 14)
+    patches[..., :2] = torch.arange(1, 11)[:, None]
+    expected = eager(model, {"flattened_patches": patches}).attentions
+    with mh.use(model), torch.no_grad():
+        found = model(flattened_patches=patches, output_attentions=True).attentions
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 def test_a_compiled_model_returns_them() -> None:
     torch._dynamo.reset()
     model, batch = used("llama"), batch_of("llama")

@@ -21,7 +21,7 @@ from multihead.kernels.dense_tile import scores, seen, without_autocast
 from multihead.kernels.reference import softmax
 from multihead.probes.tile import tile
 from multihead.scores.bias import values_of
-from multihead.tracing import traced
+from multihead.tracing import runs_backward, traced
 
 LARGEST = 1 << 28
 """How many weights are computed at once: 1 GiB in float32."""
@@ -77,7 +77,10 @@ def allow(implementation: str) -> None:
 
 
 def wanted(options: dict[str, Any]) -> bool:
-    """Whether a model returns the weights of the call that runs now.
+    """Whether the layer that makes the call that runs now should return its weights.
+
+    Most models collect them by hooks, if they were requested. Others, and programs that call a layer by itself, read
+    them from the output of the layer: then they are always returned.
 
     Args:
         options: the arguments that transformers passes to its attention function.
@@ -88,19 +91,21 @@ def wanted(options: dict[str, Any]) -> bool:
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
         return False  # in a compiled graph the variable can be read only if it was set in it
     collected = collector.get()
-    return bool(collected) and any("attentions" in name for name in collected)
+    if collected is None:
+        return not traced() and not runs_backward()  # checkpointing computes the output again, and nothing else
+    return any("attentions" in name for name in collected)
 
 
 def weights_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
     """Return the weights of a call: (batch, heads, queries, keys), in the dtype of q, before dropout.
 
-    They are computed at once where they take less memory than the keys (a step of decoding), and in a graph.
+    They are computed at once in a graph, and where they take less memory than the keys (a step of decoding).
 
     Args:
         request: the call.
         logsumexp: (batch, heads, queries), nats.
     """
-    if traced() or request.shape.cells <= request.k.numel():
+    if traced() or (request.shape.cells <= request.k.numel() and not _is_differentiable(request)):
         return _computed(request, logsumexp)
     # A static cache writes to its keys later.
     return LazyWeights(replace(request, k=request.k.clone()), logsumexp.detach())
