@@ -80,7 +80,7 @@ class LayerRecord:
         """Summarise each statistic over the queries that count, over all samples: (heads,) float64 each.
 
         Args:
-            of: "mean", "median" or "p95", the 95th percentile.
+            of: "mean", "median", "p95" (the 95th percentile) or "max".
 
         Raises:
             ArgumentError: `of` is something else.
