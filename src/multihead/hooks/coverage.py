@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
+import sys
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -51,13 +52,44 @@ def require_coverage(model: nn.Module) -> None:
     """
     elsewhere = attention_elsewhere(model)
     if elsewhere:
-        name, reason = next(iter(elsewhere.items()))
-        others = f" (and {len(elsewhere) - 1} more)" if len(elsewhere) > 1 else ""
-        raise ModelError(
-            f"{type(model).__name__} computes attention where it cannot be replaced: {name or 'the model'}{others}. "
-            f"{reason}",
-            "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5.",
-        )
+        raise rejection(type(model), elsewhere)
+
+
+def rejection(kind: type[nn.Module], elsewhere: dict[str, str]) -> ModelError:
+    """Return the error for a model of a class whose attention would not run on our kernels.
+
+    Args:
+        kind: the class of the model.
+        elsewhere: the reason per name of an attention that would not; at least one.
+    """
+    name, reason = next(iter(elsewhere.items()))
+    others = f" (and {len(elsewhere) - 1} more)" if len(elsewhere) > 1 else ""
+    return ModelError(
+        f"{kind.__name__} computes attention where it cannot be replaced: {name or 'the model'}{others}. {reason}",
+        "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5.",
+    )
+
+
+def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]:
+    """Find attention classes that a model class looks up by the name of an implementation, in a dict of its file.
+
+    Such a model cannot be created with another name: transformers raises a KeyError.
+
+    Args:
+        kind: the class of a model.
+        implementation: the name.
+
+    Returns:
+        one sentence with the reason per class for eager attention; empty if every dict has the name, or there is none.
+    """
+    tables = vars(sys.modules.get(kind.__module__, sys)).items()
+    without = [
+        table["eager"] for name, table in tables if name.endswith("ATTENTION_CLASSES") and implementation not in table
+    ]
+    return {
+        each.__name__: f"{each.__name__} is chosen by the name of the implementation, among those of transformers."
+        for each in without
+    }
 
 
 @cache
