@@ -26,6 +26,7 @@ from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_of_keys, recognised
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import quiet
+from multihead.scores.bias import Bias, added
 
 NAME = "multihead"
 _CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
@@ -93,7 +94,7 @@ def attend_for(
     is_causal: bool | None = None,  # noqa: FBT001 - the signature is that of transformers
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Bias | None = None,
     cache: object = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -110,7 +111,7 @@ def attend_for(
         is_causal: whether to hide later keys; used only where there is no mask and more than one query.
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.
-        position_bias: (batch or 1, heads, queries, keys), added to the scores.
+        position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
         cache: the pages of continuous batching; rejected.
 
     Returns:
@@ -122,7 +123,8 @@ def attend_for(
             "Call model(...) or model.generate(...).",
         )
     queries, keys = query.shape[2], key.shape[2]
-    place, bias = Origin(), None
+    place = Origin()
+    bias: Bias | None = None
     start = 0 if crosses(module) else max(keys - queries, 0)
     mask: Mask = Full()
     if isinstance(attention_mask, LazyMask):
@@ -134,9 +136,10 @@ def attend_for(
         mask, bias = mask_of_tensor(attention_mask, keys)
     elif queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         mask, start = Causal(), 0  # as in transformers: the first query is at the first key
-    if position_bias is not None:
+    if isinstance(position_bias, Tensor):
         position_bias = position_bias[..., :keys]
-        bias = position_bias if bias is None else position_bias + bias
+    if position_bias is not None:
+        bias = position_bias if bias is None else added(position_bias, bias, queries, keys)
     terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
     request = request_of(query, key, value, *terms, origin=CallOrigin(module))
     token = origin.set(place)
@@ -235,6 +238,11 @@ def crosses(module: nn.Module, name: str = "") -> bool:
         return flag
     names = f"{name}.{type(module).__name__}"
     return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
+
+
+def runs_here(model: Any) -> bool:
+    """Whether a Hugging Face model calls this library's attention."""
+    return getattr(model.config, _CHOICE, None) == NAME
 
 
 @cache
