@@ -13,6 +13,7 @@ import transformers as hf
 from torch import Tensor
 
 import multihead as mh
+from multihead import listeners, masks
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.packed import FAMILIES, _pack, packed
@@ -420,6 +421,22 @@ def test_an_observed_model_is_recorded_sample_by_sample(name: str, padding: str)
             assert torch.equal(layer.weights(sample=sample), wanted.weights(sample=sample))
 
 
+@torch.no_grad()
+def test_a_listener_that_does_not_observe_hears_the_row() -> None:
+    shapes = []
+
+    class Ear:
+        wanted: frozenset[str] = frozenset()
+
+        def hear(self, call: Any) -> None:
+            shapes.append((call.request.mask, call.request.q.shape[::2]))
+
+    model, batch = model_of("llama"), batch_of("llama", "left")
+    with packed(model), listeners.listen(Ear()):
+        model(**batch)
+    assert shapes == [(masks.Causal() & masks.Documents((12, 5, 1, 9)), (1, 27))] * 2
+
+
 class TestTheModelIsPutBack:
     def hooks(self, model: Any) -> int:
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
@@ -443,6 +460,14 @@ class TestTheModelIsPutBack:
         assert not self.hooks(model)
         with packed(model), torch.no_grad():
             assert model(**batch).logits.shape == (BATCH, LENGTH, 2)
+
+    @torch.no_grad()
+    def test_when_the_result_is_closed(self) -> None:
+        model = model_of("bert")
+        undo = packed(model)
+        assert self.hooks(model)
+        undo.close()
+        assert not self.hooks(model)
 
     @torch.no_grad()
     def test_packing_twice_is_packing_once(self) -> None:

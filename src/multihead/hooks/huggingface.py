@@ -240,11 +240,6 @@ def crosses(module: nn.Module, name: str = "") -> bool:
     return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
 
 
-def runs_here(model: Any) -> bool:
-    """Whether a Hugging Face model calls this library's attention."""
-    return getattr(model.config, _CHOICE, None) == NAME
-
-
 @cache
 def _register() -> None:
     """Register the name in transformers, once per process."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead import listeners
 from multihead.errors import ModelError
-from multihead.hooks.huggingface import installed, pretrained_models, runs_here
+from multihead.hooks.huggingface import NAME, installed, pretrained_models
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.packing import Packing
@@ -96,6 +96,9 @@ FAMILIES = {
 """The supported families, by the class of transformers that holds their layers."""
 
 
+_padded: ContextVar[bool] = ContextVar("padded", default=False)
+
+
 class _RowMask(LazyMask):
     """The mask of a packed row.
 
@@ -106,34 +109,50 @@ class _RowMask(LazyMask):
     packing: Packing
 
 
-@contextmanager
-def packed(model: nn.Module) -> Iterator[None]:
-    """Leave padding out of all Hugging Face models in a module while the context is active.
+def packed(model: nn.Module) -> ExitStack:
+    """Leave padding out of all Hugging Face models in a module, and run their attention on this library's kernels.
 
     Outputs at tokens are those of the padded batch up to rounding, and 0 at padding. A call is packed if it has an
-    attention mask (batch, length) with padding. It runs padded, as without this function, if
-    there is a cache with earlier tokens or of a kind other than `DynamicCache`, it returns attention weights, the model
-    is a decoder with cross-attention, feed-forward layers run in chunks, rotary frequencies depend on the length
-    ("dynamic", "longrope"), there is padding between the tokens of a sample and a window or a bias counts distances
-    (ModernBERT, T5), somebody observes the model, or a compiler or a transform traces it.
+    attention mask (batch, length) with padding. It runs padded, as without this function, if it
+
+    - continues a cache, or fills one of another kind than `DynamicCache`,
+    - returns attention weights, is observed, or is traced by a compiler or a transform,
+    - belongs to a decoder of BERT's kind or of T5, which may see another sequence too,
+    - has padding between the tokens of a sample, where a window or a bias counts distances (ModernBERT, T5),
+    - computes feed-forward layers in chunks, or rotary frequencies from the length ("dynamic", "longrope").
 
     Args:
         model: a model of transformers, or a module that contains some.
+
+    Returns:
+        what undoes it: a context manager, or its `close()`.
 
     Raises:
         ModelError: it contains no model of transformers, or one of a family that is not supported.
     """
     stacks = _stacks(model)
-    with installed(model), ExitStack() as stack:
+    with ExitStack() as undo:
+        undo.enter_context(installed(model))
         for module, family in stacks:
-            stack.callback(module.register_forward_pre_hook(partial(_pack, family), with_kwargs=True).remove)
+            before = partial(_pack, family)
+            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
             for part in (module, *read):
-                stack.callback(part.register_forward_hook(_unpack, with_kwargs=True).remove)
+                undo.callback(part.register_forward_hook(_unpack, with_kwargs=True).remove)
             if family.relative:
                 layer = module.get_submodule(family.relative)
-                stack.callback(layer.register_forward_pre_hook(_add_relative_bias, with_kwargs=True).remove)
+                undo.callback(layer.register_forward_pre_hook(_add_relative_bias, with_kwargs=True).remove)
+        return undo.pop_all()
+
+
+@contextmanager
+def padded() -> Iterator[None]:
+    """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
+    token = _padded.set(True)
+    try:
         yield
+    finally:
+        _padded.reset(token)
 
 
 def _stacks(model: nn.Module) -> list[tuple[nn.Module, Family]]:
@@ -220,14 +239,14 @@ def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
     config = model.config
     rotary = getattr(getattr(model, "rotary_emb", None), "rope_type", "default")
     return not (
-        not runs_here(model)
+        _padded.get()
+        or getattr(config, "_attn_implementation", None) != NAME  # it was changed afterwards
         or getattr(config, "is_decoder", False)
         or inputs.get("encoder_hidden_states") is not None
         or inputs.get("output_attentions", getattr(config, "output_attentions", False))
         or not _is_new(inputs.get("past_key_values"))
         or getattr(config, "chunk_size_feed_forward", 0)
         or {"dynamic", "longrope"} & set(rotary.values() if isinstance(rotary, dict) else (rotary,))
-        or listeners.listeners()
     )
 
 
