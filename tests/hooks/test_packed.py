@@ -373,7 +373,7 @@ class TestTraining:
             if checkpointed:
                 getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
             rows = Rows(model)
-            with packed(model):
+            with packed(model), mh.strict():
                 model(**batch).loss.backward()
             assert rows.sizes[0] == (1, int(batch["attention_mask"].sum()))
             grads.append([parameter.grad for parameter in model.parameters()])

@@ -202,8 +202,8 @@ def _pack(
     if real is None or not _can_pack(model, inputs):
         return None
     lengths = real.sum(1)
-    tokens = int(lengths.sum())
-    batch, length = real.shape
+    counts = tuple(lengths.tolist())
+    tokens, (batch, length) = sum(counts), real.shape
     if tokens in (0, real.numel()) or (family.by_distance and _has_holes(real, tokens)):
         return None
     packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
@@ -212,7 +212,7 @@ def _pack(
     for name in _PER_TOKEN:
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
-    masks, documents = family.masks(model.config), Documents(tuple(lengths.tolist()))
+    masks, documents = family.masks(model.config), Documents(counts)
     if isinstance(masks, dict):
         inputs["attention_mask"] = {name: _row_mask(mask & documents, packing) for name, mask in masks.items()}
     else:
