@@ -21,7 +21,7 @@ from tests.families import DECODER, ENCODER, TEXT, VOCABULARY, family
 
 BATCH, LENGTH = 4, 12
 PADDING = "right", "left", "holes"
-UP_TO_8 = "BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA, ModernBERT, Llama, T5"
+SUPPORTED = "BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA, ModernBERT, Llama, Mistral, Qwen2, Qwen3, T5"
 
 
 def _distilbert() -> Any:
@@ -45,10 +45,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "electra": lambda: hf.ElectraForPreTraining(hf.ElectraConfig(**ENCODER, **TEXT, embedding_size=16)),
     "modernbert": _modernbert,
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, **TEXT)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**DECODER, **TEXT, sliding_window=None)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**DECODER, **TEXT)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, **TEXT)),
     "t5": lambda: family("t5"),
 }
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 POOLED = {"bert": hf.BertModel, "roberta": hf.RobertaModel, "xlm_roberta": hf.XLMRobertaModel}
-IN_FLOAT32 = ("modernbert", "llama")  # transformers rotates and normalises them in float32, whatever their dtype
+IN_FLOAT32 = ("modernbert", *DECODERS)  # transformers rotates and normalises them in float32, whatever their dtype
 BY_DISTANCE = ("modernbert", "t5")
 
 
@@ -77,11 +81,11 @@ def batch_of(name: str, padding: str, *, labels: bool = False) -> dict[str, Tens
 def _labels(name: str, real: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     if name == "modernbert":
         return {"labels": torch.tensor([0, 1, 1, 0])}
-    most = VOCABULARY if name in ("xlm_roberta", "distilbert", "llama", "t5") else 2
+    most = VOCABULARY if name in ("xlm_roberta", "distilbert", "t5", *DECODERS) else 2
     labels = torch.randint(0, most, real.shape, generator=generator)
     if name == "t5":
         return {"labels": labels[:, :7].contiguous()}
-    if name == "llama":
+    if name in DECODERS:
         real = real & real.roll(1, 1)  # the token before predicts it
     return {"labels": labels if name == "electra" else labels.masked_fill(~real, -100)}
 
@@ -240,10 +244,21 @@ class TestWhatTheCallerGives:
             states = model(**batch, output_hidden_states=[1]).hidden_states
         assert [None if each is None else tuple(each.shape) for each in states[:2]] == [None, (BATCH, LENGTH, 32)]
 
-    def test_a_llama_that_sees_both_ways_does_so_in_a_row(self) -> None:
-        model = model_of("llama", dtype=torch.float64).base_model
-        model.config.is_causal = False
-        self.compare(model, **batch_of("llama", "left"))
+    @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+    @pytest.mark.parametrize("is_causal", [True, False])
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_a_decoder_sees_a_window_or_both_ways_in_a_row(
+        self,
+        name: str,
+        is_causal: bool,
+        window: int | None,
+    ) -> None:
+        config = model_of(name).config
+        config.sliding_window, config.is_causal = window, is_causal
+        if name == "qwen3":
+            config.layer_types = ["full_attention" if window is None else "sliding_attention", "full_attention"]
+        model = hf.AutoModel.from_config(config, dtype=torch.float64).eval()
+        self.compare(model, **batch_of(name, "left"), use_cache=False)
 
 
 class TestCallsThatRunPadded:
@@ -287,6 +302,14 @@ class TestCallsThatRunPadded:
         config = model_of("llama").config
         config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         self.compare(hf.LlamaForCausalLM(config).eval(), batch_of("llama", "right"))
+
+    def test_padding_between_tokens_of_a_window(self) -> None:
+        config = hf.MistralConfig(**DECODER, **TEXT, sliding_window=3)
+        self.compare(hf.MistralForCausalLM(config).eval(), {**batch_of("mistral", "holes"), "use_cache": False})
+
+    def test_caches_with_windows(self) -> None:
+        config = hf.MistralConfig(**DECODER, **TEXT, sliding_window=3)
+        self.compare(hf.MistralForCausalLM(config).eval(), batch_of("mistral", "left"))
 
     def test_decoders(self) -> None:
         config = hf.BertConfig(**ENCODER, **TEXT, is_decoder=True)
@@ -497,7 +520,7 @@ class TestModelsThatCannotBePacked:
             pass
         assert str(raised.value) == (
             f"{type(model).__name__} cannot leave out padding. "
-            f"Give a model of one of these families: {UP_TO_8}; or use packed=False."
+            f"Give a model of one of these families: {SUPPORTED}; or use packed=False."
         )
 
     def test_a_model_next_to_a_supported_one_is_rejected(self) -> None:
@@ -510,7 +533,7 @@ class TestModelsThatCannotBePacked:
             pass
         assert str(raised.value) == (
             f"Linear contains no model of transformers. "
-            f"Give a model of one of these families: {UP_TO_8}; or use packed=False."
+            f"Give a model of one of these families: {SUPPORTED}; or use packed=False."
         )
 
     def test_a_subclass_with_a_forward_pass_of_its_own_is_rejected(self) -> None:
@@ -529,4 +552,4 @@ class TestModelsThatCannotBePacked:
 
 
 def test_the_families_are_those_that_the_errors_list() -> None:
-    assert ", ".join(each.name for each in FAMILIES.values()) == UP_TO_8
+    assert ", ".join(each.name for each in FAMILIES.values()) == SUPPORTED

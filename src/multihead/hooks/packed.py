@@ -45,8 +45,6 @@ class Family:
             where the model takes none.
         read_by_model: the part whose output the model itself reads as a padded batch (its pooler); "" for none.
         relative: the layer that computes a bias from distances; "" for none.
-        by_distance: whether a mask or a bias depends on distances in the padded batch, which packing changes if there
-            is padding between the tokens of a sample.
     """
 
     name: str
@@ -54,7 +52,6 @@ class Family:
     positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
     read_by_model: str = ""
     relative: str = ""
-    by_distance: bool = False
 
 
 def _columns(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
@@ -78,9 +75,23 @@ def _earlier(config: Any) -> Mask:
     return Causal() if getattr(config, "is_causal", True) else Full()
 
 
-def _modernbert_masks(config: Any) -> dict[str, Mask]:
+def _near(config: Any) -> Mask:
     width = config.sliding_window  # keys on each side
-    return {"full_attention": Full(), "sliding_attention": Window(width + 1, after=width)}
+    return Window(width + 1, after=width)
+
+
+def _near_earlier(config: Any) -> Mask:
+    if config.sliding_window is None:
+        return _earlier(config)
+    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _near(config)
+
+
+def _earlier_by_layer(config: Any) -> dict[str, Mask]:
+    return {"full_attention": _earlier(config), "sliding_attention": _near_earlier(config)}
+
+
+def _all_by_layer(config: Any) -> dict[str, Mask]:
+    return {"full_attention": Full(), "sliding_attention": _near(config)}
 
 
 FAMILIES = {
@@ -89,9 +100,12 @@ FAMILIES = {
     "XLMRobertaModel": Family("XLM-RoBERTa", _all, _roberta_positions, read_by_model="encoder"),
     "DistilBertModel": Family("DistilBERT", _all, _columns),
     "ElectraModel": Family("ELECTRA", _all, _columns),
-    "ModernBertModel": Family("ModernBERT", _modernbert_masks, _columns, by_distance=True),
+    "ModernBertModel": Family("ModernBERT", _all_by_layer, _columns),
     "LlamaModel": Family("Llama", _earlier, _columns),
-    "T5Stack": Family("T5", _all, None, relative="block.0", by_distance=True),
+    "MistralModel": Family("Mistral", _near_earlier, _columns),
+    "Qwen2Model": Family("Qwen2", _earlier_by_layer, _columns),
+    "Qwen3Model": Family("Qwen3", _earlier_by_layer, _columns),
+    "T5Stack": Family("T5", _all, None, relative="block.0"),
 }
 """The supported families, by the class of transformers that holds their layers."""
 
@@ -115,10 +129,10 @@ def packed(model: nn.Module) -> ExitStack:
     Outputs at tokens are those of the padded batch up to rounding, and 0 at padding. A call is packed if it has an
     attention mask (batch, length) with padding. It runs padded, as without this function, if it
 
-    - continues a cache, or fills one of another kind than `DynamicCache`,
+    - continues a cache, or fills one of another kind than `DynamicCache` or one with windows,
     - returns attention weights, is observed, or is traced by a compiler or a transform,
     - belongs to a decoder of BERT's kind or of T5, which may see another sequence too,
-    - has padding between the tokens of a sample, where a window or a bias counts distances (ModernBERT, T5),
+    - has padding between the tokens of a sample, where a window or a bias counts distances, as in ModernBERT and T5,
     - computes feed-forward layers in chunks, or rotary frequencies from the length ("dynamic", "longrope").
 
     Args:
@@ -204,7 +218,11 @@ def _pack(
     lengths = real.sum(1)
     counts = tuple(lengths.tolist())
     tokens, (batch, length) = sum(counts), real.shape
-    if tokens in (0, real.numel()) or (family.by_distance and _has_holes(real, tokens)):
+    if tokens in (0, real.numel()):
+        return None
+    masks = family.masks(model.config)
+    windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
+    if (windows and _fills_cache(model, inputs)) or ((windows or family.relative) and _has_holes(real, tokens)):
         return None
     packing = Packing(lengths, real.flatten().nonzero().flatten(), batch, length)
     if family.positions is not None and inputs.get("position_ids") is None:
@@ -212,7 +230,7 @@ def _pack(
     for name in _PER_TOKEN:
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
-    masks, documents = family.masks(model.config), Documents(counts)
+    documents = Documents(counts)
     if isinstance(masks, dict):
         inputs["attention_mask"] = {name: _row_mask(mask & documents, packing) for name, mask in masks.items()}
     else:
@@ -254,6 +272,12 @@ def _has_holes(real: Tensor, tokens: int) -> bool:
     """Whether there is padding between the tokens of a sample: then there are more pairs of neighbours than tokens."""
     neighbours = (real[:, 1:] & real[:, :-1]).sum()
     return bool(neighbours + real.any(1).sum() != tokens)
+
+
+def _fills_cache(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a model fills a cache; one with windows keeps the last keys of each row."""
+    given = inputs.get("use_cache")
+    return bool(getattr(model.config, "use_cache", False) if given is None else given)
 
 
 def _is_new(store: Any) -> bool:
