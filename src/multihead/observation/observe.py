@@ -14,6 +14,7 @@ from multihead import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError, check_integer
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import recorded_inputs
+from multihead.hooks.packed import padded
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
@@ -91,6 +92,7 @@ def observe(
         stack.enter_context(huggingface.installed(root))
         if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(padded())
         inputs = stack.enter_context(recorded_inputs(root))
         recorder = Recorder(
             record=record,
