@@ -13,6 +13,7 @@ from torch import nn
 from multihead import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError, check_integer
 from multihead.hooks import huggingface
+from multihead.hooks.alignment import alignment_heads
 from multihead.hooks.inputs import recorded_inputs
 from multihead.hooks.packed import padded
 from multihead.observation.layer_filter import LayerFilter
@@ -108,6 +109,9 @@ def observe(
         )
         stack.enter_context(listeners.listen(recorder))
         yield record
+    aligned = alignment_heads(root)
+    for layer in record.layers:
+        layer.alignment_heads = aligned.get(layer.name, ())
     if tokenizer is not None:
         record.name_tokens(tokenizer)
     elif special_ids:
