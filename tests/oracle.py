@@ -82,6 +82,7 @@ class Dense:
     output: Tensor
     logsumexp: Tensor
     weights: Tensor
+    scores: Tensor  # those of hidden keys are -inf
 
 
 def attend(
@@ -104,7 +105,7 @@ def attend(
     if bias is not None:
         seen = seen & (bias != -torch.inf)
         scores = scores + torch.where(bias == -torch.inf, 0, bias)
-    columns = torch.where(seen, scores, -torch.inf)
+    columns = scores = torch.where(seen, scores, -torch.inf)
     some = seen.any(-1, keepdim=True)
     columns = torch.where(some, columns, 0)  # an empty row is made up here and thrown away below
     if sinks is not None:
@@ -113,7 +114,7 @@ def attend(
     logsumexp = torch.where(some[..., 0], torch.logsumexp(columns, -1), -torch.inf)
     weights = torch.softmax(columns, -1)[..., : k.shape[2]]
     weights = torch.where(seen, weights, 0)
-    return Dense(weights @ v, logsumexp, weights)
+    return Dense(weights @ v, logsumexp, weights, scores)
 
 
 def statistics(

@@ -7,6 +7,7 @@ from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
+from multihead.observation.watch import Watch, qk_clip_factors
 from multihead.packing import pack, unpack
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
@@ -17,6 +18,7 @@ __all__ = [
     "QKNorm",
     "Record",
     "Rotary",
+    "Watch",
     "attention",
     "attention_weights",
     "attention_with_logsumexp",
@@ -29,6 +31,7 @@ __all__ = [
     "observe",
     "pack",
     "probes",
+    "qk_clip_factors",
     "scores",
     "split_heads",
     "statistics",

@@ -69,6 +69,8 @@ def every(dense: oracle.Dense, seen: Tensor, known: Known) -> dict[str, Tensor]:
     found["largest_weight"] = p.amax(-1)
     found["largest_key"] = torch.where(sees, torch.where(seen, p, -1).argmax(-1), -1)
 
+    found["largest_score"] = torch.where(sees, dense.scores.amax(-1), 0)
+
     alike = torch.zeros(batch, 1, queries, keys, dtype=torch.bool)  # an earlier key of the query's token
     for b in range(batch):
         for i in range(queries):

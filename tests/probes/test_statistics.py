@@ -337,8 +337,8 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
     assert str(refusal.value) == (
         "There is no statistic 'entropie'. Give some of entropy, effective_keys, mean_distance, distance_spread, "
         "self_mass, previous_mass, next_mass, first_mass, special_mass, largest_weight, largest_key, sink_mass, "
-        "duplicate_mass, induction_mass, contribution, output_norm, received, coverage, pooled_map, or a Probe of "
-        "your own."
+        "largest_score, duplicate_mass, induction_mass, contribution, output_norm, received, coverage, pooled_map, or "
+        "a Probe of your own."
     )
 
 

@@ -339,7 +339,7 @@ def test_rows_of_a_batch_are_copied_sample_by_sample(spans: list[tuple[int, int,
 
 
 @needs_native
-@pytest.mark.parametrize("of", ["mean", "median", "p95"])
+@pytest.mark.parametrize("of", ["mean", "median", "p95", "max"])
 @pytest.mark.parametrize("name", PADDED)
 def test_cutting_a_batch_changes_no_bit_of_its_table(name: str, of: Any) -> None:
     layer, lengths = mh.MultiHeadAttention(16, 4, num_kv_heads=2), (9, 3, 1, 6)

@@ -23,7 +23,7 @@ from tests.observation.recorded import Reader, ids, read
 BATCHES = [ids(2, 9, seed=1), ids(3, 5, seed=2), ids(1, 14, seed=3)]
 
 
-@pytest.mark.parametrize("of", ["mean", "median", "p95"])
+@pytest.mark.parametrize("of", ["mean", "median", "p95", "max"])
 def test_the_summary_is_that_of_the_texts(of: str) -> None:
     found, expected = read(*BATCHES, keep="summary"), read(*BATCHES)
     for layer, other in zip(found.layers, expected.layers, strict=True):

@@ -10,7 +10,7 @@ from multihead.errors import ArgumentError
 from tests.observation.recorded import asked, ids, read
 
 
-@pytest.mark.parametrize(("of", "share"), [("median", 0.5), ("p95", 0.95)])
+@pytest.mark.parametrize(("of", "share"), [("median", 0.5), ("p95", 0.95), ("max", 1.0)])
 def test_a_percentile_is_that_of_torch_over_the_queries_that_see_a_key(of: str, share: float) -> None:
     mask = masks.Lengths((tuple([0, 0] + [9] * 7),))
     sample = asked(mask=mask).layers[0].sample()
@@ -38,21 +38,21 @@ def test_duplicates_count_the_queries_whose_token_was_there_before() -> None:
 
 def test_where_no_query_counts_the_sum_is_0() -> None:
     sample = asked(mask=masks.Lengths((0,))).layers[0].sample()
-    for of in ("mean", "median", "p95"):
+    for of in ("mean", "median", "p95", "max"):
         assert torch.equal(sample.summary(of)["entropy"], torch.zeros(4, dtype=torch.float64))  # type: ignore[arg-type]
 
 
 def test_a_row_of_nan_makes_its_heads_summary_nan() -> None:
     sample = asked().layers[0].sample()
     sample._per_query["entropy"].whole()[1, 3] = torch.nan
-    for of in ("mean", "median", "p95"):
+    for of in ("mean", "median", "p95", "max"):
         assert sample.summary(of)["entropy"].isnan().tolist() == [False, True, False, False]  # type: ignore[arg-type]
 
 
 def test_another_way_to_sum_up_is_refused() -> None:
     with pytest.raises(ArgumentError) as caught:
         asked().layers[0].summary("mode")  # type: ignore[arg-type]
-    assert str(caught.value) == 'of is \'mode\'. Give "mean", "median" or "p95".'
+    assert str(caught.value) == 'of is \'mode\'. Give "mean", "median", "p95" or "max".'
 
 
 def test_a_table_shows_the_summary_that_is_asked_for() -> None:

@@ -29,6 +29,7 @@ from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
 from multihead.kernels.native import eager
 from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
+from multihead.scores.bias import Bias, added
 from multihead.tracing import traced
 
 NAME = "multihead"
@@ -92,7 +93,7 @@ def attend_for(
     is_causal: bool | None = None,  # noqa: FBT001 - the signature is that of transformers
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Bias | None = None,
     cache: object = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
@@ -109,7 +110,7 @@ def attend_for(
         is_causal: whether to hide later keys; used only where there is no mask and more than one query.
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.
-        position_bias: (batch or 1, heads, queries, keys), added to the scores.
+        position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
         cache: the pages of continuous batching; rejected.
         options: other arguments of transformers' own attention functions.
 
@@ -125,7 +126,8 @@ def attend_for(
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
     keys = key.shape[2]
     mask: Mask = _FULL
-    bias, start = None, None
+    bias: Bias | None = None
+    start = None
     if attention_mask is None:
         if query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             mask, start = _CAUSAL, 0  # as in transformers: the first query is at the first key
@@ -135,9 +137,10 @@ def attend_for(
         mask, start = attention_mask.mask, attention_mask.query_start
     else:
         mask, bias = mask_of_tensor(attention_mask, keys)
-    if position_bias is not None:
+    if isinstance(position_bias, Tensor):
         position_bias = position_bias[..., :keys]
-        bias = position_bias if bias is None else position_bias + bias
+    if position_bias is not None:
+        bias = position_bias if bias is None else added(position_bias, bias, query.shape[2], keys)
     terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
     attended = eager.attend(query, key, value, *terms, start)
     returned = output_attentions.wanted(options)

@@ -158,7 +158,7 @@ class Record:
         Args:
             sort: "layer", or a statistic, whose largest values come first.
             top: how many rows to keep; None keeps all.
-            of: "mean", "median" or "p95", the 95th percentile.
+            of: "mean", "median", "p95" (the 95th percentile) or "max".
 
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.
@@ -181,7 +181,7 @@ class Record:
         """Find the heads whose statistics lie within ranges, the best first.
 
         Args:
-            of: how queries are summarised: "mean", "median" or "p95".
+            of: how queries are summarised: "mean", "median", "p95" or "max".
             ranges: the lowest and the highest value, (lowest, highest), None for no limit, by the name of any statistic
                 in the record or of a textbook kind: `previous_token`, `next_token`, `self_token`, `first_token`,
                 `separator`, `duplicate_token`, `induction` (the share of attention there, the mean over the queries

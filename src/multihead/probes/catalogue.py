@@ -21,6 +21,10 @@ def _effective_keys(parts: Parts) -> Tensor:
     return parts["entropy"].exp()
 
 
+def _largest_score(parts: Parts) -> Tensor:
+    return parts["logsumexp"] + parts["largest_weight"].log()
+
+
 def _coverage(parts: Parts) -> Tensor:
     return parts["received"].clamp(max=1)
 
@@ -155,6 +159,14 @@ _LISTED = (
         source="GPT-OSS, arXiv:2508.10925",
         default=True,
         about="exp(sink - L_i) = 1 - Σ_j p_ij: the weight that a learned sink takes from the keys",
+    ),
+    Probe(
+        "largest_score",
+        _largest_score,
+        {"logsumexp", "largest_weight"},
+        number_format=".1f",
+        source="QK-clip, arXiv:2507.20534",
+        about="max_j s_ij = L_i + ln max_j p_ij: the largest score before the softmax",
     ),
     Probe(
         "duplicate_mass",

@@ -316,6 +316,8 @@ def _measured(call: MeasuredCall, probes: Sequence[Probe], known: Parts) -> dict
                 found[part] = lookups.on_first(call, count)
     if "sink_mass" in parts and call.request.sinks is not None:
         found["sink_mass"] = _sink_mass(call, call.request.sinks)
+    if "logsumexp" in parts:
+        found["logsumexp"] = call.logsumexp
     if "output_norm" in parts and call.context.output_weight is not None:
         found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}
@@ -382,7 +384,7 @@ def without_positions(attended: Attended) -> Attended:
 
 
 def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tensor | None) -> Parts | None:
-    """Measure the weight on special tokens and on sinks of a call that has run, for its whole batch.
+    """Measure the weight on special tokens and on sinks, and the logsumexp, of a whole call that has run.
 
     Args:
         call: the call.
@@ -394,7 +396,7 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
         support the call.
     """
     request, logsumexp = call.request, call.attended.logsumexp.detach()
-    if parts - {SPECIAL_KEYS, "sink_mass"} or (SPECIAL_KEYS in parts and special_keys is None):
+    if parts - {SPECIAL_KEYS, "sink_mass", "logsumexp"} or (SPECIAL_KEYS in parts and special_keys is None):
         return None
     measured = MeasuredCall.of(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports(measured.request, measured.bounds):
@@ -407,6 +409,8 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
             found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
         found["sink_mass"] = _sink_mass(measured, request.sinks)
+    if "logsumexp" in parts:
+        found["logsumexp"] = measured.logsumexp.to(logsumexp.dtype)
     # As the kernel does; for its own parts this changes nothing.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: _masked(value, empty, bad) for part, value in found.items()}

@@ -115,7 +115,7 @@ class RunningSummary:
             self.statistics[name].add(*each)
 
     def summary(self, of: Of) -> dict[str, Tensor]:
-        """Summarise each statistic: (heads,) float64 each; "mean" is exact, "median" and "p95" within 1 %."""
+        """Summarise each statistic: (heads,) float64 each; "mean" is exact, the others within 1 %."""
         check_summary(of)
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in self.statistics.items()}

@@ -1,4 +1,4 @@
-"""Mean, median and 95th percentile of a statistic over the queries that count."""
+"""Mean, median, 95th percentile and maximum of a statistic over the queries that count."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 
-Of = Literal["mean", "median", "p95"]
-SHARES = {"median": 0.5, "p95": 0.95}
+Of = Literal["mean", "median", "p95", "max"]
+SHARES = {"median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class Measured(NamedTuple):
@@ -27,9 +27,9 @@ class Measured(NamedTuple):
 
 
 def check_summary(of: object) -> None:
-    """Raise ArgumentError unless `of` is "mean", "median" or "p95"."""
+    """Raise ArgumentError unless `of` is "mean", "median", "p95" or "max"."""
     if of != "mean" and of not in SHARES:
-        raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median" or "p95".')
+        raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median", "p95" or "max".')
 
 
 def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tens
 
     Args:
         samples: the statistics of each sample of one layer; a statistic that one of them lacks is left out.
-        of: "mean", "median" or "p95". Between two queries the value is interpolated, as in torch.quantile.
+        of: "mean", "median", "p95" or "max". Between two queries the value is interpolated, as in torch.quantile.
 
     Returns:
         statistic -> (heads,) float64; 0 where no query counts.

@@ -1,0 +1,228 @@
+"""Statistics of every head over the steps of a training: saved, loaded, as a table, and plotted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multihead.errors import ArgumentError, InputError
+from multihead.files import check_writable, writing
+from multihead.optional import require
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
+from multihead.record.notebook import many
+
+FORMAT = "multihead time series"
+VERSION = 1
+
+Key = tuple[str, int]  # name of a statistic, number of a layer
+
+
+@dataclass(eq=False, repr=False)
+class TimeSeries:
+    """One number per head, statistic and observed step.
+
+    Attributes:
+        steps: the observed steps, ascending.
+        layers: names of the layers, by their number.
+        statistics: label, unit and number format of each statistic, by name.
+
+    >>> series = TimeSeries()
+    >>> series.append(0, "attention", 0, {"entropy": [1.5, 0.5]})
+    >>> series.append(100, "attention", 0, {"entropy": [1.25, 0.25]})
+    >>> series.steps, series.values("entropy", layer=0).tolist()
+    ([0, 100], [[1.5, 0.5], [1.25, 0.25]])
+    """
+
+    steps: list[int] = field(default_factory=list)
+    layers: dict[int, str] = field(default_factory=dict)
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    _rows: dict[Key, dict[int, NDArray[np.float32]]] = field(default_factory=dict)  # step -> (heads,)
+
+    def __repr__(self) -> str:
+        """Return one line: how many steps, layers and statistics."""
+        contents = (many(len(self.steps), "step"), many(len(self.layers), "layer"), ", ".join(self.statistics))
+        return f"<TimeSeries of {', '.join(filter(None, contents))}>"
+
+    def append(
+        self,
+        step: int,
+        layer: str,
+        number: int,
+        means: Mapping[str, Sequence[float]],
+        shown: Mapping[str, Statistic] | None = None,
+    ) -> None:
+        """Add the statistics of one layer at one step.
+
+        Args:
+            step: the step, at least as large as the last one.
+            layer: name of the layer.
+            number: its number.
+            means: a number per head, by the name of the statistic.
+            shown: label, unit and number format of the statistics that are not built in.
+        """
+        if not self.steps or self.steps[-1] != step:
+            self.steps.append(step)
+        self.layers[number] = layer
+        for name, values in means.items():
+            self.statistics.setdefault(name, statistic(name, shown))
+            self._rows.setdefault((name, number), {})[step] = np.asarray(values, np.float32)
+
+    def values(self, name: str, *, layer: int) -> NDArray[np.float32]:
+        """Return a statistic of all heads of a layer: (steps, heads), NaN where it was not measured.
+
+        Raises:
+            ArgumentError: no such statistic or layer was observed.
+        """
+        rows = self._rows.get((name, layer))
+        if rows is None:
+            raise ArgumentError(
+                f"There is no {name!r} of layer {layer!r}.",
+                f"Give one of {', '.join(self.statistics) or 'no statistics'} and a layer of "
+                f"{', '.join(map(str, self.layers)) or 'none'}.",
+            )
+        missing = np.full(len(next(iter(rows.values()))), np.nan, np.float32)
+        return np.stack([rows.get(step, missing) for step in self.steps])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dict per step and head: step, layer, head, and each statistic."""
+        found = []
+        for step in self.steps:
+            for number in self.layers:
+                by_name = {
+                    name: self._rows[name, number][step]
+                    for name in self.statistics
+                    if step in self._rows.get((name, number), {})
+                }
+                heads = max(map(len, by_name.values()), default=0)
+                found += [
+                    {"step": step, "layer": number, "head": head}
+                    | {name: float(values[head]) for name, values in by_name.items()}
+                    for head in range(heads)
+                ]
+        return found
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        require("pandas", purpose="TimeSeries.to_pandas()", extra=None)
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def plot(self, name: str, *, layer: int | None = None, ax: Any = None) -> Any:
+        """Plot a statistic over the steps with matplotlib: a line per head of a layer, or per layer the mean of heads.
+
+        Args:
+            name: the statistic.
+            layer: number of the layer; None plots the mean over the heads of each layer.
+            ax: the matplotlib axes to draw on; None makes new ones.
+
+        Returns:
+            the axes.
+
+        Raises:
+            ArgumentError: no such statistic or layer was observed.
+            MissingPackageError: matplotlib is not installed.
+        """
+        require("matplotlib", purpose="TimeSeries.plot()", extra="plot")
+        from matplotlib import colormaps
+        from matplotlib import pyplot as plt
+
+        if layer is None:
+            numbers = [number for number in self.layers if (name, number) in self._rows]
+            if not numbers:
+                raise ArgumentError(
+                    f"There is no statistic {name!r}.", f"Give one of {', '.join(self.statistics) or 'none'}."
+                )
+            lines = {f"layer {number}": self.values(name, layer=number).mean(-1) for number in numbers}
+        else:
+            lines = {f"head {head}": line for head, line in enumerate(self.values(name, layer=layer).T)}
+        if ax is None:
+            ax = plt.subplots(layout="constrained")[1]
+        colors = colormaps["viridis"](np.linspace(0, 0.9, len(lines)))
+        for (label, line), color in zip(lines.items(), colors, strict=True):
+            ax.plot(self.steps, line, color=color, label=label, linewidth=1.5)
+        shown = self.statistics[name]
+        ax.set(xlabel="step", ylabel=f"{shown.label} ({shown.unit})" if shown.unit else shown.label)
+        ax.set_title(name if layer is None else f"layer {layer}: {shown.label}")
+        ax.legend(fontsize="small", ncols=1 + len(lines) // 12)
+        return ax
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the series to one safetensors file, completely or not at all.
+
+        Raises:
+            InputError: the file cannot be written.
+            MissingPackageError: safetensors is not installed.
+        """
+        require("safetensors", purpose="Saving a time series", extra="view")
+        from safetensors.numpy import save
+
+        target = os.fspath(file)
+        check_writable([target])
+        header = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "layers": json.dumps(self.layers),
+            "statistics": json.dumps({name: shown.display() for name, shown in self.statistics.items()}),
+        }
+        tensors: dict[str, NDArray[Any]] = {"steps": np.asarray(self.steps, np.int64)}
+        tensors |= {f"{name}/{number}": self.values(name, layer=number) for name, number in self._rows}
+        with writing(target) as out:
+            out.write(save(tensors, header))
+
+    @staticmethod
+    def load(file: str | os.PathLike[str]) -> TimeSeries:
+        """Open a saved series.
+
+        Raises:
+            InputError: there is no such file, or it is not a time series.
+            MissingPackageError: safetensors is not installed.
+        """
+        require("safetensors", purpose="Loading a time series", extra="view")
+        from safetensors import SafetensorError, safe_open
+
+        target = os.fspath(file)
+        try:
+            with safe_open(target, framework="numpy") as opened:
+                header = opened.metadata() or {}
+                if header.get("format") != FORMAT or header.get("version") != str(VERSION):
+                    raise InputError(f"{target!r} is not a time series of heads.", "Give a file of TimeSeries.save().")
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+            return _series(header, tensors)
+        except FileNotFoundError:
+            raise InputError(f"There is no file {target!r}.", "Check its name.") from None
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{target!r} is damaged: {error}.", "Give a file of TimeSeries.save().") from None
+
+
+def _series(header: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> TimeSeries:
+    """Build a series from the contents of a file.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the contents do not fit together.
+    """
+    series = TimeSeries(
+        steps=[int(step) for step in tensors["steps"]],
+        layers={int(number): str(name) for number, name in json.loads(header["layers"]).items()},
+        statistics={name: Statistic(name, **shown) for name, shown in json.loads(header["statistics"]).items()},
+    )
+    for key, values in tensors.items():
+        if key == "steps":
+            continue
+        name, _, number = key.rpartition("/")
+        if name not in series.statistics or int(number) not in series.layers or len(values) != len(series.steps):
+            raise ValueError(f"{key} does not fit the steps, layers and statistics")
+        rows = zip(series.steps, values.astype(np.float32), strict=True)
+        series._rows[name, int(number)] = {step: row for step, row in rows if not np.isnan(row).all()}  # noqa: SLF001
+    return series

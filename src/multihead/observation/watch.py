@@ -1,0 +1,232 @@
+"""Observe one training step in many, as plain numbers for a log and a time series."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ProbeError, check_integer
+from multihead.hooks.trainer import around_steps
+from multihead.observation.observe import observe
+from multihead.observation.record import Record
+from multihead.observation.time_series import TimeSeries
+from multihead.probes.probe import Probe
+from multihead.probes.statistics import Wanted, resolved
+from multihead.record.layer import LayerRecord
+
+LARGEST_SCORE = "largest_score"
+PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE)
+"""The statistics that are observed if none are chosen."""
+
+
+class ScalarWriter(Protocol):
+    """What a `SummaryWriter` of TensorBoard offers."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number of one step."""
+
+
+Log: TypeAlias = "Callable[[dict[str, float], int], object] | ScalarWriter"
+
+
+class Watch:
+    """Observe one training step in `every`, and leave the others as they are.
+
+    Each step of the training runs in the watch as a context. In an observed step every attention layer is measured
+    during its forward pass; a Hugging Face model uses this library's attention in that step. All other steps run the
+    model's own code: nothing is installed. A compiled model runs uncompiled in an observed step, and is not compiled
+    again. Only numbers are kept, no tensors of the model.
+
+    Args:
+        model: a module with attention layers of this library, a Hugging Face model, or both.
+        every: number of steps from one observed step to the next; the first step is observed.
+        probes: the statistics, by name or as values, with a number per query; None takes `PROBES`. Of `largest_score`
+            the largest number of all queries is kept, of all others the mean.
+        layers: the layers to observe, as in `observe`; None observes all.
+        per_head: whether `numbers` also holds a number per head, and not only their mean, minimum and maximum.
+        log: receives the numbers and the step after each observed step: a function of both, or a SummaryWriter.
+
+    Attributes:
+        step: number of steps so far.
+        numbers: those of the last observed step, such as "heads/entropy/L07/mean".
+        series: every head at every observed step.
+
+    Raises:
+        ModelError: at the end of the first observed step, if no attention was captured.
+        ArgumentError, ProbeError: an option that does not exist, or a probe without a number per query.
+
+    >>> import multihead as mh
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    >>> watch = mh.Watch(layer, every=2, probes="entropy")
+    >>> for step in range(3):
+    ...     with watch:
+    ...         layer(torch.zeros(1, 4, 8)).sum().backward()
+    >>> watch.series.steps, round(watch.numbers["heads/entropy/L00/mean"], 3)
+    ([0, 2], 1.386)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        probes: Wanted | Sequence[Wanted] | None = None,
+        layers: Sequence[int | str] | int | str | None = None,
+        per_head: bool = False,
+        log: Log | None = None,
+    ) -> None:
+        check_integer("every", every)
+        self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
+        self.probes: tuple[Probe, ...] = resolved(PROBES if probes is None else probes)
+        for probe in self.probes:
+            if probe.axes != "queries" or probe.name == "largest_key":
+                raise ProbeError(
+                    f"{probe.name} has no mean over the queries of a head.", 'Give probes such as "entropy".'
+                )
+        self.step = 0
+        self.numbers: dict[str, float] = {}
+        self.series = TimeSeries()
+        self._stack: ExitStack | None = None
+        self._record: Record | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step will be observed."""
+        return self.step % self.every == 0
+
+    def __enter__(self) -> Watch:
+        if self._stack is not None:
+            raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
+        self._stack = ExitStack()
+        if self.due:
+            context = observe(self.model, layers=self.layers, keep="statistics", probes=self.probes)
+            self._record = self._stack.enter_context(context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, record, self._stack, self._record = self._stack, self._record, None, None
+        assert stack is not None
+        step = self.step
+        if kind is None:
+            self.step += 1
+        stack.__exit__(kind, error, trace)
+        if kind is None and record is not None:
+            self._keep(record, step)
+
+    def attach(self, trainer: Any) -> None:
+        """Observe the steps of a transformers Trainer, and write the numbers to its logs.
+
+        Args:
+            trainer: a `transformers.Trainer`, or one derived from it.
+
+        Raises:
+            MissingPackageError: transformers is not installed.
+        """
+
+        def begin(step: int) -> None:
+            self.step = step
+            self.__enter__()
+
+        def end() -> None:
+            observed = self.due
+            self.__exit__(None, None, None)
+            if observed:
+                trainer.log(self.numbers)
+
+        around_steps(trainer, begin, end)
+
+    def _keep(self, record: Record, step: int) -> None:
+        """Keep the numbers of an observed step."""
+        self.numbers = {}
+        for layer in record.layers:
+            found = _summary(layer)
+            self.series.append(
+                step, layer.name, layer.number, {name: each.tolist() for name, each in found.items()}, record.statistics
+            )
+            for name, values in found.items():
+                place = f"heads/{name}/L{layer.number:02d}"
+                self.numbers |= {
+                    f"{place}/mean": float(values.mean()),
+                    f"{place}/min": float(values.min()),
+                    f"{place}/max": float(values.max()),
+                }
+                if self.per_head:
+                    self.numbers |= {f"{place}/H{head:02d}": value for head, value in enumerate(values.tolist())}
+        if callable(self.log):
+            self.log(self.numbers, step)
+        elif self.log is not None:
+            for name, number in self.numbers.items():
+                self.log.add_scalar(name, number, step)
+
+
+def _summary(layer: LayerRecord) -> dict[str, Tensor]:
+    """Return each statistic of a layer: the mean over queries, of `largest_score` the maximum; (heads,) each."""
+    found = layer.summary("mean")
+    if LARGEST_SCORE in found:
+        found[LARGEST_SCORE] = layer.summary("max")[LARGEST_SCORE]
+    return found
+
+
+def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str, Tensor]:
+    """Return the factors that bring the largest score of each head down to a threshold (QK-clip).
+
+    A score is bilinear in the query and key projections, so a head's scores shrink by its factor if the rows of
+    `q_proj` that belong to the head are multiplied by it; or those of `q_proj` and `k_proj` by its square root, where
+    no other head shares the keys.
+
+    Args:
+        seen: a record with the statistic `largest_score`, or a watch that observed it.
+        threshold: the largest score that is left, such as 100.
+
+    Returns:
+        the name of each layer -> (heads,) float32, 1 where the largest score is at most the threshold.
+
+    Raises:
+        ArgumentError: the threshold is not positive, or nothing was observed.
+        ProbeError: `largest_score` was not observed.
+
+    Source: MuonClip, arXiv:2507.20534, algorithm 1.
+
+    >>> import multihead as mh
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    >>> with mh.observe(layer, probes="largest_score") as seen:
+    ...     y = layer(torch.randn(1, 5, 8))
+    >>> mh.qk_clip_factors(seen)
+    {'MultiHeadAttention': tensor([1., 1.])}
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
+        raise ArgumentError(f"threshold is {threshold!r}.", "Give a positive number, such as 100.")
+    largest = _largest_of_watch(seen) if isinstance(seen, Watch) else _largest_of_record(seen)
+    if not largest:
+        raise ArgumentError("Nothing was observed.", "Run the model in the context first.")
+    return {name: (threshold / scores.clamp(min=threshold)).float() for name, scores in largest.items()}
+
+
+def _largest_of_record(record: Record) -> Mapping[str, Tensor]:
+    return {layer.name: _scores(layer.summary("max").get(LARGEST_SCORE)) for layer in record.layers}
+
+
+def _largest_of_watch(watch: Watch) -> Mapping[str, Tensor]:
+    if not watch.series.steps:
+        return {}
+    if LARGEST_SCORE not in watch.series.statistics:
+        _scores(None)
+    return {
+        name: torch.from_numpy(watch.series.values(LARGEST_SCORE, layer=number)[-1])
+        for number, name in watch.series.layers.items()
+    }
+
+
+def _scores(found: Tensor | None) -> Tensor:
+    if found is None:
+        raise ProbeError(
+            "The statistic 'largest_score' was not observed.", 'Observe with probes=("entropy", "largest_score").'
+        )
+    return found

@@ -1,0 +1,79 @@
+"""The statistics of heads over steps: their values, file, rows and plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multihead.errors import ArgumentError, InputError
+from multihead.observation.time_series import TimeSeries
+from multihead.probes.probe import Statistic
+
+
+def series() -> TimeSeries:
+    """Three steps of two layers; layer 1 has no entropy at step 10."""
+    made = TimeSeries()
+    shown = {"mine": Statistic("mine", label="my own", unit="tokens", number_format=".1f")}
+    for step in (0, 10, 20):
+        made.append(step, "a", 0, {"entropy": [1.0 + step, 2.0], "mine": [0.5, step / 4]}, shown)
+        made.append(step, "b", 1, {"mine": [3.0]} if step == 10 else {"entropy": [4.0], "mine": [3.0]}, shown)
+    return made
+
+
+def test_values_have_a_row_per_step_and_nan_where_nothing_was_measured() -> None:
+    np.testing.assert_array_equal(series().values("entropy", layer=0), [[1, 2], [11, 2], [21, 2]])
+    np.testing.assert_array_equal(series().values("entropy", layer=1), [[4], [np.nan], [4]])
+
+
+def test_rows_have_one_dict_per_step_and_head() -> None:
+    rows = series().rows()
+    assert len(rows) == 3 * 3
+    assert rows[1] == {"step": 0, "layer": 0, "head": 1, "entropy": 2.0, "mine": 0.0}
+    assert rows[5] == {"step": 10, "layer": 1, "head": 0, "mine": 3.0}
+
+
+def test_a_saved_series_is_loaded_as_it_was(tmp_path: Path) -> None:
+    series().save(tmp_path / "heads.safetensors")
+    loaded = TimeSeries.load(tmp_path / "heads.safetensors")
+    assert (loaded.rows(), loaded.layers) == (series().rows(), {0: "a", 1: "b"})
+    shown = {name: each.display() for name, each in loaded.statistics.items()}
+    assert shown == {name: each.display() for name, each in series().statistics.items()}
+    assert repr(loaded) == "<TimeSeries of 3 steps, 2 layers, entropy, mine>"
+
+
+def test_a_file_of_another_kind_or_a_damaged_one_is_rejected(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    file = tmp_path / "heads.safetensors"
+    with pytest.raises(InputError, match=r"^There is no file"):
+        TimeSeries.load(file)
+    save_file({"steps": np.zeros(2)}, file)
+    with pytest.raises(InputError, match="is not a time series of heads"):
+        TimeSeries.load(file)
+    series().save(file)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(InputError, match="is damaged"):
+        TimeSeries.load(file)
+    header = {"format": "multihead time series", "version": "1", "layers": "{}", "statistics": "{}"}
+    save_file({"steps": np.zeros(2), "entropy/0": np.zeros((1, 1))}, file, header)
+    with pytest.raises(InputError, match="entropy/0 does not fit the steps, layers and statistics"):
+        TimeSeries.load(file)
+
+
+def test_a_plot_has_a_line_per_head_or_per_layer() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    ax = series().plot("entropy", layer=0)
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[1, 11, 21], [2, 2, 2]]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "entropy (nats)")
+    assert [line.get_label() for line in series().plot("mine").lines] == ["layer 0", "layer 1"]
+
+
+def test_an_unknown_statistic_or_layer_is_rejected_with_those_that_exist() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        series().values("entropy", layer=7)
+    assert str(caught.value) == "There is no 'entropy' of layer 7. Give one of entropy, mine and a layer of 0, 1."
+    with pytest.raises(ArgumentError, match="There is no statistic 'received'"):
+        series().plot("received")
