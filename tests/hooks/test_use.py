@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.errors import ModelError, SlowPathError
+from multihead.errors import ArgumentError, ModelError, SlowPathError
 from multihead.hooks import huggingface
 from multihead.hooks.rejection import configurations
 from tests.families import DECODER, LENGTH, TEXT, batch_of, family
@@ -265,6 +265,38 @@ class TestUndo:
             model(**batch_of("llama"))
         assert {name: (id(each), each._version) for name, each in model.named_parameters()} == before
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class TestPacking:
+    """`packed=True` leaves out padding, in addition."""
+
+    def test_outputs_are_those_of_eager_attention_and_0_at_padding(self) -> None:
+        model, batch = family("bert"), batch_of("bert", padding="right")
+        expected = eager(model, batch)[0]
+        with torch.no_grad(), mh.use(model, packed=True):
+            output = model(**batch)[0]
+        torch.testing.assert_close(at_tokens(output, batch), at_tokens(expected, batch), atol=5e-5, rtol=5e-5)
+        assert not output[~batch["attention_mask"].bool()].any()
+
+    def test_undo_removes_it(self) -> None:
+        model, batch = family("llama"), batch_of("llama", padding="right")
+        with torch.no_grad():
+            expected = model(**batch)[0]
+            mh.use(model, packed=True).undo()
+            assert torch.equal(model(**batch)[0], expected)
+        assert choices(model) == ["sdpa"]
+
+    def test_its_calls_are_explained(self) -> None:
+        with mh.use(family("bert"), packed=True) as used:
+            found = used.explain(**batch_of("bert", padding="right"))
+        assert [each.kernel for each in found.values()] == ["native", "native"]
+
+    def test_a_model_is_needed(self) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            mh.use(packed=True)  # type: ignore[call-overload]
+        assert str(caught.value) == (
+            "packed=True was given without a model. Give the model: mh.use(model, packed=True)."
+        )
 
 
 class TestExplanations:

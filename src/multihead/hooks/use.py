@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from multihead.call import AttentionCall
-from multihead.errors import ModelError
+from multihead.errors import ArgumentError, ModelError
 from multihead.explanation import Explanation, explained
 from multihead.hooks.huggingface import installed, pretrained_models, register
+from multihead.hooks.packed import packed as leave_out_padding
 from multihead.listeners import listen
 from multihead.optional import require
 from multihead.parts import Part
@@ -22,8 +23,8 @@ from multihead.parts import Part
 @overload
 def use() -> None: ...
 @overload
-def use(model: nn.Module) -> Used: ...
-def use(model: nn.Module | None = None) -> Used | None:
+def use(model: nn.Module, *, packed: bool = False) -> Used: ...
+def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
     """Run the attention of Hugging Face models on this library's kernels.
 
     `use()` registers the name "multihead" in transformers for the rest of the process. Then
@@ -32,13 +33,16 @@ def use(model: nn.Module | None = None) -> Used | None:
 
     Args:
         model: a model of transformers, or a module that contains some (an adapter of PEFT, a class of your own).
+        packed: leave padding out of all layers of the model, see docs/packed-models.md.
 
     Returns:
         for a model, the handle that undoes it.
 
     Raises:
         ModelError: there is no model of transformers in it, or one computes attention where it cannot be replaced, so
-            that it would not run on these kernels. With `attn_implementation="multihead"` the same error is raised.
+            that it would not run on these kernels. With `attn_implementation="multihead"` the same error is raised. Or
+            it is of a family that cannot leave out padding.
+        ArgumentError: packed without a model.
         MissingPackageError: transformers is not installed.
 
     >>> import torch, multihead as mh
@@ -52,6 +56,8 @@ def use(model: nn.Module | None = None) -> Used | None:
     """
     require("transformers", purpose="mh.use", extra="hf")
     if model is None:
+        if packed:
+            raise ArgumentError("packed=True was given without a model.", "Give the model: mh.use(model, packed=True).")
         register()
         return None
     if not isinstance(model, nn.Module) or not pretrained_models(model):
@@ -59,7 +65,7 @@ def use(model: nn.Module | None = None) -> Used | None:
             f"{type(model).__name__} contains no model of transformers.",
             "Give one, or build layers with mh.MultiHeadAttention.",
         )
-    return Used(model, installed(model))
+    return Used(model, leave_out_padding(model) if packed else installed(model))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
