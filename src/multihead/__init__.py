@@ -26,6 +26,7 @@ _MODULES = {  # name -> the module that defines it
     "statistics": "multihead.functional",
     "strict": "multihead.kernels.slow_paths",
     "unpack": "multihead.packing",
+    "use": "multihead.hooks.use",
 }
 _PACKAGES = ("compat", "errors", "export", "masks", "probes", "scores")
 
@@ -54,6 +55,7 @@ __all__ = [
     "statistics",
     "strict",
     "unpack",
+    "use",
 ]
 __version__ = "0.1.0"
 

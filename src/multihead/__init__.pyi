@@ -2,6 +2,7 @@ from multihead import compat, errors, export, masks, probes, scores
 from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
 from multihead.heads import merge_heads, split_heads
+from multihead.hooks.use import use
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
 from multihead.observation.observe import observe
@@ -36,5 +37,6 @@ __all__ = [
     "statistics",
     "strict",
     "unpack",
+    "use",
 ]
 __version__: str

@@ -7,8 +7,9 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoMod
 _INCOMPLETE = "\ufffd"  # decoded from an incomplete sequence of bytes
 _SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_NEEDS = ("gguf", "accelerate")
+_PATIENCE = 10  # seconds that the Hugging Face hub has for its answer
 
 Stage = Callable[[str], None]
 """Called with the step that starts: "weights" or "tokenizer"."""
@@ -131,7 +133,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     file = _file(model)
     source = _source(model, file)
     report = stage or (lambda name: None)
-    with quiet():
+    with quiet(), nullcontext() if file is not None else _without_retries():
         report("weights")
         check_moderate(model, _configuration(transformers, source))
         network = _pretrained(transformers, model, source, file is not None, dtype)
@@ -156,14 +158,9 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         ArgumentError: `tokens` leaves no token for the text besides the special ones.
         ModelError: the model has no tokenizer.
     """
+    check_text(text)
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
-    if not text.strip():
-        raise InputError("The text is empty.", "Give at least one word.")
-    if re.search("[\ud800-\udfff]", text):
-        raise InputError(
-            "The text contains half of a surrogate pair, or bytes that are not UTF-8.", "Give it as UTF-8."
-        )
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     cut = {"truncation": False} if tokens is None else {"truncation": True, "max_length": _length(loaded, tokens)}
     with quiet():
@@ -191,13 +188,29 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
     return Encoded(rows, torch.ones_like(rows), shown, special, unknown, offsets)
 
 
+def check_text(text: str) -> None:
+    """Reject a text that no model can read.
+
+    Raises:
+        InputError: the text is empty, or contains what UTF-8 cannot encode.
+    """
+    if not text.strip():
+        raise InputError("The text is empty.", "Give at least one word.")
+    if re.search("[\ud800-\udfff]", text):
+        raise InputError(
+            "The text contains half of a surrogate pair, or bytes that are not UTF-8.", "Give it as UTF-8."
+        )
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the reports, progress bars and warnings of transformers while the context is active."""
+    """Silence the reports, progress bars and warnings of transformers and its hub while the context is active."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
+    level, bars, hub_level = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    hub_logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings(), _without_bar_of_gguf():
@@ -205,6 +218,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
         if bars:
             logging.enable_progress_bar()
 
@@ -293,6 +307,25 @@ def _source(model: str, file: Path | None) -> dict[str, str]:
         return {"pretrained_model_name_or_path": str(file.parent)}
     require(*_GGUF_NEEDS, purpose=f"{model} is a GGUF file, and reading it", extra="gguf")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+@contextmanager
+def _without_retries() -> Iterator[None]:
+    """Look up models on this machine only while the Hugging Face hub cannot be reached.
+
+    Without this, its library requests each file of a model six times, which takes over a minute without a network.
+    """
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+    except Exception:  # noqa: BLE001 - each version of the library has errors of its own
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _describes_model(config: Path) -> bool:

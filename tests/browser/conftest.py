@@ -15,6 +15,7 @@ from tests.browser.records import (
     causal,
     hostile,
     inherited,
+    medium,
     of_a_script,
     other_run,
     partial,
@@ -63,6 +64,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "inherited": inherited,
         "of a script": of_a_script,
         "partial": partial,
+        "medium": medium,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

@@ -71,6 +71,12 @@ def whole() -> Record:
 
 
 @cache
+def medium() -> Record:
+    """A text whose single weights fit into the inspector, and not into the grid."""
+    return watch(150, mask=masks.Causal(), heads=2)
+
+
+@cache
 def partial() -> Record:
     """Two layers of six."""
     return watch(30, heads=2, layers=6, layers_kept=[2, 5])

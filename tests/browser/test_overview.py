@@ -10,8 +10,8 @@ import pytest
 
 from multihead.probes import PROBES
 from multihead.viewer.payload import Run, described
-from tests.browser.records import HEADS, LAYERS, causal, of_a_script
-from tests.browser.shown import Shown
+from tests.browser.records import HEADS, LAYERS, causal, medium, of_a_script
+from tests.browser.shown import Shown, ink
 
 Opened = Callable[..., Shown]
 
@@ -201,3 +201,62 @@ def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) ->
     assert len(shown.texts("#rows tr")) == 2
     shown.visit("#c=constructor&k=__proto__&o=toString&f=constructor>0")
     assert len(shown.texts("#rows tr")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("banana", "No kind of head and no layer name contains “banana”."),
+        ("L1 banana>5", ("There is no statistic “banana”. Recorded: entropy, effective keys, distance, spread, self, "
+         "previous, next, first, largest.")),
+        ("induction>5", "“induction” was not recorded. Observe with probes= that include \"induction_mass\"."),
+        ("Induction", "“induction” was not recorded. Observe with probes= that include \"induction_mass\"."),
+        ("separator", "No head is of the kind “separator”."),
+        ("entropy", "“entropy” lacks a number, as in prev>40."),
+        ("prev>", "“prev>” lacks a number, as in prev>40."),
+    ],
+)  # fmt: skip
+def test_a_word_that_cannot_match_is_explained(opened: Opened, words: str, why: str) -> None:
+    shown = opened()
+    shown.at("#filter").fill(words)
+    assert shown.text("#why") == why
+    assert shown.text("#count") == f"0 of {LAYERS * HEADS} heads"
+    shown.at("#filter").fill("L1")
+    assert shown.at("#why").is_hidden()
+    assert len(heads(shown)) == HEADS
+
+
+# The canvas is copied before it is read: browsers warn of a canvas that is read again and again.
+PIXELS = """places => {
+  const canvas = document.querySelector('#insp canvas'), side = canvas.width / 150;
+  const copy = Object.assign(document.createElement('canvas'), { width: canvas.width, height: canvas.height });
+  const pen = copy.getContext('2d', { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  const at = place => Math.floor((place + .5) * side);
+  return places.map(([row, column]) => [...pen.getImageData(at(column), at(row), 1, 1).data.slice(0, 3)]);
+}"""
+
+
+def test_the_inspector_shows_single_weights_where_they_fit(opened: Opened) -> None:
+    shown, weights = opened("medium"), medium().layers[0].weights(1)
+    shown.at("#grid [data-i='1']").hover()
+    shown.page.wait_for_selector("#insp .note:has-text('one weight')")
+    assert shown.text("#insp .note") == "Each cell is one weight. The scale ends at 100 %."
+    largest = int(weights.max(1).values.argmax())
+    places = [(largest, int(weights[largest].argmax())), (100, 20), (149, 3)]
+    for place, colour in zip(places, shown.page.evaluate(PIXELS, places), strict=True):
+        assert colour == pytest.approx(ink(math.sqrt(float(weights[place]))), abs=4)
+
+
+def test_the_scale_of_means_ends_at_the_largest_of_them_and_the_legend_says_so(opened: Opened) -> None:
+    shown = opened()  # 700 tokens: blocks of 16 x 16
+    shown.at("#scale button:has-text('√')").click()
+    maps = [causal().layers[layer].sample().map(head, bins=44) for layer in range(LAYERS) for head in range(HEADS)]
+    largest = max(float(each.nan_to_num(0).max()) for each in maps)
+    assert 0.1 < largest < 0.2
+    assert shown.texts("#scale .ticks span")[-1] == "20 %"
+    note = "The scale ends at the largest mean shown, rounded up."
+    assert note in shown.text("#scale .note")
+    assert shown.text("#insp .note") == "Each cell is the mean of 16 × 16 weights. The scale ends at 20 %."
+    shown.at("#scale button:has-text('log')").click()
+    assert note not in shown.text("#scale .note")

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from multihead.viewer import write_report
 from tests.browser.records import of_a_script
+from tests.browser.shown import ink
 from tests.dense_record import random_weights, record_of
 
 if TYPE_CHECKING:
@@ -88,3 +90,54 @@ def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(writte
     page.fill("#filter", "L1H1")
     means = {name: float(value[1]) for name, value in record.layers[1].means().items()}
     assert shown(page, "#rows td .v") == [record.statistic(name).number(value) for name, value in means.items()]
+
+
+CELL = """([row, column]) => {
+  const canvas = document.querySelector('#insp canvas');
+  return [canvas.width, ...canvas.getContext('2d').getImageData(column, row, 1, 1).data.slice(0, 3)];
+}"""
+
+
+def looking_back(length: int) -> Any:
+    """One head with all weight on the previous token, and one that spreads evenly."""
+    back = torch.eye(length).roll(-1, 1)
+    back[0], back[0, 0] = 0, 1
+    return record_of(torch.stack([back, torch.full((length, length), 1 / length)]))
+
+
+def test_the_inspector_shows_single_weights_where_they_fit(written: Callable[..., Page]) -> None:
+    page = written(looking_back(130), tokens=[str(place) for place in range(130)])
+    page.hover("#grid [data-i='0']")
+    page.wait_for_function("document.querySelector('#insp canvas').width === 130")
+    assert shown(page, "#insp .note") == ["Each cell is one weight. The scale ends at 100 %."]
+    assert page.evaluate(CELL, [50, 49]) == [130, *ink(1)]
+    assert page.evaluate(CELL, [50, 50]) == [130, *ink(0)]
+
+
+def test_a_long_texts_maps_use_the_whole_scale_and_say_what_a_cell_is(written: Callable[..., Page]) -> None:
+    page = written(looking_back(1408), tokens=[str(place) for place in range(1408)], max_bytes=400_000)
+    page.hover("#grid [data-i='0']")
+    page.wait_for_selector("#insp .note")
+    # A block of 22 x 22 on the diagonal holds 21 weights of 1, the first one 22.
+    assert shown(page, "#insp .note") == ["Each cell is the mean of 22 × 22 weights. The scale ends at 5 %."]
+    assert page.evaluate(CELL, [30, 30]) == pytest.approx([64, *ink((21 / 22**2 / 0.05) ** 0.5)], abs=1)
+    assert shown(page, "#scale .ticks span") == ["0", "0.05 %", "0.5 %", "1.25 %", "2.5 %", "5 %"]
+    assert (
+        "Each cell is the mean of 22 × 22 weights. The scale ends at the largest mean shown"
+        in shown(page, "#scale .note")[0]
+    )
+    page.click("#grid [data-i='0']")
+    page.wait_for_selector("#big")
+    assert shown(page, "#head .ticks span")[-1] == "5 %"
+
+
+def test_a_word_of_the_filter_that_cannot_match_is_explained(written: Callable[..., Page]) -> None:
+    page = written(a_record())
+    for words, why in (
+        ("banana", "No kind of head and no layer name contains “banana”."),
+        ("induction>5", '“induction” was not recorded. Observe with probes= that include "induction_mass".'),
+    ):
+        page.fill("#filter", words)
+        assert shown(page, "#why") == [why]
+    page.fill("#filter", "H1")
+    assert page.locator("#why").is_hidden()

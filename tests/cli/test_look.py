@@ -196,6 +196,13 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("args", "sent"), [(("--prompt", ""), None), (("--text", "-"), ""), (("--text", "-"), " \n")])
+def test_an_empty_text_is_rejected_before_a_model_is_loaded(args: tuple[str, ...], sent: str | None) -> None:
+    result = run("nowhere-to-be-found", *args, text=sent)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: The text is empty. Give at least one word.\n"
+
+
 def test_a_layer_keeps_its_number_where_only_some_are_looked_at(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("p.html", "heads.json", "heads.csv", "run.safetensors")]
     options = zip(("--out", "--json", "--csv", "--record"), map(str, files), strict=True)

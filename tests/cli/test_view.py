@@ -220,16 +220,6 @@ def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
     assert isinstance(one.record, Record)
 
 
-def test_the_bar_is_there_while_something_is_left_and_comes_again() -> None:
-    with view._Bar("Coarse levels") as update:
-        bar = update.__self__  # type: ignore[attr-defined]
-        shown = []
-        for done, total in ((0.5, 2), (1.0, 2), (2, 2), (2, 2), (2.5, 4), (4, 4)):
-            update(done, total)
-            shown.append([(task.completed, task.total) for task in bar.shown.tasks])
-    assert shown == [[(0.5, 2)], [(1.0, 2)], [], [], [(2.5, 4)], []]
-
-
 def test_the_browsers_file_is_removed_where_the_command_is_terminated(file: Path) -> None:
     started = Started(str(file), before="import webbrowser; webbrowser.open = lambda a: print(a, flush=True); ")
     assert started.process.stdout is not None

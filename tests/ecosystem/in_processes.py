@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import multihead as mh
 from multihead import masks
 from tests.ecosystem import in_shards
+from tests.families import batch_of, family
 
 PROCESSES, EMBED, HEADS, LENGTH = 2, 16, 4, 6
 LENGTHS = (6, 3, 0, 4)
@@ -102,6 +103,18 @@ def by_fsdp(rank: int) -> dict[str, Tensor]:
     return steps(training, mine(rank), share=PROCESSES)
 
 
+def used(rank: int | None, implementation: str) -> dict[str, Tensor]:
+    """Return the gradients of a Hugging Face model: by DistributedDataParallel, or in one process without a rank."""
+    training: nn.Module = family("llama").double()
+    training.set_attn_implementation(implementation)
+    batch = batch_of("llama", padding="right")
+    batch["labels"] = batch["input_ids"]
+    if rank is not None:
+        training, batch = DistributedDataParallel(training), {name: each[rank:][:1] for name, each in batch.items()}
+    training(**batch).loss.backward()
+    return {name.replace("module.", ""): whole(each.grad) for name, each in training.named_parameters()}
+
+
 WAYS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "DDP": by_ddp,
     "DDP, watched": by_ddp_watched,
@@ -116,6 +129,8 @@ def run(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     for way, train in WAYS.items():
         torch.save(train(rank), folder / f"{way}, {rank}.pt")
+    mh.use()
+    torch.save(used(rank, "multihead"), folder / f"used, {rank}.pt")
     torch.save(in_shards.everything(rank), folder / f"heads, {rank}.pt")
     _leave_together(rank, folder)
 

@@ -56,6 +56,12 @@ def test_gradients_and_parameters_are_those_of_one_process_with_the_whole_batch(
 
 
 @pytest.mark.parametrize("rank", range(in_processes.PROCESSES))
+def test_a_hugging_face_model_on_our_kernels_learns_what_it_learns_in_one_process(folder: Path, rank: int) -> None:
+    expected = in_processes.used(None, "sdpa")
+    torch.testing.assert_close(torch.load(folder / f"used, {rank}.pt"), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rank", range(in_processes.PROCESSES))
 def test_a_watched_process_sees_its_own_samples(trained: dict[tuple[str, int], dict[str, Tensor]], rank: int) -> None:
     two_steps_of_two_samples = [4, 4]
     assert trained["DDP, watched", rank]["samples seen"].tolist() == two_steps_of_two_samples

@@ -102,8 +102,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
 
 class TestTheModelIsPutBack:
     def implementations(self, model: Any) -> list[str]:
-        found = huggingface.pretrained_models(model)
-        return [config._attn_implementation for config in huggingface._configurations(found)]
+        return [config._attn_implementation for config in huggingface.configurations(model)]
 
     def test_after_the_context(self) -> None:
         model = family("bert")
@@ -156,6 +155,12 @@ REFUSED = {
     "BloomModel": lambda: hf.BloomModel(hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)),
     "DebertaV2Model": lambda: hf.DebertaV2Model(hf.DebertaV2Config(**ENCODER, vocab_size=VOCABULARY)),
 }
+REFUSED_LAYERS = {
+    "BloomModel": "h.0.self_attention. BloomAttention computes its weights itself, without transformers' "
+    "AttentionInterface.",
+    "DebertaV2Model": "encoder.layer.0.attention.self (and 1 more). DisentangledSelfAttention computes its weights "
+    "itself, without transformers' AttentionInterface.",
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -165,7 +170,7 @@ def test_a_family_that_would_silently_stay_eager_is_rejected(name: str, capfd: p
     with pytest.raises(ModelError) as caught, mh.observe(model):
         pytest.fail("it was not refused")
     assert str(caught.value) == (
-        f"{name} computes attention inside its layers, where it cannot be replaced, so it cannot be observed. "
+        f"{name} computes attention where it cannot be replaced: {REFUSED_LAYERS[name]} "
         "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5."
     )
     assert model.config._attn_implementation == before
@@ -233,5 +238,6 @@ def test_pages_of_continuous_batching_are_refused() -> None:
     with pytest.raises(ModelError) as caught:
         huggingface.attend_for(nn.Module(), q, q, q, None, cache=object())
     assert str(caught.value) == (
-        "The model runs with continuous batching, which cannot be observed. Call model(...) or model.generate(...)."
+        "The model runs with continuous batching, which this library does not support. "
+        "Call model(...) or model.generate(...)."
     )

@@ -140,7 +140,7 @@ def test_a_long_mask_holds_no_tensor_of_queries_x_keys() -> None:
     )
     assert mask.shape == (1, 1, length, length)
     assert isinstance(mask, LazyMask)
-    assert repr(mask.mask) == "Window(4096) & Keep(<bool tensor (1, 200000)>, 'batch keys')"
+    assert repr(mask.mask) == "Window(4096) & Lengths(<int64 tensor (1,)>)"
 
 
 def test_a_batch_without_padding_has_no_padding_in_its_mask() -> None:

@@ -19,6 +19,7 @@ USERS = {
     "viewer": ("viewer/*.py", "viewer/static/[sv]*/*.js", "viewer/static/view/*.html"),
     "findings": ("analysis/highlights.py",),
     "look": ("cli/look*.py",),
+    "progress": ("cli/progress.py",),
     "view": ("cli/view.py",),
     "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
     "walk": ("cli/walk.py", "lab/chapters.py"),

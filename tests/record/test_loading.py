@@ -391,3 +391,18 @@ def test_a_label_of_a_statistic_that_is_none_is_refused(
 def test_a_file_cannot_relabel_a_built_in_statistic(good: Path, tmp_path: Path) -> None:
     file = changed(good, tmp_path, lambda said, _: said.update(statistics={"entropy": {"label": "certainty"}}))
     assert Record.load(file).statistic("entropy").heading == "entropy (nats)"
+
+
+@pytest.mark.parametrize(
+    ("heads", "what"),
+    [
+        ([4], "an alignment head is 4"),
+        ([1, 0], "the alignment heads of a layer are not in ascending order"),
+        (1, "the alignment heads should be a list, and is an integer"),
+    ],
+)
+def test_alignment_heads_that_do_not_exist_are_rejected(good: Path, tmp_path: Path, heads: object, what: str) -> None:
+    def aligned(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        said["layers"][0]["alignment"] = heads
+
+    assert refusal(changed(good, tmp_path, aligned)) == f"FILE is damaged: {what}. Save the record again."

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from multihead.probes import Statistic
+from multihead.locale.texts import statistic_label
+from multihead.probes import PROBES, Statistic
 from multihead.probes.catalogue import statistic
-from multihead.viewer.columns import column, names_of
+from multihead.viewer.columns import column, names_of, unrecorded
 
 
 def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
@@ -37,3 +38,12 @@ def test_separators_have_the_column_after_special_tokens() -> None:
         SimpleNamespace(means=dict.fromkeys(("entropy", "late"))),
     ]
     assert names_of(profiles) == ["entropy", "special_mass", "separator_mass", "largest_weight", "late"]
+
+
+def test_statistics_that_were_not_recorded_are_listed_with_their_labels() -> None:
+    missing = unrecorded([name for name, probe in PROBES.items() if name not in ("sink_mass", "induction_mass")], "zh")
+    assert missing == [
+        {"id": "sink_mass", "label": statistic_label("sink_mass", "zh", "")},
+        {"id": "induction_mass", "label": statistic_label("induction_mass", "zh", "")},
+    ]
+    assert {"largest_key", "received", "pooled_map"}.isdisjoint(each["id"] for each in unrecorded((), "en"))

@@ -135,8 +135,9 @@ def test_two_runs_and_two_samples_are_apart(served: Served) -> None:
 
 
 def test_small_maps_have_at_most_64_cells_a_side(served: Served, record: Record) -> None:
-    found = served.get(f"{SAMPLE}/layers/1/maps").floats
-    assert found.shape == (2, 38, 38)
+    answer = served.get(f"{SAMPLE}/layers/1/maps")
+    found = answer.floats
+    assert (found.shape, answer.headers["x-block"]) == ((2, 38, 38), "8,8")
     expected = block_means(record.layers[1].sample(), 1, 3)
     assert_close(torch.from_numpy(found[1].copy()).double(), expected, rtol=2e-5, atol=1e-8, equal_nan=True)
 
@@ -270,7 +271,8 @@ def test_a_record_of_statistics_has_its_numbers_and_no_levels(served: Served) ->
 def test_pooled_maps_that_were_kept_serve_where_q_and_k_were_not() -> None:
     seen = watch(100, keep="statistics", probes=("entropy", "pooled_map"))
     with serving(Run("a", seen)) as served:
-        assert served.get(f"{SAMPLE}/layers/0/maps").floats.shape == (2, 50, 50)
+        answer = served.get(f"{SAMPLE}/layers/0/maps")
+        assert (answer.floats.shape, answer.headers["x-block"]) == ((2, 50, 50), "2,2")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from multihead.cli.progress import Steps
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
 from multihead.files import check_writable
@@ -15,7 +16,7 @@ from multihead.optional import require
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead.lab.run import Answers, Part, Progress
+    from multihead.lab.run import Answers, Part
     from multihead.lab.text import Chapter, Phrases, Table
 
 EXAMPLES = """
@@ -85,7 +86,7 @@ def lab(
     phrases = language(lang)
     console = Console(highlight=False, soft_wrap=True)
     answers: Answers
-    with _Bars(phrases) as progress:
+    with Steps(lang, keep=True) as steps:
         answers = answer(
             parts=(only,) if only is not None else PARTS,
             heads=counts,
@@ -93,7 +94,7 @@ def lab(
             seed=seed,
             quick=quick,
             workers=min(os.cpu_count() or 1, 8) if workers is None else workers,
-            progress=progress,
+            progress=lambda name, done, total: steps.show(phrases.words[f"doing.{name}"], done, total),
         )
     path = write_page(answers, out, lang=lang)
     _print(console, phrases.words["page title"], style="bold")
@@ -118,35 +119,6 @@ def _parsed(heads: str) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise ArgumentError(f"heads is {heads!r}, and contains a number twice.", "Give each number once.")
     return found
-
-
-class _Bars:
-    """Progress bars on stderr, one per part; nothing if stderr is not a terminal."""
-
-    def __init__(self, phrases: Phrases) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.phrases = phrases
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        console = Console(stderr=True)
-        self.shown = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.ids: dict[str, int] = {}
-
-    def __enter__(self) -> Progress:
-        self.shown.start()
-        return self.update
-
-    def __exit__(self, *_: object) -> None:
-        self.shown.stop()
-
-    def update(self, name: str, done: int, total: int) -> None:
-        """Show the progress of a part."""
-        from rich.progress import TaskID
-
-        if name not in self.ids:
-            self.ids[name] = self.shown.add_task(self.phrases.words[f"doing.{name}"], total=total)
-        self.shown.update(TaskID(self.ids[name]), completed=done)
 
 
 def _print(console: Console, sentence: str, *, style: str = "", indent: int = 0) -> None:

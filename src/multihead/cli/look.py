@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import sys
 from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
+from multihead.cli.progress import Steps
 from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
 from multihead.files import check_writable, readable_text, write_whole
@@ -22,8 +22,6 @@ from multihead.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from rich.console import Console
 
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
@@ -44,7 +42,6 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-STAGES = ("weights", "tokenizer")
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 SORTS = ["layer", *COLUMNS]
 
@@ -118,7 +115,7 @@ def look(
     """
     if (text_file is None) == (prompt is None):
         raise click.UsageError("Give the text to read: either --text FILE or --prompt TEXT.")
-    text = prompt if text_file is None else readable_text(text_file)
+    text = prompt or "" if text_file is None else readable_text(text_file)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     check_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else _parsed(layers)
@@ -127,40 +124,32 @@ def look(
         require("safetensors", purpose="Saving a record", extra="view")
 
     # Imported here, so that --help does not load torch.
-    from rich.console import Console
-    from rich.text import Text
-
     from multihead.analysis.highlights import layer_profiles
-    from multihead.models import encode, load
+    from multihead.models import check_text, encode, load
     from multihead.record.memory_use import memory_of
 
-    watched = sys.stderr is not None and sys.stderr.isatty()
-    notes = Console(stderr=True, highlight=False, quiet=not watched)  # progress bars only on a terminal
-    with _bar(notes) as progress:
-        task = progress.add_task(locale("look.doing.loading", lang, model=visible(model)), total=len(STAGES))
+    check_text(text)
+    with Steps(lang) as steps:
+        steps.show(locale("look.doing.loading", lang, model=visible(model)))
         loaded = load(
             model,
             device=device,
             dtype=dtype,
-            stage=lambda stage: progress.update(
-                task,
-                description=locale(f"look.doing.{stage}", lang, model=visible(model)),
-                completed=STAGES.index(stage),
-            ),
+            stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=visible(model))),
         )
         _check_layers(chosen, loaded)
-        encoded = encode(loaded, text or "", tokens=tokens)
-    if tokens is not None and encoded.stop:
-        text = (text or "")[: encoded.stop]
-    heads = _textbook_heads(loaded, notes, lang) if textbook else None  # first, because it may reject the model
-    record = _recorded(loaded, encoded, chosen, notes, lang)
-    memory = memory_of(record.layers)
-    if record_file is not None:
-        with notes.status(Text(locale("look.doing.saving", lang, file=visible(record_file)))):
+        encoded = encode(loaded, text, tokens=tokens)
+        if tokens is not None and encoded.stop:
+            text = text[: encoded.stop]
+        heads = _textbook_heads(loaded, steps, lang) if textbook else None  # first, because it may reject the model
+        record = _recorded(loaded, encoded, chosen, steps, lang)
+        memory = memory_of(record.layers)
+        if record_file is not None:
+            steps.show(locale("look.doing.saving", lang, file=visible(record_file)))
             _save(record, loaded, encoded, record_file)
-    with notes.status(locale("look.doing.reading", lang)):
+        steps.show(locale("look.doing.reading", lang))
         profiles = layer_profiles(record.layers, special=encoded.special)
-    page = _written_page(record, profiles, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
+        page = _written_page(record, profiles, loaded, encoded, text=text, out=out, lang=lang, steps=steps)
     table = record.table(sort=sort, top=top)
     kinds = {reading.number: reading.kinds for reading in profiles}
     rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in table.rows]
@@ -176,37 +165,46 @@ def look(
         print_files(page, record_file, memory, lang)
 
 
-def _recorded(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, notes: Console, lang: str) -> Record:
-    """Run the model on the text and record its heads; a progress bar counts the layers."""
+def _recorded(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, steps: Steps, lang: str) -> Record:
+    """Run the model on the text and record its heads."""
     import torch
 
-    from multihead.listeners import listen
     from multihead.observation.observe import observe
     from multihead.probes import DEFAULT
 
-    with _bar(notes) as progress:
-        total = getattr(loaded.model.config, "num_hidden_layers", None)
-        task = progress.add_task(locale("look.doing.watching", lang), total=total)
-
-        class Counter:
-            wanted: frozenset[Any] = frozenset()
-
-            def hear(self, call: Any) -> None:
-                progress.advance(task)
-
-        with (
-            torch.no_grad(),
-            observe(
-                loaded.reader,
-                layers=layers,
-                probes=(*DEFAULT, "received", "pooled_map"),
-                special_ids=encoded.special_ids,
-            ) as record,
-            listen(Counter()),
-            _text_alone(loaded),
-        ):
-            loaded.reader(**loaded.arguments(encoded))
+    with (
+        torch.no_grad(),
+        observe(
+            loaded.reader,
+            layers=layers,
+            probes=(*DEFAULT, "received", "pooled_map"),
+            special_ids=encoded.special_ids,
+        ) as record,
+        _counted_calls(steps, locale("look.doing.watching", lang), _num_layers(loaded)),
+        _text_alone(loaded),
+    ):
+        loaded.reader(**loaded.arguments(encoded))
     return record
+
+
+@contextmanager
+def _counted_calls(steps: Steps, step: str, total: int | None) -> Iterator[None]:
+    """Count the attention calls of a model as the parts of a step."""
+    from multihead.listeners import listen
+
+    done = 0
+
+    class Counter:
+        wanted: frozenset[Any] = frozenset()
+
+        def hear(self, call: Any) -> None:
+            nonlocal done
+            done += 1
+            steps.show(step, done, total)
+
+    steps.show(step, 0, total)
+    with listen(Counter()):
+        yield
 
 
 def _written_page(
@@ -218,9 +216,9 @@ def _written_page(
     text: str | None,
     out: str,
     lang: str,
-    notes: Console,
+    steps: Steps,
 ) -> ReportSummary:
-    """Write the page; a progress bar counts the heads whose maps are stored."""
+    """Write the page."""
     from multihead.viewer.report import write_report
 
     one = record.layers[0].sample()
@@ -228,22 +226,22 @@ def _written_page(
         locale("report.fact.head size", lang): str(one.head_dim),
         locale("report.fact.precision", lang): str(one.dtype).removeprefix("torch."),
     }
-    with _bar(notes) as progress:
-        task = progress.add_task(locale("look.doing.storing", lang), total=None)
-        return write_report(
-            record,
-            out,
-            title=loaded.title,
-            tokens=encoded.tokens,
-            special=encoded.special,
-            text=text,
-            offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
-            unknown=encoded.unknown,
-            facts=facts,
-            lang=lang,
-            profiles=profiles,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    storing = locale("look.doing.storing", lang)
+    steps.show(storing)
+    return write_report(
+        record,
+        out,
+        title=loaded.title,
+        tokens=encoded.tokens,
+        special=encoded.special,
+        text=text,
+        offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
+        unknown=encoded.unknown,
+        facts=facts,
+        lang=lang,
+        profiles=profiles,
+        progress=lambda done, total: steps.show(storing, done, total),
+    )
 
 
 def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> None:
@@ -255,10 +253,10 @@ def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> N
     record.save(file)
 
 
-def _textbook_heads(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, list[TextbookHead]]:
+def _textbook_heads(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, list[TextbookHead]]:
     from multihead.observation.textbook import start_of, textbook_heads, words_of
 
-    with notes.status(locale("look.doing.textbook", lang)), _text_alone(loaded):
+    with _counted_calls(steps, locale("look.doing.textbook", lang), _num_layers(loaded)), _text_alone(loaded):
         return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
 
 
@@ -281,19 +279,6 @@ def _text_alone(loaded: LoadedModel) -> Iterator[None]:
             f"{loaded.title} does not run on text alone: it takes {' and '.join(others)}.",
             "Give a model that reads text, or call this one from Python, inside multihead.observe(model).",
         ) from error
-
-
-def _bar(notes: Console) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    parts = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*parts, console=notes, transient=True)
 
 
 def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -322,15 +307,21 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return written.getvalue()
 
 
-def _check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
-    """Reject layers that the model does not have before it reads the text."""
-    from multihead.errors import ArgumentError
-
+def _num_layers(loaded: LoadedModel) -> int | None:
+    """Return the number of attention layers, or None for a model of several parts, which may have more."""
     config = loaded.reader.config
     count = getattr(config, "num_hidden_layers", None)
-    if chosen is None or not isinstance(count, int) or getattr(config, "sub_configs", None):
-        return  # a model of several parts may have more layers; `observe` checks the layers that ran
-    beyond = [layer for layer in chosen if layer >= count]
+    return count if isinstance(count, int) and not getattr(config, "sub_configs", None) else None
+
+
+def _check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
+    """Reject layers that the model does not have before it reads the text; `observe` checks those that ran."""
+    from multihead.errors import ArgumentError
+
+    count = _num_layers(loaded)
+    if count is None:
+        return
+    beyond = [layer for layer in chosen or () if layer >= count]
     if beyond:
         raise ArgumentError(
             f"--layers contains {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."

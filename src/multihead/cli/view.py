@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.escaping import visible
 from multihead.locale.texts import text
@@ -23,8 +24,6 @@ from multihead.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from rich.progress import TaskID
 
     from multihead.viewer.payload import Run
 
@@ -79,7 +78,9 @@ def view(
 
     for module in modules:
         _import(module)
-    runs = _loaded(records)
+    with Steps(lang) as steps:
+        steps.show(text("view.opening", lang, names=", ".join(map(visible, records))))
+        runs = _loaded(records)
     for run in runs:
         if not run.num_samples:
             raise InputError(
@@ -104,7 +105,15 @@ def view(
         if browser:
             webbrowser.open(redirect(address))
 
-    with _exit_on_sigterm(), _redirect() as redirect, _Bar(text("view.bar", lang)) as progress:
+    with _exit_on_sigterm(), _redirect() as redirect, Steps(lang) as steps:
+
+        def progress(done: float, total: int) -> None:
+            """Show the coarse levels while some are left to be built."""
+            if done < total:
+                steps.show(text("view.bar", lang), done, total)
+            else:
+                steps.end()
+
         serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, progress=progress)
 
 
@@ -177,42 +186,3 @@ def _loaded(files: Sequence[str]) -> list[Run]:
         )
         for path in paths
     ]
-
-
-class _Bar:
-    """A progress bar for the coarse levels on stderr; nothing if stderr is not a terminal."""
-
-    def __init__(self, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-        self.name = name
-        self.shown = Progress(
-            *columns, console=console, disable=sys.stderr is None or not sys.stderr.isatty(), transient=True
-        )
-        self.task: TaskID | None = None
-
-    def __enter__(self) -> Callable[[float, int], None]:
-        return self.update
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if not self.shown.disable:  # rich 13.7 prints an empty line when it stops a disabled bar
-            self.shown.stop()
-
-    def update(self, done: float, total: int) -> None:
-        """Show the progress; the bar is visible only while something is left."""
-        if self.task is None:
-            if done >= total:
-                return
-            self.shown.start()
-            self.task = self.shown.add_task(self.name, total=total)
-        self.shown.update(self.task, completed=done, total=total)
-        if done >= total:
-            self.shown.remove_task(self.task)
-            self._stop()
-            self.task = None

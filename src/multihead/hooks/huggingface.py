@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -19,16 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.call import CallOrigin
+from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
+from multihead.hooks import output_attentions
+from multihead.hooks.coverage import require_coverage
 from multihead.hooks.lazy_mask import LazyMask
-from multihead.hooks.mask_functions import Extent, padding_of_keys, recognised
+from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
+from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
+from multihead.kernels.native import eager
+from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
-from multihead.models import quiet
+from multihead.scores.bias import Bias, added
+from multihead.tracing import traced
 
 NAME = "multihead"
-_CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
+_FULL, _CAUSAL = Full(), Causal()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,29 +62,24 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
 
-@contextmanager
-def installed(model: nn.Module) -> Iterator[None]:
-    """Make all Hugging Face models in a module call this library's attention while the context is active.
+def installed(model: nn.Module) -> ExitStack:
+    """Make all Hugging Face models in a module call this library's attention.
+
+    Returns:
+        what undoes it: a context manager, or its `close()`. Dropped without either, the change is permanent.
 
     Raises:
-        ModelError: a model computes attention inside its layers, so that it cannot be observed.
+        ModelError: a model computes attention where it cannot be replaced.
     """
-    models = pretrained_models(model)
-    if not models:
-        yield
-        return
-    _register()
-    before = [(config, getattr(config, _CHOICE, None)) for config in _configurations(models)]
-    try:
-        for module in _outermost(models):
-            _install(module)
-        unchanged = [module for module in models.values() if getattr(module.config, _CHOICE, None) != NAME]
-        if unchanged:
-            raise _refusal(type(unchanged[0]).__name__)
-        yield
-    finally:
-        for config, choice in before:
-            setattr(config, _CHOICE, choice)
+    undo = ExitStack()
+    if not pretrained_models(model):
+        return undo
+    register()
+    require_coverage(model)
+    for config in configurations(model):
+        undo.callback(setattr, config, CHOICE, getattr(config, CHOICE, None))
+        setattr(config, CHOICE, NAME)
+    return undo
 
 
 def attend_for(
@@ -93,10 +93,10 @@ def attend_for(
     is_causal: bool | None = None,  # noqa: FBT001 - the signature is that of transformers
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Bias | None = None,
     cache: object = None,
-    **_: object,
-) -> tuple[Tensor, None]:
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
     """Compute one attention call of a Hugging Face model; registered in `AttentionInterface`.
 
     Args:
@@ -110,41 +110,70 @@ def attend_for(
         is_causal: whether to hide later keys; used only where there is no mask and more than one query.
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.
-        position_bias: (batch or 1, heads, queries, keys), added to the scores.
+        position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
         cache: the pages of continuous batching; rejected.
+        options: other arguments of transformers' own attention functions.
 
     Returns:
-        (batch, queries, heads, value_dim), contiguous; and None, since the weights are never materialised.
+        (batch, queries, heads, value_dim), contiguous; and the weights where the model returns them, else None.
     """
     if cache is not None:
         raise ModelError(
-            "The model runs with continuous batching, which cannot be observed.",
+            "The model runs with continuous batching, which this library does not support.",
             "Call model(...) or model.generate(...).",
         )
-    queries, keys = query.shape[2], key.shape[2]
-    place, bias = Origin(), None
-    start = 0 if crosses(module) else max(keys - queries, 0)
-    mask: Mask = Full()
-    if isinstance(attention_mask, LazyMask):
-        if attention_mask.shape[3] != keys:
+    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
+    keys = key.shape[2]
+    mask: Mask = _FULL
+    bias: Bias | None = None
+    start = None
+    if attention_mask is None:
+        if query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            mask, start = _CAUSAL, 0  # as in transformers: the first query is at the first key
+    elif isinstance(attention_mask, LazyMask):
+        if attention_mask.keys != keys:
             attention_mask = attention_mask.first_keys(keys)
         mask, start = attention_mask.mask, attention_mask.query_start
-        place = Origin(attention_mask.key_offset, attention_mask.padding)
-    elif attention_mask is not None:
+    else:
         mask, bias = mask_of_tensor(attention_mask, keys)
-    elif queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        mask, start = Causal(), 0  # as in transformers: the first query is at the first key
-    if position_bias is not None:
+    if isinstance(position_bias, Tensor):
         position_bias = position_bias[..., :keys]
-        bias = position_bias if bias is None else position_bias + bias
-    terms = (mask, bias, softcap, s_aux, scaling, dropout, start)
-    request = request_of(query, key, value, *terms, origin=CallOrigin(module))
+    if position_bias is not None:
+        bias = position_bias if bias is None else added(position_bias, bias, query.shape[2], keys)
+    terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
+    attended = eager.attend(query, key, value, *terms, start)
+    returned = output_attentions.wanted(options)
+    if attended is not None and not returned:
+        output, weights = attended[0], None
+    else:
+        if start is None:  # the mask depends on no position, and listeners count distances
+            start = 0 if not listeners() or crosses(module) else max(keys - query.shape[2], 0)
+        request = request_of(query, key, value, *terms, start, origin=CallOrigin(module))
+        output, logsumexp = _published(request, attention_mask) if attended is None else attended
+        weights = output_attentions.weights_of(request, logsumexp) if returned else None
+    # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute a call, and pass what is known from its mask only to the listeners, where there are any.
+
+    Returns:
+        the output, and the logsumexp.
+    """
+    if not listeners():
+        attended = attend(request)
+        return attended.output, attended.logsumexp
+    place = Origin()
+    if isinstance(attention_mask, LazyMask):
+        place = Origin(attention_mask.key_offset, attention_mask.padding)
     token = origin.set(place)
     try:
-        output = attend(request).output
+        attended = attend(request)
     finally:
         origin.reset(token)
-    return output.transpose(1, 2).contiguous(), None
+    return attended.output, attended.logsumexp
 
 
 def mask_for(
@@ -157,7 +186,7 @@ def mask_for(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Tensor:
+) -> Tensor | None:
     """Make the mask of a Hugging Face model's call; registered in `AttentionMaskInterface`.
 
     Args:
@@ -172,29 +201,37 @@ def mask_for(
         options: other arguments of transformers' own mask function.
 
     Returns:
-        a mask that stores no queries x keys tensor if the mask function is recognised.
+        a mask that stores no queries x keys tensor if the mask function is recognised; in a graph a bool tensor, or
+        None where `attend_for` finds out without one.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
+
+    def dense(**skips: bool) -> Any:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            device=device,
+            **options | skips,
+        )
+
+    if traced():
+        # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
+        whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
+        return None if whole and options.get("allow_is_causal_skip", True) else dense()
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = recognised(function, extent)
     if mask is None:
-        dense = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=extent.query_offset,
-            kv_offset=extent.key_offset,
-            mask_function=function,
-            attention_mask=attention_mask,
-            device=device,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
-        mask = Keep(dense)
-    elif padding is not None and not bool(padding.all()):
-        mask = mask & Keep(padding, "batch keys")
+        mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+    elif padding is not None:
+        mask = mask & padding_mask(padding)
     return LazyMask(
         (batch_size, 1, q_length, kv_length),
         mask,
@@ -238,46 +275,11 @@ def crosses(module: nn.Module, name: str = "") -> bool:
 
 
 @cache
-def _register() -> None:
+def register() -> None:
     """Register the name in transformers, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend_for)
     AttentionMaskInterface.register(NAME, mask_for)
-
-
-def _install(module: Any) -> None:
-    try:
-        with quiet():
-            module.set_attn_implementation(NAME)
-    except (ValueError, KeyError) as error:
-        raise _refusal(type(module).__name__) from error
-
-
-def _refusal(family: str) -> ModelError:
-    return ModelError(
-        f"{family} computes attention inside its layers, where it cannot be replaced, so it cannot be observed.",
-        "Use a family that supports transformers' AttentionInterface, such as BERT, GPT-2, Llama or T5.",
-    )
-
-
-def _outermost(models: dict[str, nn.Module]) -> list[nn.Module]:
-    return [
-        module
-        for name, module in models.items()
-        if not any(other == "" or name.startswith(f"{other}.") for other in models if other != name)
-    ]
-
-
-def _configurations(models: dict[str, nn.Module]) -> list[Any]:
-    """Return every configuration of the models, nested ones included, each once."""
-    waiting: list[Any] = [module.config for module in models.values()]
-    listed: dict[int, Any] = {}
-    while waiting:
-        config = waiting.pop()
-        if id(config) in listed:
-            continue
-        listed[id(config)] = config
-        parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
-        waiting += [part for part in parts if part is not None]
-    return list(listed.values())
+    reject_elsewhere(NAME)
+    output_attentions.allow(NAME)

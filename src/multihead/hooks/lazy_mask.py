@@ -22,16 +22,20 @@ class LazyMask(Tensor):
     makes to its mask takes effect.
 
     Attributes:
+        keys: number of keys.
         mask: which keys each query may see.
         query_start: position of the first query among the keys.
         key_offset: position of the first key in the sequence, tokens.
         padding: (batch, keys) bool, True = no padding; None where there is none.
     """
 
+    keys: int
     mask: Mask
     query_start: int
     key_offset: int
     padding: Tensor | None
+    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @staticmethod
     def __new__(
@@ -46,7 +50,8 @@ class LazyMask(Tensor):
     ) -> LazyMask:
         """Create a tensor of the size that the model expects of its own mask."""
         made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=device)  # noqa: SLF001 - torch's documented way
-        made.mask, made.query_start, made.key_offset, made.padding = mask, query_start, key_offset, padding
+        made.keys, made.mask, made.query_start = size[_KEYS_AXIS], mask, query_start
+        made.key_offset, made.padding = key_offset, padding
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

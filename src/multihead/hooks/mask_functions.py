@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multihead.masks import Causal, Documents, Full, Keep, Mask, Window
+from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
 from multihead.masks.place import Place
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -51,6 +51,16 @@ def recognised(function: MaskFunction, extent: Extent) -> Mask | None:
 
     Source: transformers/masking_utils.py.
     """
+    if getattr(function, "__closure__", None) is None and inspect.isfunction(function):
+        return _without_variables(function)
+    mask = _read(function, extent)
+    return mask if mask is not None and _agrees(mask, function, extent) else None
+
+
+@cache
+def _without_variables(function: MaskFunction) -> Mask | None:
+    """Convert a function whose result depends on the indices only; compared once, on a small map."""
+    extent = Extent(2, 5, 5, 0, 0, torch.device("cpu"))
     mask = _read(function, extent)
     return mask if mask is not None and _agrees(mask, function, extent) else None
 
@@ -152,7 +162,7 @@ def _chunks(closure: dict[str, Any], extent: Extent) -> Mask | None:
 
 
 def _padding(closure: dict[str, Any], extent: Extent) -> Mask:
-    return padding_mask(closure["padding_mask"], extent)
+    return padding_mask(padding_of_keys(closure["padding_mask"], extent))
 
 
 def _packed(closure: dict[str, Any], extent: Extent) -> Mask | None:
@@ -164,9 +174,17 @@ def _packed(closure: dict[str, Any], extent: Extent) -> Mask | None:
     return Documents(lengths)
 
 
-def padding_mask(attention_mask: Tensor, extent: Extent) -> Mask:
-    """Convert a 2-D attention mask (batch, tokens), True = a token, to a mask; keys past its end are hidden."""
-    return Keep(padding_of_keys(attention_mask, extent), "batch keys")
+def padding_mask(padding: Tensor) -> Mask:
+    """Convert padding, (batch, keys) bool, True = a token, to a mask.
+
+    >>> padding_mask(torch.tensor([[True, True, True], [True, False, False]]))
+    Lengths(<int64 tensor (2,)>)
+    """
+    if bool(padding.all()):
+        return Full()
+    if bool((padding[:, 1:] <= padding[:, :-1]).all()):
+        return Lengths(padding.sum(-1))  # on the right: kernels need no tensor of cells, and small calls no plan
+    return Keep(padding, "batch keys")
 
 
 def padding_of_keys(attention_mask: Tensor, extent: Extent) -> Tensor:

@@ -88,5 +88,5 @@ class Lengths(Mask):
         lengths = lengths[slice(*span.queries)] if lengths.dim() == 1 else lengths
         return Lengths((lengths[None] - span.keys[0]).clamp(0, span.keys[1] - span.keys[0]))
 
-    def with_first_keys(self, count: int) -> None:
-        """Return None: a length may exceed these keys."""
+    def with_first_keys(self, count: int) -> Lengths:
+        return Lengths(torch.as_tensor(self.lengths, dtype=torch.int64).clamp(max=count))

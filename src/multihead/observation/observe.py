@@ -13,7 +13,9 @@ from torch import nn
 from multihead import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError, check_integer
 from multihead.hooks import huggingface
+from multihead.hooks.alignment import alignment_heads
 from multihead.hooks.inputs import recorded_inputs
+from multihead.hooks.packed import padded
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
@@ -91,6 +93,7 @@ def observe(
         stack.enter_context(huggingface.installed(root))
         if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(padded())
         inputs = stack.enter_context(recorded_inputs(root))
         recorder = Recorder(
             record=record,
@@ -106,6 +109,9 @@ def observe(
         )
         stack.enter_context(listeners.listen(recorder))
         yield record
+    aligned = alignment_heads(root)
+    for layer in record.layers:
+        layer.alignment_heads = aligned.get(layer.name, ())
     if tokenizer is not None:
         record.name_tokens(tokenizer)
     elif special_ids:

@@ -31,6 +31,7 @@ class LayerRecord:
         number: index from 0 among all attention layers of the model in the order they first ran, layers that were
             not recorded included: L17 is the layer that `observe(layers=17)` chooses.
         batches: calls whose samples come after the others, and are cut out when `samples` is read.
+        alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LayerRecord:
     running_summary: RunningSummary | None = None
     number: int = 0
     batches: list[RecordedBatch] = field(default_factory=list)
+    alignment_heads: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""

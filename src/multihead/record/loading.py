@@ -196,6 +196,7 @@ def _record(
         layers.append(
             LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
         )
+        layers[-1].alignment_heads = _alignment(each, layers[-1].num_heads)
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
             raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
@@ -208,6 +209,15 @@ def _record(
         chosen = one[_within(sample, len(one))]
         calls.append((chosen, _within(call, len(chosen.calls))))
     return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, _statistics(data))
+
+
+def _alignment(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
+    """Read the alignment heads of a layer; most layers have none."""
+    listed = _of(layer.get("alignment", []), list, "the alignment heads")
+    found = tuple(_count(each, "an alignment head", most=heads - 1) for each in listed)
+    if sorted(set(found)) != list(found):
+        raise _WrongError("the alignment heads of a layer are not in ascending order")
+    return found
 
 
 def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:

@@ -100,7 +100,10 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
             places[id(one)] = (index, number)
             samples.append(_written_sample(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
         running_summary = _written_sums(layer.running_summary, tensors, index)
-        layers.append({"name": layer.name, "number": layer.number, "samples": samples, "summed": running_summary})
+        data = {"name": layer.name, "number": layer.number, "samples": samples, "summed": running_summary}
+        if layer.alignment_heads:
+            data["alignment"] = list(layer.alignment_heads)
+        layers.append(data)
     order = [(*places[id(sample)], call) for sample, call in record.calls if id(sample) in places]
     tensors.put("calls", torch.tensor(order, dtype=torch.int64).reshape(-1, 3))
     data = {

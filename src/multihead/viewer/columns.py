@@ -8,7 +8,7 @@ from typing import TypedDict
 from multihead.analysis.highlights import LayerProfile
 from multihead.escaping import visible
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import SEPARATOR
+from multihead.probes.catalogue import PROBES, SEPARATOR
 from multihead.probes.probe import Statistic
 
 
@@ -40,6 +40,13 @@ def column(shown: Statistic, lang: str) -> Column:
         unit=visible(unit_label(shown.unit, lang)),
         format=shown.number_format,
     )
+
+
+def unrecorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
+    """List the built-in statistics that would be columns and are not among these: name and label."""
+    known = {*names, "largest_key"}  # an index has no mean
+    missing = (probe for name, probe in PROBES.items() if name not in known and probe.axes == "queries")
+    return [{"id": each["id"], "label": each["label"]} for each in (column(one.shown(), lang) for one in missing)]
 
 
 def names_of(profiles: Iterable[LayerProfile]) -> list[str]:

@@ -12,7 +12,7 @@ from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
 from multihead.escaping import visible
 from multihead.record.texts import Text
-from multihead.viewer.columns import column, names_of
+from multihead.viewer.columns import column, names_of, unrecorded
 from multihead.viewer.levels import SIDE, count
 from multihead.viewer.tokens import reading
 
@@ -69,6 +69,7 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
         "kinds": [kind for one in profiles for kind in one.kinds],
         "metrics": {one["id"]: _numbers(profiles, one["id"]) for one in columns},
         "columns": columns,
+        "unrecorded": unrecorded(names_of(profiles), lang),
         "thresholds": {
             "mass": MASS_SHARE,
             "local": LOCAL_SHARE,

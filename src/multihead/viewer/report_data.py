@@ -15,7 +15,7 @@ from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_
 from multihead.escaping import visible
 from multihead.locale.texts import section, text
 from multihead.probes.catalogue import SEPARATOR
-from multihead.viewer.columns import column, names_of
+from multihead.viewer.columns import column, names_of, unrecorded
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def page_data(
         "texts": texts,
         "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
         "columns": columns,
+        "unrecorded": unrecorded(names_of(profiles), lang),
         "labels": {name: column(record.statistic(name), lang)["label"] for name in ("entropy", "received")},
         "metrics": {one["id"]: _column(profiles, one["id"]) for one in columns},
         "kinds": [kind for one in profiles for kind in one.kinds],

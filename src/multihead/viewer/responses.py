@@ -57,10 +57,17 @@ def page_file(folder: str, name: str) -> Response:
     return Response(listed[name].read_bytes(), media_type=kind)
 
 
-def floats(values: Array) -> Response:
-    """Return numbers as little-endian float32, with their shape in the X-Shape header; NaN = absent."""
-    shape = ",".join(map(str, values.shape))
-    return Response(values.astype("<f4").tobytes(), headers={"X-Shape": shape}, media_type="application/octet-stream")
+def floats(values: Array, block: tuple[int, int] | None = None) -> Response:
+    """Return numbers as little-endian float32, with their shape in the X-Shape header; NaN = absent.
+
+    Args:
+        values: the numbers.
+        block: rows and columns of weights per number, for the X-Block header.
+    """
+    headers = {"X-Shape": ",".join(map(str, values.shape))}
+    if block is not None:
+        headers["X-Block"] = ",".join(map(str, block))
+    return Response(values.astype("<f4").tobytes(), headers=headers, media_type="application/octet-stream")
 
 
 def download(parts: Iterator[bytes], name: str, form: str) -> Response:

@@ -110,14 +110,18 @@ class Viewer:
     async def maps(self, request: Request) -> Response:
         """Return small maps of all heads of a layer."""
         place = run, sample, layer, one = self._layer(request)
+        pooled, level = one.statistics.get("pooled_map"), count(one.num_queries, one.num_keys) - 1
+        block = 1 << level, 1 << level
+        if pooled is not None and max(pooled.shape[1:]) > SIDE:
+            pooled = None
+        if pooled is not None:
+            block = -(-one.num_queries // one.map_size), -(-one.num_keys // one.map_size)
 
         def compute(cancelled: Callable[[], bool]) -> Array:
-            pooled = one.statistics.get("pooled_map")
-            if pooled is not None and max(pooled.shape[1:]) <= SIDE:
+            if pooled is not None:
                 values: Array = pooled.float().numpy()
                 return values
             _require_map(one)
-            level = count(one.num_queries, one.num_keys) - 1
             if level < BASE:
                 return small(one, level, cancelled=cancelled)
             pyramid = self._built(run, sample)
@@ -126,7 +130,7 @@ class Viewer:
             levels = pyramid.layer(layer)
             return np.stack([levels.means(head, level) for head in range(one.num_heads)])
 
-        return floats(await self._cached(request, ("maps", *place[:3]), compute))
+        return floats(await self._cached(request, ("maps", *place[:3]), compute), block)
 
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""

@@ -1,28 +1,30 @@
 // The first page: findings, kinds, the grid of all heads with its inspector, the table, the definitions.
 import { bitmap } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { fits } from '../shared/filter.js';
+import { fits, unmatched } from '../shared/filter.js';
 import { glyph, KINDS, kindChips, kindName, kindTag } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
+import { exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
-import { thumbs } from './maps.js';
+import { blockOf, isSingle, mapFor, scaleTop, thumbs } from './maps.js';
 import { addressOf, D, ENTROPY, HEADS, indexOf, kindOf, layerOf, longName, numbered, shortName, STATISTICS, WIDEST } from './record.js';
 
 // The current choice: one kind or all, the order of the table, the colour scale, and the head in the inspector.
 export const state = { kind: '', order: '', scale: 'root', lit: 0 };
-const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, { l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name });
+const asFiltered = i => ({ l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name });
+const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, asFiltered(i));
 
-function thumb(i) {
-  const canvas = bitmap(thumbs[i], 'ink', state.scale, 1);
+function thumb(map, top = scaleTop.value) {
+  const canvas = bitmap(map, 'ink', state.scale, top);
   canvas.className = 'map';
   canvas.setAttribute('aria-hidden', 'true');
   return canvas;
 }
 
-function frame(i) {
+function frame(i, map = thumbs[i], top = scaleTop.value) {
   const box = el('span', { className: 'fr', k: kindOf(i) });
-  box.append(thumbs[i] ? thumb(i) : el('span', { className: 'blank' }, glyph(kindOf(i))));
+  box.append(map ? thumb(map, top) : el('span', { className: 'blank' }, glyph(kindOf(i))));
   return box;
 }
 
@@ -81,27 +83,42 @@ export function headStatistics(i) {
   return el('table', { className: 'mt' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
 }
 
-export function inspect(i) {
+let inspected = 0;
+export async function inspect(i) {
+  const turn = ++inspected;
   state.lit = i;
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
-  $('insp').replaceChildren(frame(i), el('h3', {}, longName(i), kindTag(kindOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), headStatistics(i));
+  const { map, block } = await mapFor(i, ($('insp').clientWidth || 300) * (devicePixelRatio || 1));
+  if (turn !== inspected) return;  // another head was chosen meanwhile
+  const top = topOf(block), note = map ? [el('p', { className: 'note', textContent: cellNote(block) + translate('join.sentences') + scaleNote(top) })] : [];
+  $('insp').replaceChildren(frame(i, map, top), ...note, el('h3', {}, longName(i), kindTag(kindOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), headStatistics(i));
   sharpen($('insp'));
 }
 
-export function legend(width, note, choose) {
-  return [tickedRamp(width, state.scale, 1), scaleChoice(state.scale, choose), el('div', { className: 'note' }, note)];
+// Where the scale of a map with cells of this size ends: single weights share one scale on every page, means theirs.
+export const topOf = block => isSingle(block) ? 1 : scaleTop.value;
+const cellNote = ([rows, columns]) => isSingle([rows, columns]) ? translate('cell.weight') : translate('cell.mean', { rows, columns });
+const scaleNote = top => state.scale === 'log' ? '' : translate('scale.end', { end: exact(top) });
+
+// What the legend of means says about the end of their scale.
+export const endNote = () => state.scale === 'log' ? [] : [translate('scale.by means')];
+
+export function legend(width, note, choose, top = scaleTop.value) {
+  return [tickedRamp(width, state.scale, top), scaleChoice(state.scale, choose), el('div', { className: 'note' }, note)];
 }
 
 export function gridNote() {
-  const notes = thumbs.length ? [translate('one scale')] : [];
+  const notes = thumbs.length ? [translate('one scale')] : [], means = thumbs.length ? D.layers.map(blockOf).filter(block => !isSingle(block)) : [];
+  if (means.length) notes.push(...new Set(means.map(cellNote)), ...endNote());
   if (thumbs.length || D.sight.hides) notes.push(D.sight.hides ? translate(D.sight.later ? 'hidden later' : 'hidden') : translate('nothing hidden'));
   if (D.sight.blind) notes.push(D.sight.blind === 1 ? translate('blind queries in 1 layer') : translate('blind queries', { layers: D.sight.blind }));
   return notes.join(translate('join.sentences'));
 }
 
 export function headsTable() {
-  const link = i => el('a', { href: addressOf(i) }, ...(thumbs[i] ? [thumb(i)] : []), shortName(i));
-  table({ kinds: D.kinds, statistics: STATISTICS, link, path: i => layerOf(i).name, passes, order: state.order, reorder: order => { state.order = order; } });
+  const why = unmatched($('filter').value, STATISTICS, D.unrecorded, HEADS.map((_, i) => asFiltered(i)));
+  const link = i => el('a', { href: addressOf(i) }, ...(thumbs[i] ? [thumb(thumbs[i])] : []), shortName(i));
+  table({ kinds: D.kinds, statistics: STATISTICS, link, path: i => layerOf(i).name, passes, order: state.order, reorder: order => { state.order = order; }, why });
   sharpen($('rows'));
 }
 

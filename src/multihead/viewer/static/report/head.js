@@ -5,8 +5,8 @@ import { kindName, kindTag } from '../shared/kinds.js';
 import { exact, percent } from '../shared/numbers.js';
 import { setText } from '../shared/tokens.js';
 import { drawMap, geometry } from './bigmap.js';
-import { headStatistics, legend, state } from './grid.js';
-import { openHead, rowOf, thumbs } from './maps.js';
+import { endNote, headStatistics, legend, state, topOf } from './grid.js';
+import { isSingle, openHead, rowOf, thumbs } from './maps.js';
 import { addressOf, D, HEADS, kindOf, layerOf, longName, shortName, tokensOf, WIDEST } from './record.js';
 
 const WINDOW = 1500;  // tokens of a long text that are shown around the query
@@ -57,8 +57,9 @@ export async function headPage(i, { mapState, choose }) {
   const head = await openHead(i);
   if (turn !== opening) return;  // another head was opened meanwhile
   const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': translate('map label', { layer: number, head: h }) });
-  const note = head.whole ? translate('map note') : translate('map note pooled', { rows: head.rowBlock, columns: head.colBlock });
-  left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note, choose)));
+  const single = isSingle([head.rowBlock, head.colBlock]), note = single ? translate('map note') : [translate('map note pooled', { rows: head.rowBlock, columns: head.colBlock }), ...endNote()].join(translate('join.sentences'));
+  const top = topOf([head.rowBlock, head.colBlock]);
+  left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note, choose, top)));
   const crosses = head.layer.queryTokens.text !== head.layer.keyTokens.text, rows = head.whole || head.largest;
   pane.append(el('div', { className: 'read', id: 'read', role: 'status', 'aria-live': 'polite' }));
   if (rows && tokensOf(head.layer.keyTokens).text) pane.append(el('h2', { textContent: translate(crosses ? 'over the keys' : 'over the text') }), el('p', { className: 'reading', id: 'keytext', dir: 'auto', tabIndex: 0 }));
@@ -66,7 +67,7 @@ export async function headPage(i, { mapState, choose }) {
   if (rows) pane.append(el('h2', { textContent: translate('largest weights') }), el('div', { className: 'bars', id: 'bars' }), el('p', { className: 'note', id: 'keptshare', hidden: true }));
   pane.append(...whole);
   pinned = Math.max(0, Math.min(pinned, head.layer.queries - 1));
-  view = { head, canvas, pixels: bitmap(head.map, 'ink', state.scale, 1), hover: null, crosses, texts: {} };
+  view = { head, canvas, pixels: bitmap(head.map, 'ink', state.scale, top), hover: null, crosses, texts: {} };
   listen(canvas);
   show();
 }

@@ -1,8 +1,10 @@
 // Decode the maps stored in the page: base64 in script tags, raw deflate, planes of bytes.
+import { rootEnd } from '../shared/colour.js';
 import { $ } from '../shared/dom.js';
-import { D, HEADS, indexOf } from './record.js';
+import { D, HEADS, indexOf, layerOf } from './record.js';
 
 const cache = new Map();  // the most recently opened heads
+export const scaleTop = { value: 1 };  // where the colour scale of the small maps ends
 export const thumbs = [];  // a small map per head: { rows, cols, values }, NaN = masked; undefined if there is none
 
 async function decompressed(id) {
@@ -49,6 +51,23 @@ export async function loadThumbs() {
       for (let h = 0; h < layer.heads; h++) thumbs[indexOf(l, h)] = { rows: layer.rows, cols: layer.cols, values: values.subarray(h * size, (h + 1) * size) };
     }
   }));
+  scaleThumbs();
+}
+
+// The small maps hold single weights, or means over blocks; all of them share one colour scale.
+export const blockOf = layer => layer.direct ? [1, 1] : [layer.rowBlock, layer.colBlock];
+export const isSingle = ([rows, columns]) => rows * columns === 1;
+function scaleThumbs() {
+  let largest = 0;
+  for (const map of thumbs) for (const w of map?.values ?? []) if (w > largest) largest = w;
+  scaleTop.value = rootEnd(largest, D.layers.every(layer => isSingle(blockOf(layer))));
+}
+
+// The map of a head for a canvas of `pixels` a side: every weight if they are on the page and fit, else the small map.
+export async function mapFor(i, pixels) {
+  const layer = layerOf(i), block = blockOf(layer);
+  if (!thumbs[i] || isSingle(block) || D.store.mode !== 'whole' || Math.max(layer.queries, layer.keys) > pixels) return { map: thumbs[i], block };
+  return { map: (await openHead(i)).map, block: [1, 1] };
 }
 
 // Load everything stored of one head: its map (every weight, or blocks), its largest weights, its margin strips.

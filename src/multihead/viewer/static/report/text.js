@@ -1,5 +1,5 @@
 // The text of the page, coloured by the attention that each token receives.
-import { paint, tone } from '../shared/colour.js';
+import { paint, rootEnd, tone } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
 import { count, percent } from '../shared/numbers.js';
 import { PART, setText, UNKNOWN } from '../shared/tokens.js';
@@ -12,8 +12,9 @@ export function paintedText() {
   const text = D.texts.main, received = D.received, long = text.shown.length > FOLDED * 1.25;
   const to = long && !unfolded ? FOLDED : text.shown.length;
   const spans = setText($('text'), text, 0, to);
+  const end = received && rootEnd(Math.max(...received), false);
   if (received) spans.forEach((span, p) => {
-    paint(span, tone(state.scale, received[p], 1));
+    paint(span, tone(state.scale, received[p], end));
     span.title = text.flags[p] & PART ? translate('part', { token: text.labels[p] }) : translate('receives', { share: percent(received[p]) });
   });
   if (to < text.shown.length) $('text').append(' …');

@@ -1,4 +1,4 @@
-// Two colour ramps, three scales, and fast bitmaps of many cells.
+// Two colour ramps, three scales, and fast bitmaps of many cells. `top` is the weight at which a scale ends.
 export const dark = matchMedia('screen and (prefers-color-scheme: dark)');  // paper is never dark
 const RAMPS = {
   ink: {
@@ -13,9 +13,17 @@ const RAMPS = {
 const MIN_WEIGHT = 1e-5;  // the log scale runs from 0.001 % to 100 %, the same at every zoom
 export const SCALES = {
   linear: { at: (w, top) => top > 0 ? w / top : 0, ticks: top => [0, top / 4, top / 2, top * 3 / 4, top] },
-  root: { at: w => Math.sqrt(w), ticks: () => [0, .01, .1, .25, .5, 1] },
+  root: { at: (w, top) => top > 0 ? Math.sqrt(w / top) : 0, ticks: top => [0, .01, .1, .25, .5, 1].map(share => share * top) },
   log: { at: w => w <= MIN_WEIGHT ? 0 : 1 + Math.log10(w) / 5, ticks: () => [MIN_WEIGHT, 1e-4, 1e-3, .01, .1, 1] },
 };
+
+// The end of the √ scale: 100 % for single weights, so that all maps compare; for means the largest one in view, rounded
+// up to 1, 2 or 5 times a power of ten, because a mean over many weights is never near 100 %.
+export function rootEnd(largest, single) {
+  if (single || !(largest > 0)) return 1;
+  const ten = 10 ** Math.floor(Math.log10(largest));
+  return Math.min(1, [1, 2, 5, 10].find(m => m * ten >= largest * .999) * ten);
+}
 const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
 let paper = 0;
 let turn = 0;  // counts the palettes, so that tables made for an old one are rebuilt
@@ -62,7 +70,7 @@ export function paint(span, t) {
 // than a tone, so a cell costs one look-up instead of a logarithm.
 const SHIFT = 14, tables = new Map();
 function table(lut, scale, top) {
-  const key = scale === 'linear' ? `${lut} linear ${top}` : `${lut} ${scale}`, kept = tables.get(key);
+  const key = scale === 'log' ? `${lut} log` : `${lut} ${scale} ${top}`, kept = tables.get(key);
   if (kept?.turn === turn) return kept.colours;
   const half = 1 << 31 - SHIFT, bits = new Uint32Array(half), colours = new Uint32Array(half * 2);
   for (let i = 0; i < half; i++) bits[i] = (i << SHIFT | 1 << SHIFT - 1) >>> 0;

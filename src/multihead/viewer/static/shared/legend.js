@@ -8,7 +8,7 @@ export function ramp(lut, width, height = 10) {
   return canvas;
 }
 
-// A ramp with ticks at their positions; `top` is the end of the linear scale.
+// A ramp with ticks at their positions; `top` is the end of the linear and the √ scale.
 export function tickedRamp(width, scale, top) {
   const ticks = SCALES[scale].ticks(top), at = w => tone(scale, w, top);
   // A label needs 30 pixels; the first one of the log scale is longer.

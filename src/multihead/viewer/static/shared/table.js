@@ -10,9 +10,9 @@ export function showRows(all) { shown = all ? Infinity : FIRST; }
 
 // kinds and statistics per head; link(i) and path(i): the link to a head and the module path of its layer; passes(i):
 // whether it passes the filter; order: a column's id, "-entropy" for descending, '' for the default; reorder(order): called
-// with a new order.
-export function table({ kinds, statistics, link, path, passes, order, reorder }) {
-  const again = order => table({ kinds, statistics, link, path, passes, order, reorder });
+// with a new order; why: a sentence on a filter that cannot match, or ''.
+export function table({ kinds, statistics, link, path, passes, order, reorder, why }) {
+  const again = order => table({ kinds, statistics, link, path, passes, order, reorder, why });
   const sorting = order || (statistics.some(one => one.id === 'entropy') ? 'entropy' : 'head'), falling = sorting.startsWith('-'), by = sorting.replace(/^-/, '');
   const heading = (id, label, words) => {
     const turn = () => {
@@ -35,6 +35,8 @@ export function table({ kinds, statistics, link, path, passes, order, reorder })
 
   const all = kinds.length, n = found.length, left = n > shown;
   $('count').textContent = n < all ? translate('of heads', { n: count(n), all: count(all) }) : all === 1 ? translate('1 head') : translate('heads', { n: count(all) });
+  $('why').hidden = !why;
+  $('why').textContent = why;
   $('more').hidden = n <= FIRST;
   $('more').textContent = !left ? translate('show fewer') : n <= shown + MORE ? translate('show all', { n: count(n) }) : translate('show more', { n: MORE });
   $('more').onclick = () => { shown = left ? shown + MORE : FIRST; again(order); };

@@ -28,10 +28,10 @@ export async function json(path, signal) {
   return (await request(path, signal)).json();
 }
 
-// Fetch an array of float32 and its shape; NaN = absent cell.
+// Fetch an array of float32, its shape, and the weights per cell of a map (rows, columns); NaN = absent cell.
 export async function floats(path, signal) {
-  const response = await request(path, signal), shape = (response.headers.get('X-Shape') ?? '').split(',').map(Number);
-  return { shape, values: new Float32Array(await response.arrayBuffer()) };
+  const response = await request(path, signal), numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
+  return { shape: numbers('X-Shape'), block: numbers('X-Block'), values: new Float32Array(await response.arrayBuffer()) };
 }
 
 // Retry every two seconds until the server responds. A restarted server has another token, so its page must be reopened.

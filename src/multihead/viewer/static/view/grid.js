@@ -1,21 +1,29 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
-import { bitmap, css, hatching, sized } from '../shared/colour.js';
+import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { glyph } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
-import { floats, Later, sampleAt } from './api.js';
+import { floats, headAt, Later, sampleAt } from './api.js';
 import { state, toHead } from './permalink.js';
 
 const LABEL = 30;
-const maps = new Map();  // "run sample layer" -> { rows, cols, heads: [values] }, or null if there are none
+const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
-export const topWeight = { value: 0 };
+export const topWeight = { value: 0, single: true };  // the largest weight or mean of the small maps
+const largestSmall = () => {
+  const shown = current.layers.map(({ number }) => maps.get(nameOf(current, number))).filter(Boolean);
+  Object.assign(topWeight, { value: Math.max(0, ...shown.map(one => one.top)), single: shown.every(one => isSingle(one.block)) });
+};
+export const isSingle = ([rows, columns]) => rows * columns === 1;
+// Where a scale of maps ends; the log scale ends at 100 % always.
+const endOf = ({ value, single }) => state.scale === 'linear' && single ? value : rootEnd(value, single);
+export const scaleTop = () => endOf(topWeight);
 export const listeners = { pointed: () => {}, arrived: () => {} };
 
 const nameOf = (record, l) => `${record.run} ${record.sample} ${l}`;
 function mapOf(record, i) {
   const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
-  return found ? { rows: found.rows, cols: found.cols, values: found.heads[h] } : null;
+  return found ? { rows: found.rows, cols: found.cols, block: found.block, values: found.heads[h] } : null;
 }
 export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
@@ -34,10 +42,10 @@ async function next() {
   const { record, l, name } = queue.shift();
   busy++;
   try {
-    const { shape: [heads, rows, cols], values } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
+    const { shape: [heads, rows, cols], block, values } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
     const top = values.reduce((max, w) => w > max ? w : max, 0);
-    maps.set(name, { rows, cols, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
-    if (record === current) topWeight.value = Math.max(topWeight.value, top);
+    maps.set(name, { rows, cols, block, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
+    if (record === current) largestSmall();
     listeners.arrived(record, l);
   } catch (error) {
     if (error instanceof Later) setTimeout(() => seen.has(l) && fetchMaps(record, l), 1500);
@@ -64,7 +72,7 @@ function fitted(record, width) {
 
 export function grid(record, passes, goTo) {
   current = record;
-  topWeight.value = Math.max(0, ...record.layers.map(({ number }) => maps.get(nameOf(record, number))?.top ?? 0));
+  largestSmall();
   shape = fitted(record, $('gridbox').clientWidth);
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
   const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
@@ -148,19 +156,43 @@ export function drawRow(l) {
 }
 
 // Cells wider than a pixel are drawn with hard edges; the browser averages a finer map.
-function drawn(pen, map, x, y, size) {
+function drawn(pen, map, x, y, size, top = scaleTop()) {
   pen.imageSmoothingEnabled = size * (devicePixelRatio || 1) < Math.max(map.rows, map.cols) * 1.25;
   pen.imageSmoothingQuality = 'high';
-  pen.drawImage(bitmap(map, 'ink', state.scale, topWeight.value), x, y, size, size);
+  pen.drawImage(bitmap(map, 'ink', state.scale, top), x, y, size, size);
 }
 
-export function thumb(record, i, size) {
-  const map = mapOf(record, i);
+// Every weight of a head, for a map of `size` pixels; null where they do not fit, or are not requested yet.
+const SIDE = 256, whole = new Map();  // "run sample layer head" -> { rows, cols, block, values }
+let requesting = null;
+function everyWeight(record, i, size) {
+  const { l, h } = record.heads[i], layer = record.layer(i), name = `${nameOf(record, l)} ${h}`;
+  if (!layer.levels || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1))) return null;
+  if (whole.has(name) || requesting?.name === name) return whole.get(name) ?? null;
+  requesting?.control.abort();
+  const mine = requesting = { name, control: new AbortController() };
+  floats(`${headAt(record.run, record.sample, l, h)}/tile?level=0&row=0&column=0`, mine.control.signal).then(({ shape: [rows, cols], values }) => {
+    whole.set(name, { rows, cols, block: [1, 1], values });
+    if (whole.size > 32) whole.delete(whole.keys().next().value);
+    if (record === current && lit === i) listeners.pointed(i);
+  }, () => {}).finally(() => { if (requesting === mine) requesting = null; });
+  return null;
+}
+
+// The map of one head for the inspector: its picture, the weights per cell, and the end of its scale.
+export function inspected(record, i, size) {
+  const small = mapOf(record, i), map = !small || isSingle(small.block) ? small : everyWeight(record, i, size) ?? small;
+  if (!map) return { picture: thumb(record, i, size), block: null };
+  const single = isSingle(map.block), value = single ? map.values.reduce((max, w) => w > max ? w : max, 0) : topWeight.value, top = single && topWeight.single ? scaleTop() : endOf({ value, single });
+  return { picture: thumb(record, i, size, map, top), block: map.block, top };
+}
+
+export function thumb(record, i, size, map = mapOf(record, i), top = scaleTop()) {
   if (!map) return el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
   const canvas = el('canvas', { className: 'thumb', 'aria-hidden': 'true' }), pen = sized(canvas, size, size);
   pen.fillStyle = hatching(pen, size > 100 ? 7 : 4);
   pen.fillRect(0, 0, size, size);
-  drawn(pen, map, 0, 0, size);
+  drawn(pen, map, 0, 0, size, top);
   return canvas;
 }
 

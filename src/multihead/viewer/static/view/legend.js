@@ -5,7 +5,7 @@ import { short } from '../shared/numbers.js';
 import { state } from './permalink.js';
 
 const minLabel = () => state.scale === 'log' ? `≤ 0.001${NBSP}%` : '0';
-const maxLabel = top => state.scale === 'linear' ? short(top) : `100${NBSP}%`;
+const maxLabel = top => state.scale === 'log' ? `100${NBSP}%` : short(top);
 
 export function legend(tops, compare) {
   const one = (lut, left, right, width) => el('span', {}, el('span', { textContent: left }), ramp(lut, width), el('span', { textContent: right }));

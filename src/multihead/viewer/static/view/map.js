@@ -1,5 +1,5 @@
 // Draw the large canvas: panes of cells, hatching over masked cells, the pinned query, the cell under the pointer.
-import { bitmap, css, dark, hatching, sized } from '../shared/colour.js';
+import { bitmap, css, dark, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
 import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
 import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
@@ -53,11 +53,13 @@ function gather(scene, span) {
   before = key;
   const a = cells(scene.a, scene.layer, span), b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
   const d = b && difference(a, b);
-  shown.tops = { ink: Math.max(largest(a), b ? largest(b) : 0), apart: d ? farthest(d) : 0 };
+  shown.tops = { ink: endOf(Math.max(largest(a), b ? largest(b) : 0), span.level), apart: endOf(d ? farthest(d) : 0, span.level) };
   for (const [name, one] of [['a', a], ['b', b], ['d', d]]) {
     shown[name] = one && { ...one, picture: bitmap(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']) };
   }
 }
+
+const endOf = (largest, level) => state.scale === 'linear' ? largest : rootEnd(largest, level === 0);
 
 // Another run may have fewer tokens: cells outside of it are absent.
 function within(layer, span) {
@@ -169,7 +171,7 @@ export function mini(scene) {
     pen.fillStyle = hatching(pen, 5);
     pen.fillRect(0, 0, width, height);
     pen.imageSmoothingEnabled = width / one.cols * (devicePixelRatio || 1) < 1;
-    pen.drawImage(bitmap(one, 'ink', state.scale, largest(one)), 0, 0, one.cols * block * scale, one.rows * block * scale * aspect);
+    pen.drawImage(bitmap(one, 'ink', state.scale, endOf(largest(one), span.level)), 0, 0, one.cols * block * scale, one.rows * block * scale * aspect);
   }
   pen.strokeStyle = css('line2');
   pen.strokeRect(.5, .5, width - 1, height - 1);

@@ -1,19 +1,21 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
-import { fits } from '../shared/filter.js';
+import { fits, unmatched } from '../shared/filter.js';
 import { kindChips, KINDS, kindTag } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
-import { count } from '../shared/numbers.js';
+import { count, exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { address, sampleAt } from './api.js';
-import { drawRow, fade, grid, headLink, listeners, litHead, mapsMissing, redrawRows, thumb, topWeight } from './grid.js';
+import { drawRow, fade, grid, headLink, inspected, isSingle, listeners, litHead, mapsMissing, redrawRows, scaleTop, topWeight } from './grid.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
 let record = null, goTo = () => {};
-const passes = i => (!state.kind || record.kinds[i] === state.kind) && (!state.filter || fits(state.filter, record.metrics, i, { ...record.heads[i], kind: record.kinds[i], path: record.layer(i).name }));
-const statisticsTable = () => table({ kinds: record.kinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); } });
+const asFiltered = i => ({ ...record.heads[i], kind: record.kinds[i], path: record.layer(i).name });
+const passes = i => (!state.kind || record.kinds[i] === state.kind) && (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
+const why = () => unmatched(state.filter, record.metrics, record.unrecorded, record.heads.map((_, i) => asFiltered(i)));
+const statisticsTable = () => table({ kinds: record.kinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); }, why: why() });
 
 export function overview(shown, openHead) {
   record = shown;
@@ -25,7 +27,14 @@ export function overview(shown, openHead) {
   chips();
   grid(record, passes, goTo);
   listeners.pointed = inspect;
-  listeners.arrived = (of, l) => { if (of === record) { if (state.scale === 'linear') redrawRows(); else drawRow(l); scale(); later(); } };
+  let drawnTop = scaleTop();
+  listeners.arrived = (of, l) => {
+    if (of !== record) return;
+    if (state.scale !== 'log' && scaleTop() !== drawnTop) redrawRows(); else drawRow(l);
+    drawnTop = scaleTop();
+    scale();
+    later();
+  };
   inspect(litHead());
   scale();
   statisticsTable();
@@ -67,9 +76,9 @@ function scale() {
     save();
     $('scale').querySelector('[aria-pressed=true]').focus();
   };
-  const hidden = record.layers.some(layer => layer.pattern !== 'full'), notes = [translate('one scale'), hidden ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
+  const hidden = record.layers.some(layer => layer.pattern !== 'full'), notes = [translate('one scale'), ...(topWeight.single || state.scale === 'log' ? [] : [translate('scale.by means')]), hidden ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
   $('scale').hidden = missing;
-  $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, topWeight.value), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
+  $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
   const words = missing ? translate('no maps') : building();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
@@ -82,10 +91,12 @@ export function building(of = record) {
 export const progressed = () => scale();
 
 function inspect(i) {
-  const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, thumb(record, i, 300));
+  const { picture, block, top } = inspected(record, i, 300), end = state.scale === 'log' ? '' : translate('join.sentences') + translate('scale.end', { end: exact(top) });
+  const note = block ? [el('p', { className: 'note', textContent: (isSingle(block) ? translate('cell.weight') : translate('cell.mean', { rows: block[0], columns: block[1] })) + end })] : [];
+  const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', `var(--${record.kinds[i]})`);
-  $('insp').replaceChildren(link, el('h3', {}, record.long(i), kindTag(record.kinds[i])), el('p', { className: 'path', textContent: record.layer(i).name }),
+  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTag(record.kinds[i])), el('p', { className: 'path', textContent: record.layer(i).name }),
     el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
 }
 

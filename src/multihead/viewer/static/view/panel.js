@@ -58,7 +58,7 @@ function summary(a, scene) {
       best.length = Math.min(best.length, STRONGEST);
     }
   }
-  return { best, top, sees, last, keys: Math.exp(entropy), tone: w => tone(state.scale, w, top), causal: scene.layer.pattern === 'causal' };
+  return { best, top, sees, last, keys: Math.exp(entropy), tone: w => tone(state.scale, w, state.scale === 'linear' ? top : 1), causal: scene.layer.pattern === 'causal' };
 }
 
 function valueOf(scene, q, key, { a, b, shares }) {
@@ -101,7 +101,7 @@ function strip(scene, q, a, shares) {
   pen.fillStyle = css('ink');
   pen.fillRect(state.x / a.length * width, high + 3, Math.max(3, Math.min(state.n, a.length) / a.length * width), 2);
   if (!scene.layer.crosses) { pen.fillStyle = css('mark'); pen.fillRect((q + (scene.layer.queryStart ?? 0) + .5) / a.length * width - .75, 0, 1.5, high + 2); }
-  $('rowtop').textContent = state.scale === 'linear' ? `0–${short(shares.top)}` : translate(state.scale === 'log' ? 'log' : 'root');
+  $('rowtop').textContent = state.scale === 'linear' ? `0–${short(shares.top)}` : translate('scale.' + state.scale);
 }
 
 // List the largest weights with the text around their keys, one per line, which shows an induction head best.

@@ -8,8 +8,8 @@ const BUILT = 6;
 export const view = { version: '', lang: 'en', runs: [] };
 
 class Sample {
-  constructor(run, sample, { layers, kinds, thresholds, columns, metrics, texts }) {
-    Object.assign(this, { run, sample, layers, kinds, thresholds, texts });
+  constructor(run, sample, { layers, kinds, thresholds, columns, unrecorded, metrics, texts }) {
+    Object.assign(this, { run, sample, layers, kinds, thresholds, unrecorded, texts });
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;

@@ -1,0 +1,161 @@
+"""Show the progress of slow steps on stderr: a bar on a terminal, plain lines at intervals anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from multihead.locale.texts import text
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+FIRST = 2.0
+"""Seconds after which a step that is still running gets its first line."""
+
+INTERVAL = 10.0
+"""Seconds between the later lines of a step."""
+
+
+class Steps:
+    """The steps of a command, one after the other; a context manager.
+
+    Without a terminal (output redirected to a file or another program), a step that takes less than `FIRST` seconds
+    prints nothing. A thread prints the lines, because a step may compute for minutes without a call.
+
+    Args:
+        lang: language of the lines, "en" or "zh".
+        keep: whether the bars of finished steps stay on the terminal.
+    """
+
+    def __init__(self, lang: str, *, keep: bool = False) -> None:
+        from rich.console import Console
+
+        self._shown: _Bars | _Lines
+        console = Console(stderr=True, highlight=False)
+        self._shown = _Bars(console, keep=keep) if sys.stderr is not None and sys.stderr.isatty() else _Lines(lang)
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.end()
+        self._shown.close()
+
+    def show(self, step: str, done: float = 0, total: int | None = None) -> None:
+        """Show how much of a step is done; a step with another name ends the one before.
+
+        Args:
+            step: its name, in the language of the command.
+            done: the number of parts that are done.
+            total: the number of all its parts, or None where that is unknown.
+        """
+        self._shown.show(step, done, total)
+
+    def end(self) -> None:
+        """End the current step, if there is one."""
+        self._shown.end()
+
+
+class _Bars:
+    """One bar of rich for the current step."""
+
+    def __init__(self, console: Any, *, keep: bool) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        name = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=console, transient=not keep)
+        self._keep = keep
+        self._step: str | None = None
+        self._task: TaskID | None = None
+
+    def show(self, step: str, done: float, total: int | None) -> None:
+        if self._task is None or step != self._step:
+            self.end()
+            self._progress.start()
+            self._step, self._task = step, self._progress.add_task(step, total=total)
+        self._progress.update(self._task, completed=done, total=total)
+
+    def end(self) -> None:
+        if self._task is None:
+            return
+        if not self._keep:
+            self._progress.remove_task(self._task)
+            self._progress.stop()  # nothing is drawn while no step is running
+        self._step, self._task = None, None
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class _Lines:
+    """Plain lines for the current step, printed by the thread that reaches the time of the next one first."""
+
+    def __init__(self, lang: str) -> None:
+        self._lang = lang
+        self._lock = threading.Condition()
+        self._step: str | None = None
+        self._done: float = 0
+        self._total: int | None = None
+        self._began = self._due = 0.0
+        self._printed = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def show(self, step: str, done: float, total: int | None) -> None:
+        with self._lock:
+            if step != self._step:
+                self._end()
+                self._step, self._began = step, time.monotonic()
+                self._due = self._began + FIRST
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._watch, daemon=True)
+                    self._thread.start()
+                self._lock.notify()
+            self._done, self._total = done, total
+            self._print_if_due()
+
+    def end(self) -> None:
+        with self._lock:
+            self._end()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._lock.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _end(self) -> None:
+        if self._printed:  # a step that was announced is also reported as finished
+            self._print(finished=True)
+        self._step, self._printed = None, False
+
+    def _watch(self) -> None:
+        with self._lock:
+            while not self._closed:
+                self._lock.wait(None if self._step is None else max(self._due - time.monotonic(), 0.0))
+                if not self._closed:
+                    self._print_if_due()
+
+    def _print_if_due(self) -> None:
+        if self._step is not None and time.monotonic() >= self._due:
+            self._print()
+
+    def _print(self, *, finished: bool = False) -> None:
+        now = time.monotonic()
+        values = {"step": self._step, "seconds": f"{now - self._began:.0f}"}
+        if finished:
+            line = text("progress.finished", self._lang, **values)
+        elif self._total is not None and self._total > 1:
+            line = text("progress.counted", self._lang, done=f"{int(self._done):,}", total=f"{self._total:,}", **values)
+        else:
+            line = text("progress.running", self._lang, **values)
+        self._printed, self._due = True, now + INTERVAL
+        click.echo(line, err=True)
