@@ -65,13 +65,15 @@ struct DecodeParts {
 
 // The memory of one thread.
 struct DecodeScratch {
-  Query *queries;  // (rows)
-  float *q;        // (rows, depth), or as many numbers in int16
-  float *q_scales;  // (rows): factors of the numbers in int16; NaN for a query that is not finite
-  float *scores;   // (rows, DECODE_STRIDE): scores, replaced by weights
-  float *factors;  // (rows): factors of the sums over earlier keys
-  float *special;  // (DECODE_KEYS): 1 for special keys, else 0
-  float *values;   // (DECODE_KEYS, width): copy of a block's values without those of non-finite keys; before, a query
+  Query *queries;      // (rows)
+  float *q;            // (rows, depth), or as many numbers in int16
+  float *q_scales;     // (rows): factors of the numbers in int16; NaN for a query that is not finite
+  float *scores;       // (rows, DECODE_STRIDE): scores, replaced by weights
+  float *factors;      // (rows): factors of the sums over earlier keys
+  int16_t *pairs;      // (rows, DECODE_KEYS): weights of values in int8
+  float *pair_scales;  // (rows): their factors; NaN where a weight is not finite
+  float *special;      // (DECODE_KEYS): 1 for special keys, else 0
+  float *values;       // (DECODE_KEYS, width): values of a block without those of non-finite keys; before, a query
   int64_t bytes;
 
   DecodeScratch(const DecodePlan &plan, char *memory) {
@@ -81,6 +83,8 @@ struct DecodeScratch {
     q_scales = workspace.take<float>(plan.rows);
     scores = workspace.take<float>(plan.rows * DECODE_STRIDE);
     factors = workspace.take<float>(plan.rows);
+    pairs = workspace.take<int16_t>(plan.rows * DECODE_KEYS);
+    pair_scales = workspace.take<float>(plan.rows);
     special = workspace.take<float>(DECODE_KEYS);
     values = workspace.take<float>(max(DECODE_KEYS * plan.width, plan.depth));
     bytes = workspace.bytes;
@@ -111,6 +115,15 @@ INLINE float round_row(const float *from, int64_t dim, int64_t padded, int16_t *
   // Adding 1.5 * 2^23 rounds to an integer.
   for (int64_t x = 0; x < padded; x++) to[x] = static_cast<int16_t>(from[x] * inverse + 12582912.f - 12582912.f);
   return largest / limit;
+}
+
+// Round `count` weights to int16 for add_paired_values, followed by zeros, and return their factor; NaN where a weight is
+// not finite.
+INLINE float round_weights(float *weights, int64_t count, int16_t *to) {
+  const int64_t padded = round_up(count, LANES);
+  for (int64_t i = count; i < padded; i++) weights[i] = 0;
+  const float factor = round_row(weights, count, padded, to);
+  return all_finite(weights, padded) ? factor : NOT_A_NUMBER;
 }
 
 // Element: of q and the output; Stored: of k and v.
@@ -146,7 +159,7 @@ class DecodePass {
       const float factor = static_cast<float>(call_.scale) * LOG2_E;
       float *to = SCALED ? scratch_.values : scratch_.q + row * plan_.depth;
       pack_row(q, call_.head_dim, plan_.depth, factor, to);
-      reorder_row<Stored, false>(call_.head_dim, to);
+      if constexpr (!SCALED) reorder_row<Stored, false>(call_.head_dim, to);
       if constexpr (SCALED) {
         const bool finite_row = finite(to[0]);
         if (!finite_row) memset(to, 0, sizeof(float) * static_cast<size_t>(plan_.depth));
@@ -213,8 +226,11 @@ class DecodePass {
     if constexpr (CHECKED) {
       for_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
     } else {
-      for (int64_t row = 0; SCALED && row < plan_.rows; row++)
-        multiply(scratch_.scores + row * DECODE_STRIDE + offset, v_scales_ + start, 1, count);
+      for (int64_t row = 0; SCALED && row < plan_.rows; row++) {
+        float *weights = scratch_.scores + row * DECODE_STRIDE + offset;
+        multiply(weights, v_scales_ + start, 1, count);
+        if (HAS_PAIRS) scratch_.pair_scales[row] = round_weights(weights, count, scratch_.pairs + row * DECODE_KEYS);
+      }
       for_rows(plan_.rows, Values<Stored>{*this, v, keys, call_.v_strides.row, count, offset});
     }
     return true;
@@ -247,8 +263,14 @@ class DecodePass {
     inline __attribute__((always_inline)) void run(int64_t row) const {
       const DecodeScratch &scratch = pass.scratch_;
       const int64_t width = pass.plan_.width;
-      add_values<COUNT>(scratch.scores + row * DECODE_STRIDE + offset, scratch.factors + row, v, stride, count,
-                        pass.call_.value_dim, prefetcher, pass.sums_ + row * width, width);
+      const float *factors = scratch.factors + row;
+      float *sums = pass.sums_ + row * width;
+      int64_t done = 0;
+      if constexpr (sizeof(Value) == 1 && HAS_PAIRS)
+        done = add_paired_values<COUNT>(scratch.pairs + row * DECODE_KEYS, scratch.pair_scales + row, factors, v, stride,
+                                        count, pass.call_.value_dim, prefetcher, sums, width);
+      add_values<COUNT>(scratch.scores + row * DECODE_STRIDE + offset, factors, v, stride, count, pass.call_.value_dim,
+                        done, prefetcher, sums, width);
     }
   };
 

@@ -1,10 +1,15 @@
 // The C functions of the library: list the instruction sets, check a call, and run it on the set that it names.
 // Compiled without flags of any instruction set, so that every CPU can run this file.
 #include <stdlib.h>
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "call.h"
 
-extern const Kernels multihead_scalar, multihead_avx2, multihead_avx512, multihead_avx512_bf16, multihead_emulated;
+extern const Kernels multihead_scalar, multihead_avx2, multihead_avx512, multihead_avx512_vnni, multihead_avx512_bf16;
+extern const Kernels multihead_amx, multihead_emulated, multihead_emulated_amx;
 
 namespace {
 
@@ -25,14 +30,30 @@ struct InstructionSet {
 // one), so that floats, converted once when they are packed, are faster there. AMD's multiply them at twice the rate.
 #define FAST_BF16 (__builtin_cpu_is("intel") == 0)
 #define CPU_AVX512 CPU("avx512f") && CPU("avx512bw") && CPU("avx512dq") && CPU("avx512vl") && CPU("fma")
+#define CPU_VNNI CPU_AVX512 && CPU("avx512vnni")
+
+// Ask Linux for the tile registers of AMX, which a process may not use before: their 8 KB are saved at each switch
+// between threads. A system may refuse it, and other systems are not known to need or to permit it.
+bool tile_registers_permitted() {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // asm/prctl.h, which older systems lack
+  static const bool permitted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+  return permitted;
+#else
+  return false;
+#endif
+}
 
 // An index means the same set in every build.
 const InstructionSet SETS[] = {
     SET(1, scalar, true, true),
     SET(MULTIHEAD_HAS_AVX2, avx2, CPU("avx2") && CPU("fma"), true),  // such CPUs have F16C too
     SET(MULTIHEAD_HAS_AVX512, avx512, CPU_AVX512, true),
-    SET(MULTIHEAD_HAS_AVX512_BF16, avx512_bf16, CPU_AVX512 && CPU("avx512bf16") && CPU("avx512vnni"), FAST_BF16),
+    SET(MULTIHEAD_HAS_AVX512_VNNI, avx512_vnni, CPU_VNNI, true),
+    SET(MULTIHEAD_HAS_AVX512_BF16, avx512_bf16, CPU_VNNI && CPU("avx512bf16"), FAST_BF16),
+    SET(MULTIHEAD_HAS_AMX, amx, CPU_VNNI && CPU("avx512bf16") && CPU("amx-bf16") && tile_registers_permitted(), true),
     SET(MULTIHEAD_HAS_EMULATED, emulated, true, false),
+    SET(MULTIHEAD_HAS_EMULATED, emulated_amx, true, false),
 };
 constexpr int64_t COUNT = sizeof SETS / sizeof SETS[0];
 

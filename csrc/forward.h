@@ -42,6 +42,7 @@ class BlockedPass {
   void run() const {
     const int64_t thread_bytes = Blocks(plan_, nullptr).bytes;
     run_parallel(plan_.threads, [&](Team &team) {
+      const TileSizes tile_sizes(sizeof(Packed) == sizeof(Bfloat16));
       const Blocks block(plan_, blocks_ + team.thread * thread_bytes);
       plan_.own ? run_own(team, block) : run_waves(team, block);
     });

@@ -28,6 +28,15 @@ struct Packing<Bfloat16> {
 template <class Element>
 using PackedOf = typename Packing<Element>::Type;
 
+// The head_dim as it is packed.
+template <class Element>
+int64_t packed_depth(const Call &call) {
+#if BF16_DOT
+  if (sizeof(PackedOf<Element>) == 2) return round_up(call.head_dim, PAIRED_DEPTH);
+#endif
+  return call.head_dim;
+}
+
 template <class Element>
 struct ForwardPlan {
   using Packed = PackedOf<Element>;
@@ -45,7 +54,7 @@ struct ForwardPlan {
 
   explicit ForwardPlan(const Call &call) {
     keys = round_up(call.keys, COLUMNS);
-    depth = NARROW ? round_up(call.head_dim, 2) : call.head_dim;
+    depth = packed_depth<Element>(call);
     width = round_up(call.value_dim, COLUMNS);
     heads = call.batch * call.kv_heads;
     group = call.kv_heads ? call.heads / call.kv_heads : 0;

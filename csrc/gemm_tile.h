@@ -1,6 +1,7 @@
 // Matrix product of one register tile: TILE_ROWS rows by two vectors of columns, accumulated in registers.
 #pragma once
 #include "simd.h"
+#include "tile_registers.h"
 
 namespace {
 
@@ -29,7 +30,9 @@ INLINE void gemm_tile(const float *a, int64_t stride, const float *b, int64_t de
   for (int64_t row = 0; row < COUNT; row++) epilogue(row, c[row][0], c[row][HALVES - 1]);
 }
 
-#if BF16_DOT
+#if BF16_DOT && !AMX
+constexpr int64_t PAIRED_DEPTH = 2;  // the depth of a product of bfloat16 is a multiple of it
+
 // sum + a[0] b[0] + a[1] b[1] for pairs of bfloat16, accumulated in float.
 INLINE Floats add_pairs(Floats sum, Words a, Words b) {
 #ifdef __AVX512BF16__
@@ -40,7 +43,7 @@ INLINE Floats add_pairs(Floats sum, Words a, Words b) {
 #endif
 }
 
-// The same for bfloat16: A is (ROWS, depth) with an even depth, B a panel (depth / 2, COLUMNS, 2) of adjacent pairs.
+// The same for bfloat16: A is (ROWS, depth), B a panel (depth / 2, COLUMNS, 2) of adjacent pairs.
 template <class Epilogue>
 INLINE void gemm_tile(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t depth, Epilogue epilogue) {
   Floats c[ROWS][2];
@@ -59,6 +62,19 @@ INLINE void gemm_tile(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int6
   }
 #pragma GCC unroll 16
   for (int64_t row = 0; row < ROWS; row++) epilogue(row, c[row][0], c[row][1]);
+}
+#elif BF16_DOT
+constexpr int64_t PAIRED_DEPTH = TileRegisters::DEPTH;
+
+// The same on tile registers.
+template <class Epilogue>
+INLINE void gemm_tile(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t depth, Epilogue epilogue) {
+  TileRegisters tiles;
+  for (int64_t k = 0; k < depth; k += PAIRED_DEPTH)
+    tiles.add_product(a + k, stride, b + k * COLUMNS, b + k * COLUMNS + 2 * LANES, 2 * COLUMNS);
+  alignas(64) float left[ROWS * LANES], right[ROWS * LANES];
+  tiles.store(left, right);
+  for (int64_t row = 0; row < ROWS; row++) epilogue(row, load(left + row * LANES), load(right + row * LANES));
 }
 #endif
 

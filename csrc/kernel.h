@@ -3,6 +3,7 @@
 // LANES          floats of a vector
 // TILE_ROWS      rows of a register tile; with two vectors per row, three registers must remain free for A and B
 // BF16_DOT       1 where pairs of bfloat16 are multiplied without conversion
+// AMX            1 where tile registers multiply them
 // MULTIHEAD_SET  name of the table of passes that the source file defines
 //
 // Only that table has external linkage, and no templates of the C++ library are used: the linker keeps one copy of a

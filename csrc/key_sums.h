@@ -35,7 +35,7 @@ INLINE void score_tile(const Bfloat16 *rows, const Bfloat16 *panel, int64_t dept
 
 struct KeySumsPlan {
   int64_t group;                 // query heads of a kv head
-  int64_t depth;                 // head_dim, padded to pairs for bfloat16
+  int64_t depth;                 // head_dim as it is packed
   int64_t cell_rows, cell_keys;  // queries and keys of a cell; convenient sizes where no map is wanted
   int64_t row_cells, key_cells;  // size of the map
   int64_t task_keys, tasks;      // keys of a task, tasks of a kv head
@@ -48,7 +48,7 @@ template <class Element>
 KeySumsPlan key_sums_plan(const Call &call) {
   KeySumsPlan plan;
   plan.group = call.heads / max(call.kv_heads, 1);
-  plan.depth = ForwardPlan<Element>::NARROW ? round_up(call.head_dim, 2) : call.head_dim;
+  plan.depth = packed_depth<Element>(call);
   plan.cell_rows = call.pooled_map ? min(call.pool_rows, max(call.queries, 1)) : KEY_SUMS_QUERIES;
   plan.cell_keys = call.pooled_map ? min(call.pool_keys, max(call.keys, 1)) : COLUMNS;
   plan.row_cells = ceil_div(call.queries, plan.cell_rows);
@@ -186,7 +186,7 @@ class KeySumsPass {
   void pack_query(const Element *from, float *to) const { pack_row(from, call_.head_dim, plan_.depth, factor_, to); }
   void pack_query(const Bfloat16 *from, Bfloat16 *to) const {
     memcpy(to, from, call_.head_dim * sizeof *to);  // non-finite elements may stay here too: their row counts as 0
-    if (plan_.depth > call_.head_dim) to[call_.head_dim] = Bfloat16{0};
+    for (int64_t x = call_.head_dim; x < plan_.depth; x++) to[x] = Bfloat16{0};
   }
 
   // Scores of LANES keys in units of log2, from dot products. Rows of floats are packed with the factor, bfloat16
@@ -299,6 +299,7 @@ void key_sums_all(const Call &call, char *workspace) {
   const int64_t work = call.batch * call.heads * call.queries * call.keys * call.head_dim;
   const int64_t thread_bytes = KeySumsScratch<PackedOf<Element>>(plan, nullptr).bytes;
   run_parallel(work < MIN_PARALLEL_WORK ? 1 : call.threads, [&](Team &team) {
+    const TileSizes tile_sizes(ForwardPlan<Element>::NARROW);
     const KeySumsScratch<PackedOf<Element>> scratch(plan, workspace + team.thread * thread_bytes);
     // Early keys first: under a causal mask most queries see them, and the longest tasks should not come last.
     team.for_each(plan.tasks * call.batch * call.kv_heads, [&](int64_t i) {

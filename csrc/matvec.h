@@ -17,47 +17,58 @@ INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// The sums of LANES vectors, as one vector.
-INLINE Floats sum_each(Floats (&c)[LANES]) {
+INLINE int32_t sum(Ints x) {
+  int32_t total = 0;
+  for (int64_t lane = 0; lane < LANES; lane++) total += x[lane];
+  return total;
+}
+
+// The sums of LANES vectors of floats or integers, as one vector.
+template <class Vector>
+INLINE Vector sum_each(Vector (&c)[LANES]) {
 #if LANES == 8 && defined(__AVX__)
   __m256 pairs[4], quads[2];
+  const auto add = [](__m256 a, __m256 b) __attribute__((always_inline)) { return (__m256)((Vector)a + (Vector)b); };
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     const __m256 a = (__m256)c[2 * i], b = (__m256)c[2 * i + 1];
-    pairs[i] = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    pairs[i] = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const __m256 a = pairs[2 * i], b = pairs[2 * i + 1];
-    quads[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+    quads[i] = add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
   }
   const __m256 low = _mm256_permute2f128_ps(quads[0], quads[1], 0x20);
-  return (Floats)_mm256_add_ps(low, _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+  return (Vector)add(low, _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 #elif LANES == 16 && defined(__AVX512F__)
   __m512 pairs[8], quads[4], halves[2];
+  const auto add = [](__m512 a, __m512 b) __attribute__((always_inline)) { return (__m512)((Vector)a + (Vector)b); };
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     const __m512 a = (__m512)c[2 * i], b = (__m512)c[2 * i + 1];
-    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    pairs[i] = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     const __m512 a = pairs[2 * i], b = pairs[2 * i + 1];
-    quads[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    quads[i] = add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const __m512 a = quads[2 * i], b = quads[2 * i + 1];
-    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    halves[i] = add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   }
   const __m512 low = _mm512_shuffle_f32x4(halves[0], halves[1], 0x88);
-  return (Floats)_mm512_add_ps(low, _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+  return (Vector)add(low, _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 #else
-  Floats sums;
+  Vector sums;
   for (int64_t i = 0; i < LANES; i++) sums[i] = sum(c[i]);
   return sums;
 #endif
 }
+INLINE Floats as_floats(Floats x) { return x; }
+INLINE Floats as_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 // ---------------------------------------------------------------- elements as floats, two vectors at a time
 
@@ -105,24 +116,47 @@ INLINE Ints add_int16_pairs(Ints sum, Ints a, Ints b) {
 #endif
 }
 
-template <class Element>
-constexpr bool EVEN_FIRST = false;  // whether `load_two` puts the even elements before the odd ones
-template <>
-constexpr bool EVEN_FIRST<Bfloat16> = true;
+// Pairs of int16, of two rows of 2 * LANES elements of int8: two vectors, see PAIRED_VALUES.
+#if LANES == 16 && defined(__AVX512BW__)
+INLINE void load_pairs(const Int8 *first, const Int8 *second, Ints &low, Ints &high) {
+  const __m512i a = (__m512i)load_int16(first), b = (__m512i)load_int16(second);
+  low = (Ints)_mm512_unpacklo_epi16(a, b);
+  high = (Ints)_mm512_unpackhi_epi16(a, b);
+}
+constexpr bool HAS_PAIRS = true;
+#else
+INLINE void load_pairs(const Int8 *, const Int8 *, Ints &, Ints &) {}
+constexpr bool HAS_PAIRS = false;
+#endif
 
-// Place of element x of a row in the order of `load_two`; the rest of a row, less than two vectors, keeps its order.
+// The order in which two vectors of a row are loaded: as they are stored; the even elements before the odd ones; or the
+// first four of each eight before the others.
+enum class Order { STORED, EVEN_FIRST, FOURS };
+template <class Element>
+constexpr Order ORDER = Order::STORED;
+template <>
+constexpr Order ORDER<Bfloat16> = Order::EVEN_FIRST;
+template <>
+constexpr Order ORDER<Int8> = HAS_PAIRS ? Order::FOURS : Order::STORED;
+
+// Place of element x of a row in that order; the rest of a row, less than two vectors, keeps its order.
 template <class Element>
 INLINE int64_t loading_place(int64_t x, int64_t dim) {
   constexpr int64_t STEP = 2 * LANES;
-  if (!EVEN_FIRST<Element> || x >= dim / STEP * STEP) return x;
-  return x / STEP * STEP + x % 2 * LANES + x % STEP / 2;
+  if (x >= dim / STEP * STEP) return x;
+  switch (ORDER<Element>) {
+    case Order::STORED: return x;
+    case Order::EVEN_FIRST: return x / STEP * STEP + x % 2 * LANES + x % STEP / 2;
+    case Order::FOURS: return x / STEP * STEP + x % 8 / 4 * LANES + x % STEP / 8 * 4 + x % 4;
+  }
+  return x;
 }
 
-// Convert a row of floats to the order of `load_two`, or back.
+// Convert a row of floats to the order in which two vectors of elements are loaded, or back.
 template <class Element, bool BACK>
 void reorder_row(int64_t dim, float *row) {
   constexpr int64_t STEP = 2 * LANES;
-  if (!EVEN_FIRST<Element>) return;
+  if (ORDER<Element> == Order::STORED) return;
   for (int64_t x = 0; x + STEP <= dim; x += STEP) {
     float copy[STEP];
     memcpy(copy, row + x, sizeof copy);
@@ -156,8 +190,7 @@ struct Prefetcher {
 // ---------------------------------------------------------------- products
 
 // Scores of COUNT rows with `count` keys, some dot products at a time. Up to LANES - 1 more are written after the last.
-// The rows of q are in the order of `load_two`, or in int16 for keys in int8; Products
-// are vectors of the sums.
+// The rows of q are in the order of `load_two`, or in int16 for keys in int8; Products are vectors of the sums.
 template <int COUNT, class Products, class Query, class Element>
 INLINE void multiply_keys(const Query *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim,
                           int64_t count, Prefetcher &prefetcher, float *scores) {
@@ -212,11 +245,8 @@ INLINE void multiply_keys(const Query *q, int64_t q_stride, const Element *k, in
           for (int64_t row = 0; row < COUNT; row++) c[row * KEYS + i] += load(q + row * q_stride + x) * a;
         }
     }
-    Floats floats[LANES];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < LANES; i++) floats[i] = __builtin_convertvector(c[i], Floats);
     float sums[LANES];
-    store(sums, sum_each(floats));
+    store(sums, as_floats(sum_each(c)));
     for (; x < dim; x++)
       for (int64_t i = 0; i < COUNT * KEYS; i++)
         sums[i] = multiply_add(static_cast<float>(q[i / KEYS * q_stride + x]), to_float(rows[i % KEYS] + x), sums[i]);
@@ -264,11 +294,11 @@ INLINE void add_columns(const float *weights, const float *factors, const Elemen
     for (int64_t i = 0; i < VECTORS; i++) store(sums + row * width + column + i * LANES, c[row][i]);
 }
 
+// sums = factors * sums + weights * values for COUNT rows, from column x on.
 template <int COUNT, class Element>
 INLINE void add_values(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
-                       int64_t dim, Prefetcher &prefetcher, float *sums, int64_t width) {
+                       int64_t dim, int64_t x, Prefetcher &prefetcher, float *sums, int64_t width) {
   constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as fit into the registers
-  int64_t x = 0;
   for (; x + VECTORS * LANES <= dim; x += VECTORS * LANES)
     add_columns<COUNT, VECTORS>(weights, factors, v, stride, count, dim, x, prefetcher, sums, width);
   for (; x + 2 * LANES <= dim; x += 2 * LANES)
@@ -282,6 +312,59 @@ INLINE void add_values(const float *weights, const float *factors, const Element
         total += weights[row * DECODE_STRIDE + key] * to_float(v + key * stride + x);
       sums[row * width + x] = total;
     }
+}
+
+// As add_columns, for values in int8 and weights in int16, (COUNT, DECODE_KEYS), whose factors are `scales`. The sums of a
+// block fit into 32 bits.
+template <int COUNT, int VECTORS>
+INLINE void add_paired_columns(const int16_t *weights, const float *scales, const float *factors, const Int8 *v,
+                               int64_t stride, int64_t count, int64_t dim, int64_t column, Prefetcher &prefetcher,
+                               float *sums, int64_t width) {
+  static_assert(DECODE_KEYS * 127 * int64_t(32767) < int64_t(1) << 31, "the sums of a block fit into 32 bits");
+  Ints c[COUNT][VECTORS];
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) c[row][i] = (Ints){};
+  int64_t due = 0;
+  for (int64_t key = 0; key < count; key += 2) {
+    due += 2 * VECTORS * LANES;
+    prefetcher.fetch(due / dim);
+    due %= dim;
+    const Int8 *first = v + key * stride + column;
+    const Int8 *second = key + 1 < count ? first + stride : first;  // its weight is 0
+    Ints values[VECTORS];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i += 2)
+      load_pairs(first + i * LANES, second + i * LANES, values[i], values[i + 1]);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < COUNT; row++) {
+      int32_t pair;
+      memcpy(&pair, weights + row * DECODE_KEYS + key, sizeof pair);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < VECTORS; i++) c[row][i] = add_int16_pairs(c[row][i], (Ints){} + pair, values[i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < COUNT; row++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < VECTORS; i++) {
+      float *to = sums + row * width + column + i * LANES;
+      store(to, load(to) * broadcast(factors[row]) + as_floats(c[row][i]) * broadcast(scales[row]));
+    }
+}
+
+// The same for all columns in pairs of vectors. Returns the number of these columns.
+template <int COUNT>
+INLINE int64_t add_paired_values(const int16_t *weights, const float *scales, const float *factors, const Int8 *v,
+                                 int64_t stride, int64_t count, int64_t dim, Prefetcher &prefetcher, float *sums,
+                                 int64_t width) {
+  int64_t x = 0;
+  for (; x + 4 * LANES <= dim; x += 4 * LANES)
+    add_paired_columns<COUNT, 4>(weights, scales, factors, v, stride, count, dim, x, prefetcher, sums, width);
+  for (; x + 2 * LANES <= dim; x += 2 * LANES)
+    add_paired_columns<COUNT, 2>(weights, scales, factors, v, stride, count, dim, x, prefetcher, sums, width);
+  return x;
 }
 
 // numbers *= factor * factors, element by element.

@@ -200,12 +200,12 @@ INLINE void zero_nonfinite(float *values, int64_t count) {
 
 INLINE uint32_t pair(Bfloat16 low, Bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
 
-// As above, but a panel is (dim / 2, COLUMNS, 2); an odd dim is padded with 0.
+// As above, but a panel is (depth / 2, COLUMNS, 2), where the depth is dim, padded with 0 to a multiple of PAIRED_DEPTH.
 INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, int64_t padded, int64_t dim,
                             Bfloat16 *to) {
-  const int64_t even = round_up(dim, 2);
+  const int64_t depth = round_up(dim, PAIRED_DEPTH);
   for (int64_t first = 0; first < padded; first += COLUMNS) {
-    Bfloat16 *panel = to + first * even;
+    Bfloat16 *panel = to + first * depth;
     int64_t done = 0;
     if (TRANSPOSES)
       for (; done + 2 * LANES <= dim; done += 2 * LANES)
@@ -220,7 +220,7 @@ INLINE void pack_transposed(const Bfloat16 *from, int64_t stride, int64_t rows, 
             __builtin_memcpy(panel + (done + 2 * i) * COLUMNS + 2 * half, &block[i], sizeof block[i]);
         }
     for (int64_t i = 0; i < COLUMNS; i++)
-      for (int64_t x = done; x < even; x++) {
+      for (int64_t x = done; x < depth; x++) {
         const bool inside = first + i < rows && x < dim;
         panel[x / 2 * 2 * COLUMNS + 2 * i + x % 2] = inside ? from[(first + i) * stride + x] : Bfloat16{0};
       }

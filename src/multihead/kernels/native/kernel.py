@@ -39,7 +39,8 @@ HANDLES_NONFINITE = True  # inside the library, key by key
 INT8_QUERIES = 4
 # Rows and columns of a register tile: the kernel computes all cells of a tile or none. (Where the queries are the
 # columns of its tiles, it computes about as many cells.)
-_TILES = {"scalar": (4, 8), "avx2": (6, 16), "avx512": (12, 32), "avx512_bf16": (12, 32), "emulated": (12, 32)}
+_TILES = {"scalar": (4, 8), "avx2": (6, 16)}
+_TILES |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16", "amx", "emulated", "emulated_amx"), (12, 32))
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]

@@ -295,7 +295,7 @@ def _loaded(path: Path) -> _Library | str:
     while (encoded := call["instruction_set"](len(sets))) is not None:
         index, name = len(sets), encoded.decode()
         compiled, runs = bool(call["compiled"](index)), bool(call["runs"](index))
-        sets.append(InstructionSet(name, index, compiled, runs, for_tests=name == "emulated"))
+        sets.append(InstructionSet(name, index, compiled, runs, for_tests=name.startswith("emulated")))
     return _Library(
         path=path,
         run=call["run"],
