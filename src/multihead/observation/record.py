@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from multihead.analysis.find import FoundHead, Range, find
 from multihead.analysis.similar import NearHead, nearest
-from multihead.errors import ArgumentError, ModelError
+from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.escaping import visible
 from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record import loading, notebook, saving
+from multihead.record import loading, notebook, plots, saving
 from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
@@ -274,6 +274,69 @@ class Record:
             self.layers.append(layer)
         layer.batches.append(batch)
         self._batches.append(batch)
+
+    def plot(
+        self,
+        layer: int | str,
+        head: int | None = None,
+        *,
+        sample: int = 0,
+        queries: slice = slice(None),
+        keys: slice = slice(None),
+        of: Of = "mean",
+        ax: Any = None,
+    ) -> Any:
+        """Plot a head's map, `seen.plot(7, 3)`, or a statistic of all heads, `seen.plot("entropy")`, with matplotlib.
+
+        Args:
+            layer: the number or name of a layer; without a head, the name of a statistic.
+            head: which head of the layer.
+            sample: which sample of the map.
+            queries: the rows of the map, without steps.
+            keys: the columns of the map, without steps.
+            of: how queries are summarised in a statistic: "mean", "median", "p95" or "max".
+            ax: the matplotlib axes to draw on; None makes new ones.
+
+        Returns:
+            the axes.
+
+        Raises:
+            ModelError: there is no such layer.
+            ProbeError: only statistics were kept, or no layer has the statistic.
+            MissingPackageError: matplotlib is not installed.
+        """
+        if head is not None:
+            chosen = self[layer]
+            title = f"layer {chosen.number}, head {head}: {visible(chosen.name)}"
+            return plots.plot_map(chosen.sample(sample), head, title=title, queries=queries, keys=keys, ax=ax)
+        summaries = {each.number: each.summary(of) for each in self.layers}
+        having = [each for each in self.layers if layer in summaries[each.number]]
+        if not isinstance(layer, str) or not having:
+            known = dict.fromkeys(name for each in summaries.values() for name in each)
+            raise ProbeError(
+                f"There is no statistic {layer!r} in the record.",
+                f"Give one of {', '.join(known) or 'none'}; or a layer and a head, such as plot(0, 3).",
+            )
+        values = {each.number: summaries[each.number][layer] for each in having}
+        return plots.plot_statistic(having, self.statistic(layer), values, ax=ax)
+
+    def plot_grid(self, *, sample: int = 0) -> Any:
+        """Plot a small map of every head with matplotlib, one row per layer.
+
+        Args:
+            sample: which sample.
+
+        Returns:
+            the matplotlib figure.
+
+        Raises:
+            ArgumentError: nothing was recorded, or there is no such sample.
+            ProbeError: only statistics were kept.
+            MissingPackageError: matplotlib is not installed.
+        """
+        if not self.layers:
+            raise ArgumentError("Nothing was recorded.", "Run the model in the context of observe first.")
+        return plots.plot_grid(self.layers, sample)
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record to one safetensors file, completely or not at all.

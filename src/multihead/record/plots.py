@@ -1,0 +1,194 @@
+"""Plots of recorded heads with matplotlib, in the colours of the report and the viewer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.escaping import visible
+from multihead.optional import require
+from multihead.probes.probe import Statistic
+from multihead.record.layer import LayerRecord
+from multihead.record.sample import SampleRecord
+
+CELLS = 512
+"""Largest number of rows and columns of a map that is drawn; a larger map is drawn in means."""
+
+LABELS = 48
+"""Largest number of tokens that are written along a side of a map."""
+
+GRID_CELLS = 96  # of each small map of a grid
+_PAPER_TO_INK = "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # as static/shared/colour.js
+_HIDDEN = "#E4E2DC"
+
+
+def plot_map(
+    sample: SampleRecord,
+    head: int,
+    *,
+    title: str,
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+    ax: Any = None,
+) -> Any:
+    """Draw the map of a head, or a rectangle of it, with tokens as labels where they fit.
+
+    Args:
+        sample: the sample.
+        head: which head.
+        title: the title.
+        queries: the rows, without steps.
+        keys: the columns, without steps.
+        ax: the matplotlib axes to draw on; None makes new ones.
+
+    Returns:
+        the axes. The colour follows the square root of the weight.
+
+    Raises:
+        ProbeError: only statistics were kept.
+        ArgumentError: a head that does not exist, or a slice with steps.
+        MissingPackageError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    weights = sample.map(head, queries=queries, keys=keys, bins=CELLS).numpy()
+    rows, columns = _extent(queries, sample.num_queries), _extent(keys, sample.num_keys)
+    side = max(math.ceil(each / CELLS) for each in (rows[1] - rows[0], columns[1] - columns[0]))
+    if ax is None:
+        ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
+    image = _draw(ax, weights, end := _end(weights, single=side == 1), extent=(*columns, rows[1], rows[0]))
+    for axis, (first, last), tokens in (
+        (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
+        (ax.xaxis, columns, sample.text.tokens),
+    ):
+        if tokens is not None and last - first <= LABELS:
+            axis.set_ticks(
+                np.arange(first, last) + 0.5, [visible(token).strip() or "␣" for token in tokens[first:last]]
+            )
+            axis.set_tick_params(length=0, labelsize="small")
+    ax.tick_params("x", rotation=90 if columns[1] - columns[0] <= LABELS else 0)
+    ax.set(xlabel="key", ylabel="query", title=title)
+    means = "" if side == 1 else f", mean of {side} x {side}"
+    _bar(ax, image, end, f"attention weight{means}")
+    return ax
+
+
+def plot_statistic(
+    layers: Sequence[LayerRecord], shown: Statistic, values: Mapping[int, Tensor], *, ax: Any = None
+) -> Any:
+    """Draw a statistic of all heads, one row per layer and one column per head.
+
+    Args:
+        layers: the layers that have it.
+        shown: its label and unit.
+        values: (heads,) per layer, by the number of the layer.
+        ax: the matplotlib axes to draw on; None makes new ones.
+
+    Returns:
+        the axes.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    heads = max(layer.num_heads for layer in layers)
+    cells = np.full((len(layers), heads), np.nan)
+    for row, layer in enumerate(layers):
+        cells[row, : layer.num_heads] = values[layer.number].numpy()
+    if ax is None:
+        size = (1.5 + 0.4 * min(heads, 32), 1.5 + 0.3 * min(len(layers), 48))
+        ax = plt.subplots(figsize=size, layout="constrained")[1]
+    image = ax.imshow(cells, cmap=_colors(), aspect="auto", vmin=min(0.0, float(np.nanmin(cells))))
+    ax.set(xlabel="head", ylabel="layer", title=shown.label)
+    ax.set_xticks(range(0, heads, max(1, heads // 16)))
+    step = max(1, len(layers) // 24)
+    ax.set_yticks(range(0, len(layers), step), [str(layer.number) for layer in layers[::step]])
+    ax.figure.colorbar(image, ax=ax, label=shown.heading)
+    return ax
+
+
+def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
+    """Draw a small map of every head, one row per layer, on one scale.
+
+    Args:
+        layers: the layers.
+        sample: which sample.
+
+    Returns:
+        the matplotlib figure.
+
+    Raises:
+        ProbeError: only statistics were kept.
+        MissingPackageError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    heads = max(layer.num_heads for layer in layers)
+    figure, axes = plt.subplots(
+        len(layers), heads, figsize=(0.5 + 0.9 * heads, 0.5 + 0.9 * len(layers)), squeeze=False, layout="constrained"
+    )
+    maps = [layer.map(None, sample=sample, bins=GRID_CELLS).numpy() for layer in layers]
+    longest = max(max(layer.samples[sample].num_queries, layer.samples[sample].num_keys) for layer in layers)
+    side = math.ceil(longest / GRID_CELLS)
+    end = _end(np.concatenate([each.ravel() for each in maps]), single=side == 1)
+    for row, (layer, weights) in enumerate(zip(layers, maps, strict=True)):
+        for head, ax in enumerate(axes[row]):
+            ax.set(xticks=[], yticks=[])
+            ax.set_visible(head < layer.num_heads)
+            if head < layer.num_heads:
+                image = _draw(ax, weights[head], end)
+            if head == 0:
+                ax.set_ylabel(f"L{layer.number}", rotation=0, ha="right", va="center")
+            if row == 0:
+                ax.set_title(f"H{head}", fontsize="small")
+    means = "" if side == 1 else f", mean of {side} x {side}"
+    _bar(axes, image, end, f"attention weight{means}")
+    return figure
+
+
+def _pyplot() -> Any:
+    require("matplotlib", purpose="A plot", extra="plot")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _colors() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ramp = LinearSegmentedColormap.from_list("multihead", _PAPER_TO_INK.split())
+    return ramp.with_extremes(bad=_HIDDEN)  # of cells that no query may see
+
+
+def _end(weights: Any, *, single: bool) -> float:
+    """Return the weight at which the scale ends: 1 for single weights, else the largest mean, rounded up."""
+    finite = weights[np.isfinite(weights)]
+    largest = float(finite.max()) if finite.size else 0.0
+    if single or largest <= 0:
+        return 1.0
+    ten = 10.0 ** math.floor(math.log10(largest))
+    return min(1.0, next(step for step in (1, 2, 5, 10) if step * ten >= largest * 0.999) * ten)
+
+
+def _draw(ax: Any, weights: Any, end: float, extent: tuple[int, int, int, int] | None = None) -> Any:
+    from matplotlib.colors import PowerNorm
+
+    norm = PowerNorm(0.5, vmin=0, vmax=end, clip=True)
+    return ax.imshow(weights, cmap=_colors(), norm=norm, extent=extent, interpolation="nearest", aspect="equal")
+
+
+def _bar(axes: Any, image: Any, end: float, label: str) -> None:
+    ticks = [share * end for share in (0, 0.01, 0.1, 0.25, 0.5, 1)]
+    figure = image.axes.figure
+    bar = figure.colorbar(image, ax=axes, label=label, shrink=0.8)
+    bar.set_ticks(ticks, labels=[f"{100 * tick:.3g} %" for tick in ticks])
+
+
+def _extent(part: slice, length: int) -> tuple[int, int]:
+    if part.step not in (None, 1):
+        raise ArgumentError(f"A slice has the step {part.step!r}.", "Leave the step out.")
+    first, last, _ = part.indices(length)
+    return first, max(first, last)
