@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 import multihead as mh
 from multihead.errors import ModelError
 from multihead.hooks.rejection import configurations
-from tests.families import ENCODER, TEXT, VOCABULARY
+from tests.families import ENCODER, TEXT, VOCABULARY, family
 
 mh.use()
 
@@ -108,3 +109,16 @@ def test_every_other_name_works_as_before() -> None:
     model = hf.AutoModel.from_config(bloom(), attn_implementation="eager")
     model.set_attn_implementation("eager")
     assert choices(model) == ["eager"]
+
+
+def test_layers_with_a_copy_of_the_configuration_change_too() -> None:
+    model = family("llama")
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(model.config)
+    model.set_attn_implementation("multihead")
+    assert choices(model) == ["multihead", "multihead"]
+    model.set_attn_implementation("eager")
+    assert choices(model) == ["eager", "eager"]
+    with mh.use(model):
+        assert choices(model) == ["multihead", "multihead"]
+    assert choices(model) == ["eager", "eager"]

@@ -200,6 +200,18 @@ def test_a_compiled_model_is_one_graph(name: str, padding: str) -> None:
     torch.testing.assert_close(at_tokens(output, batch), at_tokens(expected, batch), atol=5e-5, rtol=5e-5)
 
 
+def test_a_compiled_model_takes_a_mask_of_four_dimensions() -> None:
+    torch._dynamo.reset()
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).expand(2, 1, -1, -1).clone()
+    hidden[1, :, 6:, 2] = True
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    batch = {"input_ids": batch_of("llama")["input_ids"], "attention_mask": mask}
+    expected = eager(family("llama"), batch)[0]
+    with torch.no_grad():
+        output = torch.compile(used("llama"), backend="aot_eager", fullgraph=True)(**batch)[0]
+    torch.testing.assert_close(output, expected, atol=5e-5, rtol=5e-5)
+
+
 def test_a_module_without_models_is_rejected() -> None:
     with pytest.raises(ModelError) as caught:
         mh.use(nn.Linear(2, 2))

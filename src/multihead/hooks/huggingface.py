@@ -263,7 +263,8 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     # Half of the lowest number: two masks may have been added, and rounding to another dtype changes the lowest.
     hidden = tensor <= torch.finfo(tensor.dtype).min / 2
     bias = tensor.masked_fill(hidden, 0)
-    return Keep(~hidden), bias if bool((bias != 0).any()) or tensor.requires_grad else None
+    added_to_scores = traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph depends on no values
+    return Keep(~hidden), bias if added_to_scores else None
 
 
 def crosses(module: nn.Module, name: str = "") -> bool:

@@ -64,9 +64,12 @@ def _checking_the_request(set_implementation: Callable[..., None], implementatio
 
         _check(model, concerns)
         set_implementation(model, attn_implementation, *args, **kwargs)
+        # transformers leaves out layers with a copy of the configuration.
         for config in configurations(model):
             if concerns(config):
-                setattr(config, CHOICE, implementation)  # transformers leaves out layers with a copy of their own
+                setattr(config, CHOICE, implementation)
+            elif id(config) not in requested and getattr(config, CHOICE, None) == implementation:
+                setattr(config, CHOICE, getattr(model.config, CHOICE))
 
     return checked
 
