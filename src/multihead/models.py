@@ -259,8 +259,8 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
         check_text(text)
         with quiet():
             ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
-        start = getattr(settings, "decoder_start_token_id", None)
-        start = config.decoder_start_token_id if start is None else start
+        starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
+        start = next((each for each in starts if each is not None), None)
         if start is None:  # the code of a language, which its tokenizer puts at the end
             ids = ids[-1:] + ids[:-1]
         elif ids[:1] != [start]:

@@ -185,6 +185,9 @@ def test_inputs_that_a_model_cannot_take_are_rejected(saved: dict[str, str], spe
         (saved["bart"], "--prompt", "hi", "--decoder-text", "dog " * 70): (
             "The text of the decoder is 73 tokens long, and bart accepts 64. Truncate it to 64 tokens."
         ),
+        (saved["whisper"], "--audio", speech, "--textbook"): (
+            "--textbook runs random tokens, and a speech model reads none. Leave it out. See `multihead look --help`."
+        ),
         (saved["whisper"], "--audio", str(array)): (
             "The audio has 8,000 samples per second, and whisper needs 16,000. Convert it, for example with ffmpeg -i "
             "audio -ar 16000 -ac 1 audio.wav."

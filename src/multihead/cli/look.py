@@ -127,14 +127,7 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
-    if sum(each is not None for each in (text_file, prompt, audio)) != 1:
-        raise click.UsageError(
-            "Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech model."
-        )
-    if audio is not None and textbook:
-        raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
-    sound = None if audio is None else read_audio(audio)
-    text = prompt or "" if text_file is None else readable_text(text_file)
+    text, sound = _input(text_file, prompt, audio, textbook=textbook)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     check_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else _parsed(layers)
@@ -148,10 +141,9 @@ def look(
     from multihead.models import check_text, encode, load
     from multihead.record.memory_use import memory_of
 
-    if sound is None:
-        check_text(text)
-    if decoder_text is not None:
-        check_text(decoder_text)
+    for given in (text if sound is None else None, decoder_text):
+        if given is not None:
+            check_text(given)
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
         loaded = load(
@@ -187,6 +179,21 @@ def look(
         if heads is not None:
             print_textbook_heads(heads, lang)
         print_files(page, record_file, memory, lang)
+
+
+def _input(
+    text_file: str | None, prompt: str | None, audio: str | None, *, textbook: bool
+) -> tuple[str, tuple[NDArray[np.float32], int] | None]:
+    """Return the text to read and no audio, or an empty text and the samples of the audio with their rate."""
+    if sum(each is not None for each in (text_file, prompt, audio)) != 1:
+        raise click.UsageError(
+            "Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech model."
+        )
+    if audio is not None and textbook:
+        raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
+    if audio is not None:
+        return "", read_audio(audio)
+    return prompt or "" if text_file is None else readable_text(text_file), None
 
 
 def _run(
