@@ -53,7 +53,8 @@ class DenseSample:
     num_heads = property(lambda self: self.dense.shape[0])
     num_queries = property(lambda self: self.dense.shape[1])
     num_keys = property(lambda self: self.dense.shape[2])
-    text = Text()
+    text = query_text = Text()
+    crosses = False
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -101,6 +102,7 @@ class DenseLayer:
     name: str
     samples: list[DenseSample]
     number: int = 0
+    alignment_heads: tuple[int, ...] = ()
 
     num_heads = property(lambda self: self.samples[0].num_heads)
     num_samples = property(lambda self: len(self.samples))

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
-from multihead.models import CONTINUED, Encoded, LoadedModel, encode, load, quiet
+from multihead.models import CONTINUED, Encoded, LoadedModel, decoder_input, encode, load, quiet
 from tests.families import family
 from tests.gguf_file import written
 
@@ -421,3 +421,43 @@ def test_a_name_that_is_unknown_is_looked_up_at_an_unreachable_hub_once_and_sile
         refusing.join()
     assert calls == [b"H", b""]  # a HEAD request, and the connection above
     assert capfd.readouterr() == ("", "")
+
+
+class Words:
+    """A tokenizer that knows one text, as these ids."""
+
+    all_special_ids = (0, 1, 2, 9)
+    unk_token_id = 3
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = list(ids)
+
+    def __call__(self, *, text_target: str) -> dict[str, list[int]]:
+        assert text_target == "the text"
+        return {"input_ids": self.ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f"w{each}" for each in ids)
+
+    def convert_ids_to_tokens(self, id_: int) -> str:
+        return f"<{id_}>"
+
+
+@pytest.mark.parametrize(
+    ("start", "ids", "expected"),
+    [
+        (0, (5, 3, 2), [0, 5, 3]),  # as T5: the text and its end
+        (1, (1, 9, 5, 2), [1, 9, 5]),  # as Whisper: its start and language come from the tokenizer
+        (2, (1, 5, 2), [2, 1, 5]),  # as BART, whose end token is the start of the decoder
+        (None, (5, 3, 2, 9), [9, 5, 3]),  # as mBART: the language comes last, and starts the decoder
+    ],
+)
+def test_the_text_of_a_decoder_starts_with_its_start_token_and_lacks_its_end(
+    start: int | None, ids: tuple[int, ...], expected: list[int]
+) -> None:
+    model = family("t5")
+    model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = start
+    found = decoder_input(LoadedModel("t5", "t5", model, Words(*ids)), {}, "the text")
+    assert found.ids.tolist() == [expected]
+    assert found.tokens == [f"<{each}>" if each in Words.all_special_ids else f"w{each}" for each in expected]
+    assert found.unknown == [each == 3 for each in expected]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import CRITICAL
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,23 @@ from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import is_folder
 from multihead.optional import require
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 CONTINUED = "⤷"
 """Shown for a token that continues the character of the token before it."""
 
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
+_GENERATORS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _HEADS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _INCOMPLETE = "\ufffd"  # decoded from an incomplete sequence of bytes
 _SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_NEEDS = ("gguf", "accelerate")
 _PATIENCE = 10  # seconds that the Hugging Face hub has for its answer
+
+GENERATED = 64
+"""Maximum number of tokens generated for the decoder of an encoder-decoder model."""
 
 Stage = Callable[[str], None]
 """Called with the step that starts: "weights" or "tokenizer"."""
@@ -44,12 +53,24 @@ class LoadedModel:
         title: a short name to show.
         model: the model, in evaluation mode.
         tokenizer: the tokenizer of transformers, or None where the model has none.
+        feature_extractor: of a model that reads audio, what converts it to features; else None.
     """
 
     name: str
     title: str
     model: nn.Module
     tokenizer: Any
+    feature_extractor: Any = None
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return bool(getattr(self.model.config, "is_encoder_decoder", False))
+
+    @property
+    def reads_audio(self) -> bool:
+        """Whether it reads the features of audio."""
+        return getattr(self.model, "main_input_name", "") == "input_features"
 
     @property
     def max_tokens(self) -> int | None:
@@ -66,15 +87,37 @@ class LoadedModel:
 
     @property
     def reader(self) -> nn.Module:
-        """The part of the model that reads a text: the encoder of an encoder-decoder model, else the model."""
+        """The part of the model that reads a text alone: the encoder of an encoder-decoder model, else the model."""
         model: Any = self.model
-        encoder: nn.Module = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+        encoder: nn.Module = model.get_encoder() if self.has_decoder else model
         return encoder
 
     def arguments(self, encoded: Encoded) -> dict[str, Tensor]:
         """Return the arguments of the reader's forward for a text."""
         device = next(self.model.parameters()).device
         return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
+
+    def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
+        """Return the arguments of the reader's forward for audio.
+
+        Args:
+            samples: (samples,), from -1 to 1.
+            rate: samples per second.
+
+        Raises:
+            InputError: the model needs another rate.
+            ModelError: the model has no feature extractor.
+        """
+        if self.feature_extractor is None:
+            raise ModelError(f"{self.title} does not read audio.", "Give a text, or a speech model such as Whisper.")
+        needed = int(self.feature_extractor.sampling_rate)
+        if rate != needed:
+            raise InputError(
+                f"The audio has {rate:,} samples per second, and {self.title} needs {needed:,}.",
+                f"Convert it, for example with ffmpeg -i audio -ar {needed} -ac 1 audio.wav.",
+            )
+        features = self.feature_extractor(samples, sampling_rate=rate, return_tensors="pt")["input_features"]
+        return {"input_features": features.to(next(self.model.parameters()))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +178,16 @@ def load(model: str, *, device: str = "cpu", dtype: str = "auto", stage: Stage |
     report = stage or (lambda name: None)
     with quiet(), nullcontext() if file is not None else _without_retries():
         report("weights")
-        check_moderate(model, _configuration(transformers, source))
-        network = _pretrained(transformers, model, source, file is not None, dtype)
+        config = _configuration(transformers, source)
+        check_moderate(model, config)
+        classes = (*_GENERATORS, *_HEADS) if _generates(config) else _HEADS
+        network = _pretrained(transformers, model, source, file is not None, dtype, classes)
         report("tokenizer")
         tokenizer = _tokenizer(transformers, source)
-    return LoadedModel(model, _title(model, file), network.to(target).eval(), tokenizer)
+        loaded = LoadedModel(model, _title(model, file), network.to(target).eval(), tokenizer)
+        if loaded.reads_audio:
+            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, source))
+    return loaded
 
 
 def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Encoded:
@@ -186,6 +234,64 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         shown = tokens_of(loaded.tokenizer, ids, special)
     rows = torch.tensor([ids])
     return Encoded(rows, torch.ones_like(rows), shown, special, unknown, offsets)
+
+
+def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> Encoded:
+    """Return the tokens that the decoder of an encoder-decoder model reads, its start token first.
+
+    Args:
+        loaded: the model.
+        arguments: those of its encoder.
+        text: the decoder's text; None generates one, greedily and with at most `GENERATED` tokens.
+
+    Raises:
+        InputError: the text is empty or longer than the decoder accepts.
+        ModelError: the model has no tokenizer, or cannot generate a text.
+    """
+    model: Any = loaded.model
+    config = model.config
+    if loaded.tokenizer is None:
+        raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that writes text.")
+    known = [getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings")]
+    most = next((each for each in known if isinstance(each, int) and each > 0), None)
+    settings = getattr(model, "generation_config", None) or config
+    if text is not None:
+        check_text(text)
+        with quiet():
+            ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
+        starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
+        start = next((each for each in starts if each is not None), None)
+        if start is None:  # the code of a language, which its tokenizer puts at the end
+            ids = ids[-1:] + ids[:-1]
+        elif ids[:1] != [start]:
+            ids = [int(start), *ids]
+    else:
+        if not model.can_generate():
+            raise ModelError(
+                f"{loaded.title} was saved without the head that generates text.",
+                "Give the text of its decoder; the option of look is --decoder-text.",
+            )
+        limit = GENERATED if most is None else max(1, min(GENERATED, most - 8))  # 8: its start and language tokens
+        # Whisper otherwise returns the text without its start tokens.
+        whole = "force_unique_generate_call"
+        options = {whole: True} if whole in inspect.signature(model.generate).parameters else {}
+        with quiet(), torch.no_grad():
+            found = model.generate(**arguments, do_sample=False, num_beams=1, max_new_tokens=limit, **options)
+        ids = found[0].tolist()
+    ends = settings.eos_token_id
+    while len(ids) > 1 and ids[-1] in (ends if isinstance(ends, list) else [ends]):
+        del ids[-1]  # nothing is generated from it
+    if most is not None and len(ids) > most:
+        raise InputError(
+            f"The text of the decoder is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
+            f"Truncate it to {most:,} tokens.",
+        )
+    marks = set(loaded.tokenizer.all_special_ids)
+    special = [each in marks for each in ids]
+    unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
+    rows = torch.tensor([ids])
+    shown = tokens_of(loaded.tokenizer, ids, special)
+    return Encoded(rows, torch.ones_like(rows), shown, special, unknown, [(0, 0)] * len(ids))
 
 
 def check_text(text: str) -> None:
@@ -345,9 +451,23 @@ def _title(model: str, file: Path | None) -> str:
     return path.resolve().name if path == file.parent else model
 
 
-def _pretrained(transformers: Any, model: str, source: dict[str, str], is_local: bool, dtype: str) -> Any:  # noqa: FBT001
+def _generates(config: Any) -> bool:
+    """Whether an encoder-decoder model was saved with the head that generates the text of its decoder."""
+    if not isinstance(config, dict) or not config.get("is_encoder_decoder"):
+        return False
+    return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
+
+
+def _pretrained(
+    transformers: Any,
+    model: str,
+    source: dict[str, str],
+    is_local: bool,  # noqa: FBT001
+    dtype: str,
+    classes: Sequence[str],
+) -> Any:
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
-    for head in _HEADS:
+    for head in classes:
         try:
             return getattr(transformers, head).from_pretrained(**source, dtype=choice, trust_remote_code=False)
         except Exception as error:  # a broken file can raise any error
@@ -405,6 +525,13 @@ def _tokenizer(transformers: Any, source: dict[str, str]) -> Any:
         return None  # a model of images has none; encode() raises an error where one is needed
     # Where its files are missing, transformers creates one with special tokens only.
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
+
+
+def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
+    try:
+        return transformers.AutoFeatureExtractor.from_pretrained(**source, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - as for a tokenizer
+        return None
 
 
 def _length(loaded: LoadedModel, tokens: int) -> int:

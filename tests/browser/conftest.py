@@ -13,6 +13,7 @@ import pytest
 from multihead.viewer.payload import Run
 from tests.browser.records import (
     causal,
+    encoder_decoder,
     hostile,
     inherited,
     medium,
@@ -65,6 +66,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "of a script": of_a_script,
         "partial": partial,
         "medium": medium,
+        "encoder decoder": encoder_decoder,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

@@ -6,11 +6,15 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
+import multihead as mh
 from multihead import masks
 from multihead.observation.record import Record
 from multihead.parts import Part
 from multihead.probes import Probe
 from multihead.record.texts import Text
+from tests.families import batch_of, family
 from tests.viewer.watching import watch
 
 LENGTH, LAYERS, HEADS = 700, 4, 3
@@ -74,6 +78,18 @@ def whole() -> Record:
 def medium() -> Record:
     """A text whose single weights fit into the inspector, and not into the grid."""
     return watch(150, mask=masks.Causal(), heads=2)
+
+
+@cache
+def encoder_decoder() -> Record:
+    """An encoder-decoder model that reads twelve tokens and writes twelve, with an alignment head."""
+    batch = batch_of("t5")
+    with torch.no_grad(), mh.observe(model := family("t5")) as seen:
+        model(input_ids=batch["input_ids"][:1], decoder_input_ids=batch["input_ids"][:1].flip(1))
+    for letter, ids in (("e", batch["input_ids"][0]), ("d", batch["input_ids"][0].flip(0))):
+        seen.name_text(Text(ids, [f"{letter}{place}" for place in range(12)], [False] * 12))
+    seen.layers[3].alignment_heads = (1,)
+    return seen
 
 
 @cache

@@ -260,3 +260,23 @@ def test_the_scale_of_means_ends_at_the_largest_of_them_and_the_legend_says_so(o
     assert shown.text("#insp .note") == "Each cell is the mean of 16 × 16 weights. The scale ends at 20 %."
     shown.at("#scale button:has-text('log')").click()
     assert note not in shown.text("#scale .note")
+
+
+def test_encoder_decoder_and_cross_attention_are_named_and_alignment_heads_marked(opened: Opened) -> None:
+    shown = opened("encoder decoder")
+    names = [" ".join(each.split()) for each in shown.texts("#grid [role=rowheader]")]
+    roles = ["encoder", "encoder", "decoder", "cross-attention", "decoder", "cross-attention"]
+    assert names == [f"L{layer} {role}" for layer, role in enumerate(roles)]
+    for words, layers in (("encoder", "01"), ("decoder", "24"), ("cross", "35"), ("alignment", "3")):
+        shown.at("#filter").fill(words)
+        assert {name[1] for name in heads(shown)} == set(layers), words
+    assert [" ".join(name.split()) for name in shown.texts("#rows th")] == ["L3 H1 cross-attention"]
+    assert shown.texts("#rows .aligned") == ["alignment"]
+    shown.at("#grid [data-i='13']").hover()
+    assert shown.texts("#insp .aligned") == ["alignment"]
+    assert shown.text("#insp .path").startswith("cross-attention")
+    shown.at("#grid [data-i='13']").click()
+    shown.settle()
+    assert shown.text("#shownhead").split(", ")[::2] == ["cross-attention", "alignment"]
+    shown.point(2, 5)
+    assert shown.texts("#read bdi") == ["d2", "e5"]

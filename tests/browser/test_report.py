@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multihead.viewer import write_report
-from tests.browser.records import of_a_script
+from tests.browser.records import encoder_decoder, of_a_script
 from tests.browser.shown import ink
 from tests.dense_record import random_weights, record_of
 
@@ -141,3 +141,27 @@ def test_a_word_of_the_filter_that_cannot_match_is_explained(written: Callable[.
         assert shown(page, "#why") == [why]
     page.fill("#filter", "H1")
     assert page.locator("#why").is_hidden()
+
+
+def test_cross_attention_has_the_decoders_tokens_as_rows_and_the_encoders_as_columns(
+    written: Callable[..., Page],
+) -> None:
+    record = encoder_decoder()
+    page = written(record, tokens=record.layers[0].sample().text.tokens)
+    roles = ["encoder", "encoder", "decoder", "cross-attention", "decoder", "cross-attention"]
+    assert [" ".join(name.split()) for name in shown(page, "#grid [role=rowheader]")] == [
+        f"L{layer} {role}" for layer, role in enumerate(roles)
+    ]
+    assert shown(page, ".lead") == [
+        "24 attention heads of an encoder-decoder model: its encoder read 12 positions, its decoder 12."
+    ]
+    assert shown(page, "#othertext")[0].split()[0] == "d0"
+    page.fill("#filter", "alignment")
+    assert [" ".join(name.split()) for name in shown(page, "#rows th")] == ["L3 H1 cross-attention"]
+    assert shown(page, "#rows .aligned") == ["alignment"]
+    page.click("#rows a >> nth=0")
+    page.wait_for_selector("#big")
+    assert shown(page, "#head .sub .aligned") == ["alignment"]
+    assert "cross-attention" in shown(page, "#head .sub")[0]
+    assert shown(page, "#keytext")[0].split()[0] == "e0"
+    assert shown(page, "#querytext")[0].split()[0] == "d0"

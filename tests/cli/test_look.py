@@ -157,7 +157,13 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
                 "Truncate it to 512 tokens, or use a model that reads longer texts.\n"
             ),
         ),
-        ([MODEL], "error: Give the text to read: either --text FILE or --prompt TEXT. See `multihead look --help`.\n"),
+        (
+            [MODEL],
+            (
+                "error: Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech "
+                "model. See `multihead look --help`.\n"
+            ),
+        ),
         (
             [MODEL, "--prompt", "hi", "--layers", "3-1"],
             "error: --layers is '3-1'. Give layer numbers such as 0,3-5. See `multihead look --help`.\n",

@@ -49,6 +49,8 @@ def test_a_sample_is_described_head_by_head() -> None:
         "keys": 70,
         "queryStart": 0,
         "crosses": False,
+        "role": "",
+        "aligned": (),
         "pattern": "causal",
         "levels": 2,
         "queryText": 0,

@@ -283,7 +283,7 @@ def test_a_size_that_the_bare_page_exceeds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as refusal:
         write(a_record(), tmp_path / "report.html", max_bytes=10_000)
     pattern = (
-        r"max_bytes is 10,000, and this page needs \d\d,\d{3} bytes without any map\. "
+        r"max_bytes is 10,000, and this page needs \d{2,3},\d{3} bytes without any map\. "
         r"Increase max_bytes, or use a shorter text\."
     )
     assert re.fullmatch(pattern, str(refusal.value))

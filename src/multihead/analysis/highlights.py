@@ -141,7 +141,7 @@ def layer_profiles(
         one = layer.sample(sample)
         marks = one.text.special if special is None else special
         means = {name: value.double() for name, value in one.means.items()}
-        crosses = one.query_start + one.num_queries != one.num_keys
+        crosses = one.crosses or one.query_start + one.num_queries != one.num_keys
         if marks is not None and any(marks[1:]) and len(marks) == one.num_keys and "special_mass" in means:
             # special_mass counts the first token too if that is a special token itself.
             first = means["first_mass"] if marks[0] and "first_mass" in means else torch.zeros(())

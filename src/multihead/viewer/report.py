@@ -18,7 +18,7 @@ from multihead.locale.texts import check_language, section, text
 from multihead.viewer import report_data
 from multihead.viewer.page import allowed, json_in_script, script, static, template, version
 from multihead.viewer.page_budget import Progress, Store, fill
-from multihead.viewer.payload import main_sample
+from multihead.viewer.payload import main_sample, other_text
 from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
@@ -130,16 +130,31 @@ def write_report(
     title = visible(title or record.title)
     read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
+    other = None
     if key_tokens is not None:
         texts["keys"] = reading(key_tokens)
-    data = report_data.page_data(record, read, texts, sample=sample, special=special, tokens=tokens, lang=lang)
-    found = findings(record.layers, sample=sample, tokens=tokens, special=special, lang=lang, profiles=read)
+    else:
+        other = other_text(record, sample, tokens)
+        if other is not None and other.tokens is not None:
+            texts["other"] = reading(other.tokens, special=other.special)
+    data = report_data.page_data(
+        record,
+        read,
+        texts,
+        sample=sample,
+        special=special,
+        tokens=tokens,
+        other=None if other is None else other.tokens,
+        lang=lang,
+    )
+    named = tokens if other is None else None  # of two texts, a first token has no name
+    found = findings(record.layers, sample=sample, tokens=named, special=special, lang=lang, profiles=read)
     data |= {"findings": [asdict(one) for one in found], "title": title}
     shell = {
         "title": title,
         "lang": lang,
         "words": section(lang, "common", "page", "report"),
-        "lead": report_data.lead(read, len(tokens), lang),
+        "lead": report_data.lead(record, read, len(tokens), sample=sample, lang=lang),
         "facts": [*report_data.facts(record, read, texts, sample=sample, lang=lang), *(facts or {}).items()],
         "ends": "previous_mass" in data["metrics"] and "next_mass" in data["metrics"],
     }

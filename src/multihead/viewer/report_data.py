@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile
+from multihead.analysis.roles import roles
 from multihead.escaping import visible
 from multihead.locale.texts import section, text
 from multihead.probes.catalogue import SEPARATOR
@@ -20,6 +21,7 @@ from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
+    from multihead.record.layer import LayerRecord
     from multihead.record.sample import SampleRecord
 
 
@@ -31,9 +33,15 @@ def page_data(
     sample: int,
     special: Sequence[bool] | None,
     tokens: Sequence[str],
+    other: Sequence[str] | None = None,
     lang: str,
 ) -> dict[str, Any]:
     """Return the data that the page's script reads, except for the maps and the findings."""
+    known = {"main": list(tokens)} | ({} if other is None else {"other": list(other)})
+    layers = [
+        _layer(layer, role, layer.sample(sample), texts, known)
+        for layer, role in zip(record.layers, roles(record.layers, sample=sample), strict=True)
+    ]
     names = names_of(profiles)
     if SEPARATOR.name in names:  # the first token has a column of its own
         names.remove("special_mass")
@@ -44,7 +52,7 @@ def page_data(
             one["label"] = separator
     return {
         "texts": texts,
-        "layers": [_layer(layer.number, layer.name, layer.sample(sample), texts) for layer in record.layers],
+        "layers": layers,
         "columns": columns,
         "unrecorded": unrecorded(names_of(profiles), lang),
         "labels": {name: column(record.statistic(name), lang)["label"] for name in ("entropy", "received")},
@@ -56,7 +64,7 @@ def page_data(
             "later": all(one.visibility.pattern in ("full", "causal") for one in profiles),
             "blind": sum(one.visibility.blind_queries > 0 for one in profiles),
         },
-        "received": _received(record, sample, len(tokens)),
+        "received": _received(record, layers, sample, len(tokens)),
         "bound": not keeps_weights(record, sample),
         "thresholds": {
             "mass": MASS_SHARE,
@@ -80,6 +88,8 @@ def facts(
     found.append((words["fact.tokens"], f"{len(texts['main']['shown']):,}"))
     if "keys" in texts:
         found.append((words["fact.keys"], f"{len(texts['keys']['shown']):,}"))
+    if "other" in texts:
+        found.append((words["fact.decoder tokens"], f"{len(texts['other']['shown']):,}"))
     found.append((words["fact.attention"], _attention(profiles, lang)))
     kinds = {kind for one in profiles for kind in one.kinds}
     # Separator heads need special tokens after the first, duplicate and induction heads need token ids.
@@ -89,9 +99,14 @@ def facts(
     return found
 
 
-def lead(profiles: Sequence[LayerProfile], tokens: int, lang: str) -> str:
+def lead(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
     """Return the sentence under the title."""
     heads = sum(len(one.kinds) for one in profiles)
+    crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).crosses]
+    if crossing and "encoder" in roles(record.layers, sample=sample):
+        one = crossing[0]
+        values = {"heads": f"{heads:,}", "keys": f"{one.num_keys:,}", "queries": f"{one.num_queries:,}"}
+        return text("report.lead two", lang, **values)
     key = "report.lead" if heads > 1 and tokens > 1 else "report.lead one"
     return text(key, lang, heads=f"{heads:,}", tokens=f"{tokens:,}")
 
@@ -136,11 +151,20 @@ def size(num_bytes: int, lang: str) -> str:
     return text("report.megabytes", lang, n=f"{num_bytes / 1e6:.1f}".removesuffix(".0"))
 
 
-def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> dict[str, Any]:
-    queries, keys = _sources(one, {key: len(text["shown"]) for key, text in texts.items()})
+def _layer(
+    layer: LayerRecord, role: str, one: SampleRecord, texts: dict[str, Any], known: dict[str, list[str]]
+) -> dict[str, Any]:
+    found = _named_sources(one, known)
+    if found is None:
+        # The texts of an encoder and a decoder may have one length, which then identifies neither.
+        queries, keys = _sources(one, {} if role else {key: len(text["shown"]) for key, text in texts.items()})
+    else:
+        queries, keys = found
     return {
-        "number": number,
-        "name": visible(name),
+        "number": layer.number,
+        "name": visible(layer.name),
+        "role": role,
+        "aligned": layer.alignment_heads,
         "heads": one.num_heads,
         "queries": one.num_queries,
         "keys": one.num_keys,
@@ -148,6 +172,21 @@ def _layer(number: int, name: str, one: SampleRecord, texts: dict[str, Any]) -> 
         "queryTokens": queries,
         "keyTokens": keys,
     }
+
+
+def _named_sources(one: SampleRecord, known: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Find the texts of a layer's queries and keys by their tokens in the record; None if it has no tokens."""
+
+    def named(tokens: list[str] | None) -> str:
+        return next((name for name, each in known.items() if each == tokens), "none")
+
+    keys = named(one.text.tokens)
+    if not one.crosses:
+        return None if keys == "none" else ({"text": keys, "from": one.query_start}, {"text": keys, "from": 0})
+    queries = named(one.query_text.tokens)
+    if keys == queries == "none":
+        return None
+    return {"text": queries, "from": 0}, {"text": keys, "from": 0}
 
 
 def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -169,11 +208,12 @@ def _column(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
     )
 
 
-def _received(record: Record, sample: int, tokens: int) -> list[float | None] | None:
+def _received(record: Record, layers: Sequence[dict[str, Any]], sample: int, tokens: int) -> list[float | None] | None:
     """Average what each token receives over the queries and heads of the layers whose keys are the text."""
     total, heads = torch.zeros(tokens, dtype=torch.float64), 0
-    for one in _samples(record, sample):
-        if one.num_keys == tokens and "received" in one.statistics:
+    for one, layer in zip(_samples(record, sample), layers, strict=True):
+        elsewhere = layer["role"] and layer["keyTokens"]["text"] != "main"
+        if one.num_keys == tokens and not elsewhere and "received" in one.statistics:
             total += one.statistics["received"].double().sum(0) / max(1, one.num_queries)
             heads += one.num_heads
     return _numbers(total / heads) if heads else None

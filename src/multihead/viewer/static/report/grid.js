@@ -2,17 +2,17 @@
 import { bitmap } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { glyph, KINDS, kindChips, kindName, kindTag } from '../shared/kinds.js';
+import { alignmentTag, glyph, KINDS, kindChips, kindName, kindTag, pathLine, roleName } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { blockOf, isSingle, mapFor, scaleTop, thumbs } from './maps.js';
-import { addressOf, D, ENTROPY, HEADS, indexOf, kindOf, layerOf, longName, numbered, shortName, STATISTICS, WIDEST } from './record.js';
+import { addressOf, D, ENTROPY, HEADS, indexOf, isAligned, kindOf, layerOf, longName, numbered, roleOf, shortName, STATISTICS, WIDEST } from './record.js';
 
 // The current choice: one kind or all, the order of the table, the colour scale, and the head in the inspector.
 export const state = { kind: '', order: '', scale: 'root', lit: 0 };
-const asFiltered = i => ({ l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name });
+const asFiltered = i => ({ l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name, role: roleOf(i), aligned: isAligned(i) });
 const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, asFiltered(i));
 
 function thumb(map, top = scaleTop.value) {
@@ -57,6 +57,7 @@ export function grid() {
   const box = $('grid'), held = box.contains(document.activeElement), short = innerWidth <= 640;
   document.documentElement.style.setProperty('--H', WIDEST);
   box.classList.toggle('many', WIDEST > 16);
+  box.classList.toggle('roles', D.layers.some(layer => layer.role));
   // Limit the size of a cell: many layers make a long page, and few heads make large maps.
   box.style.setProperty('--cell', D.layers.length > 12 ? '56px' : '110px');
   box.closest('.work').classList.toggle('tight', D.layers.length > 12 ? WIDEST < 14 : WIDEST < 8);
@@ -64,11 +65,12 @@ export function grid() {
   const rows = [el('div', { className: 'gr', role: 'row' }, el('span', { role: 'columnheader' }),
     ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', role: 'columnheader', textContent: h % step ? '' : (short || WIDEST > 24 ? '' : 'H') + h })))];
   D.layers.forEach((layer, l) => {
-    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (short ? '' : 'L') + layer.number, title: layer.name }));
+    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (short ? '' : 'L') + layer.number, ...(layer.role ? [el('small', { textContent: roleName(layer.role) })] : [])));
     for (let h = 0; h < layer.heads; h++) {
-      const i = indexOf(l, h), label = `${longName(i)}, ${kindName(kindOf(i))}` + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
+      const i = indexOf(l, h), label = [longName(i), roleName(layer.role), kindName(kindOf(i)), isAligned(i) ? translate('alignment') : ''].filter(Boolean).join(', ') + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
       const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': label, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, frame(i));
       link.dataset.i = i;
+      link.classList.toggle('marked', isAligned(i));
       row.append(el('span', { role: 'gridcell' }, link));
     }
     rows.push(row);
@@ -83,6 +85,7 @@ export function headStatistics(i) {
   return el('table', { className: 'mt' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
 }
 
+export const marks = i => isAligned(i) ? [alignmentTag()] : [];
 let inspected = 0;
 export async function inspect(i) {
   const turn = ++inspected;
@@ -91,7 +94,7 @@ export async function inspect(i) {
   const { map, block } = await mapFor(i, ($('insp').clientWidth || 300) * (devicePixelRatio || 1));
   if (turn !== inspected) return;  // another head was chosen meanwhile
   const top = topOf(block), note = map ? [el('p', { className: 'note', textContent: cellNote(block) + translate('join.sentences') + scaleNote(top) })] : [];
-  $('insp').replaceChildren(frame(i, map, top), ...note, el('h3', {}, longName(i), kindTag(kindOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), headStatistics(i));
+  $('insp').replaceChildren(frame(i, map, top), ...note, el('h3', {}, longName(i), kindTag(kindOf(i))), ...marks(i), pathLine(roleOf(i), layerOf(i).name), headStatistics(i));
   sharpen($('insp'));
 }
 
@@ -111,14 +114,15 @@ export function gridNote() {
   const notes = thumbs.length ? [translate('one scale')] : [], means = thumbs.length ? D.layers.map(blockOf).filter(block => !isSingle(block)) : [];
   if (means.length) notes.push(...new Set(means.map(cellNote)), ...endNote());
   if (thumbs.length || D.sight.hides) notes.push(D.sight.hides ? translate(D.sight.later ? 'hidden later' : 'hidden') : translate('nothing hidden'));
+  if (HEADS.some((_, i) => isAligned(i))) notes.push(translate('alignment note'));
   if (D.sight.blind) notes.push(D.sight.blind === 1 ? translate('blind queries in 1 layer') : translate('blind queries', { layers: D.sight.blind }));
   return notes.join(translate('join.sentences'));
 }
 
 export function headsTable() {
   const why = unmatched($('filter').value, STATISTICS, D.unrecorded, HEADS.map((_, i) => asFiltered(i)));
-  const link = i => el('a', { href: addressOf(i) }, ...(thumbs[i] ? [thumb(thumbs[i])] : []), shortName(i));
-  table({ kinds: D.kinds, statistics: STATISTICS, link, path: i => layerOf(i).name, passes, order: state.order, reorder: order => { state.order = order; }, why });
+  const link = i => el('a', { href: addressOf(i) }, ...(thumbs[i] ? [thumb(thumbs[i])] : []), shortName(i), ...(roleOf(i) ? [el('small', { textContent: ' ' + roleName(roleOf(i)) })] : []));
+  table({ kinds: D.kinds, statistics: STATISTICS, link, path: i => layerOf(i).name, passes, order: state.order, reorder: order => { state.order = order; }, why, marks });
   sharpen($('rows'));
 }
 

@@ -13,6 +13,8 @@ export const indexOf = (l, h) => l < D.layers.length && h >= 0 && h < D.layers[l
 export const numbered = (number, h) => HEADS.findIndex(head => head.number === number && head.h === h);
 export const layerOf = i => D.layers[HEADS[i].l];
 export const kindOf = i => D.kinds[i];
+export const roleOf = i => layerOf(i).role;
+export const isAligned = i => layerOf(i).aligned.includes(HEADS[i].h);
 export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
 export const longName = i => translate('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
 export const addressOf = i => `#L${HEADS[i].number}H${HEADS[i].h}`;

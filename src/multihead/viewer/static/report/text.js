@@ -17,6 +17,9 @@ export function paintedText() {
     paint(span, tone(state.scale, received[p], end));
     span.title = text.flags[p] & PART ? translate('part', { token: text.labels[p] }) : translate('receives', { share: percent(received[p]) });
   });
+  const other = D.texts.other;
+  $('othertitle').hidden = $('othertext').hidden = !other;
+  if (other) { setText($('othertext'), other, 0, Math.min(other.shown.length, FOLDED)); if (other.shown.length > FOLDED) $('othertext').append(' …'); }
   if (to < text.shown.length) $('text').append(' …');
   $('unfold').hidden = !long;
   $('unfold').textContent = unfolded ? translate('less text') : translate('whole text', { tokens: count(text.shown.length) });

@@ -1,17 +1,22 @@
 // The filter of heads: words separated by spaces, all of which must match, such as L2, H7, L2H7, prev>40, entropy<2,
-// a kind, or a part of the module path.
+// a kind, encoder, decoder, cross, alignment, or a part of the module path.
 import { translate } from './dom.js';
-import { KINDS, kindName } from './kinds.js';
+import { KINDS, kindName, roleName } from './kinds.js';
 import { known } from './numbers.js';
 
 const lower = text => text.toLocaleLowerCase();
+const ROLES = ['encoder', 'decoder', 'cross'];
 const TESTS = { '<': (a, b) => a < b, '>': (a, b) => a > b, '<=': (a, b) => a <= b, '>=': (a, b) => a >= b, '=': (a, b) => a === b };
 
 // Words separated by spaces or commas; the signs of a comparison belong to the word before them.
 const words = filter => lower(filter).replaceAll('＞', '>').replaceAll('＜', '<').replace(/\s*([<>]=?)\s*/g, '$1').split(/[\s、，]+/).filter(Boolean);
 const placeIn = word => word.match(/^(?:l(\d+))?(?:h(\d+))?$/);
 const boundIn = word => word.match(/^([^<>=]+)(<=?|>=?|=)(-?[\d.]+)%?$/);
-const names = (text, kind, path) => kind.includes(text) || lower(kindName(kind)).includes(text) || lower(path).includes(text);
+function names(text, { kind, path, role, aligned }) {
+  if (role && ROLES.includes(text)) return role === text;
+  const words = [kind, lower(kindName(kind)), lower(path), lower(roleName(role)), ...(aligned ? ['alignment', translate('alignment')] : [])];
+  return words.some(each => each.includes(text));
+}
 
 // Find a statistic by its label or name, the beginning of one, or the beginning of a part of its name.
 function statisticNamed(statistics, word) {
@@ -19,8 +24,10 @@ function statisticNamed(statistics, word) {
   return statistics.find(one => called(one).includes(word)) ?? statistics.find(one => called(one).some(begins)) ?? statistics.find(one => one.id.split('_').some(begins));
 }
 
-// Return whether head i passes the filter: its layer l and head h, its kind, and the module path of its layer.
-export function fits(filter, statistics, i, { l, h, kind, path }) {
+// Return whether head i passes the filter: its layer l and head h, its kind, the module path and the role of its layer,
+// and whether it is an alignment head.
+export function fits(filter, statistics, i, head) {
+  const { l, h } = head;
   return words(filter).every(word => {
     const place = placeIn(word), bound = boundIn(word);
     if (place) return (place[1] === undefined || +place[1] === l) && (place[2] === undefined || +place[2] === h);
@@ -28,18 +35,18 @@ export function fits(filter, statistics, i, { l, h, kind, path }) {
       const one = statisticNamed(statistics, bound[1]);
       return !!one && known(one.values[i]) && TESTS[bound[2]](one.values[i] * one.times, +bound[3]);
     }
-    return names(word, kind, path);
+    return names(word, head);
   });
 }
 
 // Explain in a sentence why a word of a filter matches no head, whatever the numbers are: it is unknown, or names a
-// statistic that was not recorded; '' if there is no such word. `heads` are kinds and paths as for `fits`.
+// statistic that was not recorded; '' if there is no such word. `heads` are described as for `fits`.
 export function unmatched(filter, statistics, unrecorded, heads) {
   const missing = one => translate('filter.unrecorded', { label: one.label, name: one.id });
   for (const word of words(filter)) {
     const bound = boundIn(word), name = bound ? bound[1] : word.replace(/[<>=].*/, '');
-    if (placeIn(word) || (bound && statisticNamed(statistics, name)) || heads.some(({ kind, path }) => names(word, kind, path))) continue;
-    const kind = KINDS.find(each => names(word, each, ''));
+    if (placeIn(word) || (bound && statisticNamed(statistics, name)) || heads.some(head => names(word, head))) continue;
+    const kind = KINDS.find(each => names(word, { kind: each, path: '' }));
     const absent = bound ? statisticNamed(unrecorded, name) : unrecorded.find(one => kind ? one.id === kind + '_mass' : [lower(one.label), one.id].includes(name));
     if (absent) return missing(absent);
     if (bound) return translate('filter.statistic', { word: name, known: statistics.map(each => each.label).join(translate('join.comma')) });

@@ -23,6 +23,11 @@ export function glyph(kind) {
 
 export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));
 
+// What a head is besides its kind: the role of its layer in an encoder-decoder model, an alignment head of Whisper.
+export const roleName = role => role ? translate('role.' + role) : '';
+export const alignmentTag = () => el('span', { className: 'aligned', title: translate('alignment note'), textContent: translate('alignment') });
+export const pathLine = (role, path) => el('p', { className: 'path' }, ...(role ? [el('b', { textContent: roleName(role) }), ' '] : []), path);
+
 // Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
 export function kindChips(box, kinds, chosen, choose) {
   box.setAttribute('aria-label', translate('show kind'));

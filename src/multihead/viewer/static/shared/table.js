@@ -8,11 +8,11 @@ const FIRST = 12, MORE = 500;
 let shown = FIRST;
 export function showRows(all) { shown = all ? Infinity : FIRST; }
 
-// kinds and statistics per head; link(i) and path(i): the link to a head and the module path of its layer; passes(i):
+// kinds and statistics per head; link(i) and path(i): the link to a head and the module path of its layer; marks(i): tags after its kind; passes(i):
 // whether it passes the filter; order: a column's id, "-entropy" for descending, '' for the default; reorder(order): called
 // with a new order; why: a sentence on a filter that cannot match, or ''.
-export function table({ kinds, statistics, link, path, passes, order, reorder, why }) {
-  const again = order => table({ kinds, statistics, link, path, passes, order, reorder, why });
+export function table({ kinds, statistics, link, path, passes, order, reorder, why, marks }) {
+  const again = order => table({ kinds, statistics, link, path, passes, order, reorder, why, marks });
   const sorting = order || (statistics.some(one => one.id === 'entropy') ? 'entropy' : 'head'), falling = sorting.startsWith('-'), by = sorting.replace(/^-/, '');
   const heading = (id, label, words) => {
     const turn = () => {
@@ -29,7 +29,7 @@ export function table({ kinds, statistics, link, path, passes, order, reorder, w
 
   const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? KINDS.indexOf(kinds[i]) : i;
   const found = kinds.map((_, i) => i).filter(passes).sort((a, b) => (value(a) - value(b)) * (falling ? -1 : 1) || a - b);
-  $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), el('td', { className: 't' }, kindTag(kinds[i])),
+  $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), el('td', { className: 't' }, kindTag(kinds[i]), ...marks(i)),
     ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i) }))))));
   if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 2, textContent: translate('no match') })));
 

@@ -1,12 +1,13 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { glyph } from '../shared/kinds.js';
+import { glyph, roleName } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
 import { state, toHead } from './permalink.js';
 
-const LABEL = 30;
+const LABEL = 30, ROLE_LABEL = 84;
+const hasRoles = record => record.layers.some(layer => layer.role);
 const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
 export const topWeight = { value: 0, single: true };  // the largest weight or mean of the small maps
@@ -63,7 +64,7 @@ function fitted(record, width) {
   const phone = innerWidth <= 640, layers = record.layers.length, heads = record.widest, high = Math.max(520, innerHeight * 1.05);
   let best = { score: 0 };
   for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
-    const gap = heads > 16 || phone ? 3 : 5, across = ((width - (columns - 1) * 28) / columns - LABEL) / heads - gap, down = high / Math.ceil(layers / columns) - gap;
+    const gap = heads > 16 || phone ? 3 : 5, across = ((width - (columns - 1) * 28) / columns - (hasRoles(record) ? ROLE_LABEL : LABEL)) / heads - gap, down = high / Math.ceil(layers / columns) - gap;
     const score = Math.min(110, across, down);
     if (score > best.score * 1.15) best = { columns, gap, score, cell: Math.floor(Math.min(110, across, Math.max(down, 40))) };
   }
@@ -78,6 +79,7 @@ export function grid(record, passes, goTo) {
   const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
   Object.entries({ '--cell': `${cell}px`, '--gap': `${gap}px`, '--H': record.widest, '--rows': perColumn + 1, '--columns': columns }).forEach(([name, value]) => box.style.setProperty(name, value));
   box.classList.toggle('small', cell < 30);
+  box.classList.toggle('roles', hasRoles(record));
   const step = cell < 17 ? 4 : 1, rows = [];
   const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}),
     ...Array.from({ length: record.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : (cell < 30 || phone ? '' : 'H') + h })));
@@ -100,12 +102,13 @@ function sharpest(record) {
 
 function gridRow(record, layer, l) {
   const entropy = record.metrics.find(one => one.id === 'entropy');
-  const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (shape.cell < 30 ? '' : 'L') + l, title: layer.name, 'aria-label': `L${l} ${layer.name}` }), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
+  const made = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name, 'aria-label': `L${l} ${roleName(layer.role)} ${layer.name}` }, (shape.cell < 30 ? '' : 'L') + l, ...(layer.role ? [el('small', { textContent: roleName(layer.role) })] : [])), el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
   made.dataset.l = l;
   for (let h = 0; h < layer.heads; h++) {
     const i = record.index(l, h), name = record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
     const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': name, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
     link.dataset.i = i;
+    link.classList.toggle('marked', record.aligned(i));
     made.append(el('span', { role: 'gridcell' }, link));
   }
   return made;
@@ -215,4 +218,5 @@ export function neighbour(record, i, key) {
   const near = other => other ? record.index(other.number, Math.min(h, other.heads - 1)) : -1;
   return { ArrowLeft: record.index(l, h - 1), ArrowRight: record.index(l, h + 1), ArrowUp: near(record.layers[place - 1]), ArrowDown: near(record.layers[place + 1]), Home: record.index(l, 0), End: record.index(l, layer.heads - 1) }[key];
 }
-export const headLink = (record, i) => el('a', { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) }, thumb(record, i, 26), record.short(i));
+export const headLink = (record, i) => el('a', { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) }, thumb(record, i, 26), record.short(i),
+  ...(record.layer(i).role ? [el('small', { textContent: ' ' + roleName(record.layer(i).role) })] : []));

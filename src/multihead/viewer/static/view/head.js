@@ -1,6 +1,6 @@
 // The page of one head, or of two compared: its layout, and the pointer on the map.
 import { $, el, translate } from '../shared/dom.js';
-import { kindName } from '../shared/kinds.js';
+import { kindName, roleName } from '../shared/kinds.js';
 import { scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
@@ -45,7 +45,7 @@ export function headPage(record, other) {
   const { i } = scene, drawable = scene.layer.levels > 0;
   $('one').classList.toggle('mapless', !drawable);
   $('headname').textContent = record.named(i);
-  $('shownhead').textContent = kindName(record.kinds[i]);
+  $('shownhead').textContent = [roleName(scene.layer.role), kindName(record.kinds[i]), record.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma'));
   $('map').setAttribute('aria-label', translate('map label', { layer: state.a.l, head: state.a.h }));
   $('mini').setAttribute('aria-label', translate('mini label'));
   $('numbers').replaceChildren(...numberRows(record.metrics, i));

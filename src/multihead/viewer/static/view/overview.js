@@ -1,7 +1,7 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { kindChips, KINDS, kindTag } from '../shared/kinds.js';
+import { alignmentTag, kindChips, KINDS, kindTag, pathLine } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count, exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
@@ -12,10 +12,11 @@ import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
 let record = null, goTo = () => {};
-const asFiltered = i => ({ ...record.heads[i], kind: record.kinds[i], path: record.layer(i).name });
+const asFiltered = i => ({ ...record.heads[i], kind: record.kinds[i], path: record.layer(i).name, role: record.layer(i).role, aligned: record.aligned(i) });
+const marks = i => record.aligned(i) ? [alignmentTag()] : [];
 const passes = i => (!state.kind || record.kinds[i] === state.kind) && (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
 const why = () => unmatched(state.filter, record.metrics, record.unrecorded, record.heads.map((_, i) => asFiltered(i)));
-const statisticsTable = () => table({ kinds: record.kinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); }, why: why() });
+const statisticsTable = () => table({ kinds: record.kinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); }, why: why(), marks });
 
 export function overview(shown, openHead) {
   record = shown;
@@ -77,6 +78,7 @@ function scale() {
     $('scale').querySelector('[aria-pressed=true]').focus();
   };
   const hidden = record.layers.some(layer => layer.pattern !== 'full'), notes = [translate('one scale'), ...(topWeight.single || state.scale === 'log' ? [] : [translate('scale.by means')]), hidden ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
+  if (record.heads.some((_, i) => record.aligned(i))) notes.push(translate('alignment note'));
   $('scale').hidden = missing;
   $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
   const words = missing ? translate('no maps') : building();
@@ -96,7 +98,7 @@ function inspect(i) {
   const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', `var(--${record.kinds[i]})`);
-  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTag(record.kinds[i])), el('p', { className: 'path', textContent: record.layer(i).name }),
+  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTag(record.kinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name),
     el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
 }
 

@@ -1,6 +1,6 @@
 // One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
 import { NBSP, translate } from '../shared/dom.js';
-import { kindName } from '../shared/kinds.js';
+import { kindName, roleName } from '../shared/kinds.js';
 import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
@@ -32,7 +32,8 @@ class Sample {
   layer(i) { return this.numbered.get(this.heads[i].l); }
   short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
   long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
-  named(i) { return translate('head and kind', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
+  aligned(i) { return this.layer(i).aligned.includes(this.heads[i].h); }
+  named(i) { return translate('head and kind', { head: this.long(i), kind: [roleName(this.layer(i).role), kindName(this.kinds[i]), this.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma')) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Return whether the small maps of a layer are available; heads are computed one after the other.

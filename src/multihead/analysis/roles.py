@@ -1,0 +1,57 @@
+"""Tell the layers of an encoder-decoder model apart: encoder, decoder and cross-attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multihead.record.layer import LayerRecord
+
+ROLES = ("encoder", "decoder", "cross")
+"""Self-attention of the encoder, self-attention of the decoder, and the decoder's attention to the encoder's output."""
+
+_STACK = re.compile(r"(?:^|[._])(encoder|decoder)(?=[._]|$)")
+
+
+def roles(layers: Sequence[LayerRecord], *, sample: int = 0) -> list[str]:
+    """Return the role of each layer of a record: one of `ROLES`, or "" for all if no layer has cross-attention.
+
+    The encoder and the decoder are recognised by the layers' names; other self-attention has the role "" too.
+    """
+    crossing = [layer.sample(sample).crosses for layer in layers]
+    if not any(crossing):
+        return [""] * len(layers)
+    return ["cross" if each else _stack(layer.name) for layer, each in zip(layers, crossing, strict=True)]
+
+
+def marked(
+    layers: Sequence[LayerRecord], rows: Sequence[Mapping[str, Any]], *, sample: int = 0
+) -> list[dict[str, Any]]:
+    """Add "role" and "alignment" to rows of heads, where the record has layers with roles or alignment heads.
+
+    Args:
+        layers: the layers of a record.
+        rows: each has the "layer" and the "head" of a head.
+        sample: index of the text.
+    """
+    named = dict(zip((layer.number for layer in layers), roles(layers, sample=sample), strict=True))
+    aligned = {(layer.number, head) for layer in layers for head in layer.alignment_heads}
+    return [
+        {
+            **row,
+            **({"role": named[row["layer"]]} if any(named.values()) else {}),
+            **({"alignment": (row["layer"], row["head"]) in aligned} if aligned else {}),
+        }
+        for row in rows
+    ]
+
+
+def _stack(name: str) -> str:
+    """Return the first of "encoder" and "decoder" in a layer's name; "" without either.
+
+    >>> _stack("model.decoder.layers.0.self_attn"), _stack("decoder.bert.encoder.layer.0.attention.self"), _stack("0")
+    ('decoder', 'decoder', '')
+    """
+    found = _STACK.search(name)
+    return "" if found is None else found[1]
