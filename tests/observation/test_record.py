@@ -244,6 +244,8 @@ def test_the_nearest_heads_are_asked_for_and_found_by_the_numbers_of_their_layer
 
 def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
     some = read(ids(1, 12), layers=[1])
+    sample = some.layers[0].samples[0]
+    sample.put({"previous_mass": torch.full((sample.num_heads, 12), 0.9)})
     found = findings(some.layers)
     assert {one.layer for one in found} == {1}
     assert all(str(one).startswith("layer 1 head ") for one in found)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from multihead.analysis.highlights import layer_profiles
-from multihead.analysis.visibility import near_mass
 from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
 from multihead.probes.catalogue import statistic
@@ -133,7 +132,7 @@ def _score(layer: LayerRecord, kind: str) -> Tensor | None:
             entropy = read.means.get("entropy")
             value = None if entropy is None else entropy / read.visibility.largest_entropy.clamp(min=1e-12)
         else:
-            value = None if read.crosses else near_mass(one, read.visibility)
+            value = read.near
         if value is None:
             return None
         total += value * one.num_queries

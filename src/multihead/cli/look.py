@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.record import Record
-    from multihead.observation.textbook import TextbookHead
+    from multihead.record.repeated import RepeatedTokens
     from multihead.viewer.report import ReportSummary
 
 EXAMPLES = """
@@ -83,7 +83,7 @@ SORTS = ["layer", *COLUMNS]
 @click.option(
     "--textbook",
     is_flag=True,
-    help="Name the induction, duplicate, previous and first token heads too, from random tokens that repeat.",
+    help="Measure induction, duplicate, previous and first token heads on random tokens that repeat, too.",
 )
 @click.option(
     "--lang",
@@ -132,6 +132,7 @@ def look(
 
     from multihead.analysis.highlights import layer_profiles
     from multihead.models import encode, load
+    from multihead.observation.textbook import add_repeated
     from multihead.record.memory_use import memory_of
 
     watched = sys.stderr is not None and sys.stderr.isatty()
@@ -152,8 +153,9 @@ def look(
         encoded = encode(loaded, text or "", tokens=tokens)
     if tokens is not None and encoded.stop:
         text = (text or "")[: encoded.stop]
-    heads = _textbook_heads(loaded, notes, lang) if textbook else None  # first, because it may reject the model
+    repeated = _repeated(loaded, notes, lang) if textbook else {}  # first, because it may reject the model
     record = _recorded(loaded, encoded, chosen, notes, lang)
+    add_repeated(record, repeated)
     memory = memory_of(record.layers)
     if record_file is not None:
         with notes.status(Text(locale("look.doing.saving", lang, file=visible(record_file)))):
@@ -162,8 +164,8 @@ def look(
         profiles = layer_profiles(record.layers, special=encoded.special)
     page = _written_page(record, profiles, loaded, encoded, text=text, out=out, lang=lang, notes=notes)
     table = record.table(sort=sort, top=top)
-    kinds = {reading.number: reading.kinds for reading in profiles}
-    rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in table.rows]
+    read = {profile.number: profile for profile in profiles}
+    rows = [{**row, **read[row["layer"]].row(row["head"])} for row in table.rows]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
             click.echo(written(rows), nl=False)
@@ -171,8 +173,8 @@ def look(
             write_whole(target, written(rows))
     if "-" not in (json_file, csv_file):
         print_heads(record, profiles, loaded, encoded, rows, lang=lang)
-        if heads is not None:
-            print_textbook_heads(heads, lang)
+        if textbook:
+            print_textbook_heads(profiles, lang)
         print_files(page, record_file, memory, lang)
 
 
@@ -255,11 +257,11 @@ def _save(record: Record, loaded: LoadedModel, encoded: Encoded, file: str) -> N
     record.save(file)
 
 
-def _textbook_heads(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, list[TextbookHead]]:
-    from multihead.observation.textbook import start_of, textbook_heads, words_of
+def _repeated(loaded: LoadedModel, notes: Console, lang: str) -> dict[str, RepeatedTokens]:
+    from multihead.observation.textbook import measure_repeated, start_of, words_of
 
     with notes.status(locale("look.doing.textbook", lang)), _text_alone(loaded):
-        return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
+        return measure_repeated(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
 
 
 @contextmanager

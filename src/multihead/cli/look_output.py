@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.record import Record
-    from multihead.observation.textbook import TextbookHead
     from multihead.probes.probe import Statistic
     from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
@@ -35,8 +34,8 @@ COLUMNS = (
     "largest_weight",
 )
 NARROW = 90
-HALF = 0.5  # share of its attention that makes a textbook head
 NAMED = 4  # textbook heads listed per kind
+MOST_LEVELS = 4  # lines of the table that list chance
 HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 
@@ -61,32 +60,42 @@ def print_heads(
     first = text(key, lang, model=visible(loaded.title), tokens=tokens, heads=_counted(record, lang))
     console.print(first + "\n", markup=False)
     console.print(_drawn(rows, console.width, lang))
+    if any("repeated_" in row["kind"] for row in rows):
+        console.print(text("look.on repeats", lang), markup=False)
     found = findings(record.layers, tokens=encoded.tokens, special=encoded.special, lang=lang, profiles=profiles)
-    if found:
-        click.echo("\n" + text("look.highlights", lang))
+    click.echo("\n" + text("look.highlights" if found else "look.no highlights", lang))
     for finding in found:
-        console.print(f"  {finding}", markup=False)
+        console.print(f"  {finding}", markup=False, soft_wrap=True)
 
 
-def print_textbook_heads(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> None:
-    """Print the strongest heads of each kind."""
+def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
+    """Print the strongest heads of each kind that was measured on repeated random tokens."""
     from rich.cells import cell_len
 
-    from multihead.analysis.highlights import percent
-    from multihead.observation.textbook import LENGTH, TIMES
+    from multihead.analysis.highlights import REPEATED_KINDS, percent
+    from multihead.observation.textbook import DRAWS, LENGTH, TIMES
 
-    click.echo("\n" + text("look.textbook.title", lang, times=TIMES, length=LENGTH))
-    names = {kind: text(f"look.textbook.{kind}", lang) for kind in found}
-    width = max(cell_len(name) for name in names.values())  # a Chinese character is two columns wide
-    for kind, heads in found.items():
-        half = [each for each in heads if each.share > HALF]
-        named = ", ".join(f"L{each.layer} H{each.head} {percent(each.share)}" for each in half[:NAMED])
-        if kind == "first" and half:
-            count = text("look.textbook.count", lang, number=len(half), heads=len(heads))
+    click.echo("\n" + text("look.textbook.title", lang, draws=DRAWS, times=TIMES, length=LENGTH))
+    measured = [kind for kind in REPEATED_KINDS if any(kind in one.means for one in profiles)]
+    names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
+    width = max((cell_len(name) for name in names.values()), default=0)  # a Chinese character is two columns wide
+    for kind, name in names.items():
+        heads = sorted(
+            (-float(one.means[kind][head]), float(one.chance[kind][head]), one.number, head)
+            for one in profiles
+            for head, kinds in enumerate(one.kinds)
+            if kind in kinds
+        )
+        named = ", ".join(f"L{layer} H{head} {percent(-share)}" for share, _, layer, head in heads[:NAMED])
+        if heads:
+            more = ", …" if len(heads) > NAMED else ""
+            chance = text("look.chance of", lang, chance=percent(max(level for _, level, _, _ in heads)))
+            named = f"{named}{more}{section(lang, 'common')['join.sentences']}{chance}"
+        if kind == "repeated_first" and heads:
+            count = text("look.textbook.count", lang, number=len(heads), heads=sum(len(one.kinds) for one in profiles))
             named = f"{count}{section(lang, 'common')['join.sentences']}{named}"
-        more = ", …" if len(half) > NAMED else ""
-        name = names[kind] + " " * (width - cell_len(names[kind]))
-        click.echo(f"  {name}  {named + more or text('look.textbook.none', lang)}".replace("\u00a0", " "))
+        shown = name + " " * (width - cell_len(name))
+        click.echo(f"  {shown}  {named or text('look.textbook.none', lang)}".replace("\u00a0", " "))
 
 
 def print_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
@@ -122,15 +131,31 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
     shown = [PROBES[name] for name in COLUMNS if any(name in row for row in rows)]
     if width < NARROW:
         shown = [each for each in shown if each.name != "distance_spread"]
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    padding = 0 if width < NARROW else 1
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
     for name in ("head", "kind"):
         drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=True)
     for each in shown:
         drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
         numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
-        drawn.add_row(f"L{row['layer']} H{row['head']}", text(f"common.kind.{row['kind']}", lang), *numbers)
+        drawn.add_row(f"L{row['layer']} H{row['head']}", _kinds(row["kind"], lang), *numbers)
+    levels = [[each.number(row.get(f"{each.name}_chance")) for each in shown] for row in rows]
+    drawn.add_section()
+    for level in _distinct(levels)[:MOST_LEVELS]:  # layers with different masks have different levels of chance
+        drawn.add_row(text("look.chance", lang), "", *("" if number == "-" else number for number in level))
     return drawn
+
+
+def _distinct(rows: Sequence[list[str]]) -> list[list[str]]:
+    return [row for index, row in enumerate(rows) if row not in rows[:index]]
+
+
+def _kinds(kinds: str, lang: str) -> str:
+    """Name the first kind of a head, "*" if it was measured on repeated random tokens, and count the others."""
+    first, *others = kinds.split("+")
+    name = text(f"common.kind.{first.removeprefix('repeated_')}", lang)
+    return name + ("*" if first.startswith("repeated_") else "") + (f" +{len(others)}" if others else "")
 
 
 def _heading(shown: Statistic, lang: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from multihead.viewer.levels import SIDE, count
 from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
 
@@ -63,11 +65,17 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     texts: list[Text] = [main]
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
     columns = [column(run.record.statistic(name), lang) for name in names_of(profiles)]
+    heads = [len(one.kinds) for one in profiles]
     return {
         "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
         "layers": layers,
-        "kinds": [kind for one in profiles for kind in one.kinds],
-        "metrics": {one["id"]: _numbers(profiles, one["id"]) for one in columns},
+        "kinds": [kinds for one in profiles for kinds in one.kinds],
+        "metrics": {one["id"]: _numbers([profile.means for profile in profiles], heads, one["id"]) for one in columns},
+        "chance": {
+            one["id"]: _numbers([profile.chance for profile in profiles], heads, one["id"])
+            for one in columns
+            if any(one["id"] in profile.chance for profile in profiles)
+        },
         "columns": columns,
         "thresholds": {
             "mass": MASS_SHARE,
@@ -79,13 +87,14 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
 
 
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
-    """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
+    """List the numbers of every head: layer, head, name, kinds, and the mean and the chance of each statistic."""
     profiles = layer_profiles(run.record.layers, sample=sample, special=main_sample(run.record, sample).text.special)
     return [
-        {"layer": one.number, "head": head, "name": one.name, "kind": kind}
+        {"layer": one.number, "head": head, "name": one.name, "kind": ""}
         | {name: float(values[head]) for name, values in one.means.items()}
+        | one.row(head)
         for one in profiles
-        for head, kind in enumerate(one.kinds)
+        for head in range(len(one.kinds))
     ]
 
 
@@ -147,10 +156,10 @@ def _place(text: Text, texts: list[Text]) -> int:
     return len(texts) - 1
 
 
-def _numbers(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
-    """Return every head's mean of a statistic, layer after layer; None if there is none."""
+def _numbers(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
+    """Return every head's number of a statistic, layer after layer; None if there is none."""
     found: list[float | None] = []
-    for one in profiles:
-        values = one.means[name].tolist() if name in one.means else [math.nan] * len(one.kinds)
-        found += [value if math.isfinite(value) else None for value in values]
+    for of_layer, number in zip(values, heads, strict=True):
+        numbers = of_layer[name].tolist() if name in of_layer else [math.nan] * number
+        found += [value if math.isfinite(value) else None for value in numbers]
     return found

@@ -2,16 +2,16 @@
 import { bitmap } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits } from '../shared/filter.js';
-import { glyph, KINDS, kindChips, kindName, kindTag } from '../shared/kinds.js';
+import { glyph, KINDS, kindChips, kindNames, kindTags } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { thumbs } from './maps.js';
-import { addressOf, D, ENTROPY, HEADS, indexOf, kindOf, layerOf, longName, numbered, shortName, STATISTICS, WIDEST } from './record.js';
+import { addressOf, D, ENTROPY, HEADS, indexOf, kindOf, kindsOf, layerOf, longName, numbered, shortName, STATISTICS, WIDEST } from './record.js';
 
 // The current choice: one kind or all, the order of the table, the colour scale, and the head in the inspector.
 export const state = { kind: '', order: '', scale: 'root', lit: 0 };
-const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, { l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name });
+const passes = i => (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, STATISTICS, i, { l: HEADS[i].number, h: HEADS[i].h, kinds: kindsOf(i), path: layerOf(i).name });
 
 function thumb(i) {
   const canvas = bitmap(thumbs[i], 'ink', state.scale, 1);
@@ -48,7 +48,7 @@ export function chips() {
 }
 
 function dim() {
-  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && kindOf(+a.dataset.i) !== state.kind);
+  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && !kindsOf(+a.dataset.i).includes(state.kind));
 }
 
 export function grid() {
@@ -64,7 +64,7 @@ export function grid() {
   D.layers.forEach((layer, l) => {
     const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', textContent: (short ? '' : 'L') + layer.number, title: layer.name }));
     for (let h = 0; h < layer.heads; h++) {
-      const i = indexOf(l, h), label = `${longName(i)}, ${kindName(kindOf(i))}` + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
+      const i = indexOf(l, h), label = `${longName(i)}, ${kindNames(kindsOf(i))}` + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
       const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': label, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, frame(i));
       link.dataset.i = i;
       row.append(el('span', { role: 'gridcell' }, link));
@@ -84,7 +84,7 @@ export function headStatistics(i) {
 export function inspect(i) {
   state.lit = i;
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
-  $('insp').replaceChildren(frame(i), el('h3', {}, longName(i), kindTag(kindOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), headStatistics(i));
+  $('insp').replaceChildren(frame(i), el('h3', {}, longName(i), kindTags(kindsOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), headStatistics(i));
   sharpen($('insp'));
 }
 
@@ -108,5 +108,5 @@ export function headsTable() {
 export function defined() {
   const listed = STATISTICS.map(one => [one.id, one.label]);
   if (D.received) listed.push(['received', D.labels.received]);
-  definitions($('defs'), listed, KINDS.filter(kind => !['separator', 'duplicate', 'induction'].includes(kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
+  definitions($('defs'), listed, KINDS.filter(kind => !/^(separator|duplicate|induction|repeated_.*)$/.test(kind) || Object.hasOwn(D.metrics, kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
 }

@@ -12,8 +12,8 @@ function statisticNamed(statistics, word) {
   return statistics.find(one => names(one).includes(word)) ?? statistics.find(one => names(one).some(begins)) ?? statistics.find(one => one.id.split('_').some(begins));
 }
 
-// Return whether head i passes the filter: its layer l and head h, its kind, and the module path of its layer.
-export function fits(filter, statistics, i, { l, h, kind, path }) {
+// Return whether head i passes the filter: its layer l and head h, its kinds, and the module path of its layer.
+export function fits(filter, statistics, i, { l, h, kinds, path }) {
   return lower(filter).replaceAll('＞', '>').replaceAll('＜', '<').replace(/\s*([<>]=?)\s*/g, '$1').split(/[\s、，]+/).filter(Boolean).every(word => {
     const place = word.match(/^(?:l(\d+))?(?:h(\d+))?$/), bound = word.match(/^([^<>=]+)(<=?|>=?|=)(-?[\d.]+)%?$/);
     if (place) return (place[1] === undefined || +place[1] === l) && (place[2] === undefined || +place[2] === h);
@@ -21,6 +21,6 @@ export function fits(filter, statistics, i, { l, h, kind, path }) {
       const one = statisticNamed(statistics, bound[1]);
       return !!one && known(one.values[i]) && TESTS[bound[2]](one.values[i] * one.times, +bound[3]);
     }
-    return kind.includes(word) || lower(kindName(kind)).includes(word) || lower(path).includes(word);
+    return kinds.some(kind => kind.includes(word) || lower(kindName(kind)).includes(word)) || lower(path).includes(word);
   });
 }

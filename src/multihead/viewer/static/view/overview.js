@@ -1,7 +1,7 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits } from '../shared/filter.js';
-import { kindChips, KINDS, kindTag } from '../shared/kinds.js';
+import { kindChips, KINDS, kindTags } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
@@ -12,8 +12,8 @@ import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
 let record = null, goTo = () => {};
-const passes = i => (!state.kind || record.kinds[i] === state.kind) && (!state.filter || fits(state.filter, record.metrics, i, { ...record.heads[i], kind: record.kinds[i], path: record.layer(i).name }));
-const statisticsTable = () => table({ kinds: record.kinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); } });
+const passes = i => (!state.kind || record.allKinds[i].includes(state.kind)) && (!state.filter || fits(state.filter, record.metrics, i, { ...record.heads[i], kinds: record.allKinds[i], path: record.layer(i).name }));
+const statisticsTable = () => table({ kinds: record.allKinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); } });
 
 export function overview(shown, openHead) {
   record = shown;
@@ -30,7 +30,7 @@ export function overview(shown, openHead) {
   scale();
   statisticsTable();
   links();
-  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => kind !== 'separator' || record.kinds.includes(kind)), record.thresholds);
+  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => !/^(separator|repeated_.*)$/.test(kind) || record.metrics.some(one => one.id === kind || one.id === kind + '_mass')), record.thresholds);
   $('foot').textContent = translate('foot', { version: view.version });
 }
 
@@ -47,7 +47,7 @@ export function patternOf(of) {
 }
 
 function chips() {
-  kindChips($('chips'), record.kinds, state.kind, kind => { state.kind = kind; narrowed(); chips(); });
+  kindChips($('chips'), record.allKinds, state.kind, kind => { state.kind = kind; narrowed(); chips(); });
 }
 
 function narrowed() {
@@ -85,7 +85,7 @@ function inspect(i) {
   const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, thumb(record, i, 300));
   link.classList.add('framed');
   link.style.setProperty('--k', `var(--${record.kinds[i]})`);
-  $('insp').replaceChildren(link, el('h3', {}, record.long(i), kindTag(record.kinds[i])), el('p', { className: 'path', textContent: record.layer(i).name }),
+  $('insp').replaceChildren(link, el('h3', {}, record.long(i), kindTags(record.allKinds[i])), el('p', { className: 'path', textContent: record.layer(i).name }),
     el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
 }
 

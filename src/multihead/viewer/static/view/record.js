@@ -1,6 +1,6 @@
 // One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
 import { NBSP, translate } from '../shared/dom.js';
-import { kindName } from '../shared/kinds.js';
+import { kindNames } from '../shared/kinds.js';
 import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
@@ -8,8 +8,10 @@ const BUILT = 6;
 export const view = { version: '', lang: 'en', runs: [] };
 
 class Sample {
-  constructor(run, sample, { layers, kinds, thresholds, columns, metrics, texts }) {
-    Object.assign(this, { run, sample, layers, kinds, thresholds, texts });
+  constructor(run, sample, { layers, kinds, thresholds, columns, metrics, chance, texts }) {
+    Object.assign(this, { run, sample, layers, thresholds, texts });
+    this.allKinds = kinds;
+    this.kinds = kinds.map(([first]) => first);  // the colour of each head
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
@@ -22,7 +24,7 @@ class Sample {
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
     const full = { entropy: () => Math.log(this.keys) };
-    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined));
+    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined, Object.hasOwn(chance, column.id) ? chance[column.id] : []));
     // Levels from 6 on are not requested until the server has built them.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
@@ -32,7 +34,7 @@ class Sample {
   layer(i) { return this.numbered.get(this.heads[i].l); }
   short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
   long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
-  named(i) { return translate('head and kind', { head: this.long(i), kind: kindName(this.kinds[i]) }); }
+  named(i) { return translate('head and kind', { head: this.long(i), kind: kindNames(this.allKinds[i]) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Return whether the small maps of a layer are available; heads are computed one after the other.
