@@ -18,6 +18,7 @@ from tests.browser.records import (
     of_a_script,
     other_run,
     partial,
+    repeated,
     statistics_only,
     translating,
     whole,
@@ -63,6 +64,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "inherited": inherited,
         "of a script": of_a_script,
         "partial": partial,
+        "repeated": repeated,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

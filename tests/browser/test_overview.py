@@ -36,7 +36,7 @@ def test_the_grid_shows_every_head_with_its_kind_and_its_map(opened: Opened) -> 
     kinds = numbers()["kinds"]
     assert len(labels) == LAYERS * HEADS
     assert all(label.startswith(f"Layer {n // HEADS} head {n % HEADS}, ") for n, label in enumerate(labels))
-    assert all(kind in label for kind, label in zip(kinds, labels, strict=True))
+    assert all(kind in label for named, label in zip(kinds, labels, strict=True) for kind in named)
     drawn = "() => [...document.querySelectorAll('.gr .ink')].every(c => c.style.width)"
     shown.page.wait_for_function(drawn)
     assert min(shown.page.eval_on_selector_all(".gr .ink", COLOURS_OF_EACH)) > 20
@@ -201,3 +201,26 @@ def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) ->
     assert len(shown.texts("#rows tr")) == 2
     shown.visit("#c=constructor&k=__proto__&o=toString&f=constructor>0")
     assert len(shown.texts("#rows tr")) == 2
+
+
+def test_a_head_has_several_kinds_and_every_share_its_chance(opened: Opened) -> None:
+    shown = opened("repeated")
+    labels = shown.page.eval_on_selector_all("#grid [role=gridcell] a", "all => all.map(a => a.ariaLabel)")
+    assert labels[2].startswith("Layer 1 head 0, induction on random repeats, previous")
+    chips = {text.replace("\n", " ") for text in shown.texts("#chips .chip")}
+    assert {"induction on random repeats 1", "previous 1"} <= chips
+    shown.at("#chips [data-kind=previous]").click()
+    assert heads(shown) == ["L1H0"]
+    shown.at("#chips [data-kind=previous]").click()
+    shown.at("#filter").fill("induction>5")
+    assert heads(shown) == ["L1H0"]
+    columns = [text.replace("\n", " ") for text in shown.texts("#cols th")]
+    assert "induction on random repeats, % chance 1.2" in columns
+    expected = 100 * sum(1 / n for n in range(2, 61)) / 59
+    assert f"previous, % chance {expected:.1f}" in columns
+    assert shown.texts("#rows td .kind")[0].startswith("induction on random repeats")
+    shown.at("#grid [data-i='2']").hover()
+    assert shown.texts("#insp .kind") == ["induction on random repeats", "previous"]
+    rows = [text.split() for text in shown.texts("#insp tr")]
+    assert ["induction", "on", "random", "repeats", "90", "%", "chance", "1.2"] in rows
+    assert any("induction on random repeats" in text.lower() for text in shown.texts("#defs dt"))

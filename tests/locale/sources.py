@@ -20,6 +20,7 @@ USERS = {
     "findings": ("analysis/highlights.py",),
     "look": ("cli/look*.py",),
     "view": ("cli/view.py",),
+    "compare": ("cli/compare.py",),
     "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
     "walk": ("cli/walk.py", "lab/chapters.py"),
 }

@@ -78,7 +78,7 @@ def view(
     from multihead.viewer.server import serve
 
     for module in modules:
-        _import(module)
+        import_module_of_user(module)
     runs = _loaded(records)
     for run in runs:
         if not run.num_samples:
@@ -108,7 +108,7 @@ def view(
         serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, progress=progress)
 
 
-def _import(module: str) -> None:
+def import_module_of_user(module: str) -> None:
     """Import a module of the user, from the current folder too, as `python -m` does.
 
     Raises:

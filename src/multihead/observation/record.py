@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from multihead.analysis.changes import ChangedHead, changes
 from multihead.analysis.find import FoundHead, Range, find
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError
@@ -186,7 +187,8 @@ class Record:
                 in the record or of a textbook kind: `previous_token`, `next_token`, `self_token`, `first_token`,
                 `separator`, `duplicate_token`, `induction` (the share of attention there, the mean over the queries
                 that have such a key), `broad` (entropy as a share of the largest that the mask allows) and `local`
-                (share within 3 tokens).
+                (share within 3 tokens). `repeated_induction`, `repeated_duplicate`, `repeated_previous` and
+                `repeated_first` are the shares on repeated random tokens, if they were measured.
 
         Returns:
             the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
@@ -228,6 +230,57 @@ class Record:
             ArgumentError: there is no such layer, head or sample.
         """
         return nearest(self.layers, layer, head, top=top, sample=sample, queries=queries)
+
+    def changed(
+        self,
+        after: Record,
+        *,
+        sample: int = 0,
+        top: int | None = None,
+        queries: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[ChangedHead]:
+        """Compare each head with the same head of a later run on the same text, such as another checkpoint.
+
+        Heads are ranked by the Jensen-Shannon divergence of their weights, computed query by query and tile by tile, so
+        that no whole map is ever in memory. Layers that only one record has, or whose number of heads, queries or
+        keys differs, are left out.
+
+        Args:
+            after: the record of the other run.
+            sample: which text.
+            top: how many heads; None returns all.
+            queries: how many evenly spaced queries are compared; None compares all, which is exact.
+            progress: called with (queries done, queries of all layers).
+
+        Returns:
+            the heads, the most changed first, each with its statistics and kinds in both runs.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: the texts differ, or no layer is in both records.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2), torch.randn(1, 5, 8)
+        >>> with mh.observe(layer) as before:
+        ...     y = layer(x)
+        >>> with torch.no_grad(), mh.observe(layer) as after:
+        ...     _ = layer.q_proj.weight[4:].mul_(9)  # head 1
+        ...     y = layer(x)
+        >>> [(one.layer, one.head, one.divergence > 0) for one in before.changed(after)]
+        [(0, 1, True), (0, 0, False)]
+        """
+        shown = after.statistics | self.statistics
+        return changes(
+            self.layers,
+            after.layers,
+            sample=sample,
+            top=top,
+            queries=queries,
+            statistics=shown,
+            progress=progress,
+        )
 
     def to_pandas(self, *, of: Of = "mean") -> Any:
         """Return the table as a pandas DataFrame, one row per head.

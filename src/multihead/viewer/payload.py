@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
+from multihead.analysis.similar import affordable
 from multihead.escaping import visible
+from multihead.locale.texts import statistic_label
+from multihead.probes.catalogue import statistic
 from multihead.record.texts import Text
 from multihead.viewer.columns import column, names_of
 from multihead.viewer.levels import SIDE, count
@@ -19,6 +22,7 @@ from multihead.viewer.tokens import reading
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from multihead.analysis.changes import ChangedHead
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
 
@@ -112,6 +116,40 @@ def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[st
         }
         for each in run.record.nearest(layer, head, top=top, sample=sample)
     ]
+
+
+def changed(
+    before: Run, after: Run, sample: int, top: int, *, lang: str, progress: Callable[[], None]
+) -> dict[str, Any]:
+    """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
+
+    Of a long text only some queries are compared: as many as take a second or two.
+    """
+    ones = [layer.sample(sample) for layer in before.record.layers]
+    queries = affordable(2 * sum(one.num_keys * one.num_heads for one in ones))
+    found = before.record.changed(
+        after.record, sample=sample, top=top, queries=queries, progress=lambda done, total: progress()
+    )
+    return {
+        "every": max(-(-one.num_queries // queries) for one in ones),
+        "heads": [
+            {
+                "layer": one.layer,
+                "head": one.head,
+                "divergence": None if math.isnan(one.divergence) else one.divergence,
+                "kinds": [one.kinds_before, one.kinds_after],
+                "change": None if one.largest_difference is None else _change(one, one.largest_difference, lang),
+            }
+            for one in found
+        ],
+    }
+
+
+def _change(one: ChangedHead, name: str, lang: str) -> dict[str, str]:
+    """Describe a statistic of a head in two runs: its label and its two numbers."""
+    shown = statistic(name, one.statistics)
+    label = visible(statistic_label(name, lang, shown.label))
+    return {"label": label, "before": shown.text(one.before[name]), "after": shown.text(one.after[name])}
 
 
 def has_maps(one: SampleRecord) -> bool:

@@ -24,7 +24,7 @@ export function glyph(kind) {
   return svg;
 }
 
-export const kindNames = kinds => kinds.map(kindName).join(translate('join.comma') + ' ');
+export const kindNames = kinds => kinds.map(kindName).join(translate('join.comma'));
 export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));
 export const kindTags = kinds => el('span', { className: 'kinds' }, ...kinds.map(kindTag));
 

@@ -7,6 +7,7 @@ import { count } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { address, sampleAt } from './api.js';
+import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, listeners, litHead, mapsMissing, redrawRows, thumb, topWeight } from './grid.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
@@ -30,6 +31,7 @@ export function overview(shown, openHead) {
   scale();
   statisticsTable();
   links();
+  changed(record);
   definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => !/^(separator|repeated_.*)$/.test(kind) || record.metrics.some(one => one.id === kind || one.id === kind + '_mass')), record.thresholds);
   $('foot').textContent = translate('foot', { version: view.version });
 }
