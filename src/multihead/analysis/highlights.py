@@ -206,7 +206,10 @@ def layer_profiles(
         special: one flag per token, True for special tokens ([CLS], [SEP], <s>); with it, attention on special
             tokens after the first is listed as "separator_mass". None takes the flags of the recorded text.
     """
-    return [_profile(layer, layer.samples if sample is None else [layer.sample(sample)], special) for layer in layers]
+    return [
+        _profile(layer, [layer.sample(), *layer.samples[1:]] if sample is None else [layer.sample(sample)], special)
+        for layer in layers
+    ]
 
 
 def _profile(layer: LayerRecord, samples: Sequence[SampleRecord], special: Sequence[bool] | None) -> LayerProfile:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from multihead.analysis.changes import ChangedHead, changes
 from multihead.analysis.find import FoundHead, Range, find
+from multihead.analysis.highlights import Finding, findings, layer_profiles
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError
 from multihead.escaping import visible
@@ -207,6 +208,34 @@ class Record:
         [(0, 0), (0, 1)]
         """
         return find(self.layers, ranges, of=of, statistics=self.statistics)
+
+    def findings(self, *, sample: int | None = None, lang: str = "en") -> list[Finding]:
+        """Find the most notable heads, at most six, and describe what each does.
+
+        Each exceeds chance, what an even spread over the visible keys gives, by 35 percentage points and by three
+        standard errors: over texts if there are at least four, else over blocks of the queries. A model with random
+        weights has none.
+
+        Args:
+            sample: which text; None takes all of them together.
+            lang: "en" or "zh".
+
+        Raises:
+            ProbeError: only a summary was kept.
+            ArgumentError: there is no such sample, or lang is something else.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+        >>> with mh.observe(layer) as seen:
+        ...     y = layer(torch.randn(1, 40, 8))
+        >>> seen.findings()
+        []
+        """
+        profiles = layer_profiles(self.layers, sample=sample)
+        texts = self.texts
+        text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
+        return findings(self.layers, tokens=text.tokens, special=text.special, lang=lang, profiles=profiles)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None

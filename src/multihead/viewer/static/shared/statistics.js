@@ -32,8 +32,11 @@ export function chanceOf(one) {
 }
 
 // The rows of a head's small table: label, bar, number, chance.
-export const numberRows = (statistics, i) => statistics.map(one => el('tr', { title: one.level(i) }, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
-  el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) }), el('td', { className: 'level', textContent: one.chance[i] ? translate('chance', { n: one.chance[i] }) : '' })));
+export const numberRows = (statistics, i) => [
+  ...(statistics.some(one => one.chance[i]) ? [el('tr', { className: 'head' }, el('td'), el('td'), el('td'), el('td', { className: 'level', textContent: translate('chance', { n: '' }).trim() }))] : []),
+  ...statistics.map(one => el('tr', { title: one.level(i) }, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
+    el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) }), el('td', { className: 'level', textContent: one.chance[i] ?? '' }))),
+];
 
 // Fill a box with the definitions of the statistics [name, label] and of the kinds, where there is a text.
 export function definitions(box, statistics, kinds, thresholds, bound = false) {
