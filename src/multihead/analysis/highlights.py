@@ -337,7 +337,9 @@ def _heads_of(topic: str, profiles: Sequence[LayerProfile]) -> Iterator[tuple[in
             if one.crosses or name not in one.chance:
                 continue
             excess, level = one.means[name] - one.chance[name], one.chance[name]
-            chosen = (stands_out(excess / level, one.errors[name] / level, FARTHER) & (level > 0)).tolist()
+            far = (stands_out(excess / level, one.errors[name] / level, FARTHER) & (level > 0)).tolist()
+            # The first token is far from most queries, and a head that rests on it does not read far.
+            chosen = [each and "first" not in named for each, named in zip(far, one.kinds, strict=True)]
         else:
             chosen = [topic in named for named in one.kinds]
         yield from ((layer, head, float(one.means[name][head])) for head, is_one in enumerate(chosen) if is_one)
