@@ -141,7 +141,7 @@ def test_findings_name_at_most_six_heads_and_none_twice() -> None:
     assert len({(one.layer, one.head) for one in found}) == 6
 
 
-def test_the_strongest_previous_head_is_told_with_its_share_and_chance() -> None:
+def test_the_strongest_previous_head_is_named_with_its_share_and_chance() -> None:
     first = findings(a_record().layers, tokens=TOKENS, special=SPECIAL)[0]
     assert (first.topic, first.layer, first.head) == ("previous", 0, 0)
     assert first.chance == pytest.approx(1 / LENGTH)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.analysis.highlights import findings, layer_profiles
-from multihead.errors import InputError
+from multihead.errors import InputError, ProbeError
 from multihead.observation.textbook import (
     DRAWS,
     add_repeated,
@@ -78,9 +78,20 @@ def test_a_record_shows_what_was_measured_in_tables_searches_and_findings() -> N
     with mh.observe(model) as seen:
         model(torch.arange(1, WORDS)[None])
     assert "repeated_induction" not in seen.table().rows[0]
+    with pytest.raises(ProbeError) as caught:
+        seen.find(repeated_induction=(0.5, None))
+    assert str(caught.value) == (
+        "The record has no numbers for 'repeated_induction'. It needs texts of repeated random tokens: "
+        "look --textbook, or add_repeated in observation.textbook."
+    )
     add_repeated(seen, measure_repeated(model, range(1, WORDS), start=0, length=6, times=3))
     assert seen.table().rows[1]["repeated_induction"] == pytest.approx(1, abs=1e-4)
     assert "repeated_induction" not in seen.table(of="median").rows[1]
+    with pytest.raises(ProbeError) as caught:
+        seen.find(repeated_induction=(0.5, None), of="median")
+    assert str(caught.value) == (
+        'repeated_induction is known per text, and has no median over queries. Give of="mean".'
+    )
     (one,) = seen.find(repeated_induction=(0.5, None))
     assert str(one) == "L0 H1: induction on random repeats 100 %"
     assert [each.topic for each in findings(seen.layers)] == ["repeated_induction", "repeated_duplicate"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.analysis.highlights import layer_profiles
 from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
-from multihead.probes.catalogue import statistic
+from multihead.probes.catalogue import REPEATED, statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.layer import LayerRecord
 from multihead.record.summaries import Of
@@ -143,6 +143,13 @@ def _score(layer: LayerRecord, kind: str) -> Tensor | None:
 def _unknown(layers: Sequence[LayerRecord], name: str) -> ProbeError:
     """Say that no layer has a number."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
+    if name in REPEATED:
+        if any(layer.repeated is not None for layer in layers):
+            return ProbeError(f"{name} is known per text, and has no median over queries.", 'Give of="mean".')
+        return ProbeError(
+            f"The record has no numbers for {name!r}.",
+            "It needs texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook.",
+        )
     if name in SCORES:
         needs = ABOUT.get(name, f'the statistic "{SCORES[name]}": observe(probes=[..., "{SCORES[name]}"])')
         return ProbeError(f"The record has no numbers for {name!r}.", f"It needs {needs}.")

@@ -83,7 +83,7 @@ class LayerProfile:
         chance: statistic -> (heads,) float64, what an even spread over the visible keys gives; only the statistics
             that have such a number.
         errors: statistic -> (heads,) float64, the standard error of mean - chance, for the same statistics.
-        kinds: per head, one or more of `KINDS`, the most telling first.
+        kinds: per head, one or more of `KINDS`, the most specific first.
         near: (heads,) float64, the share of attention within `visibility.LOCAL_REACH` tokens of the query; None in
             cross-attention.
         visibility: what the queries may see.
@@ -206,10 +206,11 @@ def layer_profiles(
         special: one flag per token, True for special tokens ([CLS], [SEP], <s>); with it, attention on special
             tokens after the first is listed as "separator_mass". None takes the flags of the recorded text.
     """
-    return [
-        _profile(layer, [layer.sample(), *layer.samples[1:]] if sample is None else [layer.sample(sample)], special)
-        for layer in layers
-    ]
+    profiles = []
+    for layer in layers:
+        texts = range(layer.num_samples) if sample is None else [sample]
+        profiles.append(_profile(layer, [layer.sample(each) for each in texts], special))
+    return profiles
 
 
 def _profile(layer: LayerRecord, samples: Sequence[SampleRecord], special: Sequence[bool] | None) -> LayerProfile:

@@ -140,15 +140,11 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
     for row in rows:
         numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
         drawn.add_row(f"L{row['layer']} H{row['head']}", _kinds(row["kind"], lang), *numbers)
-    levels = [[each.number(row.get(f"{each.name}_chance")) for each in shown] for row in rows]
+    chances = dict.fromkeys(tuple(each.number(row.get(f"{each.name}_chance")) for each in shown) for row in rows)
     drawn.add_section()
-    for level in _distinct(levels)[:MOST_LEVELS]:  # layers with different masks have different levels of chance
-        drawn.add_row(text("look.chance", lang), "", *("" if number == "-" else number for number in level))
+    for chance in [*chances][:MOST_LEVELS]:  # layers with different masks have different levels of chance
+        drawn.add_row(text("look.chance", lang), "", *("" if number == "-" else number for number in chance))
     return drawn
-
-
-def _distinct(rows: Sequence[list[str]]) -> list[list[str]]:
-    return [row for index, row in enumerate(rows) if row not in rows[:index]]
 
 
 def _kinds(kinds: str, lang: str) -> str:

@@ -1,5 +1,5 @@
 // The kinds of heads: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
-// kind or more, the most telling first; the first one is its colour.
+// kind or more, the most specific first; the first one is its colour.
 import { el, knows, translate } from './dom.js';
 
 const GLYPHS = {
