@@ -56,6 +56,7 @@ class DenseSample:
     num_heads = property(lambda self: self.dense.shape[0])
     num_queries = property(lambda self: self.dense.shape[1])
     num_keys = property(lambda self: self.dense.shape[2])
+    crosses = False
 
     @property
     def positions(self) -> Tensor:

@@ -15,6 +15,7 @@ from multihead.errors import ArgumentError
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from tests.dense_record import random_weights, record_of
+from tests.viewer.watching import watch
 
 LENGTH = 60
 
@@ -102,6 +103,11 @@ def test_cross_attention_is_never_named_after_a_place_in_another_text() -> None:
     read = layer_profiles(record_of(dense).layers)
     assert read[0].crosses
     assert read[0].kinds == (("mixed",),)
+
+
+def test_cross_attention_is_known_where_both_texts_have_one_length() -> None:
+    (read,) = layer_profiles(watch(12, memory=12).layers)
+    assert (read.crosses, read.near) == (True, None)
 
 
 def test_weights_that_are_not_a_number_name_no_head() -> None:

@@ -214,7 +214,7 @@ def layer_profiles(
 
 
 def _profile(layer: LayerRecord, samples: Sequence[SampleRecord], special: Sequence[bool] | None) -> LayerProfile:
-    crosses = any(one.query_start + one.num_queries != one.num_keys for one in samples)
+    crosses = any(one.crosses or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
     measured = [_measured(*each, special, crosses=crosses) for each in zip(samples, seen, strict=True)]
     means = summaries.summary([values for values, _ in measured], "mean")
