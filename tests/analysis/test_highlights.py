@@ -106,7 +106,9 @@ def test_cross_attention_is_never_named_after_a_place_in_another_text() -> None:
 
 
 def test_cross_attention_is_known_where_both_texts_have_one_length() -> None:
-    (read,) = layer_profiles(watch(12, memory=12).layers)
+    record = watch(12)
+    record.layers[0].samples[0].crosses = True
+    (read,) = layer_profiles(record.layers)
     assert (read.crosses, read.near) == (True, None)
 
 
