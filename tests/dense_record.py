@@ -11,6 +11,8 @@ from torch import Tensor
 from multihead.errors import ProbeError
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
+from multihead.record.repeated import RepeatedTokens
+from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.texts import Text
 
 
@@ -26,6 +28,7 @@ class DenseSample:
     keep: str = "cpu"
     statistics: dict[str, Tensor] = field(default_factory=dict)
     tiles: list[int] = field(default_factory=list)
+    text: Text = field(default_factory=Text)
 
     def __post_init__(self) -> None:
         w = self.dense.double()
@@ -53,19 +56,28 @@ class DenseSample:
     num_heads = property(lambda self: self.dense.shape[0])
     num_queries = property(lambda self: self.dense.shape[1])
     num_keys = property(lambda self: self.dense.shape[2])
-    text = query_text = Text()
+    query_text = Text()
     crosses = False
 
     @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.num_queries) + self.query_start
+
+    @property
+    def sees(self) -> Tensor:
+        return self.seen.any(-1).expand(self.num_heads, -1)
+
+    @property
     def means(self) -> dict[str, Tensor]:
-        position = torch.arange(self.num_queries) + self.query_start
-        sees = self.seen.any(-1)
-        having = {"previous_mass": sees & (position >= 1), "next_mass": sees & (position < self.num_keys - 1)}
-        return {
-            name: value[:, having.get(name, sees)].mean(-1)
-            for name, value in self.statistics.items()
+        return {name: each.values[:, each.counted[0]].mean(-1) for name, each in self.measured().items()}
+
+    def measured(self) -> dict[str, Measured]:
+        counts = {
+            name: queries_that_count(name, self.sees, self.positions, self.num_keys, self.text.ids)
+            for name in self.statistics
             if name not in ("received", "largest_key")
         }
+        return {name: Measured(self.statistics[name], counted) for name, counted in counts.items()}
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         if self.keep == "statistics":
@@ -103,6 +115,7 @@ class DenseLayer:
     samples: list[DenseSample]
     number: int = 0
     alignment_heads: tuple[int, ...] = ()
+    repeated: RepeatedTokens | None = None
 
     num_heads = property(lambda self: self.samples[0].num_heads)
     num_samples = property(lambda self: len(self.samples))

@@ -20,6 +20,7 @@ from tests.browser.records import (
     of_a_script,
     other_run,
     partial,
+    repeated,
     statistics_only,
     translating,
     whole,
@@ -67,6 +68,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "partial": partial,
         "medium": medium,
         "encoder decoder": encoder_decoder,
+        "repeated": repeated,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

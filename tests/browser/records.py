@@ -13,6 +13,7 @@ from multihead import masks
 from multihead.observation.record import Record
 from multihead.parts import Part
 from multihead.probes import Probe
+from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from tests.families import batch_of, family
 from tests.viewer.watching import watch
@@ -66,6 +67,21 @@ def statistics_only() -> Record:
 def translating() -> Record:
     """Queries that read another text, and many fewer of them than keys."""
     return watch(12, memory=90, heads=2, layers=2)
+
+
+@cache
+def repeated() -> Record:
+    """Heads that were measured on repeated random tokens too; layer 1 head 0 is an induction head."""
+    seen = watch(60, mask=masks.Causal(), heads=2, layers=2)
+    for layer in seen.layers:
+        share = 0.9 if layer.number else 0.02
+        shares = torch.tensor([[share, 0.01]] * 4, dtype=torch.float64)
+        level = {"repeated_induction": torch.full((2,), 0.012, dtype=torch.float64)}
+        layer.repeated = RepeatedTokens(64, 3, True, {"repeated_induction": shares}, level)
+    previous = torch.full((2, 60), 0.04)
+    previous[0] = 0.8
+    seen.layers[1].samples[0].put(seen.layers[1].samples[0].statistics | {"previous_mass": previous})
+    return named(seen, words(60))
 
 
 @cache

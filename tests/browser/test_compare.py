@@ -94,3 +94,22 @@ def test_a_difference_leads_to_its_place(opened: Opened) -> None:
     shown.settle()
     assert shown.place["q"] == str(query)
     assert float(shown.place["n"]) <= 56
+
+
+def test_what_changed_between_two_records_is_ranked_and_leads_to_the_two_maps(opened: Opened) -> None:
+    assert not opened("whole").at("#changedsec").is_visible()
+    shown = opened("causal", "other")
+    shown.at("#changedtools button").click()
+    shown.page.wait_for_selector("#changed tbody tr")
+    expected = causal().changed(other_run(), top=12)
+    assert [name.replace(" ", "") for name in shown.texts("#changed th a")] == [
+        f"L{one.layer}H{one.head}" for one in expected
+    ]
+    numbers = [float(text) for text in shown.texts("#changed .v")]
+    assert numbers == [pytest.approx(one.divergence, abs=6e-4) for one in expected]
+    shown.at("#changed th a").first.click()
+    shown.settle()
+    assert (shown.place["v"], shown.place["rb"]) == ("ab", "1")
+    assert shown.place["a"] == shown.place["b"] == f"L{expected[0].layer}H{expected[0].head}"
+    shown.press("Escape")
+    assert len(shown.texts("#changed th a")) == 12  # what was computed is still there

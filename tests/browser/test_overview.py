@@ -36,7 +36,7 @@ def test_the_grid_shows_every_head_with_its_kind_and_its_map(opened: Opened) -> 
     kinds = numbers()["kinds"]
     assert len(labels) == LAYERS * HEADS
     assert all(label.startswith(f"Layer {n // HEADS} head {n % HEADS}, ") for n, label in enumerate(labels))
-    assert all(kind in label for kind, label in zip(kinds, labels, strict=True))
+    assert all(kind in label for named, label in zip(kinds, labels, strict=True) for kind in named)
     drawn = "() => [...document.querySelectorAll('.gr .ink')].every(c => c.style.width)"
     shown.page.wait_for_function(drawn)
     assert min(shown.page.eval_on_selector_all(".gr .ink", COLOURS_OF_EACH)) > 20
@@ -108,8 +108,8 @@ def test_the_filter_keeps_what_fits_in_the_table_and_fades_the_rest_of_the_grid(
 def test_a_kind_is_found_by_its_name_and_by_its_button(opened: Opened) -> None:
     shown = opened()
     kinds = numbers()["kinds"]
-    kind = kinds[0]
-    expected = {f"L{n // HEADS}H{n % HEADS}" for n, each in enumerate(kinds) if each == kind}
+    kind = kinds[0][0]
+    expected = {f"L{n // HEADS}H{n % HEADS}" for n, each in enumerate(kinds) if kind in each}
     shown.at("#filter").fill(kind)
     assert set(heads(shown)) == expected
     shown.at("#filter").fill("")
@@ -280,3 +280,27 @@ def test_encoder_decoder_and_cross_attention_are_named_and_alignment_heads_marke
     assert shown.text("#shownhead").split(", ")[::2] == ["cross-attention", "alignment"]
     shown.point(2, 5)
     assert shown.texts("#read bdi") == ["d2", "e5"]
+
+
+def test_a_head_has_several_kinds_and_every_share_its_chance(opened: Opened) -> None:
+    shown = opened("repeated")
+    labels = shown.page.eval_on_selector_all("#grid [role=gridcell] a", "all => all.map(a => a.ariaLabel)")
+    assert labels[2].startswith("Layer 1 head 0, induction on random repeats, previous")
+    chips = {text.replace("\n", " ") for text in shown.texts("#chips .chip")}
+    assert {"induction on random repeats 1", "previous 1"} <= chips
+    shown.at("#chips [data-kind=previous]").click()
+    assert heads(shown) == ["L1H0"]
+    shown.at("#chips [data-kind=previous]").click()
+    shown.at("#filter").fill("induction>5")
+    assert heads(shown) == ["L1H0"]
+    columns = [text.replace("\n", " ") for text in shown.texts("#cols th")]
+    assert "induction on random repeats, % chance 1.2" in columns
+    expected = 100 * sum(1 / n for n in range(2, 61)) / 59
+    assert f"previous, % chance {expected:.1f}" in columns
+    assert shown.texts("#rows td .kind")[0].startswith("induction on random repeats")
+    shown.at("#grid [data-i='2']").hover()
+    assert shown.texts("#insp .kind") == ["induction on random repeats", "previous"]
+    rows = [text.split() for text in shown.texts("#insp tr")]
+    assert ["induction", "on", "random", "repeats", "90", "%", "1.2"] in rows
+    assert rows[0] == ["chance"]
+    assert any("induction on random repeats" in text.lower() for text in shown.texts("#defs dt"))

@@ -133,8 +133,10 @@ def test_a_long_text_is_cut_and_its_record_opens_again(tmp_path: Path) -> None:
 
 def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
     result = run(MODEL, "--prompt", "hi", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html"))
-    assert "Textbook heads, on a start token and 3 x 64 random tokens:" in result.stdout
+    assert "Textbook heads, on 8 texts of a start token and 3 x 64 random tokens:" in result.stdout
     assert any(line.startswith("  previous token   L0 H2 ") for line in result.stdout.splitlines())
+    assert "(chance 0.5 %)" in result.stdout
+    assert '"repeated_previous"' in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

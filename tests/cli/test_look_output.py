@@ -5,47 +5,76 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
-from multihead.cli.look_output import COLUMNS, print_files, print_textbook_heads
-from multihead.observation.textbook import TextbookHead
+from multihead.analysis.highlights import LayerProfile, kinds
+from multihead.analysis.visibility import Visibility
+from multihead.cli.look_output import COLUMNS, _drawn, print_files, print_textbook_heads
 from multihead.probes import DEFAULT
 from multihead.record.memory_use import Memory
 from multihead.viewer.report import ReportSummary
 
-HEADS = {
-    "induction": [TextbookHead(17, head, 0.9 - head / 10) for head in range(9)],
-    "duplicate": [TextbookHead(3, 1, 0.5), TextbookHead(3, 0, 0.1)],
-    "previous": [TextbookHead(2, 1, 0.51), TextbookHead(3, 0, 0.1)],
-    "first": [TextbookHead(2, 1, 0.75), TextbookHead(3, 0, 0.1)],
-}
+
+def profile(number: int, **shares: list[float]) -> LayerProfile:
+    """A layer whose heads were measured on repeated random tokens alone."""
+    means = {f"repeated_{name}": torch.tensor(values) for name, values in shares.items()}
+    levels = {name: torch.full_like(values, 0.011) for name, values in means.items()}
+    heads = len(next(iter(means.values())))
+    named = kinds(means, levels, {name: torch.full_like(values, 0.01) for name, values in means.items()}, heads=heads)
+    nothing = Visibility("causal", 0, 0, True, 0, torch.zeros(heads), torch.zeros(heads))
+    return LayerProfile(number, "layer", means, levels, {}, named, None, nothing, False)
+
+
+HEADS = [
+    profile(
+        17,
+        induction=[0.9, 0.8, 0.7, 0.6],
+        duplicate=[0.36, 0.1, 0.1, 0.1],
+        previous=[0.1, 0.1, 0.1, 0.51],
+        first=[0.1, 0.1, 0.75, 0.1],
+    )
+]
 
 
 def summary(mode: str) -> ReportSummary:
     return ReportSummary(Path("page.html"), 1_500_000, mode, 0, 0, 0.0, "", "en")
 
 
-def test_textbook_heads_are_those_with_half_of_their_attention_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_textbook_heads_are_those_that_exceed_chance(capsys: pytest.CaptureFixture[str]) -> None:
     print_textbook_heads(HEADS, "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
-        "Textbook heads, on a start token and 3 x 64 random tokens:",
-        "  induction        L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %",
-        "  duplicate token  no head has half of its attention there",
-        "  previous token   L2 H1 51 %",
-        "  first token      1 of 2 heads have over half of their attention there: L2 H1 75 %",
+        "Textbook heads, on 8 texts of a start token and 3 x 64 random tokens:",
+        "  induction        L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 % (chance 1.1 %)",
+        "  duplicate token  no head exceeds chance by 35 percentage points and three standard errors",
+        "  previous token   L17 H3 51 % (chance 1.1 %)",
+        "  first token      1 of 4 heads: L17 H2 75 % (chance 1.1 %)",
     ]
 
 
 def test_more_of_them_than_are_named_are_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
-    print_textbook_heads({"induction": [TextbookHead(17, head, 0.9) for head in range(9)]}, "en")
-    assert capsys.readouterr().out.endswith("L17 H3 90 %, …\n")
+    print_textbook_heads([profile(17, induction=[0.9] * 9)], "en")
+    assert capsys.readouterr().out.endswith("L17 H3 90 %, … (chance 1.1 %)\n")
 
 
 def test_in_chinese_the_columns_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     print_textbook_heads(HEADS, "zh")
     lines = capsys.readouterr().out.splitlines()[2:]
-    assert lines[0] == "  归纳      L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %"
-    assert lines[1] == "  重复词元  没有头把一半的注意力放在这里"
+    assert lines[0] == "  归纳      L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 %（随机水平 1.1 %）"
+    assert lines[1] == "  重复词元  没有头比随机水平高出 35 个百分点和三个标准误"
+
+
+def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
+    row = {"layer": 0, "head": 1, "previous_mass": 0.9, "previous_mass_chance": 0.05, "entropy": 0.5}
+    other = {"layer": 0, "head": 2, "previous_mass": 0.1, "previous_mass_chance": 0.05, "entropy": 2.5}
+    rows = [{**row, "kind": "repeated_induction+previous+local"}, {**other, "kind": "mixed"}]
+    console = Console(width=80, no_color=True)
+    with console.capture() as captured:
+        console.print(_drawn(rows, 80, "en"))
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert lines[3:5] == [["L0", "H1", "induction*", "+2", "0.50", "90"], ["L0", "H2", "mixed", "2.50", "10"]]
+    assert lines[-1] == ["chance", "5.0"]
 
 
 def test_a_record_is_named_with_the_command_that_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ USERS = {
     "look": ("cli/look*.py",),
     "progress": ("cli/progress.py",),
     "view": ("cli/view.py",),
+    "compare": ("cli/compare.py",),
     "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
     "walk": ("cli/walk.py", "lab/chapters.py"),
 }

@@ -16,7 +16,7 @@ from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import walk
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
-from multihead.probes.catalogue import PROBES, SEPARATOR
+from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
 
 ENGLISH, CHINESE = (texts._texts(lang) for lang in LANGUAGES)
@@ -41,7 +41,7 @@ def test_both_languages_have_the_same_texts() -> None:
 
 
 def test_every_built_in_statistic_has_a_chinese_label_and_unit() -> None:
-    names = [*PROBES, SEPARATOR.name, "punctuation_mass"]  # which examples observe
+    names = [*PROBES, *REPEATED, SEPARATOR.name, "punctuation_mass"]  # which examples observe
     assert {key for key in CHINESE if key.startswith(LABELS[0])} == {LABELS[0] + name for name in names}
     assert all(key.removeprefix(LABELS[1]) in PROBES for key in CHINESE if key.startswith(LABELS[1]))
     units = {probe.unit for probe in PROBES.values()} - {"", "%"}

@@ -18,7 +18,7 @@ import multihead as mh
 from multihead import masks
 from multihead.analysis.highlights import findings
 from multihead.call import CallOrigin
-from multihead.errors import ArgumentError, MissingPackageError, ModelError
+from multihead.errors import ArgumentError, MissingPackageError, ModelError, ProbeError
 from multihead.functional import attend, request_of
 from multihead.observation.record import Record
 from multihead.probes import PROBES
@@ -244,6 +244,8 @@ def test_the_nearest_heads_are_asked_for_and_found_by_the_numbers_of_their_layer
 
 def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
     some = read(ids(1, 12), layers=[1])
+    sample = some.layers[0].samples[0]
+    sample.put({"previous_mass": torch.full((sample.num_heads, 12), 0.9)})
     found = findings(some.layers)
     assert {one.layer for one in found} == {1}
     assert all(str(one).startswith("layer 1 head ") for one in found)
@@ -263,3 +265,17 @@ def test_layers_of_two_stacks_are_numbered_in_the_order_they_run() -> None:
             for layer in stacks[name]:  # type: ignore[attr-defined]
                 layer(x)
     assert [(layer.number, layer.name) for layer in seen.layers] == [(0, "a.0"), (3, "b.1")]
+
+
+def test_the_findings_of_a_record_are_those_of_all_its_texts_or_of_one() -> None:
+    record = read(ids(4, 12))
+    assert record.findings() == []
+    for number, one in enumerate(record.layers[1].samples):
+        one.put({"previous_mass": torch.full((one.num_heads, 12), 0.9 if number else 0.05)})
+    assert record.findings(sample=0) == []
+    assert [(one.topic, one.layer, one.head) for one in record.findings(sample=1)] == [("previous", 1, 0)]
+    assert record.findings() == []  # one of the four texts differs, so the error over texts is large
+    with pytest.raises(ArgumentError, match="There is no sample 4"):
+        record.findings(sample=4)
+    with pytest.raises(ProbeError, match="so it has no single texts"):
+        read(ids(1, 12), keep="summary").findings()

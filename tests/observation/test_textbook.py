@@ -11,8 +11,19 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.errors import InputError
-from multihead.observation.textbook import TextbookHead, repeated_tokens, start_of, textbook_heads, words_of
+from multihead.analysis.highlights import findings, layer_profiles
+from multihead.errors import InputError, ProbeError
+from multihead.observation.textbook import (
+    DRAWS,
+    add_repeated,
+    measure_repeated,
+    repeated_tokens,
+    start_of,
+    words_of,
+)
+from multihead.probes import DEFAULT
+from multihead.record.repeated import RepeatedTokens
+from tests.families import family
 
 WORDS = 12
 
@@ -36,30 +47,71 @@ class Copier(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[TextbookHead]]:
-    return textbook_heads(Copier(), range(1, WORDS), start=0, length=6, times=3)
+def found() -> RepeatedTokens:
+    (measured,) = measure_repeated(Copier(), range(1, WORDS), start=0, length=6, times=3).values()
+    return measured
 
 
-def test_a_head_that_looks_up_what_followed_is_an_induction_head(found: dict[str, list[TextbookHead]]) -> None:
-    first, second = found["induction"]
-    assert (first.layer, first.head, second.head) == (0, 1, 0)
-    assert first.share == pytest.approx(1, abs=1e-4)
-    assert second.share == pytest.approx(0, abs=1e-4)
+def test_a_head_that_looks_up_what_followed_is_an_induction_head(found: RepeatedTokens) -> None:
+    assert found.means()["repeated_induction"].tolist() == pytest.approx([0, 1], abs=1e-4)
 
 
-def test_a_head_that_looks_for_its_own_token_finds_it_as_often_as_it_was_there(
-    found: dict[str, list[TextbookHead]],
-) -> None:
+def test_a_head_that_looks_for_its_own_token_finds_it_as_often_as_it_was_there(found: RepeatedTokens) -> None:
     # The second time half of it lies on the first, the third time two thirds on both; the rest on the token itself.
-    assert found["duplicate"][0].head == 0
-    assert found["duplicate"][0].share == pytest.approx((1 / 2 + 2 / 3) / 2, abs=1e-4)
+    assert float(found.means()["repeated_duplicate"][0]) == pytest.approx((1 / 2 + 2 / 3) / 2, abs=1e-4)
 
 
-def test_every_head_is_ranked_for_every_kind(found: dict[str, list[TextbookHead]]) -> None:
-    assert list(found) == ["induction", "duplicate", "previous", "first"]
-    for heads in found.values():
-        assert sorted(each.head for each in heads) == [0, 1]
-        assert heads[0].share >= heads[1].share
+def test_every_statistic_is_known_per_text_with_its_chance(found: RepeatedTokens) -> None:
+    assert (found.length, found.times, found.start) == (6, 3, True)
+    assert list(found.shares) == ["repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first"]
+    assert all(shares.shape == (DRAWS, 2) for shares in found.shares.values())
+    # A start token and three runs of six: query i sees i + 1 keys, one copy in the second run and two in the third.
+    of_copies = sum((1 if query < 13 else 2) / (query + 1) for query in range(7, 19)) / 12
+    for name in ("repeated_induction", "repeated_duplicate"):
+        assert found.chance[name].tolist() == pytest.approx([of_copies] * 2, abs=1e-12)
+    assert float(found.chance["repeated_previous"][0]) == pytest.approx(sum(1 / n for n in range(2, 20)) / 18)
+    assert float(found.chance["repeated_first"][0]) == pytest.approx(sum(1 / n for n in range(1, 20)) / 19)
+
+
+def test_a_record_shows_what_was_measured_in_tables_searches_and_findings() -> None:
+    model = Copier()
+    with mh.observe(model) as seen:
+        model(torch.arange(1, WORDS)[None])
+    assert "repeated_induction" not in seen.table().rows[0]
+    with pytest.raises(ProbeError) as caught:
+        seen.find(repeated_induction=(0.5, None))
+    assert str(caught.value) == (
+        "The record has no numbers for 'repeated_induction'. It needs texts of repeated random tokens: "
+        "look --textbook, or add_repeated in observation.textbook."
+    )
+    add_repeated(seen, measure_repeated(model, range(1, WORDS), start=0, length=6, times=3))
+    assert seen.table().rows[1]["repeated_induction"] == pytest.approx(1, abs=1e-4)
+    assert "repeated_induction" not in seen.table(of="median").rows[1]
+    with pytest.raises(ProbeError) as caught:
+        seen.find(repeated_induction=(0.5, None), of="median")
+    assert str(caught.value) == (
+        'repeated_induction is known per text, not per query, so it has only a mean. Give of="mean".'
+    )
+    (one,) = seen.find(repeated_induction=(0.5, None))
+    assert str(one) == "L0 H1: induction on random repeats 100 %"
+    assert [each.topic for each in findings(seen.layers)] == ["repeated_induction", "repeated_duplicate"]
+    assert layer_profiles(seen.layers)[0].kinds[1][0] == "repeated_induction"
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "modernbert", "gpt_oss"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_model_with_random_weights_has_no_finding(name: str, seed: int) -> None:
+    model = family(name).base_model.eval()
+    model = getattr(model, "encoder", model) if name == "t5" else model
+    torch.manual_seed(seed)
+    for module in model.modules():  # as the library initialises it: small weights, zero biases
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02 if seed else 0.2)
+    with torch.no_grad(), mh.observe(model, probes=(*DEFAULT, "duplicate_mass", "induction_mass")) as seen:
+        model(input_ids=torch.randint(3, 100, (1, 60)))
+    add_repeated(seen, measure_repeated(model, range(3, 100), start=1, length=20, times=3))
+    assert findings(seen.layers) == []
+    assert all("repeated_induction" in one.means for one in layer_profiles(seen.layers))
 
 
 def test_tokens_of_a_text_are_unlike_until_they_repeat() -> None:
@@ -80,7 +132,7 @@ def test_without_a_start_token_there_is_none() -> None:
 
 def test_too_few_words_are_refused() -> None:
     with pytest.raises(InputError) as caught:
-        textbook_heads(Copier(), range(WORDS))
+        measure_repeated(Copier(), range(WORDS))
     assert str(caught.value) == (
         "The model knows 12 words, and 64 random ones are drawn. Give a model with a larger vocabulary, or draw fewer."
     )

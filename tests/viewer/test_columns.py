@@ -41,9 +41,11 @@ def test_separators_have_the_column_after_special_tokens() -> None:
 
 
 def test_statistics_that_were_not_recorded_are_listed_with_their_labels() -> None:
-    missing = unrecorded([name for name, probe in PROBES.items() if name not in ("sink_mass", "induction_mass")], "zh")
+    left_out = "sink_mass", "induction_mass", "repeated_first"
+    missing = unrecorded([name for name in (*PROBES, *REPEATED) if name not in left_out], "zh")
     assert missing == [
         {"id": "sink_mass", "label": statistic_label("sink_mass", "zh", "")},
         {"id": "induction_mass", "label": statistic_label("induction_mass", "zh", "")},
+        {"id": "repeated_first", "label": statistic_label("repeated_first", "zh", "")},
     ]
     assert {"largest_key", "received", "pooled_map"}.isdisjoint(each["id"] for each in unrecorded((), "en"))

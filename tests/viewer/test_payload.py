@@ -6,10 +6,13 @@ import json
 import math
 
 import pytest
+import torch
 
 from multihead import masks
+from multihead.analysis import similar
+from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
-from multihead.viewer.payload import Run, described, listed, rows_of
+from multihead.viewer.payload import Run, changed, described, listed, rows_of
 from multihead.viewer.tokens import SPECIAL
 from tests.viewer.watching import watch
 
@@ -107,3 +110,34 @@ def test_names_that_a_page_shows_cannot_turn_it() -> None:
     run = Run("\u202efile", record)
     assert (listed(run)["name"], listed(run)["title"]) == ("\\u202efile", "\\u202etitle")
     assert described(run, 0)["layers"][0]["name"] == "\\x1b\\u2066layer"
+
+
+def test_a_head_may_have_several_kinds_and_every_share_its_chance() -> None:
+    record = watch(40, mask=masks.Causal())
+    sample = record.layers[0].samples[0]
+    shares = {"repeated_induction": torch.tensor([[0.9, 0.0]] * 4, dtype=torch.float64)}
+    record.layers[0].repeated = RepeatedTokens(64, 3, True, shares, {"repeated_induction": torch.full((2,), 0.01)})
+    previous = torch.zeros(2, 40)
+    previous[0] = 0.9
+    sample.put({"previous_mass": previous, "entropy": torch.zeros(2, 40)})
+    body = described(Run("a", record), 0)
+    assert body["kinds"][0] == ("repeated_induction", "previous")
+    assert body["metrics"]["repeated_induction"] == [0.9, 0]
+    assert body["chance"]["repeated_induction"] == pytest.approx([0.01, 0.01])
+    expected = sum(1 / n for n in range(2, 41)) / 39
+    assert body["chance"]["previous_mass"] == pytest.approx([expected, expected])
+    assert {one["id"]: one["label"] for one in body["columns"]}["repeated_induction"] == "induction on random repeats"
+    row = rows_of(Run("a", record), 0)[0]
+    assert row["kind"] == "repeated_induction+previous"
+    assert row["previous_mass_chance"] == pytest.approx(expected)
+
+
+def test_of_a_long_text_what_changed_is_read_off_some_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = (Run(name, watch(40, mask=masks.Causal(), seed=seed)) for seed, name in enumerate("ab"))
+    monkeypatch.setattr(similar, "CELLS", 1)
+    steps: list[int] = []
+    body = changed(before, after, 0, 1, lang="en", progress=lambda: steps.append(1))
+    assert body["every"] == 3
+    assert len(body["heads"]) == 1
+    assert body["heads"][0]["divergence"] == before.record.changed(after.record, queries=16)[0].divergence
+    assert steps

@@ -13,6 +13,7 @@ import torch
 
 from multihead.analysis.highlights import layer_profiles
 from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
+from multihead.record.texts import Text
 from multihead.viewer import write_report
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
 from tests.observation.recorded import Tokenizer, ids, read
@@ -131,7 +132,9 @@ def test_readings_at_hand_are_not_made_again(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_page_speaks_chinese(tmp_path: Path) -> None:
-    page = Page(write(a_record(), tmp_path / "report.html", lang="zh").path)
+    record = a_record()
+    record.layers[0].samples[0] = record_of(torch.eye(20).roll(-1, 1).expand(3, -1, -1)).layers[0].samples[0]
+    page = Page(write(record, tmp_path / "report.html", lang="zh").path)
     assert '<html lang="zh">' in page.html
     assert "5 个注意力头，读一段 20 个词元的文本。" in page.html
     assert page.data["findings"][0]["sentence"][0] > "\u4e00"
@@ -162,6 +165,7 @@ class LazySample(DenseSample):
 
     def __init__(self, name: str, heads: int, line: torch.Tensor, length: int) -> None:
         self.name, self.query_start, self.heads, self.length, self.line = name, 0, heads, length, line
+        self.text = Text()
         even = torch.rand(heads, length)
         masses = ("self_mass", "previous_mass", "next_mass", "first_mass")
         self.statistics = dict.fromkeys(masses, even / 9) | {
@@ -175,9 +179,7 @@ class LazySample(DenseSample):
 
     num_heads = property(lambda self: self.heads)
     num_queries = num_keys = property(lambda self: self.length)
-    means = property(
-        lambda self: {name: value.mean(-1) for name, value in self.statistics.items() if name != "received"}
-    )
+    sees = property(lambda self: torch.ones(self.heads, self.length, dtype=torch.bool))
 
     def weights(
         self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)
@@ -332,7 +334,7 @@ def test_a_page_is_replaced_and_readable_by_others_as_any_new_file(tmp_path: Pat
 
 
 def test_a_layer_of_the_page_keeps_its_number_where_only_some_were_recorded(tmp_path: Path) -> None:
-    record = a_record()
+    record = record_of(torch.eye(20).roll(-1, 1)[None])
     record.layers[0].number = 17
     write(record, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")

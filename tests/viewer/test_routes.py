@@ -31,6 +31,7 @@ from tests.viewer.watching import block_means, watch
 LENGTH = 300
 SAMPLE = "api/runs/0/samples/0"
 HEAD = f"{SAMPLE}/heads/1/0"
+NO_LAYER = "The two records have no layer with the same number, heads and length."
 TOKENS = ["=1+1", "</script><script>alert(1)</script>", *(f"t{index}" for index in range(2, LENGTH))]
 
 
@@ -193,9 +194,34 @@ def test_the_divergence_of_a_head_of_nan_is_null() -> None:
         assert served.get(f"{SAMPLE}/heads/0/1/weights.json").json["weights"][0][0] is None
 
 
+def test_what_changed_between_two_records_is_what_the_record_says(served: Served, record: Record) -> None:
+    other = watch(LENGTH, layers=2, mask=masks.Causal(), seed=1)
+    body = served.get(f"{SAMPLE}/changed/1?top=3").json
+    expected = record.changed(other, top=3)
+    assert body["every"] == 1
+    assert [(each["layer"], each["head"], each["divergence"]) for each in body["heads"]] == [
+        (each.layer, each.head, pytest.approx(each.divergence, abs=1e-9)) for each in expected
+    ]
+    first, name = body["heads"][0], expected[0].largest_difference
+    assert first["kinds"] == [list(expected[0].kinds_before), list(expected[0].kinds_after)]
+    assert name is not None
+    shown = record.statistic(name)
+    assert first["change"]["before"] == shown.text(expected[0].before[name])
+    assert first["change"]["label"] > "\u4e00"  # the page is in Chinese
+    assert len(served.get(f"{SAMPLE}/changed/1").json["heads"]) == 4
+
+
 @pytest.mark.parametrize(
     ("path", "status", "sentence"),
     [
+        (f"{SAMPLE}/changed/3", 404, "There is no record 3. Give a number from 0 to 2."),
+        (f"{SAMPLE}/changed/1?top=0", 404, "There is no count of heads 0. Give a number from 1 to 100."),
+        ("api/runs/0/samples/1/changed/1", 404, "There is no sample 1. Give a number from 0 to 0."),
+        (
+            f"{SAMPLE}/changed/2",
+            400,
+            f"{NO_LAYER} Compare two runs of one model on the same text.",
+        ),
         ("api/runs/3/samples/0", 404, "There is no run 3. Give a number from 0 to 2."),
         ("api/runs/x/samples/0", 400, "The run is 'x'. Give a whole number from 0 to 2."),
         ("api/runs/-1/samples/0", 400, "The run is '-1'. Give a whole number from 0 to 2."),

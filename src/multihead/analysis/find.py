@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from multihead.analysis.highlights import layer_profiles
-from multihead.analysis.visibility import near_mass
 from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
-from multihead.probes.catalogue import statistic
+from multihead.probes.catalogue import REPEATED, statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.layer import LayerRecord
 from multihead.record.summaries import Of
@@ -133,7 +132,7 @@ def _score(layer: LayerRecord, kind: str) -> Tensor | None:
             entropy = read.means.get("entropy")
             value = None if entropy is None else entropy / read.visibility.largest_entropy.clamp(min=1e-12)
         else:
-            value = None if read.crosses else near_mass(one, read.visibility)
+            value = read.near
         if value is None:
             return None
         total += value * one.num_queries
@@ -144,6 +143,13 @@ def _score(layer: LayerRecord, kind: str) -> Tensor | None:
 def _unknown(layers: Sequence[LayerRecord], name: str) -> ProbeError:
     """Say that no layer has a number."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
+    if name in REPEATED:
+        if any(layer.repeated is not None for layer in layers):
+            return ProbeError(f"{name} is known per text, not per query, so it has only a mean.", 'Give of="mean".')
+        return ProbeError(
+            f"The record has no numbers for {name!r}.",
+            "It needs texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook.",
+        )
     if name in SCORES:
         needs = ABOUT.get(name, f'the statistic "{SCORES[name]}": observe(probes=[..., "{SCORES[name]}"])')
         return ProbeError(f"The record has no numbers for {name!r}.", f"It needs {needs}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,13 +60,14 @@ def nearest(
     alike = {
         number: each.samples[sample]
         for number, each in known.items()
-        if -each.num_samples <= sample < each.num_samples and _are_alike(each.samples[sample], one)
+        if -each.num_samples <= sample < each.num_samples and are_alike(each.samples[sample], one)
     }
-    rows = _rows(one.num_queries, one.num_keys * sum(each.num_heads for each in alike.values()), queries)
+    cells = one.num_keys * sum(each.num_heads for each in alike.values())
+    rows = spaced(one.num_queries, affordable(cells) if queries is None else queries)
     found = [
         NearHead(number, index, known[number].name, float(value), len(range(*rows.indices(one.num_queries))))
         for number, each in alike.items()
-        for index, value in enumerate(_divergence(one, head, each, rows))
+        for index, value in enumerate(divergence(one, each, rows, head=head))
         if (number, index) != (layer, head)
     ]
     # NaN compares with nothing: a head without finite weights comes last.
@@ -86,7 +87,7 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
     return f"one of {', '.join(map(str, numbers))}"
 
 
-def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:
+def are_alike(one: SampleRecord, other: SampleRecord) -> bool:
     """Whether the queries and keys of two layers are the same texts."""
     return (one.num_queries, one.num_keys, one.query_start, one.crosses) == (
         other.num_queries,
@@ -96,15 +97,38 @@ def _are_alike(one: SampleRecord, other: SampleRecord) -> bool:
     )
 
 
-def _rows(length: int, cells_a_query: int, most: int | None) -> slice:
-    """Choose the queries: every n-th, the last among them."""
-    count = max(16, CELLS // max(cells_a_query, 1)) if most is None else most
-    step = max(math.ceil(length / count), 1)
+def affordable(cells_per_query: int) -> int:
+    """Return how many queries can be compared in a second or two."""
+    return max(16, CELLS // max(cells_per_query, 1))
+
+
+def spaced(length: int, most: int) -> slice:
+    """Choose at most some queries: every n-th, the last among them.
+
+    >>> spaced(10, 4), spaced(10, 99)
+    (slice(0, None, 3), slice(0, None, 1))
+    """
+    step = max(math.ceil(length / most), 1)
     return slice((length - 1) % step, None, step)
 
 
-def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) -> Tensor:
-    """Compare one head with all heads of a layer: (heads,) float64, nats.
+def divergence(
+    one: SampleRecord,
+    other: SampleRecord,
+    rows: slice,
+    *,
+    head: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Compare heads of two layers, tile by tile: (heads of the other,) float64, nats.
+
+    Args:
+        one: one layer on a text.
+        other: another one, or the same layer of another run, with as many queries and keys.
+        rows: which queries.
+        head: the head of the first layer that is compared with each of the other; None compares each with the head of
+            the same index.
+        progress: called with the number of queries of each tile.
 
     Source: Lin, "Divergence measures based on the Shannon entropy", 1991: H((p + q) / 2) - (H(p) + H(q)) / 2.
     """
@@ -118,12 +142,15 @@ def _divergence(one: SampleRecord, head: int, other: SampleRecord, rows: slice) 
         chosen = slice(part.start, part.stop, part.step)
         end = max(one.num_keys if each is None else int(each[1][chosen].max()) for each in intervals)
         seen = slice(0, end)  # keys that none of these queries sees make no difference
-        p = _with_sink(one.weights(head, queries=chosen, keys=seen)[None])  # (1, rows, keys + 1)
+        p = one.weights(head, queries=chosen, keys=seen)
+        p = _with_sink(p if head is None else p[None])  # (heads or 1, rows, keys + 1)
         q = _with_sink(other.weights(queries=chosen, keys=seen))  # (heads, rows, keys + 1)
         between = (entropy_of((p + q) / 2) - (entropy_of(p) + entropy_of(q)) / 2).clamp(min=0)
         compared = (p[..., :-1].sum(-1) > 0) & (q[..., :-1].sum(-1) > 0) & between.isfinite()
         total += between.masked_fill(~compared, 0).sum(-1)
         count += compared.sum(-1)
+        if progress is not None:
+            progress(len(part))
     return total / count
 
 

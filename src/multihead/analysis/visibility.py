@@ -29,7 +29,6 @@ class Visibility:
         after: tokens after the query that a window reaches; 0 without a window.
         hides: whether any query may not see some key.
         blind_queries: how many queries see no key at all, in the head that has the most of them.
-        seeing_queries: (heads,) float64, the queries that see a key.
         mean_keys: (heads,) float64, the keys that a query sees, the mean over the queries that see one.
         largest_entropy: (heads,) float64, nats: the mean of ln(keys that a query sees), which is the
             entropy of a head that spreads evenly over all it may see.
@@ -40,7 +39,6 @@ class Visibility:
     after: int
     hides: bool
     blind_queries: int
-    seeing_queries: Tensor
     mean_keys: Tensor
     largest_entropy: Tensor
 
@@ -73,7 +71,6 @@ def visibility_of(sample: SampleRecord) -> Visibility:
         after=after,
         hides=bool((count < sample.num_keys).any()),
         blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
-        seeing_queries=seeing,
         mean_keys=count.sum(-1) / seeing.clamp(min=1),
         largest_entropy=per_query.sum(-1) / seeing.clamp(min=1),
     )
@@ -97,7 +94,7 @@ def _counted(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
 
 def _unknown(sample: SampleRecord) -> Visibility:
     """Return what is known without the mask: which queries see a key."""
-    sees = (sample.logsumexp.whole()[0] != -torch.inf).cpu()  # (heads, queries)
+    sees = sample.sees
     nan = torch.full((sample.num_heads,), torch.nan, dtype=torch.float64)
     return Visibility(
         pattern="other",
@@ -105,21 +102,20 @@ def _unknown(sample: SampleRecord) -> Visibility:
         after=0,
         hides=True,
         blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
-        seeing_queries=sees.sum(-1).double(),
         mean_keys=nan,
         largest_entropy=nan.clone(),
     )
 
 
 def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
-    """Mean share of a query's attention on keys at most `LOCAL_REACH` tokens from it.
+    """Share of each query's attention on keys at most `LOCAL_REACH` tokens from it.
 
-    Exact where the record keeps q and k: of at most seven weights a query those that were not measured are computed.
+    Exact where the record keeps q and k: of at most seven weights per query those that were not measured are computed.
     Where only statistics were kept it is a lower bound, the larger of self + previous + next and, by Markov's
     inequality, 1 - distance / 4: a key beyond 3 tokens is at least 4 away.
 
     Returns:
-        (heads,) float64, shares from 0 to 1.
+        (heads, queries) float64, shares from 0 to 1.
     """
     try:
         return _band_mass(sample, visibility)
@@ -131,11 +127,11 @@ def _band_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
     # No later key has weight under a causal mask, and what was measured need not be computed again.
     last = 0 if visibility.pattern in ("causal", "causal window") else LOCAL_REACH
     found = sample.statistics
-    total = torch.zeros(sample.num_heads, dtype=torch.float64)
+    total = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
     for offset in range(-LOCAL_REACH, last + 1):
         name = offset_mass(offset).name
-        total += (found[name] if name in found else sample.at_offset(offset)).double().sum(-1)
-    return total / visibility.seeing_queries.clamp(min=1)
+        total += (found[name] if name in found else sample.at_offset(offset)).double()
+    return total
 
 
 def _band_mass_bound(sample: SampleRecord) -> Tensor:
@@ -148,7 +144,7 @@ def _band_mass_bound(sample: SampleRecord) -> Tensor:
         # A query that sees no key has distance 0 and no mass; it must not count as wholly local.
         sees = found["largest_weight"] > 0 if "largest_weight" in found else torch.ones_like(bound, dtype=torch.bool)
         bound = torch.maximum(bound, torch.where(sees, by_distance, 0.0))
-    return bound.clamp(0, 1).mean(-1)
+    return bound.clamp(0, 1)
 
 
 def _pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:

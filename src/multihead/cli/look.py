@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded, LoadedModel
     from multihead.observation.record import Record
-    from multihead.observation.textbook import TextbookHead
+    from multihead.record.repeated import RepeatedTokens
     from multihead.viewer.report import ReportSummary
 
 EXAMPLES = """
@@ -92,7 +92,7 @@ SORTS = ["layer", *COLUMNS]
 @click.option(
     "--textbook",
     is_flag=True,
-    help="Name the induction, duplicate, previous and first token heads too, from random tokens that repeat.",
+    help="Measure induction, duplicate, previous and first token heads on random tokens that repeat, too.",
 )
 @click.option(
     "--lang",
@@ -139,6 +139,7 @@ def look(
     from multihead.analysis.highlights import layer_profiles
     from multihead.analysis.roles import marked
     from multihead.models import check_text, encode, load
+    from multihead.observation.textbook import add_repeated
     from multihead.record.memory_use import memory_of
 
     for given in (text if sound is None else None, decoder_text):
@@ -156,9 +157,10 @@ def look(
         encoded = None if sound is not None else encode(loaded, text, tokens=tokens)
         if tokens is not None and encoded is not None and encoded.stop:
             text = text[: encoded.stop]
-        heads = _textbook_heads(loaded, steps, lang) if textbook else None  # first, because it may reject the model
+        repeated = _repeated(loaded, steps, lang) if textbook else {}  # first, because it may reject the model
         run = _run(loaded, encoded, sound, decoder_text, steps, lang)
         record = _recorded(loaded, run, chosen, steps, lang)
+        add_repeated(record, repeated)
         memory = memory_of(record.layers)
         if record_file is not None:
             steps.show(locale("look.doing.saving", lang, file=visible(record_file)))
@@ -167,8 +169,8 @@ def look(
         profiles = layer_profiles(record.layers)
         page = _written_page(record, profiles, run, text=text, out=out, lang=lang, steps=steps)
     table = record.table(sort=sort, top=top)
-    kinds = {reading.number: reading.kinds for reading in profiles}
-    rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in marked(record.layers, table.rows)]
+    read = {profile.number: profile for profile in profiles}
+    rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
     for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
         if target == "-":
             click.echo(written(rows), nl=False)
@@ -176,8 +178,8 @@ def look(
             write_whole(target, written(rows))
     if "-" not in (json_file, csv_file):
         print_heads(record, profiles, run, rows, lang=lang)
-        if heads is not None:
-            print_textbook_heads(heads, lang)
+        if textbook:
+            print_textbook_heads(profiles, lang)
         print_files(page, record_file, memory, lang)
 
 
@@ -316,11 +318,14 @@ def _written_page(
     )
 
 
-def _textbook_heads(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, list[TextbookHead]]:
-    from multihead.observation.textbook import start_of, textbook_heads, words_of
+def _repeated(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, RepeatedTokens]:
+    """Measure the heads that read the text on repeated random tokens, by the layers' names in the whole model."""
+    from multihead.observation.textbook import measure_repeated, start_of, words_of
 
     with _counted_calls(steps, locale("look.doing.textbook", lang), _num_layers(loaded)), _text_alone(loaded):
-        return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
+        found = measure_repeated(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
+    part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
+    return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
 
 
 @contextmanager

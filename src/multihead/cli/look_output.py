@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
     from multihead.models import Encoded
     from multihead.observation.record import Record
-    from multihead.observation.textbook import TextbookHead
     from multihead.probes.probe import Statistic
     from multihead.record.memory_use import Memory
     from multihead.viewer.report import ReportSummary
@@ -36,8 +35,8 @@ COLUMNS = (
     "largest_weight",
 )
 NARROW = 90
-HALF = 0.5  # share of its attention that makes a textbook head
 NAMED = 4  # textbook heads listed per kind
+MOST_LEVELS = 4  # lines of the table that list chance
 HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
 
 
@@ -79,13 +78,14 @@ def print_heads(
     console = Console(highlight=False)
     console.print(_read(record, run, lang) + "\n", markup=False)
     console.print(_drawn(rows, console.width, lang))
+    if any("repeated_" in row["kind"] for row in rows):
+        console.print(text("look.on repeats", lang), markup=False)
     # A first token has no name where there are two texts.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
     found = findings(record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles)
-    if found:
-        click.echo("\n" + text("look.highlights", lang))
+    click.echo("\n" + text("look.highlights" if found else "look.no highlights", lang))
     for finding in found:
-        console.print(f"  {finding}", markup=False)
+        console.print(f"  {finding}", markup=False, soft_wrap=True)
 
 
 def _read(record: Record, run: Run, lang: str) -> str:
@@ -103,25 +103,34 @@ def _read(record: Record, run: Run, lang: str) -> str:
     return text(key, lang, tokens=memory, decoder=counted(run.decoder), **values)
 
 
-def print_textbook_heads(found: Mapping[str, Sequence[TextbookHead]], lang: str) -> None:
-    """Print the strongest heads of each kind."""
+def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
+    """Print the strongest heads of each kind that was measured on repeated random tokens."""
     from rich.cells import cell_len
 
-    from multihead.analysis.highlights import percent
-    from multihead.observation.textbook import LENGTH, TIMES
+    from multihead.analysis.highlights import REPEATED_KINDS, percent
+    from multihead.observation.textbook import DRAWS, LENGTH, TIMES
 
-    click.echo("\n" + text("look.textbook.title", lang, times=TIMES, length=LENGTH))
-    names = {kind: text(f"look.textbook.{kind}", lang) for kind in found}
-    width = max(cell_len(name) for name in names.values())  # a Chinese character is two columns wide
-    for kind, heads in found.items():
-        half = [each for each in heads if each.share > HALF]
-        named = ", ".join(f"L{each.layer} H{each.head} {percent(each.share)}" for each in half[:NAMED])
-        if kind == "first" and half:
-            count = text("look.textbook.count", lang, number=len(half), heads=len(heads))
+    click.echo("\n" + text("look.textbook.title", lang, draws=DRAWS, times=TIMES, length=LENGTH))
+    measured = [kind for kind in REPEATED_KINDS if any(kind in one.means for one in profiles)]
+    names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
+    width = max((cell_len(name) for name in names.values()), default=0)  # a Chinese character is two columns wide
+    for kind, name in names.items():
+        heads = sorted(
+            (-float(one.means[kind][head]), float(one.chance[kind][head]), one.number, head)
+            for one in profiles
+            for head, kinds in enumerate(one.kinds)
+            if kind in kinds
+        )
+        named = ", ".join(f"L{layer} H{head} {percent(-share)}" for share, _, layer, head in heads[:NAMED])
+        if heads:
+            more = ", …" if len(heads) > NAMED else ""
+            chance = text("look.chance of", lang, chance=percent(max(level for _, level, _, _ in heads)))
+            named = f"{named}{more}{section(lang, 'common')['join.sentences']}{chance}"
+        if kind == "repeated_first" and heads:
+            count = text("look.textbook.count", lang, number=len(heads), heads=sum(len(one.kinds) for one in profiles))
             named = f"{count}{section(lang, 'common')['join.sentences']}{named}"
-        more = ", …" if len(half) > NAMED else ""
-        name = names[kind] + " " * (width - cell_len(names[kind]))
-        click.echo(f"  {name}  {named + more or text('look.textbook.none', lang)}".replace("\u00a0", " "))
+        shown = name + " " * (width - cell_len(name))
+        click.echo(f"  {shown}  {named or text('look.textbook.none', lang)}".replace("\u00a0", " "))
 
 
 def print_files(page: ReportSummary, record_file: str | None, memory: Memory, lang: str) -> None:
@@ -159,23 +168,36 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
     if width < NARROW:
         left_out = {"distance_spread", "mean_distance"} if has_roles else {"distance_spread"}
         shown = [each for each in shown if each.name not in left_out]
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    padding = 0 if width < NARROW else 1
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
     for name in ("head", "role", "kind") if has_roles else ("head", "kind"):
         drawn.add_column(text(f"look.{name}", lang) + "\n", no_wrap=name != "kind")
     for each in shown:
         drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
         numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
-        kind = text(f"common.kind.{row['kind']}", lang)
+        kinds = _kinds(row["kind"], lang)
         if row.get("alignment"):
-            kind = text("look.and alignment", lang, kind=kind, alignment=text("common.alignment", lang))
+            kinds = text("look.and alignment", lang, kind=kinds, alignment=text("common.alignment", lang))
         role = [_role(row["role"], lang)] if has_roles else []
-        drawn.add_row(f"L{row['layer']} H{row['head']}", *role, kind, *numbers)
+        drawn.add_row(f"L{row['layer']} H{row['head']}", *role, kinds, *numbers)
+    chances = dict.fromkeys(tuple(each.number(row.get(f"{each.name}_chance")) for each in shown) for row in rows)
+    drawn.add_section()
+    for chance in [*chances][:MOST_LEVELS]:  # layers with different masks have different levels of chance
+        blank = [""] * (2 if has_roles else 1)
+        drawn.add_row(text("look.chance", lang), *blank, *("" if number == "-" else number for number in chance))
     return drawn
 
 
 def _role(role: str, lang: str) -> str:
     return text("look.cross", lang) if role == "cross" else text(f"common.role.{role}", lang) if role else ""
+
+
+def _kinds(kinds: str, lang: str) -> str:
+    """Name the first kind of a head, "*" if it was measured on repeated random tokens, and count the others."""
+    first, *others = kinds.split("+")
+    name = text(f"common.kind.{first.removeprefix('repeated_')}", lang)
+    return name + ("*" if first.startswith("repeated_") else "") + (f" +{len(others)}" if others else "")
 
 
 def _heading(shown: Statistic, lang: str) -> str:

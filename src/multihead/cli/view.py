@@ -77,7 +77,7 @@ def view(
     from multihead.viewer.server import serve
 
     for module in modules:
-        _import(module)
+        import_module_of_user(module)
     with Steps(lang) as steps:
         steps.show(text("view.opening", lang, names=", ".join(map(visible, records))))
         runs = _loaded(records)
@@ -117,7 +117,7 @@ def view(
         serve(runs, token=secrets.token_urlsafe(16), port=port or 0, lang=lang, ready=ready, progress=progress)
 
 
-def _import(module: str) -> None:
+def import_module_of_user(module: str) -> None:
     """Import a module of the user, from the current folder too, as `python -m` does.
 
     Raises:

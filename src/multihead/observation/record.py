@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from multihead.analysis.changes import ChangedHead, changes
 from multihead.analysis.find import FoundHead, Range, find
+from multihead.analysis.highlights import Finding, findings, layer_profiles
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.escaping import visible
@@ -203,7 +205,8 @@ class Record:
                 in the record or of a textbook kind: `previous_token`, `next_token`, `self_token`, `first_token`,
                 `separator`, `duplicate_token`, `induction` (the share of attention there, the mean over the queries
                 that have such a key), `broad` (entropy as a share of the largest that the mask allows) and `local`
-                (share within 3 tokens).
+                (share within 3 tokens). `repeated_induction`, `repeated_duplicate`, `repeated_previous` and
+                `repeated_first` are the shares on repeated random tokens, if they were measured.
 
         Returns:
             the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
@@ -222,6 +225,34 @@ class Record:
         [(0, 0), (0, 1)]
         """
         return find(self.layers, ranges, of=of, statistics=self.statistics)
+
+    def findings(self, *, sample: int | None = None, lang: str = "en") -> list[Finding]:
+        """Find the most notable heads, at most six, and describe what each does.
+
+        Each exceeds chance, what an even spread over the visible keys gives, by 35 percentage points and by three
+        standard errors: over texts if there are at least four, else over blocks of the queries. A model with random
+        weights has none.
+
+        Args:
+            sample: which text; None takes all of them together.
+            lang: "en" or "zh".
+
+        Raises:
+            ProbeError: only a summary was kept.
+            ArgumentError: there is no such sample, or lang is something else.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+        >>> with mh.observe(layer) as seen:
+        ...     y = layer(torch.randn(1, 40, 8))
+        >>> seen.findings()
+        []
+        """
+        profiles = layer_profiles(self.layers, sample=sample)
+        texts = self.texts
+        text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
+        return findings(self.layers, tokens=text.tokens, special=text.special, lang=lang, profiles=profiles)
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -245,6 +276,57 @@ class Record:
             ArgumentError: there is no such layer, head or sample.
         """
         return nearest(self.layers, layer, head, top=top, sample=sample, queries=queries)
+
+    def changed(
+        self,
+        after: Record,
+        *,
+        sample: int = 0,
+        top: int | None = None,
+        queries: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[ChangedHead]:
+        """Compare each head with the same head of a later run on the same text, such as another checkpoint.
+
+        Heads are ranked by the Jensen-Shannon divergence of their weights, computed query by query and tile by tile, so
+        that no whole map is ever in memory. Layers that only one record has, or whose number of heads, queries or
+        keys differs, are left out.
+
+        Args:
+            after: the record of the other run.
+            sample: which text.
+            top: how many heads; None returns all.
+            queries: how many evenly spaced queries are compared; None compares all, which is exact.
+            progress: called with (queries done, queries of all layers).
+
+        Returns:
+            the heads, the most changed first, each with its statistics and kinds in both runs.
+
+        Raises:
+            ProbeError: only statistics were kept.
+            ArgumentError: the texts differ, or no layer is in both records.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2), torch.randn(1, 5, 8)
+        >>> with mh.observe(layer) as before:
+        ...     y = layer(x)
+        >>> with torch.no_grad(), mh.observe(layer) as after:
+        ...     _ = layer.q_proj.weight[4:].mul_(9)  # head 1
+        ...     y = layer(x)
+        >>> [(one.layer, one.head, one.divergence > 0) for one in before.changed(after)]
+        [(0, 1, True), (0, 0, False)]
+        """
+        shown = after.statistics | self.statistics
+        return changes(
+            self.layers,
+            after.layers,
+            sample=sample,
+            top=top,
+            queries=queries,
+            statistics=shown,
+            progress=progress,
+        )
 
     def to_pandas(self, *, of: Of = "mean") -> Any:
         """Return the table as a pandas DataFrame, one row per head.

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multihead.analysis.chance import chance, evidence
 from multihead.errors import InputError
 from multihead.observation.observe import observe
+from multihead.observation.record import Record
+from multihead.probes.catalogue import REPEATED
+from multihead.record.repeated import RepeatedTokens
+from multihead.record.sample import SampleRecord
 
-LENGTH, TIMES, DRAWS = 64, 3, 4
+LENGTH, TIMES, DRAWS = 64, 3, 8
 """Number of random tokens, how often they repeat, and number of texts."""
 
-KINDS = {
-    "induction": "induction_mass",
-    "duplicate": "duplicate_mass",
-    "previous": "previous_mass",
-    "first": "first_mass",
-}
-"""Kind -> the statistic that measures it."""
 
-_OF_REPEATS = ("induction", "duplicate")  # means over the tokens that were there before
-
-
-@dataclass(frozen=True)
-class TextbookHead:
-    """One head and how much of a kind it is.
-
-    Attributes:
-        layer: the layer's number.
-        head: the head's index in its layer.
-        share: the mean share of its attention on the keys of the kind, 0 to 1.
-    """
-
-    layer: int
-    head: int
-    share: float
-
-
-def textbook_heads(
+def measure_repeated(
     model: nn.Module,
     words: Sequence[int],
     *,
@@ -49,12 +28,12 @@ def textbook_heads(
     length: int = LENGTH,
     times: int = TIMES,
     draws: int = DRAWS,
-) -> dict[str, list[TextbookHead]]:
-    """Run a model on a start token and repeated random tokens, and rank its heads per kind.
+) -> dict[str, RepeatedTokens]:
+    """Run a model on texts of a start token and repeated random tokens, and measure where each head looks.
 
     A head that looks up what followed a token the last time (induction), or the token itself (duplicate), cannot use
     meaning here, because the tokens have none. Shares are means over queries: for induction and duplicate over the
-    tokens that occurred before, for the other kinds over all.
+    tokens that occurred before, for the other statistics over all.
 
     Args:
         model: takes `input_ids`.
@@ -62,10 +41,10 @@ def textbook_heads(
         start: the token in front of them, see `start_of`; None puts none.
         length: how many random tokens.
         times: how often they come.
-        draws: how many such texts are read.
+        draws: how many such texts are read; a standard error needs four.
 
     Returns:
-        for each of `KINDS` all heads, the largest share first.
+        the name of each layer -> its heads on these texts. `add_repeated` adds them to a record.
 
     Raises:
         InputError: there are fewer words than random tokens.
@@ -74,20 +53,40 @@ def textbook_heads(
     """
     ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws)
     device = next(model.parameters()).device
-    with torch.no_grad(), observe(model, keep="statistics", probes=tuple(KINDS.values())) as seen:
+    with torch.no_grad(), observe(model, keep="statistics", probes=tuple(REPEATED.values())) as seen:
         model(input_ids=ids.to(device))
-    fresh = ids.shape[1] - length * (times - 1)  # tokens that were not there before
-    found: dict[str, list[TextbookHead]] = {}
-    for kind, name in KINDS.items():
-        heads = []
-        for layer in seen.layers:
-            if kind in _OF_REPEATS:
-                shares = torch.stack([one.per_query[name][:, fresh:].double().mean(1) for one in layer.samples]).mean(0)
-            else:
-                shares = layer.means()[name]
-            heads += [TextbookHead(layer.number, head, float(share)) for head, share in enumerate(shares)]
-        found[kind] = sorted(heads, key=lambda each: -each.share)
-    return found
+    return {layer.name: _repeated(layer.samples, length, times, start=start is not None) for layer in seen.layers}
+
+
+def _repeated(samples: Sequence[SampleRecord], length: int, times: int, *, start: bool) -> RepeatedTokens:
+    """Collect the shares of a layer's heads, and their chance, which is the same in all texts."""
+    shares = {
+        name: torch.stack([one.means[of] for one in samples])
+        for name, of in REPEATED.items()
+        if all(of in one.per_query for one in samples)
+    }
+    one = samples[0]
+    levels, measured = chance(one, REPEATED.values()), one.measured()
+    even = {
+        name: evidence([measured[of].values], [levels[of]], [measured[of].counted]).chance
+        for name, of in REPEATED.items()
+        if name in shares and of in levels
+    }
+    return RepeatedTokens(length, times, start, shares, even)
+
+
+def add_repeated(record: Record, measured: Mapping[str, RepeatedTokens]) -> None:
+    """Add what `measure_repeated` measured to the layers of a record of the same model.
+
+    The statistics are columns of its tables and pages from then on, conditions of `find`, and kinds of its heads, and
+    they are saved with it.
+
+    Args:
+        record: the record.
+        measured: the result of `measure_repeated`; layers that the record does not have are ignored.
+    """
+    for layer in record.layers:
+        layer.repeated = measured.get(layer.name)
 
 
 def repeated_tokens(

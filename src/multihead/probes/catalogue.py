@@ -234,7 +234,22 @@ DEFAULT = tuple(probe.name for probe in _LISTED if probe.default)
 SEPARATOR = Statistic("separator_mass", label="separator", number_format=SHARE)
 """Special tokens after the first: `analysis.highlights` derives it from `special_mass` and `first_mass`."""
 
-_SHOWN: dict[str, Statistic] = {**PROBES, SEPARATOR.name: SEPARATOR}
+REPEATED = {
+    "repeated_induction": "induction_mass",
+    "repeated_duplicate": "duplicate_mass",
+    "repeated_previous": "previous_mass",
+    "repeated_first": "first_mass",
+}
+"""Statistics on repeated random tokens -> the probe that measures them there, see `observation.textbook`."""
+
+_DERIVED = (
+    SEPARATOR,
+    *(
+        Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE)
+        for name, of in REPEATED.items()
+    ),
+)
+_SHOWN: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVED}}
 
 
 def statistic(name: str, made: Mapping[str, Statistic] | None = None) -> Statistic:

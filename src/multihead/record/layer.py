@@ -14,6 +14,7 @@ from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.notebook import many
+from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import Of
@@ -32,6 +33,7 @@ class LayerRecord:
             not recorded included: L17 is the layer that `observe(layers=17)` chooses.
         batches: calls whose samples come after the others, and are cut out when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
+        repeated: what its heads do on repeated random tokens, if that was measured.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LayerRecord:
     number: int = 0
     batches: list[RecordedBatch] = field(default_factory=list)
     alignment_heads: tuple[int, ...] = ()
+    repeated: RepeatedTokens | None = None
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""
@@ -81,19 +84,22 @@ class LayerRecord:
     def summary(self, of: Of = "mean") -> dict[str, Tensor]:
         """Summarise each statistic over the queries that count, over all samples: (heads,) float64 each.
 
+        Statistics of repeated random tokens are part of the means only, because they are known per text, not per query.
+
         Args:
             of: "mean", "median", "p95" (the 95th percentile) or "max".
 
         Raises:
             ArgumentError: `of` is something else.
         """
+        repeated = self.repeated.means() if self.repeated is not None and of == "mean" else {}
         if self.running_summary is not None:
-            return self.running_summary.summary(of)
+            return self.running_summary.summary(of) | repeated
         with CUTTING:
             measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
-        return summaries.summary(measured, of)
+        return summaries.summary(measured, of) | repeated
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.

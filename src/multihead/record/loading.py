@@ -18,8 +18,10 @@ from multihead.errors import InputError, MultiheadError
 from multihead.files import Parts, check_name, is_folder
 from multihead.functional import request_of
 from multihead.optional import require
+from multihead.probes.catalogue import REPEATED
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordParts
+from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import BINS, RunningSummary, Sketch, bin_of
 from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
 from multihead.record.saving import FORMAT, HEADER, STORED, VERSION
@@ -44,6 +46,7 @@ MOST_WIDTH = 1 << 20
 MOST_LABEL = 100
 """Characters of the label or the unit of a statistic, which pages show in the head of a column."""
 
+_WHOLE = 1 + 1e-3  # a share of all attention, rounded
 _BINS_1 = 2095  # of a summary in a file of version 1
 _NAMED = {name: dtype for dtype, name in STORED.items()}
 _LENGTH = 300  # characters of a finding in an error
@@ -197,6 +200,7 @@ def _record(
             LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
         )
         layers[-1].alignment_heads = _alignment(each, layers[-1].num_heads)
+        layers[-1].repeated = _repeated(each.get("repeated"), tensors, layers[-1].num_heads)
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
             raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
@@ -274,6 +278,31 @@ def _sums(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> Run
         bins = _shaped(tensors[parts["bins"]], (heads, BINS if version > 1 else _BINS_1), "bins", torch.int64)
         found.statistics[name] = Sketch(total, count, bins if version > 1 else _rebinned(bins))
     return found
+
+
+def _repeated(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:
+    """Read what a layer does on repeated random tokens; files without it have no such entry."""
+    if data is None:
+        return None
+    shares: dict[str, Tensor] = {}
+    levels: dict[str, Tensor] = {}
+    for part, found, shape in (("shares", shares, (None, heads)), ("chance", levels, (heads,))):
+        for name, place in _of(
+            _of(data, dict, "repeated tokens")[part], dict, f"the {part} of repeated tokens"
+        ).items():
+            if name not in REPEATED:
+                raise _WrongError("there is an unknown statistic of repeated tokens")
+            found[name] = _shaped(tensors[place], shape, name, torch.float64)
+            if not bool(((found[name] >= 0) & (found[name] <= _WHOLE) | found[name].isnan()).all()):
+                raise _WrongError(f"{name} is not a share")
+    if len({each.shape for each in shares.values()}) > 1 or not levels.keys() <= shares.keys():
+        raise _WrongError("the statistics of repeated tokens do not fit each other")
+    if any(not each.shape[0] for each in shares.values()):
+        raise _WrongError("no text of repeated tokens was read")
+    length, times = (
+        _count(data[each], f"the {each} of repeated tokens", least=1, most=MOST_TOKENS) for each in ("length", "times")
+    )
+    return RepeatedTokens(length, times, _of(data["start"], bool, "start"), shares, levels)
 
 
 def _rebinned(bins: Tensor) -> Tensor:

@@ -96,6 +96,16 @@ class SampleRecord:
         return self.segments[0].query_start
 
     @property
+    def positions(self) -> Tensor:
+        """The position of each query among the keys: (queries,) int64."""
+        return torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
+
+    @property
+    def sees(self) -> Tensor:
+        """Which queries see a key: (heads, queries) bool."""
+        return (self.logsumexp.whole()[0] != -torch.inf).cpu()
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether q and k were kept, so that any part of the map can be computed."""
         return self.q is not None
@@ -151,8 +161,7 @@ class SampleRecord:
 
     def measured(self) -> dict[str, Measured]:
         """Return each floating-point statistic per query, and which queries count in a summary of it."""
-        sees, num_keys, ids = (self.logsumexp.whole()[0] != -torch.inf).cpu(), self.num_keys, self.text.ids
-        positions = torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
+        sees, positions, num_keys, ids = self.sees, self.positions, self.num_keys, self.text.ids
         return {
             name: Measured(value, summaries.queries_that_count(name, sees, positions, num_keys, ids))
             for name, value in self.per_query.items()

@@ -14,6 +14,7 @@ from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.files import check_writable, writing
 from multihead.optional import require
 from multihead.record.layer import RecordParts
+from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment
@@ -100,7 +101,13 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
             places[id(one)] = (index, number)
             samples.append(_written_sample(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
         running_summary = _written_sums(layer.running_summary, tensors, index)
-        data = {"name": layer.name, "number": layer.number, "samples": samples, "summed": running_summary}
+        data = {
+            "name": layer.name,
+            "number": layer.number,
+            "samples": samples,
+            "summed": running_summary,
+            "repeated": _written_repeated(layer.repeated, tensors, index),
+        }
         if layer.alignment_heads:
             data["alignment"] = list(layer.alignment_heads)
         layers.append(data)
@@ -126,6 +133,18 @@ def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, laye
         parts = {"total": each.total, "count": each.count, "bins": each.bins}
         data[name] = {part: tensors.put(f"{layer}.{name}.{part}", tensor) for part, tensor in parts.items()}
     return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": data}
+
+
+def _written_repeated(repeated: RepeatedTokens | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
+    if repeated is None:
+        return None
+    return {
+        "length": repeated.length,
+        "times": repeated.times,
+        "start": repeated.start,
+        "shares": {name: tensors.put(f"{layer}.{name}.shares", each) for name, each in repeated.shares.items()},
+        "chance": {name: tensors.put(f"{layer}.{name}.chance", each) for name, each in repeated.chance.items()},
+    }
 
 
 class _Texts:

@@ -8,7 +8,7 @@ from typing import TypedDict
 from multihead.analysis.highlights import LayerProfile
 from multihead.escaping import visible
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import PROBES, SEPARATOR
+from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR, statistic
 from multihead.probes.probe import Statistic
 
 
@@ -45,8 +45,9 @@ def column(shown: Statistic, lang: str) -> Column:
 def unrecorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
     """List the built-in statistics that would be columns and are not among these: name and label."""
     known = {*names, "largest_key"}  # an index has no mean
-    missing = (probe for name, probe in PROBES.items() if name not in known and probe.axes == "queries")
-    return [{"id": each["id"], "label": each["label"]} for each in (column(one.shown(), lang) for one in missing)]
+    built_in = [probe.shown() for probe in PROBES.values() if probe.axes == "queries"]
+    missing = (each for each in (*built_in, *map(statistic, REPEATED)) if each.name not in known)
+    return [{"id": each["id"], "label": each["label"]} for each in (column(one, lang) for one in missing)]
 
 
 def names_of(profiles: Iterable[LayerProfile]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING, Any
 from multihead.analysis import visibility
 from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
 from multihead.analysis.roles import marked, roles
+from multihead.analysis.similar import affordable
 from multihead.escaping import visible
+from multihead.locale.texts import statistic_label
+from multihead.probes.catalogue import statistic
 from multihead.record.texts import Text
 from multihead.viewer.columns import column, names_of, unrecorded
 from multihead.viewer.levels import SIDE, count
 from multihead.viewer.tokens import reading
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from multihead.analysis.changes import ChangedHead
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
 
@@ -66,11 +72,17 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
     layers = [layer | {"role": role} for layer, role in zip(layers, named, strict=True)]
     columns = [column(run.record.statistic(name), lang) for name in names_of(profiles)]
+    heads = [len(one.kinds) for one in profiles]
     return {
         "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
         "layers": layers,
-        "kinds": [kind for one in profiles for kind in one.kinds],
-        "metrics": {one["id"]: _numbers(profiles, one["id"]) for one in columns},
+        "kinds": [kinds for one in profiles for kinds in one.kinds],
+        "metrics": {one["id"]: _numbers([profile.means for profile in profiles], heads, one["id"]) for one in columns},
+        "chance": {
+            one["id"]: _numbers([profile.chance for profile in profiles], heads, one["id"])
+            for one in columns
+            if any(one["id"] in profile.chance for profile in profiles)
+        },
         "columns": columns,
         "unrecorded": unrecorded(names_of(profiles), lang),
         "thresholds": {
@@ -83,13 +95,14 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
 
 
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
-    """List the numbers of every head: layer, head, name, kind, and the mean of each statistic."""
+    """List the numbers of every head: layer, head, name, kinds, and the mean and the chance of each statistic."""
     profiles = layer_profiles(run.record.layers, sample=sample, special=main_sample(run.record, sample).text.special)
     rows = [
-        {"layer": one.number, "head": head, "name": one.name, "kind": kind}
+        {"layer": one.number, "head": head, "name": one.name, "kind": ""}
         | {name: float(values[head]) for name, values in one.means.items()}
+        | one.row(head)
         for one in profiles
-        for head, kind in enumerate(one.kinds)
+        for head in range(len(one.kinds))
     ]
     return marked(run.record.layers, rows, sample=sample)
 
@@ -108,6 +121,40 @@ def near(run: Run, sample: int, layer: int, head: int, top: int) -> list[dict[st
         }
         for each in run.record.nearest(layer, head, top=top, sample=sample)
     ]
+
+
+def changed(
+    before: Run, after: Run, sample: int, top: int, *, lang: str, progress: Callable[[], None]
+) -> dict[str, Any]:
+    """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
+
+    Of a long text only some queries are compared: as many as take a second or two.
+    """
+    ones = [layer.sample(sample) for layer in before.record.layers]
+    queries = affordable(2 * sum(one.num_keys * one.num_heads for one in ones))
+    found = before.record.changed(
+        after.record, sample=sample, top=top, queries=queries, progress=lambda done, total: progress()
+    )
+    return {
+        "every": max(-(-one.num_queries // queries) for one in ones),
+        "heads": [
+            {
+                "layer": one.layer,
+                "head": one.head,
+                "divergence": None if math.isnan(one.divergence) else one.divergence,
+                "kinds": [one.kinds_before, one.kinds_after],
+                "change": None if one.largest_difference is None else _change(one, one.largest_difference, lang),
+            }
+            for one in found
+        ],
+    }
+
+
+def _change(one: ChangedHead, name: str, lang: str) -> dict[str, str]:
+    """Describe a statistic of a head in two runs: its label and its two numbers."""
+    shown = statistic(name, one.statistics)
+    label = visible(statistic_label(name, lang, shown.label))
+    return {"label": label, "before": shown.text(one.before[name]), "after": shown.text(one.after[name])}
 
 
 def has_maps(one: SampleRecord) -> bool:
@@ -161,10 +208,10 @@ def _place(text: Text, texts: list[Text]) -> int:
     return len(texts) - 1
 
 
-def _numbers(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
-    """Return every head's mean of a statistic, layer after layer; None if there is none."""
+def _numbers(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
+    """Return every head's number of a statistic, layer after layer; None if there is none."""
     found: list[float | None] = []
-    for one in profiles:
-        values = one.means[name].tolist() if name in one.means else [math.nan] * len(one.kinds)
-        found += [value if math.isfinite(value) else None for value in values]
+    for of_layer, number in zip(values, heads, strict=True):
+        numbers = of_layer[name].tolist() if name in of_layer else [math.nan] * number
+        found += [value if math.isfinite(value) else None for value in numbers]
     return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from multihead.analysis import visibility
-from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, LayerProfile
+from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, REPEATED_KINDS, LayerProfile
 from multihead.analysis.roles import roles
 from multihead.escaping import visible
 from multihead.locale.texts import section, text
@@ -56,8 +56,13 @@ def page_data(
         "columns": columns,
         "unrecorded": unrecorded(names_of(profiles), lang),
         "labels": {name: column(record.statistic(name), lang)["label"] for name in ("entropy", "received")},
-        "metrics": {one["id"]: _column(profiles, one["id"]) for one in columns},
-        "kinds": [kind for one in profiles for kind in one.kinds],
+        "metrics": {one["id"]: _column(profiles, [each.means for each in profiles], one["id"]) for one in columns},
+        "chance": {
+            one["id"]: _column(profiles, [each.chance for each in profiles], one["id"])
+            for one in columns
+            if any(one["id"] in each.chance for each in profiles)
+        },
+        "kinds": [kinds for one in profiles for kinds in one.kinds],
         "top": _numbers(torch.cat([one.visibility.largest_entropy for one in profiles])),
         "sight": {
             "hides": any(one.visibility.hides for one in profiles),
@@ -91,9 +96,9 @@ def facts(
     if "other" in texts:
         found.append((words["fact.decoder tokens"], f"{len(texts['other']['shown']):,}"))
     found.append((words["fact.attention"], _attention(profiles, lang)))
-    kinds = {kind for one in profiles for kind in one.kinds}
-    # Separator heads need special tokens after the first, duplicate and induction heads need token ids.
-    missing = ("separator_mass", "duplicate_mass", "induction_mass")
+    kinds = {kind for one in profiles for named in one.kinds for kind in named}
+    # Separator heads need special tokens after the first, duplicate and induction heads token ids.
+    missing = ("separator_mass", "duplicate_mass", "induction_mass", *REPEATED_KINDS)
     possible = len(KINDS) - sum(all(name not in one.means for one in profiles) for name in missing)
     found.append((words["fact.kinds"], words["kinds present"].format(kinds=len(kinds), all=possible)))
     return found
@@ -201,11 +206,10 @@ def _sources(one: SampleRecord, lengths: dict[str, int]) -> tuple[dict[str, Any]
     return called(one.num_queries, ("main", "keys")), called(one.num_keys, ("keys", "main"))
 
 
-def _column(profiles: Sequence[LayerProfile], name: str) -> list[float | None]:
+def _column(profiles: Sequence[LayerProfile], values: Sequence[Mapping[str, Tensor]], name: str) -> list[float | None]:
     """Return one statistic of every head, layer after layer."""
-    return _numbers(
-        torch.cat([one.means.get(name, torch.full((len(one.kinds),), math.nan)).double() for one in profiles])
-    )
+    absent = (torch.full((len(one.kinds),), math.nan) for one in profiles)
+    return _numbers(torch.cat([each.get(name, none).double() for each, none in zip(values, absent, strict=True)]))
 
 
 def _received(record: Record, layers: Sequence[dict[str, Any]], sample: int, tokens: int) -> list[float | None] | None:

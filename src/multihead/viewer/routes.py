@@ -11,10 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from multihead.analysis.similar import numbers_in_words
+from multihead.probes.blocks import CancelledError
 from multihead.viewer import downloads
 from multihead.viewer.levels import BASE, IN_MEMORY, SIDE, Array, Room, count
 from multihead.viewer.page import version
-from multihead.viewer.payload import Run, described, listed, near, rows_of
+from multihead.viewer.payload import Run, changed, described, listed, near, rows_of
 from multihead.viewer.pyramid import Builder, Pyramid, state
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
 from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
@@ -63,6 +64,7 @@ class Viewer:
             Route(f"{sample}/levels", self.levels),
             Route(f"{sample}/layers/{{layer}}/maps", self.maps),
             Route(f"{sample}/table.{{form}}", self.table),
+            Route(f"{sample}/changed/{{other}}", self.changed),
             Route(f"{head}/tile", self.tile),
             Route(f"{head}/row", self.row),
             Route(f"{head}/weights.{{form}}", self.weights),
@@ -171,6 +173,22 @@ class Viewer:
             request, ("table", run, sample), lambda _: rows_of(self.runs[run], sample), by=self.slow
         )
         return download(write(rows), f"heads-{sample}", form)
+
+    async def changed(self, request: Request) -> Response:
+        """Return the heads that differ most from those of another record."""
+        run, sample = self._sample(request)
+        other = number("record", request.path_params["other"], below=len(self.runs))
+        number("sample", str(sample), below=self.runs[other].num_samples)
+        top = number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
+
+        def compute(cancelled: Callable[[], bool]) -> dict[str, Any]:
+            def check() -> None:
+                if cancelled():
+                    raise CancelledError
+
+            return changed(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=check)
+
+        return json_response(await self._computed(request, ("changed", run, sample, other, top), compute, by=self.slow))
 
     async def weights(self, request: Request) -> Response:
         """Return a part of a head's map as a file."""

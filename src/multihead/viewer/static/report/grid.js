@@ -2,18 +2,18 @@
 import { bitmap } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { alignmentTag, glyph, KINDS, kindChips, kindName, kindTag, pathLine, roleName } from '../shared/kinds.js';
+import { alignmentTag, glyph, KINDS, kindChips, kindNames, kindTags, pathLine, roleName } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { blockOf, isSingle, mapFor, scaleTop, thumbs } from './maps.js';
-import { addressOf, D, ENTROPY, HEADS, indexOf, isAligned, kindOf, layerOf, longName, numbered, roleOf, shortName, STATISTICS, WIDEST } from './record.js';
+import { addressOf, D, ENTROPY, HEADS, indexOf, isAligned, kindOf, kindsOf, layerOf, longName, numbered, roleOf, shortName, STATISTICS, WIDEST } from './record.js';
 
 // The current choice: one kind or all, the order of the table, the colour scale, and the head in the inspector.
 export const state = { kind: '', order: '', scale: 'root', lit: 0 };
-const asFiltered = i => ({ l: HEADS[i].number, h: HEADS[i].h, kind: kindOf(i), path: layerOf(i).name, role: roleOf(i), aligned: isAligned(i) });
-const passes = i => (!state.kind || kindOf(i) === state.kind) && fits($('filter').value, STATISTICS, i, asFiltered(i));
+const asFiltered = i => ({ l: HEADS[i].number, h: HEADS[i].h, kinds: kindsOf(i), path: layerOf(i).name, role: roleOf(i), aligned: isAligned(i) });
+const passes = i => (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, STATISTICS, i, asFiltered(i));
 
 function thumb(map, top = scaleTop.value) {
   const canvas = bitmap(map, 'ink', state.scale, top);
@@ -50,7 +50,7 @@ export function chips() {
 }
 
 function dim() {
-  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && kindOf(+a.dataset.i) !== state.kind);
+  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && !kindsOf(+a.dataset.i).includes(state.kind));
 }
 
 export function grid() {
@@ -67,7 +67,7 @@ export function grid() {
   D.layers.forEach((layer, l) => {
     const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (short ? '' : 'L') + layer.number, ...(layer.role ? [el('small', { textContent: roleName(layer.role) })] : [])));
     for (let h = 0; h < layer.heads; h++) {
-      const i = indexOf(l, h), label = [longName(i), roleName(layer.role), kindName(kindOf(i)), isAligned(i) ? translate('alignment') : ''].filter(Boolean).join(', ') + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
+      const i = indexOf(l, h), label = [longName(i), roleName(layer.role), kindNames(kindsOf(i)), isAligned(i) ? translate('alignment') : ''].filter(Boolean).join(', ') + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
       const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': label, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, frame(i));
       link.dataset.i = i;
       link.classList.toggle('marked', isAligned(i));
@@ -94,7 +94,7 @@ export async function inspect(i) {
   const { map, block } = await mapFor(i, ($('insp').clientWidth || 300) * (devicePixelRatio || 1));
   if (turn !== inspected) return;  // another head was chosen meanwhile
   const top = topOf(block), note = map ? [el('p', { className: 'note', textContent: cellNote(block) + translate('join.sentences') + scaleNote(top) })] : [];
-  $('insp').replaceChildren(frame(i, map, top), ...note, el('h3', {}, longName(i), kindTag(kindOf(i))), ...marks(i), pathLine(roleOf(i), layerOf(i).name), headStatistics(i));
+  $('insp').replaceChildren(frame(i, map, top), ...note, el('h3', {}, longName(i), kindTags(kindsOf(i))), ...marks(i), pathLine(roleOf(i), layerOf(i).name), headStatistics(i));
   sharpen($('insp'));
 }
 
@@ -129,5 +129,5 @@ export function headsTable() {
 export function defined() {
   const listed = STATISTICS.map(one => [one.id, one.label]);
   if (D.received) listed.push(['received', D.labels.received]);
-  definitions($('defs'), listed, KINDS.filter(kind => !['separator', 'duplicate', 'induction'].includes(kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
+  definitions($('defs'), listed, KINDS.filter(kind => !/^(separator|duplicate|induction|repeated_.*)$/.test(kind) || Object.hasOwn(D.metrics, kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
 }

@@ -1,13 +1,13 @@
 // The page of one head: its map, the query and key under the pointer or pinned, and their weights in numbers and text.
 import { bitmap, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { kindName, kindTag, roleName } from '../shared/kinds.js';
+import { kindNames, kindTags, roleName } from '../shared/kinds.js';
 import { exact, percent } from '../shared/numbers.js';
 import { setText } from '../shared/tokens.js';
 import { drawMap, geometry } from './bigmap.js';
 import { endNote, headStatistics, legend, marks, state, topOf } from './grid.js';
 import { isSingle, openHead, rowOf, thumbs } from './maps.js';
-import { addressOf, D, HEADS, kindOf, layerOf, longName, roleOf, shortName, tokensOf, WIDEST } from './record.js';
+import { addressOf, D, HEADS, kindOf, kindsOf, layerOf, longName, roleOf, shortName, tokensOf, WIDEST } from './record.js';
 
 const WINDOW = 1500;  // tokens of a long text that are shown around the query
 let opened = -1, view = null, pinned = 1, opening = 0;
@@ -23,7 +23,7 @@ function navigator(i) {
   if (rows > 12) nav.style.setProperty('--navh', Math.max(3, Math.floor(150 / rows) - 2) + 'px');
   if (WIDEST > 16) nav.style.setProperty('--navw', Math.max(5, Math.floor(300 / WIDEST)) + 'px');
   HEADS.forEach((head, n) => {
-    const link = el('a', { href: addressOf(n), 'aria-label': `${longName(n)}, ${kindName(kindOf(n))}`, title: `${shortName(n)}, ${kindName(kindOf(n))}`, tabIndex: n === i ? 0 : -1, k: kindOf(n) });
+    const link = el('a', { href: addressOf(n), 'aria-label': `${longName(n)}, ${kindNames(kindsOf(n))}`, title: `${shortName(n)}, ${kindNames(kindsOf(n))}`, tabIndex: n === i ? 0 : -1, k: kindOf(n) });
     link.style.gridRow = head.l + 1;
     link.style.gridColumn = head.h + 1;
     if (n === i) link.setAttribute('aria-current', 'page');
@@ -36,7 +36,7 @@ function headTitle(i) {
   const key = (...names) => names.map(name => el('kbd', { textContent: name }));
   const steps = el('div', { className: 'steps' }, el('span', {}, ...key('←', '→'), ' ' + translate('step.head')), el('span', {}, ...key('↑', '↓'), ' ' + translate('step.layer')), el('span', {}, ...key('Esc'), ' ' + translate('step.back')));
   const title = el('div', {}, el('a', { className: 'back', href: '#', textContent: '← ' + translate('all heads', { n: HEADS.length }) }), el('h1', { textContent: longName(i) }),
-    el('p', { className: 'sub' }, kindTag(kindOf(i)), ...marks(i), ...(roleOf(i) ? [el('span', { textContent: roleName(roleOf(i)) })] : []), el('span', { className: 'path', textContent: layerOf(i).name })));
+    el('p', { className: 'sub' }, kindTags(kindsOf(i)), ...marks(i), ...(roleOf(i) ? [el('span', { textContent: roleName(roleOf(i)) })] : []), el('span', { className: 'path', textContent: layerOf(i).name })));
   return el('div', { className: 'hh' }, title, el('div', {}, steps, navigator(i)));
 }
 

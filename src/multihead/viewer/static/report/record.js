@@ -12,7 +12,8 @@ export const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
 export const indexOf = (l, h) => l < D.layers.length && h >= 0 && h < D.layers[l].heads ? FIRST[l] + h : -1;
 export const numbered = (number, h) => HEADS.findIndex(head => head.number === number && head.h === h);
 export const layerOf = i => D.layers[HEADS[i].l];
-export const kindOf = i => D.kinds[i];
+export const kindsOf = i => D.kinds[i];
+export const kindOf = i => D.kinds[i][0];  // its colour
 export const roleOf = i => layerOf(i).role;
 export const isAligned = i => layerOf(i).aligned.includes(HEADS[i].h);
 export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
@@ -27,5 +28,5 @@ export function tokensOf(source) {
 
 // The largest values that the masks allow; the bars of other statistics end at the largest value of their column.
 const FULL = { entropy: i => D.top[i], effective_keys: i => layerOf(i).keys };
-export const STATISTICS = D.columns.map(column => statistic(column, D.metrics[column.id], Object.hasOwn(FULL, column.id) ? FULL[column.id] : undefined));
+export const STATISTICS = D.columns.map(column => statistic(column, D.metrics[column.id], Object.hasOwn(FULL, column.id) ? FULL[column.id] : undefined, Object.hasOwn(D.chance, column.id) ? D.chance[column.id] : []));
 export const ENTROPY = STATISTICS.find(one => one.id === 'entropy');

@@ -12,9 +12,9 @@ const TESTS = { '<': (a, b) => a < b, '>': (a, b) => a > b, '<=': (a, b) => a <=
 const words = filter => lower(filter).replaceAll('＞', '>').replaceAll('＜', '<').replace(/\s*([<>]=?)\s*/g, '$1').split(/[\s、，]+/).filter(Boolean);
 const placeIn = word => word.match(/^(?:l(\d+))?(?:h(\d+))?$/);
 const boundIn = word => word.match(/^([^<>=]+)(<=?|>=?|=)(-?[\d.]+)%?$/);
-function names(text, { kind, path, role, aligned }) {
+function names(text, { kinds, path, role, aligned }) {
   if (role && ROLES.includes(text)) return role === text;
-  const words = [kind, lower(kindName(kind)), lower(path), lower(roleName(role)), ...(aligned ? ['alignment', translate('alignment')] : [])];
+  const words = [...kinds, ...kinds.map(kindName).map(lower), lower(path), lower(roleName(role)), ...(aligned ? ['alignment', translate('alignment')] : [])];
   return words.some(each => each.includes(text));
 }
 
@@ -24,7 +24,7 @@ function statisticNamed(statistics, word) {
   return statistics.find(one => called(one).includes(word)) ?? statistics.find(one => called(one).some(begins)) ?? statistics.find(one => one.id.split('_').some(begins));
 }
 
-// Return whether head i passes the filter: its layer l and head h, its kind, the module path and the role of its layer,
+// Return whether head i passes the filter: its layer l and head h, its kinds, the module path and the role of its layer,
 // and whether it is an alignment head.
 export function fits(filter, statistics, i, head) {
   const { l, h } = head;
@@ -42,12 +42,12 @@ export function fits(filter, statistics, i, head) {
 // Explain in a sentence why a word of a filter matches no head, whatever the numbers are: it is unknown, or names a
 // statistic that was not recorded; '' if there is no such word. `heads` are described as for `fits`.
 export function unmatched(filter, statistics, unrecorded, heads) {
-  const missing = one => translate('filter.unrecorded', { label: one.label, name: one.id });
+  const missing = one => translate(one.id.startsWith('repeated_') ? 'filter.unmeasured' : 'filter.unrecorded', { label: one.label, name: one.id });
   for (const word of words(filter)) {
     const bound = boundIn(word), name = bound ? bound[1] : word.replace(/[<>=].*/, '');
     if (placeIn(word) || (bound && statisticNamed(statistics, name)) || heads.some(head => names(word, head))) continue;
-    const kind = KINDS.find(each => names(word, { kind: each, path: '' }));
-    const absent = bound ? statisticNamed(unrecorded, name) : unrecorded.find(one => kind ? one.id === kind + '_mass' : [lower(one.label), one.id].includes(name));
+    const kind = KINDS.find(each => names(word, { kinds: [each], path: '' }));
+    const absent = bound ? statisticNamed(unrecorded, name) : unrecorded.find(one => kind ? [kind + '_mass', kind].includes(one.id) : [lower(one.label), one.id].includes(name));
     if (absent) return missing(absent);
     if (bound) return translate('filter.statistic', { word: name, known: statistics.map(each => each.label).join(translate('join.comma')) });
     if (kind) return translate('filter.kind', { kind: kindName(kind) });

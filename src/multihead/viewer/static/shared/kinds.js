@@ -1,4 +1,5 @@
-// The kinds of heads: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units.
+// The kinds of heads: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
+// kind or more, the most specific first; the first one is its colour.
 import { el, knows, translate } from './dom.js';
 
 const GLYPHS = {
@@ -6,8 +7,10 @@ const GLYPHS = {
   first: 'M0 0h4v12h-4z', separator: 'M8 0h4v12h-4z', duplicate: 'M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z',
   induction: 'M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z', local: 'M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z',
   broad: 'M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z',
-  mixed: 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z',
 };
+// Kinds that were measured on repeated random tokens look like those of the text.
+for (const kind of ['induction', 'duplicate', 'previous', 'first']) GLYPHS['repeated_' + kind] = GLYPHS[kind];
+GLYPHS.mixed = 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z';
 export const KINDS = Object.keys(GLYPHS);
 export const kindName = kind => knows('kind.' + kind) ? translate('kind.' + kind) : kind;
 
@@ -21,7 +24,13 @@ export function glyph(kind) {
   return svg;
 }
 
+export const kindNames = kinds => kinds.map(kindName).join(translate('join.comma'));
 export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));
+export const kindTags = kinds => el('span', { className: 'kinds' }, ...kinds.map(kindTag));
+
+// The first kind of a head in words, and the glyphs of the others.
+export const kindCell = kinds => el('span', { className: 'kind', k: kinds[0], title: kindNames(kinds) }, glyph(kinds[0]), kindName(kinds[0]),
+  ...kinds.slice(1).map(kind => el('span', { className: 'also', k: kind }, glyph(kind), el('span', { className: 'vh', textContent: kindName(kind) }))));
 
 // What a head is besides its kind: the role of its layer in an encoder-decoder model, an alignment head of Whisper.
 export const roleName = role => role ? translate('role.' + role) : '';
@@ -31,7 +40,7 @@ export const pathLine = (role, path) => el('p', { className: 'path' }, ...(role 
 // Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
 export function kindChips(box, kinds, chosen, choose) {
   box.setAttribute('aria-label', translate('show kind'));
-  const counts = KINDS.map(kind => [kind, kinds.filter(each => each === kind).length]).filter(([, number]) => number);
+  const counts = KINDS.map(kind => [kind, kinds.filter(each => each.includes(kind)).length]).filter(([, number]) => number);
   box.replaceChildren(...counts.map(([kind, number]) => {
     const chip = el('button', { className: 'chip', k: kind, 'aria-pressed': String(chosen === kind), onclick: () => {
       choose(chosen === kind ? '' : kind);

@@ -10,21 +10,33 @@ function writer(format) {
   return form === 'g' ? v => v.toLocaleString('en', { maximumSignificantDigits: +digits, useGrouping: false }) : share;
 }
 
-// One statistic: values per head; full(i), if given, is the largest value possible for head i.
-export function statistic({ id, label, unit, format }, values, full) {
+// One statistic: values per head; full(i), if given, is the largest value possible for head i; chance, if known, is what
+// an even spread over the visible keys gives, per head.
+export function statistic({ id, label, unit, format }, values, full, chance = []) {
   const show = writer(format), percentage = format === 'share', max = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => max);
   return {
     id, label, values, unit, times: percentage ? 100 : 1, percentage,
     filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
     number: i => known(values[i]) ? show(values[i]) : '–',
     text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',
+    chance: chance.map(value => known(value) ? show(value) : ''),
+    level: i => known(chance[i]) ? translate('chance', { n: show(chance[i]) + (percentage ? NBSP + '%' : '') }) : '',
   };
 }
 export const withUnit = one => one.unit ? translate('label and unit', { label: one.label, unit: one.unit }) : one.label;
 
-// The rows of a head's small table: label, bar, number.
-export const numberRows = (statistics, i) => statistics.map(one => el('tr', {}, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
-  el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) })));
+// The chance of a column: one number, or the range over layers whose masks differ.
+export function chanceOf(one) {
+  const found = [...new Set(one.chance.filter(Boolean))].sort((a, b) => a - b);
+  return found.length ? translate('chance', { n: found.length > 1 ? `${found[0]}–${found.at(-1)}` : found[0] }) : '';
+}
+
+// The rows of a head's small table: label, bar, number, chance.
+export const numberRows = (statistics, i) => [
+  ...(statistics.some(one => one.chance[i]) ? [el('tr', { className: 'head' }, el('td'), el('td'), el('td'), el('td', { className: 'level', textContent: translate('chance', { n: '' }).trim() }))] : []),
+  ...statistics.map(one => el('tr', { title: one.level(i) }, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
+    el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) }), el('td', { className: 'level', textContent: one.chance[i] ?? '' }))),
+];
 
 // Fill a box with the definitions of the statistics [name, label] and of the kinds, where there is a text.
 export function definitions(box, statistics, kinds, thresholds, bound = false) {

@@ -1,8 +1,8 @@
 // The table of all heads: sorted by its column buttons, filtered like the grid, twelve rows at first.
 import { $, el, translate } from './dom.js';
-import { KINDS, kindTag } from './kinds.js';
+import { KINDS, kindCell } from './kinds.js';
 import { count } from './numbers.js';
-import { withUnit } from './statistics.js';
+import { chanceOf, withUnit } from './statistics.js';
 
 const FIRST = 12, MORE = 500;
 let shown = FIRST;
@@ -14,23 +14,23 @@ export function showRows(all) { shown = all ? Infinity : FIRST; }
 export function table({ kinds, statistics, link, path, passes, order, reorder, why, marks }) {
   const again = order => table({ kinds, statistics, link, path, passes, order, reorder, why, marks });
   const sorting = order || (statistics.some(one => one.id === 'entropy') ? 'entropy' : 'head'), falling = sorting.startsWith('-'), by = sorting.replace(/^-/, '');
-  const heading = (id, label, words) => {
+  const heading = (id, label, words, note = '') => {
     const turn = () => {
       const next = (by === id ? !falling : !words && id !== 'entropy') ? '-' + id : id;
       reorder(next);
       again(next);
       $('cols').querySelector('[aria-sort] button').focus();
     };
-    const head = el('th', { scope: 'col', className: words ? 't' : '' }, el('button', { textContent: label, onclick: turn }));
+    const head = el('th', { scope: 'col', className: words ? 't' : '' }, el('button', { textContent: label, onclick: turn }), ...(note ? [el('small', { textContent: note })] : []));
     if (by === id) head.setAttribute('aria-sort', falling ? 'descending' : 'ascending');
     return head;
   };
-  $('cols').replaceChildren(heading('head', translate('head column'), true), heading('kind', translate('kind column'), true), ...statistics.map(one => heading(one.id, withUnit(one), false)));
+  $('cols').replaceChildren(heading('head', translate('head column'), true), heading('kind', translate('kind column'), true), ...statistics.map(one => heading(one.id, withUnit(one), false, chanceOf(one))));
 
-  const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? KINDS.indexOf(kinds[i]) : i;
+  const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? KINDS.indexOf(kinds[i][0]) : i;
   const found = kinds.map((_, i) => i).filter(passes).sort((a, b) => (value(a) - value(b)) * (falling ? -1 : 1) || a - b);
-  $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), el('td', { className: 't' }, kindTag(kinds[i]), ...marks(i)),
-    ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i) }))))));
+  $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), el('td', { className: 't' }, kindCell(kinds[i]), ...marks(i)),
+    ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i), title: one.level(i) }))))));
   if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 2, textContent: translate('no match') })));
 
   const all = kinds.length, n = found.length, left = n > shown;

@@ -1,6 +1,6 @@
 // The page of one head, or of two compared: its layout, and the pointer on the map.
 import { $, el, translate } from '../shared/dom.js';
-import { kindName, roleName } from '../shared/kinds.js';
+import { kindNames, roleName } from '../shared/kinds.js';
 import { scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
@@ -30,7 +30,7 @@ function stage(record, other) {
     record, otherRecord, layer, otherLayer, i, j, runs, coarse: record.coarse && otherRecord.coarse, sides: record.sides(layer), otherSides: otherRecord.sides(otherLayer),
     a: { run: state.run, sample: state.sample, l: a.l, h: a.h, masked: state.masked }, b: { run: otherRecord.run, sample: otherRecord.sample, l: second.l, h: second.h, masked: state.masked },
     titles: {
-      a: [name(record, i, 'in a'), runs ? record.name : kindName(record.kinds[i])], b: [name(otherRecord, j, 'in b'), runs ? otherRecord.name : kindName(otherRecord.kinds[j])],
+      a: [name(record, i, 'in a'), runs ? record.name : kindNames(record.allKinds[i])], b: [name(otherRecord, j, 'in b'), runs ? otherRecord.name : kindNames(otherRecord.allKinds[j])],
       d: [runs ? translate('a minus b') : `${record.short(i)} − ${otherRecord.short(j)}`, translate('difference')],
     },
     strange: runs && !sameText(record.sides(layer).key, otherRecord.sides(otherLayer).key),
@@ -45,7 +45,7 @@ export function headPage(record, other) {
   const { i } = scene, drawable = scene.layer.levels > 0;
   $('one').classList.toggle('mapless', !drawable);
   $('headname').textContent = record.named(i);
-  $('shownhead').textContent = [roleName(scene.layer.role), kindName(record.kinds[i]), record.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma'));
+  $('shownhead').textContent = [roleName(scene.layer.role), kindNames(record.allKinds[i]), record.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma'));
   $('map').setAttribute('aria-label', translate('map label', { layer: state.a.l, head: state.a.h }));
   $('mini').setAttribute('aria-label', translate('mini label'));
   $('numbers').replaceChildren(...numberRows(record.metrics, i));

@@ -1,6 +1,6 @@
 // A small overview of all heads, coloured by kind: the head in view is outlined, the second one dashed.
 import { $, el, translate } from '../shared/dom.js';
-import { kindName } from '../shared/kinds.js';
+import { kindNames } from '../shared/kinds.js';
 import { state, toHead } from './permalink.js';
 
 let built = '';
@@ -14,7 +14,7 @@ export function navigator(scene) {
     box.setAttribute('role', 'group');
     box.setAttribute('aria-label', translate('all heads', { n: record.heads.length }));
     box.replaceChildren(...record.heads.map((head, n) => {
-      const link = el('a', { k: record.kinds[n], 'aria-label': record.named(n), title: `${record.short(n)}, ${kindName(record.kinds[n])}`, tabIndex: -1 });
+      const link = el('a', { k: record.kinds[n], 'aria-label': record.named(n), title: `${record.short(n)}, ${kindNames(record.allKinds[n])}`, tabIndex: -1 });
       link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;
       link.style.gridColumn = head.h + 1;
       return link;

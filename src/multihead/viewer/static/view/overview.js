@@ -1,22 +1,23 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { alignmentTag, kindChips, KINDS, kindTag, pathLine } from '../shared/kinds.js';
+import { alignmentTag, kindChips, KINDS, kindTags, pathLine } from '../shared/kinds.js';
 import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count, exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { address, sampleAt } from './api.js';
+import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, inspected, isSingle, listeners, litHead, mapsMissing, redrawRows, scaleTop, topWeight } from './grid.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
 let record = null, goTo = () => {};
-const asFiltered = i => ({ ...record.heads[i], kind: record.kinds[i], path: record.layer(i).name, role: record.layer(i).role, aligned: record.aligned(i) });
+const asFiltered = i => ({ ...record.heads[i], kinds: record.allKinds[i], path: record.layer(i).name, role: record.layer(i).role, aligned: record.aligned(i) });
 const marks = i => record.aligned(i) ? [alignmentTag()] : [];
-const passes = i => (!state.kind || record.kinds[i] === state.kind) && (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
+const passes = i => (!state.kind || record.allKinds[i].includes(state.kind)) && (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
 const why = () => unmatched(state.filter, record.metrics, record.unrecorded, record.heads.map((_, i) => asFiltered(i)));
-const statisticsTable = () => table({ kinds: record.kinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); }, why: why(), marks });
+const statisticsTable = () => table({ kinds: record.allKinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); }, why: why(), marks });
 
 export function overview(shown, openHead) {
   record = shown;
@@ -40,7 +41,8 @@ export function overview(shown, openHead) {
   scale();
   statisticsTable();
   links();
-  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => kind !== 'separator' || record.kinds.includes(kind)), record.thresholds);
+  changed(record);
+  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => !/^(separator|repeated_.*)$/.test(kind) || record.metrics.some(one => one.id === kind || one.id === kind + '_mass')), record.thresholds);
   $('foot').textContent = translate('foot', { version: view.version });
 }
 
@@ -57,7 +59,7 @@ export function patternOf(of) {
 }
 
 function chips() {
-  kindChips($('chips'), record.kinds, state.kind, kind => { state.kind = kind; narrowed(); chips(); });
+  kindChips($('chips'), record.allKinds, state.kind, kind => { state.kind = kind; narrowed(); chips(); });
 }
 
 function narrowed() {
@@ -98,7 +100,7 @@ function inspect(i) {
   const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', `var(--${record.kinds[i]})`);
-  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTag(record.kinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name),
+  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTags(record.allKinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name),
     el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
 }
 

@@ -39,6 +39,8 @@ export function write(st = state) {
 
 // The address of a head's whole map, or of all heads, keeping the other choices.
 export const toHead = (run, sample, l, h) => write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
+// The address of a head compared with the same head of another run.
+export const toBoth = (run, sample, l, h, other) => write({ ...state, run, sample, a: { l, h }, b: { r: other, l, h }, compare: true, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
 export const toAll = () => write({ ...state, a: null });
 
 // The address follows 120 ms after the last change; until then the page is marked as not saved.

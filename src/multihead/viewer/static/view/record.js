@@ -1,6 +1,6 @@
 // One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
 import { NBSP, translate } from '../shared/dom.js';
-import { kindName, roleName } from '../shared/kinds.js';
+import { kindNames, roleName } from '../shared/kinds.js';
 import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
@@ -8,8 +8,10 @@ const BUILT = 6;
 export const view = { version: '', lang: 'en', runs: [] };
 
 class Sample {
-  constructor(run, sample, { layers, kinds, thresholds, columns, unrecorded, metrics, texts }) {
-    Object.assign(this, { run, sample, layers, kinds, thresholds, unrecorded, texts });
+  constructor(run, sample, { layers, kinds, thresholds, columns, unrecorded, metrics, chance, texts }) {
+    Object.assign(this, { run, sample, layers, thresholds, unrecorded, texts });
+    this.allKinds = kinds;
+    this.kinds = kinds.map(([first]) => first);  // the colour of each head
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
@@ -22,7 +24,7 @@ class Sample {
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
     const full = { entropy: () => Math.log(this.keys) };
-    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined));
+    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined, Object.hasOwn(chance, column.id) ? chance[column.id] : []));
     // Levels from 6 on are not requested until the server has built them.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
@@ -33,7 +35,7 @@ class Sample {
   short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
   long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
   aligned(i) { return this.layer(i).aligned.includes(this.heads[i].h); }
-  named(i) { return translate('head and kind', { head: this.long(i), kind: [roleName(this.layer(i).role), kindName(this.kinds[i]), this.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma')) }); }
+  named(i) { return translate('head and kind', { head: this.long(i), kind: [roleName(this.layer(i).role), kindNames(this.allKinds[i]), this.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma')) }); }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Return whether the small maps of a layer are available; heads are computed one after the other.

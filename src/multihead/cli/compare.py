@@ -1,0 +1,146 @@
+"""The command `compare`: rank the heads of two saved records by how much their attention changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from multihead.cli.progress import Steps
+from multihead.cli.view import import_module_of_user
+from multihead.escaping import visible
+from multihead.files import check_writable, write_whole
+from multihead.locale.texts import section, text
+from multihead.optional import require
+
+if TYPE_CHECKING:
+    from multihead.analysis.changes import ChangedHead
+
+EXAMPLES = """
+\b
+Examples:
+  multihead compare before.safetensors after.safetensors
+  multihead compare step-1000.safetensors step-2000.safetensors --top 50 --csv changed.csv
+  multihead compare before.safetensors after.safetensors --queries 256     a sample of a long text
+  multihead compare before.safetensors after.safetensors --json -
+
+BEFORE and AFTER are records of the same text, read by two models with the same layers and heads, such as two
+checkpoints of one model: `multihead look MODEL --text FILE --record before.safetensors`.
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("before", metavar="BEFORE")
+@click.argument("after", metavar="AFTER")
+@click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text.  [default: 0]")
+@click.option(
+    "--top", type=click.IntRange(min=1), metavar="N", default=20, show_default=True, help="Rows of the table."
+)
+@click.option(
+    "--queries",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compare N evenly spaced queries of each layer.  [default: all, which is exact]",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write all heads as JSON too; - prints only that.")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write all heads as CSV too; - prints only that.")
+@click.option(
+    "--lang",
+    type=click.Choice(["en", "zh"]),
+    default="en",
+    show_default=True,
+    help="Language of the terminal output.",
+)
+@click.option(
+    "--import",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Import a module first, such as the one that defines a mask of the records; may be repeated.",
+)
+def compare(
+    *,
+    before: str,
+    after: str,
+    sample: int,
+    top: int,
+    queries: int | None,
+    json_file: str | None,
+    csv_file: str | None,
+    lang: str,
+    modules: tuple[str, ...],
+) -> None:
+    """Rank the heads of two runs by how much their attention changed.
+
+    Heads are ranked by the Jensen-Shannon divergence of their weights, the mean over the queries: 0 is the same
+    attention, 0.693 no key in common. The table shows the kinds of each head in both runs and the share that changed
+    most; --json and --csv have every statistic. `multihead view BEFORE AFTER` shows the maps side by side.
+    """
+    targets = [target for target in (json_file, csv_file) if target not in (None, "-")]
+    check_writable([str(target) for target in targets])
+    require("safetensors", purpose="Opening a record", extra="view")
+    # Imported here, so that --help does not load torch.
+    from multihead.observation.record import Record
+    from multihead.viewer.downloads import table_csv, table_json
+
+    for module in modules:
+        import_module_of_user(module)
+    with Steps(lang) as steps:
+        steps.show(text("view.opening", lang, names=", ".join(map(visible, (before, after)))))
+        runs = Record.load(before), Record.load(after)
+        comparing = text("compare.comparing", lang)
+        steps.show(comparing)
+        changed = runs[0].changed(
+            runs[1],
+            sample=sample,
+            queries=queries,
+            progress=lambda done, total: steps.show(comparing, done, total),
+        )
+    rows = [{**one.row(), "name": visible(one.name)} for one in changed]
+    for target, write in ((json_file, table_json), (csv_file, table_csv)):
+        if target == "-":
+            click.echo(b"".join(write(rows)), nl=False)
+        elif target is not None:
+            write_whole(target, b"".join(write(rows)))
+    if "-" not in (json_file, csv_file):
+        _print(changed, (before, after), top=top, lang=lang)
+
+
+def _print(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, lang: str) -> None:
+    """Print the two runs, a table of the most changed heads, and how many changed their kinds."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    words = section(lang, "common", "compare")
+    console = Console(highlight=False)
+    names = {"before": visible(Path(files[0]).name), "after": visible(Path(files[1]).name)}
+    known = [one.divergence for one in changed if one.divergence == one.divergence]
+    mean = f"{sum(known) / max(len(known), 1):.3f}"
+    heads = text("compare.read", lang, **names, heads=len(changed), mean=mean)
+    console.print(heads + "\n", markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("head", "divergence", "change", "kinds"):
+        table.add_column(words[name], justify="right" if name == "divergence" else "left")
+    for one in changed[:top]:
+        kinds = [", ".join(words[f"kind.{kind}"] for kind in each) for each in (one.kinds_before, one.kinds_after)]
+        both = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
+        table.add_row(f"L{one.layer} H{one.head}", f"{one.divergence:.3f}", _share(one, lang), both)
+    console.print(table)
+    number = sum(one.kinds_before != one.kinds_after for one in changed)
+    click.echo("\n" + text("compare.kinds changed", lang, number=number, heads=len(changed)))
+
+
+def _share(one: ChangedHead, lang: str) -> str:
+    """Describe the share that changed most: "previous 91 % → 12 %"."""
+    from multihead.locale.texts import statistic_label
+    from multihead.probes.catalogue import statistic
+
+    name = one.largest_difference
+    if name is None:
+        return ""
+    shown = statistic(name, one.statistics)
+    label = visible(statistic_label(name, lang, shown.label))
+    return f"{label} {shown.text(one.before[name])} → {shown.text(one.after[name])}"

@@ -1,0 +1,30 @@
+"""What the heads of a layer do on repeated random tokens, where nothing but the repetition can be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedTokens:
+    """The attention of one layer on texts of random tokens that repeat, see `observation.textbook`.
+
+    Attributes:
+        length: how many random tokens a text has.
+        times: how often they come.
+        start: whether a start token comes before them.
+        shares: statistic of `probes.catalogue.REPEATED` -> (texts, heads) float64, the mean share in each text.
+        chance: the same statistics -> (heads,) float64, what an even spread over the visible keys gives.
+    """
+
+    length: int
+    times: int
+    start: bool
+    shares: dict[str, Tensor]
+    chance: dict[str, Tensor]
+
+    def means(self) -> dict[str, Tensor]:
+        """Mean share of each statistic over the texts: (heads,) float64."""
+        return {name: shares.mean(0) for name, shares in self.shares.items()}

@@ -1,0 +1,43 @@
+// What changed between two records: the heads ranked by divergence, computed on demand, because it may take seconds.
+import { $, el, translate } from '../shared/dom.js';
+import { kindNames, kindTags } from '../shared/kinds.js';
+import { json, sampleAt } from './api.js';
+import { toBoth } from './permalink.js';
+import { view } from './record.js';
+
+const kept = new Map();  // the answers, by run, sample and other run
+let other = -1, turn = 0;
+
+export function changed(record) {
+  const others = view.runs.map((_, n) => n).filter(n => n !== record.run);
+  $('changedsec').hidden = !others.length;
+  if (!others.length) return;
+  if (!others.includes(other)) other = others[0];
+  const choice = el('select', { 'aria-label': translate('compare with'), onchange: event => { other = +event.target.value; changed(record); } },
+    ...others.map(n => el('option', { value: n, textContent: view.runs[n].name })));
+  choice.value = other;
+  const key = `${record.run} ${record.sample} ${other}`, mine = ++turn;
+  const rank = async () => {
+    $('changed').replaceChildren(el('p', { className: 'note', role: 'status', textContent: translate('comparing') }));
+    const answer = await json(`${sampleAt(record.run, record.sample)}/changed/${key.split(' ')[2]}`).catch(error => ({ error: error.message, heads: [] }));
+    if (!answer.error) kept.set(key, answer);
+    if (mine === turn) show(record, answer);
+  };
+  $('changedtools').replaceChildren(el('span', { textContent: translate('compare with') + ' ' }), choice, ' ', el('button', { className: 'btn', textContent: translate('rank'), onclick: rank }));
+  if (kept.has(key)) show(record, kept.get(key)); else $('changed').replaceChildren();
+}
+
+function show(record, { heads, every, error }) {
+  if (!heads.length) { $('changed').replaceChildren(el('p', { className: 'note', role: 'status', textContent: error || translate('no changed') })); return; }
+  const most = Math.max(...heads.map(one => one.divergence ?? 0)) || 1;
+  const columns = [['head column', 't'], ['divergence column', ''], ['largest change', 't'], ['kinds column', 't']].map(([key, name]) => el('th', { scope: 'col', className: name, textContent: translate(key) }));
+  const rows = heads.map(one => {
+    const link = el('a', { href: toBoth(record.run, record.sample, one.layer, one.head, other), textContent: record.short(record.index(one.layer, one.head)) }), [before, after] = one.kinds;
+    return el('tr', {}, el('th', { scope: 'row' }, link),
+      el('td', {}, el('span', { className: 'v', v: (one.divergence ?? 0) / most, textContent: one.divergence?.toFixed(3) ?? '–' })),
+      el('td', { className: 't', textContent: one.change ? translate('changed statistic', one.change) : '' }),
+      el('td', { className: 't' }, kindTags(before), ...(kindNames(before) === kindNames(after) ? [] : [' → ', kindTags(after)])));
+  });
+  const note = every > 1 ? [el('p', { className: 'note', textContent: translate('changed every', { n: every }) })] : [];
+  $('changed').replaceChildren(el('table', { className: 'every' }, el('caption', { className: 'vh', textContent: translate('changed') }), el('thead', {}, el('tr', {}, ...columns)), el('tbody', {}, ...rows)), ...note);
+}

@@ -1,0 +1,89 @@
+"""The command `compare`: what it prints and writes about two records, and how bad input is answered."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from multihead.cli import main
+from multihead.observation.record import Record
+from tests.analysis.test_changes import two_runs
+
+
+def run(*args: str) -> Result:
+    environment = {"COLUMNS": "100", "NO_COLOR": "1"}
+    return CliRunner().invoke(main, ["compare", *args], prog_name="multihead", env=environment)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, record in zip(("before", "after"), two_runs(), strict=True):
+        record.save(folder / f"{name}.safetensors")
+    return str(folder / "before.safetensors"), str(folder / "after.safetensors")
+
+
+def test_the_head_that_changed_is_the_first_of_the_table(files: tuple[str, str]) -> None:
+    result = run(*files, "--top", "2")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    found = Record.load(files[0]).changed(Record.load(files[1]))
+    most = found[0]
+    mean = f"{most.divergence / 8:.3f}"
+    assert lines[0] == (
+        f"before.safetensors → after.safetensors: 8 heads, mean divergence {mean} nats "
+        "(0 is the same attention, 0.693 no key in common)."
+    )
+    assert lines[2].split()[:2] == ["head", "divergence"]
+    assert lines[4].split()[:3] == ["L1", "H2", f"{most.divergence:.3f}"]
+    assert " % → " in lines[4]
+    assert len([line for line in lines if line.startswith("L")]) == 2
+    changed = sum(
+        each.kinds_before != each.kinds_after for each in Record.load(files[0]).changed(Record.load(files[1]))
+    )
+    assert lines[-1] == f"{changed} of 8 heads changed their kinds."
+
+
+def test_everything_printed_is_in_the_language_asked_for(files: tuple[str, str]) -> None:
+    lines = run(*files, "--lang", "zh").stdout.splitlines()
+    assert lines[0].startswith("before.safetensors → after.safetensors：8 个头，平均散度 ")
+    assert lines[2].split()[:2] == ["头", "散度"]
+
+
+def test_csv_and_json_have_every_head_and_every_statistic(files: tuple[str, str], tmp_path: Path) -> None:
+    result = run(*files, "--json", "-", "--csv", str(tmp_path / "changed.csv"))
+    rows = json.loads(result.stdout)
+    assert len(rows) == 8
+    assert (rows[0]["layer"], rows[0]["head"]) == (1, 2)
+    assert rows[0]["entropy_difference"] == pytest.approx(rows[0]["entropy_after"] - rows[0]["entropy_before"])
+    with (tmp_path / "changed.csv").open(encoding="utf-8", newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["divergence"]) for row in written] == [row["divergence"] for row in rows]
+    assert set(written[0]) == set(rows[0])
+
+
+def test_some_queries_are_compared_on_request(files: tuple[str, str]) -> None:
+    assert json.loads(run(*files, "--queries", "4", "--json", "-").stdout)[0]["queries"] == 4
+
+
+def test_records_of_two_texts_are_refused_in_one_line(files: tuple[str, str], tmp_path: Path) -> None:
+    two_runs(text=1)[1].save(tmp_path / "text.safetensors")
+    result = run(files[0], str(tmp_path / "text.safetensors"))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: The two records read different texts, so their weights cannot be compared. "
+        "Run both models on the same text.\n"
+    )
+    result = run(files[0], str(tmp_path / "none.safetensors"))
+    assert result.stderr == f"error: There is no file {str(tmp_path / 'none.safetensors')!r}. Check its name.\n"
+    result = run(files[0], files[1], "--import", "no_such_masks")
+    assert result.stderr.startswith("error: There is no module 'no_such_masks': ")
+
+
+def test_the_help_has_examples() -> None:
+    output = run("--help").output
+    assert "multihead compare before.safetensors after.safetensors\n" in output
