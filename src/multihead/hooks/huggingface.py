@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from multihead.call import CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
-from multihead.hooks.coverage import require_coverage
+from multihead.hooks.coverage import looks_up, require_coverage
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_of_keys, recognised
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import quiet
 
 NAME = "multihead"
+_ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append numbers to the mask, so it must not be Boolean
 _CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
 
@@ -70,10 +71,13 @@ def installed(model: nn.Module) -> Iterator[None]:
         yield
         return
     _register()
-    before = [(config, getattr(config, _CHOICE, None)) for config in _configurations(models)]
+    copies = _copies(model)
+    before = [(config, getattr(config, _CHOICE, None)) for config in [*_configurations(models), *copies]]
     try:
         for module in _outermost(models):
             _install(module)
+        for config in copies:
+            setattr(config, _CHOICE, NAME)
         unchanged = [module for module in models.values() if getattr(module.config, _CHOICE, None) != NAME]
         if unchanged:
             raise _refusal(type(unchanged[0]).__name__)
@@ -96,6 +100,9 @@ def attend_for(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
     cache: object = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -113,6 +120,10 @@ def attend_for(
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.
         position_bias: (batch or 1, heads, queries, keys), added to the scores.
+        indices: (batch, queries, selected) int, the keys that each query sees, of those that the mask shows.
+        block_indices: (batch, groups, queries, selected) int, the same as blocks of keys, -1 = none; a group of heads
+            shares them, and the layer's `indexer` holds the size of a block.
+        sinks: (batch, heads, queries, 1), a sink per query; rejected.
         cache: the pages of continuous batching; rejected.
 
     Returns:
@@ -122,6 +133,11 @@ def attend_for(
         raise ModelError(
             "The model runs with continuous batching, which cannot be observed.",
             "Call model(...) or model.generate(...).",
+        )
+    if sinks is not None:
+        raise ModelError(
+            f"{type(module).__name__} computes a sink per query, and our kernels have a sink per head.",
+            "Use this model with attn_implementation='eager'.",
         )
     queries, keys = query.shape[2], key.shape[2]
     place, bias = Origin(), None
@@ -136,6 +152,10 @@ def attend_for(
         mask, bias = mask_of_tensor(attention_mask, keys)
     elif queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         mask, start = Causal(), 0  # as in transformers: the first query is at the first key
+    if indices is not None:
+        mask = mask & Keep(_selected(indices.long(), keys)[:, None])
+    if block_indices is not None:
+        mask = mask & Keep(_selected_blocks(module, block_indices, query.shape[1], keys))
     if position_bias is not None:
         position_bias = position_bias[..., :keys]
         bias = position_bias if bias is None else position_bias + bias
@@ -197,7 +217,7 @@ def mask_for(
         mask = Keep(dense)
     elif padding is not None and not bool(padding.all()):
         mask = mask & Keep(padding, "batch keys")
-    return LazyMask(
+    made = LazyMask(
         (batch_size, 1, q_length, kv_length),
         mask,
         query_start=extent.query_start,
@@ -205,6 +225,10 @@ def mask_for(
         padding=padding,
         device=extent.device,
     )
+    if getattr(options.get("config"), "model_type", "") in _ADDITIVE:
+        dtype = options.get("dtype") or torch.float32
+        return torch.zeros((), dtype=dtype).where(made.dense(), torch.finfo(dtype).min)
+    return made
 
 
 def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
@@ -229,6 +253,19 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     hidden = tensor <= torch.finfo(tensor.dtype).min / 2
     bias = tensor.masked_fill(hidden, 0)
     return Keep(~hidden), bias if bool((bias != 0).any()) or tensor.requires_grad else None
+
+
+def _selected(indices: Tensor, count: int) -> Tensor:
+    """Return which of some keys are among the indices of each query, bool (..., queries, count); -1 is no key."""
+    seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
+    return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
+
+
+def _selected_blocks(module: Any, indices: Tensor, heads: int, keys: int) -> Tensor:
+    """Return the keys in the blocks that each query selected: bool (batch, heads, queries, keys)."""
+    size = module.indexer.block_size
+    blocks = _selected(indices.long(), -(-keys // size))
+    return blocks.repeat_interleave(size, -1)[..., :keys].repeat_interleave(heads // indices.shape[1], 1)
 
 
 def crosses(module: nn.Module, name: str = "") -> bool:
@@ -269,6 +306,12 @@ def _outermost(models: dict[str, nn.Module]) -> list[nn.Module]:
         for name, module in models.items()
         if not any(other == "" or name.startswith(f"{other}.") for other in models if other != name)
     ]
+
+
+def _copies(model: nn.Module) -> list[Any]:
+    """Return the configurations of attention layers; some models give their layers a copy of their own."""
+    found = (getattr(each, "config", None) for each in model.modules() if looks_up(each.__class__))
+    return list({id(config): config for config in found if hasattr(config, _CHOICE)}.values())
 
 
 def _configurations(models: dict[str, nn.Module]) -> list[Any]:
