@@ -20,6 +20,7 @@ from multihead.hooks.coverage import attention_elsewhere, looks_up, require_cove
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.inputs import candidates
+from tools.families.overrides import REFERENCES
 from tools.families.tiny import sharpen, tiny_configuration, tiny_model
 
 Outcome = Literal["equal", "no attention", "rejected", "not built", "different"]
@@ -95,7 +96,7 @@ def compare(family: str, kind: Any, mutation: str | None = None) -> Result:
     result = Result(family, kind.__name__, part=is_part(kind))
     torch.manual_seed(0)
     try:
-        model = tiny_model(kind, tiny_configuration(kind.config_class))
+        model = tiny_model(kind, tiny_configuration(kind.config_class, kind))
         with torch.no_grad():
             _compare(model, result, mutation)
     except DifferentError as error:
@@ -145,6 +146,8 @@ def _compare(model: Any, result: Result, mutation: str | None) -> None:
     with _ours(model, trace, mutation):
         try:
             output = _run(model, inputs)
+        except ModelError:
+            raise
         except Exception as error:
             raise DifferentError(f"With ours, {type(error).__name__}: {error}") from error
     ran = [name for name, each in layers.items() if any(each is module for module in eager[1].modules)]
@@ -165,7 +168,7 @@ def _compare(model: Any, result: Result, mutation: str | None) -> None:
 def _inputs(model: Any) -> dict[str, Any]:
     """Return the first arguments with which a model runs with eager attention."""
     first: Exception | None = None
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(_reference(model))
     for inputs in candidates(model):
         try:
             _run(model, inputs)
@@ -196,8 +199,12 @@ def _sharp_runs(model: Any, inputs: dict[str, Any], layers: dict[str, nn.Module]
     return (output, trace), exact
 
 
+def _reference(model: Any) -> str:
+    return next((other for name, other in REFERENCES.items() if type(model).__name__.startswith(name)), "eager")
+
+
 def _eager(model: Any, inputs: dict[str, Any], trace: Trace) -> dict[str, Tensor]:
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(_reference(model))
     with _eager_traced(trace, model):
         return _run(model, inputs)
 
@@ -376,7 +383,7 @@ def _recorded_parts(weights: Tensor, shape: Any, sample: int, inputs: dict[str, 
     parts = [weights]
     for axis in (1, 2):
         size, kept = weights.shape[axis], shape[axis]
-        places = [torch.arange(kept)] if kept <= size else []
+        places = [torch.arange(start, start + kept) for start in range(size - kept + 1)]
         for mask in inputs.values():
             if isinstance(mask, Tensor) and mask.dim() in (2, 3) and mask.shape[-1] and size % mask.shape[-1] == 0:
                 row = mask.flatten(0, -2)[sample % mask[..., 0].numel()].bool()
@@ -401,7 +408,7 @@ def _compare_cached(model: Any, inputs: dict[str, Any], result: Result, mutation
     options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True, "pad_token_id": 0, "num_beams": 1}
     try:
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation(_reference(model))
         eager = model.generate(**kept, **options)
         exact = _double(model).generate(**_doubled(kept), **options)
     except Exception:  # noqa: BLE001 - what a model needs besides to generate is not built here

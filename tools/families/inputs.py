@@ -68,7 +68,8 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     if "decoder_input_ids" in keys:
         encoder = [key for key in keys if not key.startswith("decoder_")]
         yield maker.made(encoder)
-        yield maker.with_end(maker.made(encoder))
+        if "input_ids" in encoder:
+            yield maker.with_end(maker.made(encoder))
         yield maker.made([key for key in keys if key.startswith("decoder_")])
     for variant in ("channels first", "long", "one channel", "no mask"):
         maker.variant = variant
@@ -194,9 +195,23 @@ class _Maker:
         image = self.pixel_values()
         return self.random(BATCH, self.get("num_frames", "frames_per_clip", default=4), *image.shape[1:])
 
+    def right_mask(self) -> Tensor:
+        """Return a mask with padding on the right only, for models whose outputs do not show which rows are padding."""
+        mask = self.attention_mask()
+        mask[1] = 1
+        return mask
+
+    def query_embeds(self) -> Tensor:
+        return self.random(BATCH, 8, self.get("hidden_size", default=WIDTH))
+
+    def input_features_mask(self) -> Tensor:
+        mask = torch.ones(BATCH, self.input_features().shape[1 if self.variant != "channels first" else 2])
+        mask[2, -8:] = 0
+        return mask.long()
+
     def input_values(self) -> Tensor:
         if self.variant == "one channel":
-            return self.random(BATCH, 1, 1600)
+            return self.random(BATCH, 1, 6400)
         if self.variant == "channels first":
             return self.random(BATCH, self.get("max_length", default=40), self.get("num_mel_bins", default=16))
         return self.random(BATCH, 16000 if self.variant == "long" else 1600)

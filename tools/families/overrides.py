@@ -20,9 +20,8 @@ _HGNET = {
     "stage_numb_of_layers": [1, 1, 1, 1],
 }
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-_DPT_NECK = {"neck_hidden_sizes": [8, 8, 8, 8], "reassemble_factors": [4, 2, 1, 0.5], "num_hidden_layers": 4}
+_MROPE_OF_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
-_FOUR_STAGES = {"start": {"out_indices": [1, 2, 3, 4]}, "num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 
 # Fields by configuration class. "start" holds arguments of the configuration that is then shrunk.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -61,11 +60,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "Gemma4AssistantConfig": {},
-    "Glm4vMoeTextConfig": _MROPE,
+    "Glm4vMoeTextConfig": _MROPE_OF_HALF,
     "Glm4vTextConfig": _MROPE,
     "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2},
-    "GlmImageTextConfig": _MROPE,
-    "GlmOcrTextConfig": _MROPE,
+    "GlmImageTextConfig": _MROPE_OF_HALF,
+    "GlmOcrTextConfig": _MROPE_OF_HALF,
     "GraniteMoeHybridConfig": _MAMBA,
     "HGNetV2Config": _HGNET,
     "HieraConfig": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 4},
@@ -78,7 +77,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "LwDetrViTConfig": {"num_windows": 4, "window_block_indices": [0], "out_indices": [1, 2], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MarkupLMConfig": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024},
-    "MimiConfig": {"num_filters": 8},
+    "MimiConfig": {"num_filters": 8, "upsample_groups": 32},
+    "PocketTTSAudioTokenizerConfig": {"upsample_groups": 32},
     "MobileBertConfig": {"hidden_size": 64, "embedding_size": 32, "intra_bottleneck_size": 32},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4},
@@ -112,6 +112,38 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "TvpConfig": _RESNET | {"visual_prompt_size": 4, "max_img_size": 32},
     "ViltConfig": {"max_image_length": 16, "max_img_size": 32},
     "XCLIPVisionConfig": {"num_frames": 3},
+    "BridgeTowerForContrastiveLearning": {"contrastive_hidden_size": 32},
+    "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "Llama4VisionConfig": {"intermediate_size": 128},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 32},
+    "Sam2HieraDetConfig": {
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "image_size": [64, 64],
+        "blocks_per_stage": [1, 1, 2, 1],
+        "embed_dim_per_stage": [8, 16, 32, 64],
+        "num_attention_heads_per_stage": [1, 2, 4, 8],
+        "window_size_per_stage": [4, 2, 4, 2],
+        "window_positional_embedding_background_size": [4, 4],
+        "global_attention_blocks": [2],
+    },
+    "Sam2VisionConfig": {
+        "backbone_channel_list": [64, 32, 16, 8],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
+    "SwinConfig": {"image_size": 64, "window_size": 2, "depths": [2, 1, 1, 1]},
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
+    "T5ForSequenceClassification": {"decoder_start_token_id": 0},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
 }
 
 
@@ -125,7 +157,7 @@ def _codebooks(make: Any) -> dict[str, Any]:
     count = make.get("num_codebooks", default=4)
     return {
         "input_ids": _tokens(make, 12, count).transpose(1, 2).flatten(0, 1),
-        "attention_mask": make.attention_mask(),
+        "attention_mask": make.right_mask(),
     }
 
 
@@ -176,7 +208,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "rewards": make.random(3, 6, 1),
         "returns_to_go": make.random(3, 6, 1),
         "timesteps": torch.arange(6).expand(3, 6),
-        "attention_mask": make.attention_mask()[:, :6],
+        "attention_mask": make.right_mask()[:, -6:],
     },
     "IdeficsForVisionText2Text": lambda make: _text_and_image(make) | {"pixel_values": make.pixel_values()[:, None]},
     "IdeficsModel": lambda make: _text_and_image(make) | {"pixel_values": make.pixel_values()[:, None]},
@@ -199,17 +231,37 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "flattened_patches": make.random(3, 9, 2 + make.config.patch_embed_hidden_size).abs(),
         "attention_mask": make.attention_mask()[:, :9],
     },
+    "EfficientLoFTR*": lambda make: {"pixel_values": make.random(3, 2, 3, 64, 64)},
+    "Blip2QFormerModel": lambda make: {
+        "query_embeds": make.random(3, 8, make.config.hidden_size),
+        "encoder_hidden_states": make.random(3, 14, make.config.encoder_hidden_size),
+        "encoder_attention_mask": make.encoder_attention_mask(),
+    },
+    "Gemma4VisionModel": lambda make: {
+        "pixel_values": make.random(3, 16, 3 * make.config.patch_size**2).sigmoid(),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
+    },
     "Splinter*": _question,
     "T5ForSequenceClassification": lambda make: make.with_end(make.made(["input_ids", "attention_mask"])),
     "TimeSeriesTransformer*": _series,
-    "TimesFm*": lambda make: {"past_values": [make.random(40), make.random(64), make.random(50)]},
+    "TimesFm2_5*": lambda make: {"past_values": [make.random(40), make.random(64), make.random(50)]},
+    "TimesFm*": lambda make: {
+        "past_values": make.random(3, 64),
+        "past_values_padding": torch.zeros(3, 64, dtype=torch.int64),
+        "freq": torch.zeros(3, 1, dtype=torch.int64),
+    },
     "VideoLlama3VisionModel": lambda make: {
         "pixel_values": make.patches(),
         "grid_thw": make.grid_thw(),
         "merge_sizes": torch.tensor([2, 2, 2]),
     },
+    "VideoMAEForPreTraining": lambda make: _video(make) | {"bool_masked_pos": torch.arange(128).expand(3, 128) % 4 > 0},
     "VideoMAE*": _video,
     "Vivit*": _video,
     "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
     "XCLIPVisionModel": lambda make: {"pixel_values": make.pixel_values()},
 }
+
+# Classes (by the beginning of their names) with wrong eager attention in transformers, and what is compared instead.
+# SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1; "sdpa" hides what is False.
+REFERENCES = {"SeamlessM4Tv2": "sdpa"}

@@ -94,11 +94,14 @@ _GROUPS = re.compile(r"n_group|num_expert_groups?|n_groups|topk_group")  # of ex
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "mlp_types", "attention_types")
 
 
-def tiny_configuration(kind: Any, build: _Build | None = None) -> Any:
-    """Return a small configuration of a class, with every part that the default one has."""
-    own = CONFIGURATIONS.get(kind.__name__, {})
-    start = own.get("start", {})
-    return _shrunk(kind(**(start(tiny_configuration) if callable(start) else start)), build or _Build())
+def tiny_configuration(kind: Any, model: Any = None) -> Any:
+    """Return a small configuration of a class, perhaps for one model class, with all parts of the default one."""
+    own = CONFIGURATIONS.get(kind.__name__, {}) | CONFIGURATIONS.get(getattr(model, "__name__", ""), {})
+    config = _shrunk(kind(**own.get("start", {})), _Build())
+    for name, value in CONFIGURATIONS.get(getattr(model, "__name__", ""), {}).items():
+        if name != "start":
+            setattr(config, name, value)
+    return config
 
 
 def _shrunk(config: Any, build: _Build) -> Any:
@@ -122,6 +125,12 @@ def _shrunk(config: Any, build: _Build) -> Any:
             values[grouped] = values[heads]  # every head has keys of its own
     if "kv_lora_rank" in names and "num_attention_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]
+    stages = getattr(config, "out_indices", None)
+    if stages and list(stages) != list(getattr(default, "out_indices", None) or []):
+        if "num_hidden_layers" in names:
+            values["num_hidden_layers"] = max(values.get("num_hidden_layers", LAYERS), len(stages))
+            stages = range(values["num_hidden_layers"] - len(stages) + 1, values["num_hidden_layers"] + 1)
+        values["out_indices"] = list(stages)
     values |= own
     return kind(**values)
 
