@@ -57,7 +57,7 @@ def chosen(names: tuple[str, ...], console: Console) -> list[tuple[str, str]]:
 
     found: list[tuple[str, str]] = []
     families = catalogue.families()
-    for family in [name for name in names if name in families] or families:
+    for family in names if names and families.keys() >= {*names} else families:
         try:
             classes = [each.__name__ for each in catalogue.model_classes(family)]
         except ImportError as error:

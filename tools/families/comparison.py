@@ -95,6 +95,7 @@ def compare(family: str, kind: Any, mutation: str | None = None) -> Result:
     """Compare one model class; with a mutation, our attention is broken on purpose and must differ."""
     result = Result(family, kind.__name__, part=is_part(kind))
     torch.manual_seed(0)
+    model = None
     try:
         model = tiny_model(kind, tiny_configuration(kind.config_class, kind))
         with torch.no_grad():
@@ -102,7 +103,7 @@ def compare(family: str, kind: Any, mutation: str | None = None) -> Result:
     except DifferentError as error:
         result.outcome, result.reason = "different", str(error)
     except ModelError as error:
-        result.outcome, result.reason = "rejected", str(error)
+        result.outcome, result.reason = "rejected", _refusal(model, error)
     except _NotBuiltError as error:
         result.outcome, result.reason = "not built", str(error)
     except Exception as error:  # noqa: BLE001 - every model fails in its own way, and the table names it
@@ -113,8 +114,18 @@ def compare(family: str, kind: Any, mutation: str | None = None) -> Result:
     return result
 
 
+def _refusal(model: Any, error: ModelError) -> str:
+    """Return the first layer with attention of its own and the reason, or the error where there is none."""
+    elsewhere = {} if model is None else attention_elsewhere(model)
+    if not elsewhere:
+        return str(error)
+    name, reason = next(iter(elsewhere.items()))
+    return f"{name}: {reason}" if len(elsewhere) == 1 else f"{name} (and {len(elsewhere) - 1} more): {reason}"
+
+
 def _judge_by_structure(kind: Any, result: Result) -> None:
     """Judge a model that cannot be made tiny by its full size without memory: most are rejected by their layers."""
+    model = None
     try:
         with torch.device("meta"):
             model = kind(kind.config_class())
@@ -122,7 +133,7 @@ def _judge_by_structure(kind: Any, result: Result) -> None:
             result.outcome, result.reason = "no attention", ""
         require_coverage(model)
     except ModelError as error:
-        result.outcome, result.reason = "rejected", str(error)
+        result.outcome, result.reason = "rejected", _refusal(model, error)
     except Exception:  # noqa: BLE001 - then the first error stands
         return
 
@@ -181,12 +192,15 @@ def _inputs(model: Any) -> dict[str, Any]:
 
 def _sharp_runs(model: Any, inputs: dict[str, Any], layers: dict[str, nn.Module], result: Result) -> Any:
     """Run eager attention in float32 and in float64, with weights scaled until attention is sharp."""
-    for _ in range(12):
+    entropies: list[float] = []
+    while True:
         trace = Trace()
         output = _eager(model, inputs, trace)
-        before, result.entropy = result.entropy, _entropy(trace.weights)
-        if not result.entropy > SHARP * 0.9 or 0.9 > result.entropy > before * 0.99:
-            break  # sharp, or at the bound that a softcap sets
+        result.entropy = _entropy(trace.weights)
+        entropies.append(result.entropy)
+        stuck = len(entropies) > 4 and 0.9 > result.entropy > entropies[-5] * 0.97  # at the bound of a softcap
+        if not result.entropy > SHARP * 0.9 or stuck or len(entropies) > 20:
+            break
         changed = [sharpen(each, 1.4) for each in layers.values()]
         if not any(changed):
             break

@@ -30,8 +30,8 @@ _TEXTS: dict[str, dict[str, str]] = {
             "eager float32 from float64 (plus {floor:g} of the mean output); weights of `mh.observe` are those of eager "
             "attention; our function was called as often as the eager one, by the same layers; and, where the model "
             "generates, {steps} tokens decoded with a cache have equal logits.\n"
-            "- **Rejected** means that `mh.observe` raises an error that names a layer whose attention would not be "
-            "ours. Attention here means softmax weights between queries and keys: linear, deformable and state-space "
+            "- **Rejected** means that `mh.observe` raises an error, because a layer, which the table names, computes "
+            "attention that would not be ours. Attention here means softmax weights between queries and keys: linear, deformable and state-space "
             "layers are computed by the model in either case."
         ),
         "counts": "## Results",
@@ -78,7 +78,7 @@ _TEXTS: dict[str, dict[str, str]] = {
             "- **相等**表示：输出与 float64 的 eager 输出的差，不超过 eager 的 float32 与 float64 之差的 {factor:g} 倍"
             "（外加平均输出的 {floor:g}）；`mh.observe` 的权重等于 eager 注意力的权重；我们的函数与 eager 函数由相同的层调用，"
             "次数相同；模型能生成时，用缓存解码的 {steps} 个词元的 logits 也相等。\n"
-            "- **拒绝**表示 `mh.observe` 抛出错误，并指出哪一层的注意力不会由我们计算。这里的注意力指查询与键之间的 softmax 权重："
+            "- **拒绝**表示 `mh.observe` 抛出错误，因为表中列出的层自己计算注意力。这里的注意力指查询与键之间的 softmax 权重："
             "线性注意力、可变形注意力和状态空间层，在两种情况下都由模型自己计算。"
         ),
         "counts": "## 结果",
@@ -196,8 +196,7 @@ def _parts_of_family(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _refusal(reason: str) -> str:
-    """Return the layer and the reason of an error, without the name of the class and the advice."""
-    return _cell(reason.split(" Use a family that", maxsplit=1)[0].rsplit("cannot be replaced: ", maxsplit=1)[-1])
+    return _cell(reason.split(" Use ", maxsplit=1)[0])
 
 
 def _cell(text: str) -> str:
