@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ def mask_for(
     if traced():
         # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
         whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
-        return None if whole and options.get("allow_is_causal_skip", True) else dense()
+        return None if whole and options.get("allow_is_causal_skip", True) else _as_read(dense(), options)
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = recognised(function, extent)
@@ -266,7 +267,7 @@ def mask_for(
         mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
         mask = mask & padding_mask(padding)
-    made = LazyMask(
+    lazy = LazyMask(
         (batch_size, 1, q_length, kv_length),
         mask,
         query_start=extent.query_start,
@@ -274,10 +275,16 @@ def mask_for(
         padding=padding,
         device=extent.device,
     )
-    if getattr(options.get("config"), "model_type", "") in _ADDITIVE:
-        dtype = options.get("dtype") or torch.float32
-        return torch.zeros((), dtype=dtype).where(made.dense(), torch.finfo(dtype).min)
-    return made
+    return _as_read(lazy, options)
+
+
+def _as_read(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return a mask as the layers of the model read it: as numbers, where they append numbers to it."""
+    if getattr(options.get("config"), "model_type", "") not in _ADDITIVE:
+        return mask
+    dtype = options.get("dtype") or torch.float32
+    shown = mask.dense() if isinstance(mask, LazyMask) else mask
+    return torch.zeros((), dtype=dtype, device=shown.device).where(shown, torch.finfo(dtype).min)
 
 
 def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
