@@ -150,7 +150,7 @@ def attend_for(
         place = Origin(attention_mask.key_offset, attention_mask.padding)
     elif attention_mask is not None:
         mask, bias = mask_of_tensor(attention_mask, keys)
-    elif queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    elif queries > 1 and (getattr(module, "is_causal", not crosses(module)) if is_causal is None else is_causal):
         mask, start = Causal(), 0  # as in transformers: the first query is at the first key
     if indices is not None:
         mask = mask & Keep(_selected(indices.long(), keys)[:, None])
