@@ -22,6 +22,7 @@ _HGNET = {
 }
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _MROPE_OF_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+_EIGHT_HEADS = {"d_model": 64, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 
 # Fields by configuration class. "start" holds arguments of the configuration that is then shrunk.
@@ -29,7 +30,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BitConfig": {"num_groups": 4},
-    "BltConfig": {"encoder_hash_byte_group_vocab": 64},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
     "BridgeTowerVisionConfig": {"hidden_size": 64},
     "BridgeTowerTextConfig": {"hidden_size": 64},
     "BridgeTowerConfig": {"hidden_size": 64},
@@ -44,7 +45,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Granite4VisionConfig": {"deepstack_layer_map": [], "spatial_target_layers": []},
     "Kosmos2Config": {"latent_query_num": 4},
     "Blip2Config": {"image_token_index": 99, "num_query_tokens": 8},
-    "ConditionalDetrConfig": _RESNET | {"d_model": 64},
+    "ConditionalDetrConfig": _RESNET | _EIGHT_HEADS,
     "CvtConfig": {
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 2, 2],
@@ -66,7 +67,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "DeformableDetrConfig": _RESNET_3,
     "DepthAnythingConfig": {"neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8},
-    "DetrConfig": _RESNET | {"d_model": 64},
+    "DetrConfig": _RESNET | _EIGHT_HEADS,
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "EfficientLoFTRConfig": {"hidden_size": 256},
     "Ernie4_5_VLMoeTextConfig": {
@@ -91,6 +92,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "LongcatFlashConfig": {"qk_rope_head_dim": 8, "head_dim": 8, "qk_head_dim": 16, "zero_expert_num": 2},
+    "LwDetrConfig": {"projector_scale_factors": [1.0]},
+    "InstructBlipConfig": {"image_token_index": 99, "num_query_tokens": 8},
+    "InstructBlipVideoConfig": {"video_token_index": 99, "num_query_tokens": 8},
     "LwDetrViTConfig": {"num_windows": 4, "window_block_indices": [0], "out_indices": [1, 2], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MarkupLMConfig": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024},
@@ -135,7 +139,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "TvpConfig": _RESNET | {"visual_prompt_size": 4, "max_img_size": 32},
     "ViltConfig": {"max_image_length": 16, "max_img_size": 32},
     "XCLIPVisionConfig": {"num_frames": 3},
-    "BridgeTowerForContrastiveLearning": {"contrastive_hidden_size": 32},
+    "BridgeTowerForContrastiveLearning": {"contrastive_hidden_size": 32, "logit_scale_init_value": 2.6},
     "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "Dots1Config": {
@@ -225,6 +229,9 @@ def _text_with_image(make: Any) -> dict[str, Any]:
 def _with_image_tokens(make: Any) -> dict[str, Any]:
     made = _text_and_image(make)
     made["input_ids"][:, 2:10] = make.config.image_token_index
+    if hasattr(make.config, "qformer_config") and "InstructBlip" in type(make.model).__name__:
+        made["qformer_input_ids"] = make.input_ids()
+        made["qformer_attention_mask"] = make.right_mask()
     return made
 
 
@@ -306,8 +313,17 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = dict.fromkeys(_WITH_CROSS_A
     "MiniCPMOcrVisionModel": _packed_patches,
     "MiniCPMV4_6VisionModel": _packed_patches,
     "MiniCPMV4_7VisionModel": _packed_patches,
+    "MusicgenForConditionalGeneration": lambda make: (
+        make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
+    ),
     "Musicgen*": _codebooks,
     "MusicgenMelody*": _codebooks,
+    "PPOCRV5MobileRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 96, 160)},
+    "PPOCRV5ServerRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
+    "PPOCRV6SmallRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
+    "SeamlessM4TTextToUnit*": lambda make: make.made(
+        ["inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
+    ),
     "PatchTST*": lambda make: {
         "past_values": make.random(3, make.config.context_length, make.config.num_input_channels)
     },
@@ -323,6 +339,12 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = dict.fromkeys(_WITH_CROSS_A
     },
     "Blip2Model": _with_image_tokens,
     "Blip2ForConditionalGeneration": _with_image_tokens,
+    "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
+    "InstructBlipForConditionalGeneration": _with_image_tokens,
+    "InstructBlipModel": _with_image_tokens,
+    "Kosmos2ForConditionalGeneration": lambda make: (
+        _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
+    ),
     "Kosmos2Model": lambda make: (
         _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
     ),
