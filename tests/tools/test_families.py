@@ -87,7 +87,16 @@ def test_attention_that_bypasses_the_interface_is_a_difference_in_the_number_of_
 
 def results() -> list[dict[str, Any]]:
     found = [
-        Result("bert", "BertModel", calls=2, layers=(2, 2), weights=2, entropy=0.25, features=["mask"]),
+        Result(
+            "bert",
+            "BertModel",
+            calls=2,
+            layers=(2, 2),
+            weights=2,
+            entropy=0.25,
+            features=["mask"],
+            kinds=["BertSelfAttention"],
+        ),
         Result("gpt2", "GPT2Model", calls=2, layers=(2, 2), weights=1, entropy=0.75, cached=True),
         Result("mpt", "MptModel", "rejected", "blocks.0.attn: MptAttention computes its weights itself."),
         Result("timm", "Timm|Model", "not built", "ImportError: a | b"),
@@ -100,7 +109,8 @@ def results() -> list[dict[str, Any]]:
 
 
 def test_the_page_counts_results_and_names_what_was_missed() -> None:
-    text = page(results(), "5.0", "en")
+    layers = {("bert", "BertSelfAttention"), ("t5", "T5Attention")}
+    text = page(results(), "5.0", "en", layers)
     for line in (
         "| equal | 2 | 2 |",
         "| rejected with a clear error | 1 | 1 |",
@@ -112,8 +122,10 @@ def test_the_page_counts_results_and_names_what_was_missed() -> None:
     ):
         assert line in text.splitlines()
     assert "T5Stack" not in text
+    assert "Of 2 classes of attention layers that use transformers' interface, 1 ran" in text
+    assert "were not given: `T5Attention`." in text
     assert "transformers 5.0" in text
-    chinese = page(results(), "5.0", "zh")
+    chinese = page(results(), "5.0", "zh", layers)
     assert [len(line.split("|")) for line in chinese.splitlines()] == [
         len(line.split("|")) for line in text.splitlines()
     ]

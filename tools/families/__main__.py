@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 RESULTS = Path("build/families.jsonl")
-NOT_BUILT = 15  # classes that may be impossible to build
 
 EXAMPLES = """
 \b

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, models
 
+from multihead.hooks.coverage import looks_up
+
 _ROOT = Path(models.__file__).parent
 
 
@@ -45,6 +47,23 @@ def model_classes(family: str) -> list[Any]:
             and getattr(each, "forward", None) is not nn.Module.forward
         ]
     return classes
+
+
+def attention_layers() -> set[tuple[str, str]]:
+    """Return the classes of layers that look their attention up in transformers' interface, with their families."""
+    found: set[tuple[str, str]] = set()
+    for family, names in families().items():
+        for name in names:
+            try:
+                module = importlib.import_module(name)
+            except ImportError:
+                continue
+            found |= {
+                (family, each.__name__)
+                for each in vars(module).values()
+                if inspect.isclass(each) and issubclass(each, nn.Module) and each.__module__ == name and looks_up(each)
+            }
+    return found
 
 
 def is_part(kind: Any) -> bool:

@@ -19,9 +19,9 @@ from multihead.hooks import huggingface
 from multihead.hooks.coverage import attention_elsewhere, looks_up, require_coverage
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
-from tools.families.inputs import candidates
+from tools.families.inputs import candidates, configurations
 from tools.families.overrides import REFERENCES
-from tools.families.tiny import sharpen, tiny_configuration, tiny_model
+from tools.families.tiny import sharpen, steepen, tiny_configuration, tiny_model
 
 Outcome = Literal["equal", "no attention", "rejected", "not built", "different"]
 STEPS = 3  # tokens that a model with a cache generates
@@ -193,15 +193,28 @@ def _inputs(model: Any) -> dict[str, Any]:
 def _sharp_runs(model: Any, inputs: dict[str, Any], layers: dict[str, nn.Module], result: Result) -> Any:
     """Run eager attention in float32 and in float64, with weights scaled until attention is sharp."""
     entropies: list[float] = []
+    has_softcap = any(
+        value is not None
+        for each in configurations(model.config)
+        for key, value in vars(each).items()
+        if key.startswith("attn_logit_softcap")
+    )
     while True:
         trace = Trace()
         output = _eager(model, inputs, trace)
         result.entropy = _entropy(trace.weights)
         entropies.append(result.entropy)
-        stuck = len(entropies) > 4 and 0.9 > result.entropy > entropies[-5] * 0.97  # at the bound of a softcap
-        if not result.entropy > SHARP * 0.9 or stuck or len(entropies) > 20:
+        stuck = len(entropies) > 4 and result.entropy > entropies[-5] * 0.97  # norms bound the scores
+        if has_softcap and len(entropies) > 1 and 0.9 > result.entropy > entropies[-2]:
+            for each in layers.values():
+                sharpen(each, 1 / 1.4)  # more scores are at the softcap than before, and equal
+            trace = Trace()
+            output = _eager(model, inputs, trace)
+            result.entropy = _entropy(trace.weights)
             break
-        changed = [sharpen(each, 1.4) for each in layers.values()]
+        if not result.entropy > SHARP * 0.9 or len(entropies) > 24:
+            break
+        changed = [(steepen if stuck else sharpen)(each, 1.4) for each in layers.values()]
         if not any(changed):
             break
     trace.exact = Trace()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.families.breaking import MUTATIONS
+from tools.families.catalogue import attention_layers
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -46,6 +47,11 @@ _TEXTS: dict[str, dict[str, str]] = {
             "for {above} classes. {cached} classes were also compared with a cache, and the weights of {weights} of "
             "{calls} calls with eager ones; the other calls return no weights, or belong to a layer that is called "
             "more than once."
+        ),
+        "layers": (
+            "Of {total} classes of attention layers that use transformers' interface, {ran} ran in a model that is "
+            "equal. The others are parts of models that are rejected or cannot be built, or need inputs that were not "
+            "given: {names}."
         ),
         "mutations": "## Errors that the comparison finds",
         "mutations_text": (
@@ -92,6 +98,10 @@ _TEXTS: dict[str, dict[str, str]] = {
             "所有相等的类，熵的中位数的中位数是均匀分布的 {median:.2f}；有 {above} 个类高于 0.5。{cached} 个类还比较了带缓存的解码；"
             "{calls} 次调用中，{weights} 次的权重与 eager 的权重作了比较；其余的调用不返回权重，或者所在的层被调用不止一次。"
         ),
+        "layers": (
+            "使用 transformers 接口的注意力层共有 {total} 个类，其中 {ran} 个在相等的模型中运行过。其余的属于被拒绝或无法构建的模型，"
+            "或者需要这里没有给出的输入：{names}。"
+        ),
         "mutations": "## 比较能发现的错误",
         "mutations_text": (
             "`python -m tools.families --mutate` 去掉我们的注意力的一个部分，并要求用到它的每个族（各取一个类）都出现差异。"
@@ -113,13 +123,20 @@ _OUTCOMES = ("equal", "rejected", "no attention", "not built", "different")
 
 def write_pages(results: Iterable[dict[str, Any]], version: str) -> None:
     """Write docs/families.md and docs/families.zh.md."""
-    found = list(results)
+    found, layers = list(results), attention_layers()
     for language, name in (("en", "families.md"), ("zh", "families.zh.md")):
-        (DOCS / name).write_text(page(found, version, language), encoding="utf-8")
+        (DOCS / name).write_text(page(found, version, language, layers), encoding="utf-8")
 
 
-def page(results: list[dict[str, Any]], version: str, language: str) -> str:
-    """Return the page in one language."""
+def page(results: list[dict[str, Any]], version: str, language: str, layers: set[tuple[str, str]]) -> str:
+    """Return the page in one language.
+
+    Args:
+        results: those of all classes and mutations.
+        version: that of transformers.
+        language: "en" or "zh".
+        layers: all classes of attention layers, with their families.
+    """
     from tools.families.comparison import FACTOR, FLOOR, STEPS
 
     say = _TEXTS[language]
@@ -150,6 +167,7 @@ def page(results: list[dict[str, Any]], version: str, language: str) -> str:
             weights=sum(each["weights"] for each in equal),
             calls=sum(each["calls"] for each in equal),
         ),
+        _layers_that_ran(results, layers, say),
         say["mutations"],
         say["mutations_text"],
         _mutations([each for each in results if each["mutation"]], say),
@@ -170,6 +188,13 @@ def page(results: list[dict[str, Any]], version: str, language: str) -> str:
         ", ".join(f"`{name}`" for name in sorted({each["family"] for each in by_outcome["no attention"]})) + ".",
     ]
     return "\n\n".join(lines) + "\n"
+
+
+def _layers_that_ran(results: list[dict[str, Any]], layers: set[tuple[str, str]], say: dict[str, str]) -> str:
+    ran = {kind for each in results if each["outcome"] == "equal" for kind in each["kinds"]}
+    others = sorted(name for _, name in layers if name not in ran)
+    names = ", ".join(f"`{name}`" for name in others) or "-"
+    return say["layers"].format(total=len(layers), ran=len(layers) - len(others), names=names)
 
 
 def _mutations(results: list[dict[str, Any]], say: dict[str, str]) -> str:

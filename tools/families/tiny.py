@@ -260,7 +260,7 @@ def randomise(model: nn.Module) -> None:
     """Draw weights that let every part of the model matter: default ones are so small that errors are hidden."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             noise = torch.randn(parameter.shape, dtype=torch.float32)
             if "sink" in name or isinstance(module, nn.Embedding):
@@ -279,7 +279,7 @@ def randomise(model: nn.Module) -> None:
 _OF_SCORES = re.compile(
     r"(^|[._])(q|k|wq|wk|query|key|qkv|wqkv|query_key_value|c_attn|q_attn|qkv_proj|in_proj|to_q|to_k|to_qkv|q_proj|k_proj|"
     r"q_lin|k_lin|q_[ab]_proj|kv_[ab]_proj.*|query_proj|key_proj|q_norm|k_norm|q_layernorm|k_layernorm|query_norm|key_norm|"
-    r"query_layernorm|key_layernorm|kv_proj|kv|linear_q|linear_k|matrix_q|matrix_k|self_attention)[._](weight|kernel)$"
+    r"query_layernorm|key_layernorm|kv_proj|kv|linear_q|linear_k|matrix_q|matrix_k|self_attention)([._]linear)?[._](weight|kernel)$"
 )
 
 
@@ -290,3 +290,11 @@ def sharpen(module: nn.Module, factor: float) -> bool:
     for each in found:
         each.mul_(factor)
     return bool(found)
+
+
+def steepen(module: Any, factor: float) -> bool:
+    """Multiply the scale of an attention layer, where norms bound its scores; return whether it has one."""
+    if not isinstance(getattr(module, "scaling", None), float):
+        return False
+    module.scaling *= factor
+    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import sys
 import warnings
 from multiprocessing.connection import Connection
@@ -55,6 +54,8 @@ class Worker:
 def _serve(pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     if sys.platform == "linux":
+        import resource
+
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     import torch
     import transformers
