@@ -171,7 +171,8 @@ def _mask_of_call(
     The position is None where the mask depends on no position.
     """
     if attention_mask is None:
-        if queries > 1 and (getattr(module, "is_causal", not crosses(module)) if is_causal is None else is_causal):
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if queries > 1 and (not crosses(module) if causal is None else causal):
             return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
         return _FULL, None, None
     if isinstance(attention_mask, LazyMask):
