@@ -1,4 +1,8 @@
-"""Ten families: observing does not change the output, and the maps are those of the eager attention."""
+"""Families of models: observing does not change the output, and the maps are those of the eager attention.
+
+Ten families are tested in every way, with hand-made configurations. Thirty others, each with its own kind of
+attention, are compared by the tool that compares all of them (`python -m tools.families`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from multihead.probes import PROBES
 from multihead.record.sample import SampleRecord
 from tests.families import CALLS, DECODERS, FAMILIES, LENGTH, PADDED, VOCABULARY, batch_of, family
 from tests.watched import brute_force, eager, eager_weights, watched, without_padding
+from tools.families.catalogue import model_classes
+from tools.families.comparison import SHARP, Result, compare
 
 CASES = [(name, "none") for name in FAMILIES] + [(name, side) for name in PADDED for side in ("right", "left")]
 
@@ -165,3 +171,82 @@ def test_a_decoders_self_and_cross_attention_are_joined_over_its_steps(name: str
         assert (found.name, found.num_samples) == (expected.name, 2)
         for sample in range(2):
             assert_same(found.sample(sample), expected.sample(sample))
+
+
+# Family: model class. What is special about the attention of some is in the comment.
+THIRTY = {
+    "align": "AlignTextModel",
+    "bart": "BartModel",
+    "bert_generation": "BertGenerationDecoder",
+    "biogpt": "BioGptForCausalLM",
+    "blip_2": "Blip2QFormerModel",  # cross-attention from learned queries
+    "cohere": "CohereForCausalLM",
+    "data2vec": "Data2VecTextForMaskedLM",
+    "deepseek_v2": "DeepseekV2Model",  # values are narrower than keys
+    "deepseek_v32": "DeepseekV32Model",  # the keys of each query are selected by index
+    "detr": "DetrModel",
+    "doge": "DogeForCausalLM",  # a mask tensor with a bias
+    "electra": "ElectraForMaskedLM",
+    "esm": "EsmModel",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "granite": "GraniteForCausalLM",  # a scale of its own
+    "minimax_m3_vl": "MiniMaxM3VLTextModel",  # the keys of each query are selected in blocks
+    "mistral": "MistralForCausalLM",
+    "mobilebert": "MobileBertModel",
+    "mt5": "MT5EncoderModel",
+    "olmo2": "Olmo2Model",  # norms of queries and keys
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "qwen2_moe": "Qwen2MoeModel",  # a window of 0 keys that no layer uses
+    "roberta": "RobertaForMaskedLM",
+    "splinter": "SplinterModel",
+    "stablelm": "StableLmForCausalLM",
+    "swin": "SwinModel",  # windows of an image as samples
+    "vit_mae": "ViTMAEForPreTraining",  # its decoder has a copy of the configuration
+    "wav2vec2": "Wav2Vec2Model",
+}
+# One class for each part of attention that could be lost.
+WITH = {
+    "mask": ("opt", "OPTModel"),
+    "scale": ("granite", "GraniteForCausalLM"),
+    "softcap": ("gemma2", "Gemma2ForCausalLM"),
+    "sinks": ("gpt_oss", "GptOssModel"),
+    "bias": ("t5", "T5EncoderModel"),
+    "window": ("mistral", "MistralForCausalLM"),
+}
+
+
+def compared(family: str, name: str, mutation: str | None = None) -> Result:
+    return compare(family, next(each for each in model_classes(family) if each.__name__ == name), mutation)
+
+
+@pytest.mark.parametrize("family", THIRTY)
+def test_thirty_families_agree_with_eager_attention_where_it_is_sharp(family: str) -> None:
+    result = compared(family, THIRTY[family])
+    assert (result.outcome, result.reason) == ("equal", "")
+    assert result.calls > 0
+    assert result.weights > 0
+    assert result.entropy <= SHARP
+
+
+@pytest.mark.parametrize("part", WITH)
+def test_the_comparison_finds_attention_without_one_of_its_parts(part: str) -> None:
+    family, name = WITH[part]
+    assert part in compared(family, name).features
+    assert compared(family, name, part).outcome == "different"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "reason"),
+    [
+        ("mpt", "MptForCausalLM", "MptAttention computes its weights itself"),
+        ("longformer", "LongformerModel", "LongformerSelfAttention computes its weights itself"),
+        ("luke", "LukeModel", "LukeSelfAttention computes its weights itself"),
+        ("siglip", "SiglipVisionModel", "torch.nn.MultiheadAttention computes its attention itself"),
+    ],
+)
+def test_families_with_attention_of_their_own_are_rejected(family: str, name: str, reason: str) -> None:
+    result = compared(family, name)
+    assert result.outcome == "rejected"
+    assert reason in result.reason

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 from multihead.hooks.inputs import Given, Inputs, recorded_inputs
@@ -104,3 +106,20 @@ def test_a_module_of_ones_own_tells_its_ids_where_it_calls_them_so() -> None:
 def test_what_nobody_was_given_is_told_as_nothing() -> None:
     assert Inputs().queries_of("layer").ids is None
     assert Inputs().memory_of("layer").tokens is None
+
+
+def test_the_patches_of_an_image_encoder_do_not_have_the_padding_of_the_text() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = hf.CLIPConfig(
+        text_config={**sizes, "vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**sizes, "image_size": 8, "patch_size": 4},
+    )
+    model = hf.CLIPModel(config).eval()
+    batch = {
+        "input_ids": torch.full((2, 9), 3),
+        "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4]),
+        "pixel_values": torch.zeros(2, 3, 8, 8),
+    }
+    name = next(each for each, _ in model.named_modules() if re.fullmatch(r"vision_model\..*self_attn", each))
+    queries, _ = ask_within(model, model.get_submodule(name), name, batch)
+    assert (queries.ids, queries.tokens) == (None, None)

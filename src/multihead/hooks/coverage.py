@@ -20,7 +20,6 @@ from torch import nn
 
 from multihead.errors import ModelError
 
-_LOOK_UP = frozenset({"ALL_ATTENTION_FUNCTIONS", "attention_interface"})
 _FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _SOFTMAX = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
 _PRODUCT = re.compile(r"matmul|bmm|einsum|irfft|natten|mra2_attention")  # irfft: the autocorrelation of Autoformer
@@ -42,6 +41,11 @@ def attention_elsewhere(model: nn.Module) -> dict[str, str]:
         one sentence with the reason per qualified name; empty if all attention goes through the interface.
     """
     return {name: reason for name, module in model.named_modules() if (reason := _reason(module.__class__)) is not None}
+
+
+def looks_up(kind: Any) -> bool:
+    """Whether modules of a class look their attention up in transformers' AttentionInterface."""
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_names_of_forward(kind))
 
 
 def require_coverage(model: nn.Module) -> None:
@@ -93,7 +97,7 @@ def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]
 
 
 @cache
-def _reason(kind: type) -> str | None:
+def _reason(kind: Any) -> str | None:
     """Return why attention in modules of a class would not run on our kernels; None if it would, or if it has none."""
     if kind.__module__.split(".")[0] == "multihead":
         return None
@@ -102,7 +106,7 @@ def _reason(kind: type) -> str | None:
     if kind.__module__.split(".")[0] == "torch":
         return None
     names = _names_of_forward(kind)
-    if names & _LOOK_UP or _OF_SOMETHING_ELSE.search(kind.__name__):
+    if _look_up(names) or _OF_SOMETHING_ELSE.search(kind.__name__):
         return None
     if fused := names & _FUSED:
         return f"{kind.__name__} calls torch's {min(fused)} itself."
@@ -115,6 +119,12 @@ def _reason(kind: type) -> str | None:
     return None
 
 
+def _look_up(names: frozenset[str]) -> bool:
+    # `getattr(ALL_ATTENTION_FUNCTIONS, name, eager)` always returns the default: the names are keys, not attributes.
+    return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
+
+
+@cache
 def _names_of_forward(kind: Any) -> frozenset[str]:
     """Return all names in a class's forward, and in the methods and functions of the same files that it uses."""
     files = {base.__module__ for base in kind.__mro__ if base is not nn.Module}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from multihead.tracing import traced
 
 NAME = "multihead"
 _FULL, _CAUSAL = Full(), Causal()
+_ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append numbers to the mask, so it must not be Boolean
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,9 @@ def attend_for(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Bias | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
     cache: object = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
@@ -111,6 +116,10 @@ def attend_for(
         softcap: c of c * tanh(scores / c).
         s_aux: (heads,), sinks.
         position_bias: (batch or 1, heads, queries, keys), added to the scores; or a RelativeBias.
+        indices: (batch, queries, selected) int, the keys that each query sees, of those that the mask shows.
+        block_indices: (batch, groups, queries, selected) int, the same as blocks of keys, -1 = none; a group of heads
+            shares them, and the layer's `indexer` holds the size of a block.
+        sinks: (batch, heads, queries, 1), a sink per query; rejected.
         cache: the pages of continuous batching; rejected.
         options: other arguments of transformers' own attention functions.
 
@@ -122,21 +131,19 @@ def attend_for(
             "The model runs with continuous batching, which this library does not support.",
             "Call model(...) or model.generate(...).",
         )
+    if sinks is not None:
+        raise ModelError(
+            f"{type(module).__name__} computes a sink per query, and our kernels have a sink per head.",
+            "Use this model with attn_implementation='eager'.",
+        )
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
     keys = key.shape[2]
-    mask: Mask = _FULL
-    bias: Bias | None = None
-    start = None
-    if attention_mask is None:
-        if query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            mask, start = _CAUSAL, 0  # as in transformers: the first query is at the first key
-    elif isinstance(attention_mask, LazyMask):
-        if attention_mask.keys != keys:
-            attention_mask = attention_mask.first_keys(keys)
-        mask, start = attention_mask.mask, attention_mask.query_start
-    else:
-        mask, bias = mask_of_tensor(attention_mask, keys)
+    if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:
+        attention_mask = attention_mask.first_keys(keys)
+    mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
+    if indices is not None or block_indices is not None:
+        mask = mask & _selection(module, indices, block_indices, query.shape[1], keys)
     if isinstance(position_bias, Tensor):
         position_bias = position_bias[..., :keys]
     if position_bias is not None:
@@ -154,6 +161,35 @@ def attend_for(
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _mask_of_call(
+    module: nn.Module, attention_mask: Tensor | None, queries: int, keys: int, *, is_causal: bool | None
+) -> tuple[Mask, Bias | None, int | None]:
+    """Return the mask of a call, what its mask adds to the scores, and the position of the first query.
+
+    The position is None where the mask depends on no position.
+    """
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if queries > 1 and (not crosses(module) if causal is None else causal):
+            return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
+        return _FULL, None, None
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask.mask, None, attention_mask.query_start
+    return *mask_of_tensor(attention_mask, keys), None
+
+
+def _selection(module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, keys: int) -> Mask:
+    """Return the mask of the keys that each query of sparse attention selected, see `attend_for`."""
+    mask: Mask = _FULL
+    if indices is not None:
+        mask = mask & Keep(_selected(indices.long(), keys)[:, None])
+    if block_indices is not None:
+        size = module.indexer.block_size
+        seen = _selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
+        mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
+    return mask
 
 
 def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -224,7 +260,7 @@ def mask_for(
     if traced():
         # A graph depends on no values: what needs none stays a value in `attend_for`, all other masks are tensors.
         whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
-        return None if whole and options.get("allow_is_causal_skip", True) else dense()
+        return None if whole and options.get("allow_is_causal_skip", True) else _as_read(dense(), options)
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = recognised(function, extent)
@@ -232,7 +268,7 @@ def mask_for(
         mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
         mask = mask & padding_mask(padding)
-    return LazyMask(
+    lazy = LazyMask(
         (batch_size, 1, q_length, kv_length),
         mask,
         query_start=extent.query_start,
@@ -240,6 +276,16 @@ def mask_for(
         padding=padding,
         device=extent.device,
     )
+    return _as_read(lazy, options)
+
+
+def _as_read(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return a mask as the layers of the model read it: as numbers, where they append numbers to it."""
+    if getattr(options.get("config"), "model_type", "") not in _ADDITIVE:
+        return mask
+    dtype = options.get("dtype") or torch.float32
+    shown = mask.dense() if isinstance(mask, LazyMask) else mask
+    return torch.zeros((), dtype=dtype, device=shown.device).where(shown, torch.finfo(dtype).min)
 
 
 def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
@@ -265,6 +311,12 @@ def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:
     bias = tensor.masked_fill(hidden, 0)
     added_to_scores = traced() or tensor.requires_grad or bool((bias != 0).any())  # a graph depends on no values
     return Keep(~hidden), bias if added_to_scores else None
+
+
+def _selected(indices: Tensor, count: int) -> Tensor:
+    """Return which of some keys are among the indices of each query, bool (..., queries, count); -1 is no key."""
+    seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
+    return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
 
 
 def crosses(module: nn.Module, name: str = "") -> bool:

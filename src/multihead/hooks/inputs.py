@@ -92,6 +92,8 @@ class Inputs:
                 found = model.given
                 if found.ids is not None:
                     return found
+            elif model.prefix:
+                return Given()  # an image or sound encoder: its queries are not the tokens of the model around it
         return Given() if found is None else found
 
     def memory_of(self, name: str) -> Given:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multihead.errors import ArgumentError
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
 from multihead.masks.place import Place
 
@@ -71,8 +72,8 @@ def _read(function: MaskFunction, extent: Extent) -> Mask | None:
     reader = _READERS.get(name)
     try:
         return reader(closure, extent) if reader is not None else None
-    except (KeyError, TypeError, AttributeError, IndexError):
-        return None  # a closure of that name with other variables
+    except (KeyError, TypeError, AttributeError, IndexError, ArgumentError):
+        return None  # a closure of that name with other variables, or a window of no key
 
 
 def _agrees(mask: Mask, function: MaskFunction, extent: Extent) -> bool:

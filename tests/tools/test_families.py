@@ -1,0 +1,153 @@
+"""The tool that compares every model class: which classes, how models are made tiny, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from click.testing import CliRunner
+from torch import nn
+
+from multihead.hooks.lazy_mask import LazyMask
+from multihead.masks import Causal, Window
+from tools.families.__main__ import add, main, stored
+from tools.families.breaking import MUTATIONS, parts_of_call, without
+from tools.families.catalogue import families, is_part, model_classes
+from tools.families.comparison import Result, compare
+from tools.families.page import page
+from tools.families.tiny import LARGEST, tiny_configuration, tiny_model
+
+
+def window_mask() -> LazyMask:
+    mask = Causal() & Window(2)
+    return LazyMask((1, 1, 4, 4), mask, query_start=0, key_offset=0, padding=None, device=torch.device("cpu"))
+
+
+def test_every_folder_with_models_is_a_family_and_parts_are_known() -> None:
+    assert {"bert", "llama", "mpt", "t5", "whisper", "data2vec"} <= families().keys()
+    assert len(families()["data2vec"]) == 3
+    names = [each.__name__ for each in model_classes("t5")]
+    assert {"T5Model", "T5Stack"} <= {*names}
+    assert not [name for name in names if name.endswith("PreTrainedModel")]
+    assert [each.__name__ for each in model_classes("t5") if is_part(each)] == ["T5Stack"]
+
+
+def test_a_tiny_configuration_keeps_one_layer_of_each_kind_and_the_groups_of_heads() -> None:
+    gemma = tiny_configuration(hf.Gemma2Config)
+    assert gemma.layer_types == ["sliding_attention", "full_attention"]
+    assert (gemma.num_attention_heads, gemma.num_key_value_heads, gemma.attn_logit_softcapping) == (4, 2, 6.0)
+    assert tiny_configuration(hf.OPTConfig).num_attention_heads == 4
+    clip = tiny_configuration(hf.CLIPConfig)
+    assert clip.text_config.hidden_size == clip.vision_config.hidden_size == 32
+
+
+def test_a_tiny_model_is_small_and_the_same_each_time() -> None:
+    first, second = (tiny_model(hf.BertModel, tiny_configuration(hf.BertConfig)) for _ in range(2))
+    assert sum(each.numel() for each in first.parameters()) < LARGEST
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_each_part_of_a_call_is_found_and_dropped() -> None:
+    query, bias = torch.zeros(1, 2, 4, 16), torch.ones(1, 2, 4, 4)
+    options: dict[str, Any] = {"scaling": 1.0, "softcap": 3.0, "s_aux": torch.ones(2), "position_bias": bias}
+    assert parts_of_call(query, window_mask(), options) == {*MUTATIONS}
+    assert parts_of_call(query, None, {"scaling": 0.25}) == set()
+    names = {"scale": "scaling", "softcap": "softcap", "sinks": "s_aux", "bias": "position_bias"}
+    for part, name in names.items():
+        assert without(part, None, options)[1].keys() == options.keys() - {name}
+    assert without("window", window_mask(), options)[0].mask == Causal() & Causal()
+    assert without("mask", window_mask(), options) == (None, options | {"is_causal": False})
+    added = torch.tensor([[0.5, torch.finfo(torch.float32).min]])
+    assert without("bias", added, {})[0].tolist() == [[True, False]]
+
+
+def test_attention_that_bypasses_the_interface_is_a_difference_in_the_number_of_calls(monkeypatch: Any) -> None:
+    """A layer that looks its attention up, and then does not use it, cannot be found by its code."""
+    kind = next(each for each in model_classes("bert") if each.__name__ == "BertModel")
+    attention = nn.Module.get_submodule(kind(tiny_configuration(hf.BertConfig)), "encoder.layer.0.attention.self")
+    original = type(attention).forward
+
+    def forward(self: Any, hidden: Any, *args: Any, **options: Any) -> Any:
+        if self.config._attn_implementation == "eager":
+            return original(self, hidden, *args, **options)
+        return hidden, None
+
+    monkeypatch.setattr("tools.families.comparison.require_coverage", lambda model: None)
+    monkeypatch.setattr("multihead.hooks.huggingface.require_coverage", lambda model: None)
+    monkeypatch.setattr("tools.families.comparison.looks_up", lambda each: each is type(attention))
+    monkeypatch.setattr(type(attention), "forward", forward)
+    result = compare("bert", kind)
+    assert (result.outcome, result.reason) == ("different", "0 calls of ours, 2 of eager attention.")
+
+
+def results() -> list[dict[str, Any]]:
+    found = [
+        Result(
+            "bert",
+            "BertModel",
+            calls=2,
+            layers=(2, 2),
+            weights=2,
+            entropy=0.25,
+            features=["mask"],
+            kinds=["BertSelfAttention"],
+        ),
+        Result("gpt2", "GPT2Model", calls=2, layers=(2, 2), weights=1, entropy=0.75, cached=True),
+        Result("mpt", "MptModel", "rejected", "blocks.0.attn: MptAttention computes its weights itself."),
+        Result("timm", "Timm|Model", "not built", "ImportError: a | b"),
+        Result("mamba", "MambaModel", "no attention"),
+        Result("t5", "T5Stack", part=True),
+    ]
+    broken = [Result("bert", "BertModel", "different").record() | {"mutation": "mask"}]
+    broken += [Result("gpt2", "GPT2Model", "equal").record() | {"mutation": "mask"}]
+    return [each.record() | {"mutation": ""} for each in found] + broken
+
+
+def test_the_page_counts_results_and_names_what_was_missed() -> None:
+    layers = {("bert", "BertSelfAttention"), ("t5", "T5Attention")}
+    text = page(results(), "5.0", "en", layers)
+    for line in (
+        "| equal | 2 | 2 |",
+        "| rejected with a clear error | 1 | 1 |",
+        "| cannot be built here | 1 | 1 |",
+        "| mask | 2 | 1; not found in gpt2 |",
+        "| `timm` | 1 | `ImportError: a \\| b` |",
+        "| `mpt` | 1 | blocks.0.attn: MptAttention computes its weights itself. |",
+        "| `gpt2` | 1 | 1 |  |",
+    ):
+        assert line in text.splitlines()
+    assert "T5Stack" not in text
+    assert "Of 2 classes of attention layers that use transformers' interface, 1 ran" in text
+    assert "were not given: `T5Attention`." in text
+    assert "transformers 5.0" in text
+    chinese = page(results(), "5.0", "zh", layers)
+    assert [len(line.split("|")) for line in chinese.splitlines()] == [
+        len(line.split("|")) for line in text.splitlines()
+    ]
+
+
+def test_results_are_stored_per_version_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for each in results():
+        add(path, each)
+    old = results()[0] | {"transformers": "4.0", "name": "Old"}
+    path.write_text(path.read_text(encoding="utf-8") + json.dumps(old) + "\n", encoding="utf-8")
+    found = stored(path)
+    assert ("bert", "Old", "") not in found
+    assert found["bert", "BertModel", "mask"]["outcome"] == "different"
+    assert math.isnan(found["mpt", "MptModel", ""]["entropy"])
+
+
+def test_a_family_is_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    run = CliRunner().invoke(main, ["mpt", "--results", str(path)])
+    assert run.exit_code == 0
+    assert run.output.splitlines()[-1] == "5 rejected"
+    assert stored(path)["mpt", "MptModel", ""]["reason"].startswith(
+        "blocks.0.attn (and 1 more): MptAttention computes its weights itself"
+    )

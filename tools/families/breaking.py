@@ -1,0 +1,72 @@
+"""Drop one part of an attention call, to see whether the comparison finds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.hooks.huggingface import mask_of_tensor
+from multihead.hooks.lazy_mask import LazyMask
+from multihead.masks import Causal, Full, Keep, Window
+from multihead.masks.base import And, Mask, Or
+
+MUTATIONS = ("mask", "scale", "softcap", "sinks", "bias", "window")
+
+
+def parts_of_call(query: Tensor, mask: Any, options: dict[str, Any]) -> set[str]:
+    """Return which parts of MUTATIONS a call has."""
+    default = query.shape[-1] ** -0.5
+    scaling = options.get("scaling")
+    hides, adds = False, options.get("position_bias") is not None
+    if isinstance(mask, LazyMask):
+        hides = not bool(mask.dense().all())
+    elif mask is not None:
+        kept, bias = mask_of_tensor(mask, mask.shape[-1])
+        hides, adds = isinstance(kept, Keep) and not bool(kept.tensor.all()), adds or bias is not None
+    found = {
+        "mask": hides,
+        "scale": scaling is not None and abs(scaling - default) > 1e-3 * default,
+        "softcap": options.get("softcap") is not None,
+        "sinks": options.get("s_aux") is not None,
+        "bias": adds,
+        "window": isinstance(mask, LazyMask) and _hides_more(mask),
+    }
+    return {name for name, has in found.items() if has}
+
+
+def without(part: str, mask: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the mask and the options of a call without one of its parts."""
+    names = {"scale": "scaling", "softcap": "softcap", "sinks": "s_aux", "bias": "position_bias"}
+    options = {name: value for name, value in options.items() if name != names.get(part)}
+    if part == "mask":
+        return None, options | {"is_causal": False}
+    if part == "bias" and isinstance(mask, Tensor) and mask.is_floating_point():
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    if part == "window" and isinstance(mask, LazyMask):
+        mask = _with(mask, _without_window(mask.mask))
+    return mask, options
+
+
+def _hides_more(mask: LazyMask) -> bool:
+    """Whether a mask has a window that hides keys in this call."""
+    wide = _without_window(mask.mask)
+    return wide != mask.mask and not torch.equal(_with(mask, wide).dense(), mask.dense())
+
+
+def _with(mask: LazyMask, value: Mask) -> LazyMask:
+    batch, heads, queries, keys = mask.shape
+    place = {"query_start": mask.query_start, "key_offset": mask.key_offset}
+    return LazyMask((batch, heads, queries, keys), value, **place, padding=mask.padding, device=mask.device)
+
+
+def _without_window(mask: Mask) -> Mask:
+    if isinstance(mask, Window):
+        return Full() if mask.after else Causal()
+    if isinstance(mask, (And, Or)):
+        first, *others = (_without_window(part) for part in mask.parts)
+        for each in others:
+            first = first & each if isinstance(mask, And) else first | each
+        return first
+    return mask

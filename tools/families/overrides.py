@@ -1,0 +1,392 @@
+"""Fields of configurations and inputs of models that the general rules do not get right, one entry per class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import ResNetConfig, SwinConfig
+
+# Backbones that need no other package.
+_RESNET = {"start": {"backbone_config": ResNetConfig(out_features=["stage4"])}}
+_RESNET_3 = {"start": {"backbone_config": ResNetConfig(out_features=["stage2", "stage3", "stage4"])}}
+_SWIN = {"start": {"backbone_config": SwinConfig(out_features=["stage2", "stage3", "stage4"])}}
+_HGNET = {
+    "stem_channels": [3, 8, 8],
+    "stage_in_channels": [8, 16, 16, 16],
+    "stage_mid_channels": [8, 8, 8, 8],
+    "stage_out_channels": [16, 16, 16, 16],
+    "hidden_sizes": [16, 16, 16, 16],
+    "stage_numb_of_layers": [1, 1, 1, 1],
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_MROPE_OF_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
+_EIGHT_HEADS = {"d_model": 64, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
+
+# Fields by configuration class. "start" holds arguments of the configuration that is then shrunk.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
+    "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "BitConfig": {"num_groups": 4},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
+    "BridgeTowerVisionConfig": {"hidden_size": 64},
+    "BridgeTowerTextConfig": {"hidden_size": 64},
+    "BridgeTowerConfig": {"hidden_size": 64},
+    "CohereCompassTextConfig": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        }
+    },
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "<racm3:break>": 6, "<eoss>": 7}},
+    "Emu3Config": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
+    "Granite4VisionConfig": {"deepstack_layer_map": [], "spatial_target_layers": []},
+    "Kosmos2Config": {"latent_query_num": 4},
+    "Blip2Config": {"image_token_index": 99, "num_query_tokens": 8},
+    "ConditionalDetrConfig": _RESNET | _EIGHT_HEADS,
+    "CvtConfig": {
+        "embed_dim": [8, 16, 16],
+        "num_heads": [1, 2, 2],
+        "depth": [1, 1, 1],
+        "patch_sizes": [7, 3, 3],
+    },
+    "Deimv2Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "PPDocLayoutV2Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "PPDocLayoutV3Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "PPDocLayoutV4Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "DFineConfig": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "DabDetrConfig": _RESNET,
+    "DeepseekV2Config": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
+    "DeepseekOcr2TextConfig": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "DeformableDetrConfig": _RESNET_3,
+    "DepthAnythingConfig": {"neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8},
+    "DetrConfig": _RESNET | _EIGHT_HEADS,
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "EfficientLoFTRConfig": {"hidden_size": 256},
+    "Ernie4_5_VLMoeTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    },
+    "Exaone4_5_VisionConfig": {"window_size": 32},
+    "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "Gemma4AssistantConfig": {},
+    "Glm4vMoeTextConfig": _MROPE_OF_HALF,
+    "Glm4vTextConfig": _MROPE,
+    "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2},
+    "GlmImageTextConfig": _MROPE_OF_HALF,
+    "GlmOcrTextConfig": _MROPE_OF_HALF,
+    "GraniteMoeHybridConfig": _MAMBA | {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "HGNetV2Config": _HGNET,
+    "HieraConfig": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 4},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
+    "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": None},
+    "HunYuanVLTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}
+    },
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "LongcatFlashConfig": {"qk_rope_head_dim": 8, "head_dim": 8, "qk_head_dim": 16, "zero_expert_num": 2},
+    "LwDetrConfig": {"projector_scale_factors": [1.0]},
+    "InstructBlipConfig": {"image_token_index": 99, "num_query_tokens": 8},
+    "InstructBlipVideoConfig": {"video_token_index": 99, "num_query_tokens": 8},
+    "LwDetrViTConfig": {"num_windows": 4, "window_block_indices": [0], "out_indices": [1, 2], "num_hidden_layers": 2},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8},
+    "MarkupLMConfig": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024},
+    "MimiConfig": {"num_filters": 8, "upsample_groups": 32},
+    "PocketTTSAudioTokenizerConfig": {"upsample_groups": 32},
+    "MobileBertConfig": {"hidden_size": 64, "embedding_size": 32, "intra_bottleneck_size": 32},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MllamaTextConfig": {"cross_attention_layers": [1]},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 4},
+    "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "NeoMMEConfig": {"head_dim": 16},
+    "OmDetTurboConfig": _SWIN,
+    "PaddleOCRTextConfig": _MROPE,
+    "PerceiverConfig": {"qk_channels": 32, "v_channels": 32},
+    "Qwen2VLTextConfig": _MROPE,
+    "Qwen2_5OmniTalkerConfig": _MROPE,
+    "Qwen2_5OmniTextConfig": _MROPE,
+    "Qwen2_5OmniVisionEncoderConfig": {"window_size": 32},
+    "Qwen2_5_VLTextConfig": _MROPE,
+    "Qwen2_5_VLVisionConfig": {"window_size": 32},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 2,
+        "ple_embed_dim": 32,
+    },
+    "RagConfig": {"n_docs": 2},
+    "RTDetrConfig": {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]},
+    "RTDetrV2Config": {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
+    "Sapiens2Config": {"num_key_value_heads_per_layer": [4, 2], "num_hidden_layers": 2},
+    "Sapiens2HeadConfig": {"upsample_out_channels": [8], "conv_out_channels": [8], "use_pixel_shuffle": False},
+    "Step3p7TextConfig": {"sliding_window": 4, "num_sliding_attention_heads": 4},
+    "T5Gemma2TextConfig": {"dropout_rate": 0.0},
+    "TableTransformerConfig": _RESNET | {"d_model": 64},
+    "TvpConfig": _RESNET | {"visual_prompt_size": 4, "max_img_size": 32},
+    "ViltConfig": {"max_image_length": 16, "max_img_size": 32},
+    "XCLIPVisionConfig": {"num_frames": 3},
+    "BridgeTowerForContrastiveLearning": {"contrastive_hidden_size": 32, "logit_scale_init_value": 2.6},
+    "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "Llama4VisionConfig": {"intermediate_size": 128},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 32},
+    "Sam2HieraDetConfig": {
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "image_size": [64, 64],
+        "blocks_per_stage": [1, 1, 2, 1],
+        "embed_dim_per_stage": [8, 16, 32, 64],
+        "num_attention_heads_per_stage": [1, 2, 4, 8],
+        "window_size_per_stage": [8, 8, 8, 8],
+        "window_positional_embedding_background_size": [4, 4],
+        "global_attention_blocks": [3],
+    },
+    "Sam2VisionConfig": {
+        "backbone_channel_list": [64, 32, 16, 8],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
+    "SwinConfig": {"image_size": 64, "window_size": 2, "depths": [2, 1, 1, 1]},
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
+    "T5ForSequenceClassification": {"decoder_start_token_id": 0},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_hidden_layers": 4,
+    },
+}
+
+# Text decoders with cross-attention, which their default configurations lack.
+_WITH_CROSS_ATTENTION = (
+    "BertGenerationDecoder",
+    "BertLMHeadModel",
+    "CamembertForCausalLM",
+    "Data2VecTextForCausalLM",
+    "ElectraForCausalLM",
+    "ErnieForCausalLM",
+    "RoCBertForCausalLM",
+    "RobertaForCausalLM",
+    "RobertaPreLayerNormForCausalLM",
+    "XLMRobertaForCausalLM",
+    "XLMRobertaXLForCausalLM",
+    "XmodForCausalLM",
+)
+CONFIGURATIONS |= {name: {"is_decoder": True, "add_cross_attention": True} for name in _WITH_CROSS_ATTENTION}
+
+
+def _tokens(make: Any, length: int, depth: int) -> torch.Tensor:
+    columns: list[torch.Tensor] = [make.tokens(length) % 30 for _ in range(depth)]
+    return torch.stack(columns, -1)
+
+
+def _codebooks(make: Any) -> dict[str, Any]:
+    """Tokens of several codebooks: (batch * codebooks, length)."""
+    count = make.get("num_codebooks", default=4)
+    return {
+        "input_ids": _tokens(make, 12, count).transpose(1, 2).flatten(0, 1),
+        "attention_mask": make.right_mask(),
+    }
+
+
+def _codebooks_last(make: Any) -> dict[str, Any]:
+    """Tokens of several codebooks: (batch, length, codebooks)."""
+    count = make.get("num_codebooks", default=32)
+    return {"input_ids": _tokens(make, 12, count), "attention_mask": make.attention_mask()}
+
+
+def _text_and_image(make: Any) -> dict[str, Any]:
+    return {**make.made(["input_ids", "attention_mask"]), "pixel_values": make.pixel_values()}
+
+
+def _text_with_image(make: Any) -> dict[str, Any]:
+    """A text that sees one image by cross-attention."""
+    image = {"pixel_values": make.pixel_values()[:, None], "image_attention_mask": torch.ones(3, 12, 1)}
+    return _text_and_image(make) | image
+
+
+def _with_image_tokens(make: Any) -> dict[str, Any]:
+    made = _text_and_image(make)
+    made["input_ids"][:, 2:10] = make.config.image_token_index
+    if hasattr(make.config, "qformer_config") and "InstructBlip" in type(make.model).__name__:
+        made["qformer_input_ids"] = make.input_ids()
+        made["qformer_attention_mask"] = make.right_mask()
+    return made
+
+
+def _packed_patches(make: Any) -> dict[str, Any]:
+    size = make.config.patch_size
+    return {"pixel_values": make.random(1, 3, size, 48 * size), "target_sizes": torch.tensor([[4, 4]] * 3)}
+
+
+def _decoder(make: Any) -> dict[str, Any]:
+    keys = ("input_ids", "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
+    made: dict[str, Any] = make.made(keys)
+    return made
+
+
+def _video(make: Any) -> dict[str, Any]:
+    return {"pixel_values": make.pixel_values_videos()}
+
+
+def _series(make: Any) -> dict[str, Any]:
+    """A time series, with time features and an observed mask."""
+    config = make.config
+    lags = max(getattr(config, "lags_sequence", None) or [0])
+    past, future = (config.context_length or config.prediction_length) + lags, config.prediction_length
+    features = config.num_time_features
+    return {
+        "past_values": make.random(3, past),
+        "past_time_features": make.random(3, past, features),
+        "past_observed_mask": torch.ones(3, past),
+        "future_values": make.random(3, future),
+        "future_time_features": make.random(3, future, features),
+    }
+
+
+def _question(make: Any) -> dict[str, Any]:
+    made: dict[str, Any] = make.made(["input_ids", "attention_mask"])
+    made["input_ids"][:, 5] = make.config.question_token_id
+    return made
+
+
+# Makers of inputs by model class; a name that ends in * stands for all classes that begin with it.
+INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = dict.fromkeys(_WITH_CROSS_ATTENTION, _decoder) | {
+    "AlignModel": _text_and_image,
+    "BltGlobalTransformer": lambda make: {"inputs_embeds": make.inputs_embeds()},
+    "CsmBackboneModel": _codebooks_last,
+    "CsmForConditionalGeneration": _codebooks_last,
+    "DecisionTransformerModel": lambda make: {
+        "states": make.random(3, 6, make.config.state_dim),
+        "actions": make.random(3, 6, make.config.act_dim),
+        "rewards": make.random(3, 6, 1),
+        "returns_to_go": make.random(3, 6, 1),
+        "timesteps": torch.arange(6).expand(3, 6),
+        "attention_mask": make.right_mask()[:, -6:],
+    },
+    "IdeficsForVisionText2Text": _text_with_image,
+    "IdeficsModel": _text_with_image,
+    "MllamaTextModel": lambda make: (
+        make.made(["input_ids", "attention_mask"])
+        | {"cross_attention_states": make.random(3, 5, make.config.hidden_size)}
+    ),
+    "Pix2StructForConditionalGeneration": lambda make: {
+        "flattened_patches": make.random(3, 9, 2 + make.config.vision_config.patch_embed_hidden_size).abs(),
+        "attention_mask": make.right_mask()[:, -9:],
+        "decoder_input_ids": make.decoder_input_ids(),
+    },
+    "XCLIPModel": lambda make: (
+        make.made(["input_ids", "attention_mask"])
+        | {"pixel_values": make.random(3, make.config.vision_config.num_frames, 3, 32, 32)}
+    ),
+    "KyutaiSpeechToTextModel": lambda make: {
+        "input_ids": _tokens(make, 12, make.config.num_codebooks + 1),
+        "attention_mask": make.attention_mask(),
+    },
+    "Llama4VisionModel": lambda make: {"pixel_values": make.pixel_values()},
+    "MllamaVisionModel": lambda make: {
+        "pixel_values": make.random(3, 1, make.config.max_num_tiles, 3, make.config.image_size, make.config.image_size),
+        "aspect_ratio_ids": torch.tensor([[1], [2], [6]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 1, 1]]]),
+    },
+    "MiniCPMOcrVisionModel": _packed_patches,
+    "MiniCPMV4_6VisionModel": _packed_patches,
+    "MiniCPMV4_7VisionModel": _packed_patches,
+    "MusicgenForConditionalGeneration": lambda make: (
+        make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
+    ),
+    "Musicgen*": _codebooks,
+    "MusicgenMelody*": _codebooks,
+    "PPOCRV5MobileRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 96, 160)},
+    "PPOCRV5ServerRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
+    "PPOCRV6SmallRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
+    "SeamlessM4TTextToUnit*": lambda make: make.made(
+        ["inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
+    ),
+    "PatchTST*": lambda make: {
+        "past_values": make.random(3, make.config.context_length, make.config.num_input_channels)
+    },
+    "Pix2StructVisionModel": lambda make: {
+        "flattened_patches": make.random(3, 9, 2 + make.config.patch_embed_hidden_size).abs(),
+        "attention_mask": make.attention_mask()[:, :9],
+    },
+    "EfficientLoFTR*": lambda make: {"pixel_values": make.random(3, 2, 3, 64, 64)},
+    "Blip2QFormerModel": lambda make: {
+        "query_embeds": make.random(3, 8, make.config.hidden_size),
+        "encoder_hidden_states": make.random(3, 14, make.config.encoder_hidden_size),
+        "encoder_attention_mask": make.encoder_attention_mask(),
+    },
+    "Blip2Model": _with_image_tokens,
+    "Blip2ForConditionalGeneration": _with_image_tokens,
+    "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
+    "InstructBlipForConditionalGeneration": _with_image_tokens,
+    "InstructBlipModel": _with_image_tokens,
+    "Kosmos2ForConditionalGeneration": lambda make: (
+        _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
+    ),
+    "Kosmos2Model": lambda make: (
+        _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
+    ),
+    "Gemma4VisionModel": lambda make: {
+        "pixel_values": make.random(3, 16, 3 * make.config.patch_size**2).sigmoid(),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
+    },
+    "Rag*": lambda make: {
+        "input_ids": make.input_ids(),
+        "attention_mask": make.attention_mask(),
+        "context_input_ids": make.input_ids().repeat(2, 1),
+        "context_attention_mask": make.right_mask().repeat(2, 1),
+        "doc_scores": make.random(3, 2),
+        "decoder_input_ids": make.decoder_input_ids(),
+    },
+    "SpeechEncoderDecoderModel": lambda make: {
+        "input_values": make.random(3, 1600),
+        "decoder_input_ids": make.decoder_input_ids(),
+    },
+    "Splinter*": _question,
+    "T5ForSequenceClassification": lambda make: make.with_end(make.made(["input_ids", "attention_mask"])),
+    "TimeSeriesTransformer*": _series,
+    "TimesFm2_5*": lambda make: {"past_values": [make.random(40), make.random(64), make.random(50)]},
+    "TimesFm2_5Model": lambda make: {"past_values": make.random(3, 64)},
+    "TimesFmModelForPrediction": lambda make: {"past_values": [make.random(64) for _ in range(3)]},
+    "TimesFm*": lambda make: {
+        "past_values": make.random(3, 64),
+        "past_values_padding": torch.zeros(3, 64, dtype=torch.int64),
+        "freq": torch.zeros(3, 1, dtype=torch.int64),
+    },
+    "VideoLlama3VisionModel": lambda make: {
+        "pixel_values": make.patches(),
+        "grid_thw": make.grid_thw(),
+        "merge_sizes": torch.tensor([2, 2, 2]),
+    },
+    "VideoMAEForPreTraining": lambda make: _video(make) | {"bool_masked_pos": torch.arange(128).expand(3, 128) % 4 > 0},
+    "VideoMAE*": _video,
+    "Vivit*": _video,
+    "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
+    "XCLIPVisionModel": lambda make: {"pixel_values": make.pixel_values()},
+}
+
+# Classes (by the beginning of their names) with wrong eager attention in transformers, and what is compared instead.
+# SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1; "sdpa" hides what is False.
+REFERENCES = {"SeamlessM4Tv2": "sdpa"}
