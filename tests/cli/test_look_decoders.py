@@ -113,7 +113,7 @@ def test_the_three_kinds_of_layers_are_named_and_have_their_texts(saved: dict[st
     lines = [line.split()[::2][:2] for line in result.stdout.splitlines() if line.startswith("L")]
     roles = ["encoder", "encoder", "decoder", "cross"]
     assert lines == [[f"L{layer}", role] for layer, role in enumerate(roles) for _ in range(4)]
-    assert max(map(len, result.stdout.split("What stands out")[0].splitlines())) <= 80
+    assert max(map(len, result.stdout.split("stands out")[0].splitlines())) <= 80
     with table.open(encoding="utf-8", newline="") as file:
         assert [row["role"] for row in csv.DictReader(file)] == [role for role in roles for _ in range(4)]
     read, wrote = ["the", " quick", " brown", " fox", "</s>"], ["</s>", "the", " lazy", " dog"]
@@ -128,6 +128,19 @@ def test_the_three_kinds_of_layers_are_named_and_have_their_texts(saved: dict[st
     named = [(layer["queryTokens"]["text"], layer["keyTokens"]["text"]) for layer in data["layers"]]
     assert named == [("main", "main"), ("main", "main"), ("other", "other"), ("other", "main")]
     assert [each.strip() for each in data["texts"]["other"]["shown"]] == [each.strip() for each in wrote]
+
+
+def test_repeated_random_tokens_are_measured_in_the_part_that_reads_them(saved: dict[str, str], tmp_path: Path) -> None:
+    table = tmp_path / "t.json"
+    result = run(
+        *(saved["t5"], "--prompt", PROMPT, "--decoder-text", "the dog", "--textbook"),
+        *("--out", str(tmp_path / "p.html"), "--json", str(table)),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(table.read_text("utf-8"))
+    measured = {row["role"] for row in rows if "repeated_induction" in row}
+    assert (measured, len(rows)) == ({"encoder"}, 24)
+    assert "Textbook heads, on 8 texts of a start token and 3 x 64 random tokens:" in result.stdout
 
 
 def test_the_decoder_reads_what_the_model_generates_greedily(saved: dict[str, str], tmp_path: Path) -> None:

@@ -142,6 +142,18 @@ def test_lab_reports_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("_every_step")
+def test_compare_reports_its_steps_and_prints_its_table_alone(tmp_path: Path) -> None:
+    watch(5).save(file := str(tmp_path / "run.safetensors"))
+    result = CliRunner().invoke(main, ["compare", file, file, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert [line.split(" (")[0] for line in result.stderr.splitlines() if "done" not in line] == [
+        f"Opening {file}, {file}",
+        "Comparing the heads",
+    ]
+    assert result.stdout.startswith("[")
+
+
+@pytest.mark.usefixtures("_every_step")
 def test_view_reports_that_it_opens_records_and_computes_coarse_levels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

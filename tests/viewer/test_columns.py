@@ -7,7 +7,7 @@ from typing import Any
 
 from multihead.locale.texts import statistic_label
 from multihead.probes import PROBES, Statistic
-from multihead.probes.catalogue import statistic
+from multihead.probes.catalogue import REPEATED, statistic
 from multihead.viewer.columns import column, names_of, unrecorded
 
 
