@@ -35,8 +35,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def _every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step last long enough for its first line."""
+    """Let every step last long enough for its first line, and none for a second one."""
     monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 1e6)
 
 
 def test_a_short_step_prints_nothing(clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:

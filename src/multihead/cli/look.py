@@ -141,9 +141,9 @@ def look(
     from multihead.models import check_text, encode, load
     from multihead.record.memory_use import memory_of
 
-    for given in (text if sound is None else None, decoder_text):
-        if given is not None:
-            check_text(given)
+    for each in (text if sound is None else None, decoder_text):
+        if each is not None:
+            check_text(each)
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
         loaded = load(
@@ -213,6 +213,10 @@ def _run(
 
     if decoder_text is not None and not loaded.has_decoder:
         raise ModelError(f"{loaded.title} is no encoder-decoder model.", "Leave out --decoder-text.")
+    if sound is not None and not loaded.has_decoder:
+        raise ModelError(
+            f"{loaded.title} does not write text from audio.", "Give a text, or a speech model such as Whisper."
+        )
     if sound is not None:
         arguments = loaded.audio_arguments(*sound)
     elif loaded.feature_extractor is not None:
@@ -319,7 +323,8 @@ def _written_page(
 def _textbook_heads(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, list[TextbookHead]]:
     from multihead.observation.textbook import start_of, textbook_heads, words_of
 
-    with _counted_calls(steps, locale("look.doing.textbook", lang), _num_layers(loaded)), _text_alone(loaded):
+    total = None if loaded.has_decoder else _num_layers(loaded)  # only the encoder runs
+    with _counted_calls(steps, locale("look.doing.textbook", lang), total), _text_alone(loaded):
         return textbook_heads(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
 
 
