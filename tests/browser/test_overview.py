@@ -276,6 +276,7 @@ def test_encoder_decoder_and_cross_attention_are_named_and_alignment_heads_marke
     assert shown.texts("#insp .aligned") == ["alignment"]
     assert shown.text("#insp .path").startswith("cross-attention")
     shown.at("#grid [data-i='13']").click()
+    shown.page.wait_for_selector("#one:not([hidden])")
     shown.settle()
     assert shown.text("#shownhead").split(", ")[::2] == ["cross-attention", "alignment"]
     shown.point(2, 5)
