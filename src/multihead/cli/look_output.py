@@ -181,11 +181,15 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
             kinds = text("look.and alignment", lang, kind=kinds, alignment=text("common.alignment", lang))
         role = [_role(row["role"], lang)] if has_roles else []
         drawn.add_row(f"L{row['layer']} H{row['head']}", *role, kinds, *numbers)
-    chances = dict.fromkeys(tuple(each.number(row.get(f"{each.name}_chance")) for each in shown) for row in rows)
+    chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different levels of chance
+    for row in rows:
+        numbers = [each.number(row.get(f"{each.name}_chance")) for each in shown]
+        level = tuple("" if number == "-" else number for number in numbers)
+        chances.setdefault(level, set()).add(row.get("role", ""))
     drawn.add_section()
-    for chance in [*chances][:MOST_LEVELS]:  # layers with different masks have different levels of chance
-        blank = [""] * (2 if has_roles else 1)
-        drawn.add_row(text("look.chance", lang), *blank, *("" if number == "-" else number for number in chance))
+    for level, roles in [*chances.items()][:MOST_LEVELS]:
+        role = [_role("".join(roles) if len(roles) == 1 else "", lang)] if has_roles else []
+        drawn.add_row(text("look.chance", lang), *role, "", *level)
     return drawn
 
 
