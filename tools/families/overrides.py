@@ -377,12 +377,12 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = dict.fromkeys(_WITH_CROSS_A
     "Splinter*": _question,
     "T5ForSequenceClassification": lambda make: make.with_end(make.made(["input_ids", "attention_mask"])),
     "TimeSeriesTransformer*": _series,
-    "TimesFm2_5*": lambda make: {"past_values": [make.random(40), make.random(64), make.random(50)]},
-    "TimesFm2_5Model": lambda make: {"past_values": make.random(3, 64)},
-    "TimesFmModelForPrediction": lambda make: {"past_values": [make.random(64) for _ in range(3)]},
+    "TimesFm2_5ModelForPrediction": lambda make: {"past_values": [make.random(128) for _ in range(3)]},
+    "TimesFm2_5Model": lambda make: {"past_values": make.random(3, 128)},
+    "TimesFmModelForPrediction": lambda make: {"past_values": [make.random(128) for _ in range(3)]},
     "TimesFm*": lambda make: {
-        "past_values": make.random(3, 64),
-        "past_values_padding": torch.zeros(3, 64, dtype=torch.int64),
+        "past_values": make.random(3, 128),
+        "past_values_padding": torch.zeros(3, 128, dtype=torch.int64),
         "freq": torch.zeros(3, 1, dtype=torch.int64),
     },
     "VideoLlama3VisionModel": lambda make: {
