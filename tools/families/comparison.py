@@ -28,6 +28,7 @@ STEPS = 3  # tokens that a model with a cache generates
 SHARP = 0.5  # the largest median entropy, as a share of that of an even spread
 # Float32 sums are rounded differently by every kernel: how much more than eager's own error is allowed.
 FACTOR, FLOOR = 16.0, 4e-5
+CACHED = 1e-3  # allowed share of the mean logit in decoding, where padding overflows in float64
 
 
 @dataclass
@@ -440,20 +441,22 @@ def _compare_cached(model: Any, inputs: dict[str, Any], result: Result, mutation
     try:
         model.set_attn_implementation(_reference(model))
         eager = model.generate(**kept, **options)
-        exact = _double(model).generate(**_doubled(kept), **options)
     except Exception:  # noqa: BLE001 - what a model needs besides to generate is not built here
         return
-    finally:
-        model.float()
-    if getattr(eager, "logits", None) is None or not torch.equal(eager.sequences, exact.sequences):
+    if getattr(eager, "logits", None) is None:
         return
     with _ours(model, Trace(), mutation):
         try:
             ours = model.generate(**kept, **options)
         except Exception as error:
             raise DifferentError(f"Generating with ours, {type(error).__name__}: {error}") from error
-    tensors = [{str(step): each for step, each in enumerate(run.logits)} for run in (ours, eager, exact)]
-    distance = _distance(tensors[0], tensors[1], tensors[2], {})
+    if not torch.equal(ours.sequences, eager.sequences):
+        raise DifferentError("Decoding with a cache, other tokens are generated.")
+    distance = 0.0
+    for mine, theirs in zip(ours.logits, eager.logits, strict=True):
+        defined = theirs.isfinite() & (theirs.abs() < 1e20)
+        largest = float((mine - theirs)[defined].abs().max()) if bool(defined.any()) else 0.0
+        distance = max(distance, largest / (CACHED * float(theirs[defined].abs().mean()) + 1e-12))
     result.distance, result.cached = max(result.distance, distance), True
     if distance > 1:
         raise DifferentError(f"Decoding with a cache, the logits differ by {distance:.3g} times what is allowed.")
