@@ -355,6 +355,9 @@ def _rows(value: Tensor, inputs: dict[str, Any]) -> Any:
         mask = inputs.get(key)
         if isinstance(mask, Tensor) and value.shape[:2] == mask.flatten(0, -2).shape:
             return mask.flatten(0, -2).bool()
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and value.dim() == 2 and len(value) == len(mask):
+        return mask[:, 0].bool()  # a vector per sample may be that of the first token, which must not be padding
     return ...
 
 
