@@ -91,7 +91,7 @@ def main(names: tuple[str, ...], results: Path, *, write: bool, mutate: bool, ag
             for feature in known.get((family, name, ""), {}).get("features", ())
             if known[family, name, ""]["outcome"] == "equal"
         ]
-        work = _one_per_family(work)
+        work = _one_per_family(work, known)
     else:
         work = [(family, name, "") for family, name in classes]
     left = [
@@ -129,10 +129,15 @@ def main(names: tuple[str, ...], results: Path, *, write: bool, mutate: bool, ag
     sys.exit(1 if wrong_results else 0)
 
 
-def _one_per_family(work: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Keep one class of each family for each mutation: the last one, which has a head and a cache."""
-    last = {(family, mutation): (family, name, mutation) for family, name, mutation in work}
-    return list(last.values())
+def _one_per_family(work: list[tuple[str, str, str]], known: dict[Any, dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Keep one class of each family for each mutation: the one with the sharpest attention."""
+    best: dict[tuple[str, str], tuple[str, str, str]] = {}
+    for family, name, mutation in work:
+        entropy = known[family, name, ""]["entropy"]
+        other = best.get((family, mutation))
+        if other is None or entropy < known[family, other[1], ""]["entropy"]:
+            best[family, mutation] = (family, name, mutation)
+    return list(best.values())
 
 
 if __name__ == "__main__":

@@ -235,6 +235,10 @@ def _with_image_tokens(make: Any) -> dict[str, Any]:
     return made
 
 
+def _padded_on_the_right(make: Any) -> dict[str, Any]:
+    return {"input_ids": make.input_ids().clamp(min=20), "attention_mask": make.right_mask()}
+
+
 def _packed_patches(make: Any) -> dict[str, Any]:
     size = make.config.patch_size
     return {"pixel_values": make.random(1, 3, size, 48 * size), "target_sizes": torch.tensor([[4, 4]] * 3)}
@@ -272,120 +276,134 @@ def _question(make: Any) -> dict[str, Any]:
 
 
 # Makers of inputs by model class; a name that ends in * stands for all classes that begin with it.
-INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = dict.fromkeys(_WITH_CROSS_ATTENTION, _decoder) | {
-    "AlignModel": _text_and_image,
-    "BltGlobalTransformer": lambda make: {"inputs_embeds": make.inputs_embeds()},
-    "CsmBackboneModel": _codebooks_last,
-    "CsmForConditionalGeneration": _codebooks_last,
-    "DecisionTransformerModel": lambda make: {
-        "states": make.random(3, 6, make.config.state_dim),
-        "actions": make.random(3, 6, make.config.act_dim),
-        "rewards": make.random(3, 6, 1),
-        "returns_to_go": make.random(3, 6, 1),
-        "timesteps": torch.arange(6).expand(3, 6),
-        "attention_mask": make.right_mask()[:, -6:],
-    },
-    "IdeficsForVisionText2Text": _text_with_image,
-    "IdeficsModel": _text_with_image,
-    "MllamaTextModel": lambda make: (
-        make.made(["input_ids", "attention_mask"])
-        | {"cross_attention_states": make.random(3, 5, make.config.hidden_size)}
-    ),
-    "Pix2StructForConditionalGeneration": lambda make: {
-        "flattened_patches": make.random(3, 9, 2 + make.config.vision_config.patch_embed_hidden_size).abs(),
-        "attention_mask": make.right_mask()[:, -9:],
-        "decoder_input_ids": make.decoder_input_ids(),
-    },
-    "XCLIPModel": lambda make: (
-        make.made(["input_ids", "attention_mask"])
-        | {"pixel_values": make.random(3, make.config.vision_config.num_frames, 3, 32, 32)}
-    ),
-    "KyutaiSpeechToTextModel": lambda make: {
-        "input_ids": _tokens(make, 12, make.config.num_codebooks + 1),
-        "attention_mask": make.attention_mask(),
-    },
-    "Llama4VisionModel": lambda make: {"pixel_values": make.pixel_values()},
-    "MllamaVisionModel": lambda make: {
-        "pixel_values": make.random(3, 1, make.config.max_num_tiles, 3, make.config.image_size, make.config.image_size),
-        "aspect_ratio_ids": torch.tensor([[1], [2], [6]]),
-        "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 1, 1]]]),
-    },
-    "MiniCPMOcrVisionModel": _packed_patches,
-    "MiniCPMV4_6VisionModel": _packed_patches,
-    "MiniCPMV4_7VisionModel": _packed_patches,
-    "MusicgenForConditionalGeneration": lambda make: (
-        make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
-    ),
-    "Musicgen*": _codebooks,
-    "MusicgenMelody*": _codebooks,
-    "PPOCRV5MobileRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 96, 160)},
-    "PPOCRV5ServerRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
-    "PPOCRV6SmallRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
-    "SeamlessM4TTextToUnit*": lambda make: make.made(
-        ["inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
-    ),
-    "PatchTST*": lambda make: {
-        "past_values": make.random(3, make.config.context_length, make.config.num_input_channels)
-    },
-    "Pix2StructVisionModel": lambda make: {
-        "flattened_patches": make.random(3, 9, 2 + make.config.patch_embed_hidden_size).abs(),
-        "attention_mask": make.attention_mask()[:, :9],
-    },
-    "EfficientLoFTR*": lambda make: {"pixel_values": make.random(3, 2, 3, 64, 64)},
-    "Blip2QFormerModel": lambda make: {
-        "query_embeds": make.random(3, 8, make.config.hidden_size),
-        "encoder_hidden_states": make.random(3, 14, make.config.encoder_hidden_size),
-        "encoder_attention_mask": make.encoder_attention_mask(),
-    },
-    "Blip2Model": _with_image_tokens,
-    "Blip2ForConditionalGeneration": _with_image_tokens,
-    "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
-    "InstructBlipForConditionalGeneration": _with_image_tokens,
-    "InstructBlipModel": _with_image_tokens,
-    "Kosmos2ForConditionalGeneration": lambda make: (
-        _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
-    ),
-    "Kosmos2Model": lambda make: (
-        _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
-    ),
-    "Gemma4VisionModel": lambda make: {
-        "pixel_values": make.random(3, 16, 3 * make.config.patch_size**2).sigmoid(),
-        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
-    },
-    "Rag*": lambda make: {
-        "input_ids": make.input_ids(),
-        "attention_mask": make.attention_mask(),
-        "context_input_ids": make.input_ids().repeat(2, 1),
-        "context_attention_mask": make.right_mask().repeat(2, 1),
-        "doc_scores": make.random(3, 2),
-        "decoder_input_ids": make.decoder_input_ids(),
-    },
-    "SpeechEncoderDecoderModel": lambda make: {
-        "input_values": make.random(3, 1600),
-        "decoder_input_ids": make.decoder_input_ids(),
-    },
-    "Splinter*": _question,
-    "T5ForSequenceClassification": lambda make: make.with_end(make.made(["input_ids", "attention_mask"])),
-    "TimeSeriesTransformer*": _series,
-    "TimesFm2_5*": lambda make: {"past_values": [make.random(40), make.random(64), make.random(50)]},
-    "TimesFm2_5Model": lambda make: {"past_values": make.random(3, 64)},
-    "TimesFmModelForPrediction": lambda make: {"past_values": [make.random(64) for _ in range(3)]},
-    "TimesFm*": lambda make: {
-        "past_values": make.random(3, 64),
-        "past_values_padding": torch.zeros(3, 64, dtype=torch.int64),
-        "freq": torch.zeros(3, 1, dtype=torch.int64),
-    },
-    "VideoLlama3VisionModel": lambda make: {
-        "pixel_values": make.patches(),
-        "grid_thw": make.grid_thw(),
-        "merge_sizes": torch.tensor([2, 2, 2]),
-    },
-    "VideoMAEForPreTraining": lambda make: _video(make) | {"bool_masked_pos": torch.arange(128).expand(3, 128) % 4 > 0},
-    "VideoMAE*": _video,
-    "Vivit*": _video,
-    "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
-    "XCLIPVisionModel": lambda make: {"pixel_values": make.pixel_values()},
-}
+INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
+    dict.fromkeys(_WITH_CROSS_ATTENTION, _decoder)
+    | {
+        "AlignModel": _text_and_image,
+        # Its patches mix tokens with the padding before them, for which eager attention is an average of hidden values.
+        "BltForCausalLM": _padded_on_the_right,
+        "BltModel": _padded_on_the_right,
+        "BltGlobalTransformer": lambda make: {
+            "inputs_embeds": make.inputs_embeds(),
+            "attention_mask": torch.full((1, 1, 12, 12), torch.finfo(torch.float32).min).triu(1),
+        },
+        "CsmBackboneModel": _codebooks_last,
+        "CsmForConditionalGeneration": _codebooks_last,
+        "CsmDepthDecoderForCausalLM": _padded_on_the_right,  # its logits leave out the first token
+        "DecisionTransformerModel": lambda make: {
+            "states": make.random(3, 6, make.config.state_dim),
+            "actions": make.random(3, 6, make.config.act_dim),
+            "rewards": make.random(3, 6, 1),
+            "returns_to_go": make.random(3, 6, 1),
+            "timesteps": torch.arange(6).expand(3, 6),
+            "attention_mask": make.right_mask()[:, -6:],
+        },
+        "IdeficsForVisionText2Text": _text_with_image,
+        "IdeficsModel": _text_with_image,
+        "MllamaTextModel": lambda make: (
+            make.made(["input_ids", "attention_mask"])
+            | {"cross_attention_states": make.random(3, 5, make.config.hidden_size)}
+        ),
+        "Pix2StructForConditionalGeneration": lambda make: {
+            "flattened_patches": make.random(3, 9, 2 + make.config.vision_config.patch_embed_hidden_size).abs(),
+            "attention_mask": make.right_mask()[:, -9:],
+            "decoder_input_ids": make.decoder_input_ids(),
+        },
+        "XCLIPModel": lambda make: (
+            make.made(["input_ids", "attention_mask"])
+            | {"pixel_values": make.random(3, make.config.vision_config.num_frames, 3, 32, 32)}
+        ),
+        "KyutaiSpeechToTextModel": lambda make: {
+            "input_ids": _tokens(make, 12, make.config.num_codebooks + 1),
+            "attention_mask": make.attention_mask(),
+        },
+        "Llama4VisionModel": lambda make: {"pixel_values": make.pixel_values()},
+        "MllamaVisionModel": lambda make: {
+            "pixel_values": make.random(
+                3, 1, make.config.max_num_tiles, 3, make.config.image_size, make.config.image_size
+            ),
+            "aspect_ratio_ids": torch.tensor([[1], [2], [6]]),
+            "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 1, 1]]]),
+        },
+        "MiniCPMOcrVisionModel": _packed_patches,
+        "MiniCPMV4_6VisionModel": _packed_patches,
+        "MiniCPMV4_7VisionModel": _packed_patches,
+        "MusicgenForConditionalGeneration": lambda make: (
+            make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
+        ),
+        "Musicgen*": _codebooks,
+        "MusicgenMelody*": _codebooks,
+        "PPOCRV5MobileRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 96, 160)},
+        "PPOCRV5ServerRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
+        "PPOCRV6SmallRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
+        "SeamlessM4TTextToUnit*": lambda make: make.made(
+            ["inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
+        ),
+        "PatchTST*": lambda make: {
+            "past_values": make.random(3, make.config.context_length, make.config.num_input_channels)
+        },
+        "Pix2StructVisionModel": lambda make: {
+            "flattened_patches": make.random(3, 9, 2 + make.config.patch_embed_hidden_size).abs(),
+            "attention_mask": make.attention_mask()[:, :9],
+        },
+        "EfficientLoFTR*": lambda make: {"pixel_values": make.random(3, 2, 3, 64, 64)},
+        "Blip2QFormerModel": lambda make: {
+            "query_embeds": make.random(3, 8, make.config.hidden_size),
+            "encoder_hidden_states": make.random(3, 14, make.config.encoder_hidden_size),
+            "encoder_attention_mask": make.encoder_attention_mask(),
+        },
+        "Blip2Model": _with_image_tokens,
+        "Blip2ForConditionalGeneration": _with_image_tokens,
+        "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
+        "InstructBlipForConditionalGeneration": _with_image_tokens,
+        "InstructBlipModel": _with_image_tokens,
+        "Kosmos2ForConditionalGeneration": lambda make: (
+            _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
+        ),
+        "Kosmos2Model": lambda make: (
+            _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
+        ),
+        "Gemma4VisionModel": lambda make: {
+            "pixel_values": make.random(3, 16, 3 * make.config.patch_size**2).sigmoid(),
+            "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
+        },
+        "Rag*": lambda make: {
+            "input_ids": make.input_ids(),
+            "attention_mask": make.attention_mask(),
+            "context_input_ids": make.input_ids().repeat(2, 1),
+            "context_attention_mask": make.right_mask().repeat(2, 1),
+            "doc_scores": make.random(3, 2),
+            "decoder_input_ids": make.decoder_input_ids(),
+        },
+        "SpeechEncoderDecoderModel": lambda make: {
+            "input_values": make.random(3, 1600),
+            "decoder_input_ids": make.decoder_input_ids(),
+        },
+        "Splinter*": _question,
+        "T5ForSequenceClassification": lambda make: make.with_end(make.made(["input_ids", "attention_mask"])),
+        "TimeSeriesTransformer*": _series,
+        "TimesFm2_5ModelForPrediction": lambda make: {"past_values": [make.random(128) for _ in range(3)]},
+        "TimesFm2_5Model": lambda make: {"past_values": make.random(3, 128)},
+        "TimesFmModelForPrediction": lambda make: {"past_values": [make.random(128) for _ in range(3)]},
+        "TimesFm*": lambda make: {
+            "past_values": make.random(3, 128),
+            "past_values_padding": torch.zeros(3, 128, dtype=torch.int64),
+            "freq": torch.zeros(3, 1, dtype=torch.int64),
+        },
+        "VideoLlama3VisionModel": lambda make: {
+            "pixel_values": make.patches(),
+            "grid_thw": make.grid_thw(),
+            "merge_sizes": torch.tensor([2, 2, 2]),
+        },
+        "VideoMAEForPreTraining": lambda make: (
+            _video(make) | {"bool_masked_pos": torch.arange(128).expand(3, 128) % 4 > 0}
+        ),
+        "VideoMAE*": _video,
+        "Vivit*": _video,
+        "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
+        "XCLIPVisionModel": lambda make: {"pixel_values": make.pixel_values()},
+    }
+)
 
 # Classes (by the beginning of their names) with wrong eager attention in transformers, and what is compared instead.
 # SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1; "sdpa" hides what is False.
