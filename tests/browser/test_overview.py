@@ -211,6 +211,8 @@ def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) ->
          "previous, next, first, largest.")),
         ("induction>5", "“induction” was not recorded. Observe with probes= that include \"induction_mass\"."),
         ("Induction", "“induction” was not recorded. Observe with probes= that include \"induction_mass\"."),
+        ("repeated_induction>50", ("“induction on random repeats” was not measured. It needs texts of repeated random "
+         "tokens: look --textbook, or add_repeated in observation.textbook.")),
         ("separator", "No head is of the kind “separator”."),
         ("entropy", "“entropy” lacks a number, as in prev>40."),
         ("prev>", "“prev>” lacks a number, as in prev>40."),
