@@ -26,9 +26,6 @@ class Recorded:
     def whole(self, shape: AttentionShape) -> AttentionShape:
         return shape._replace(query_length=2 * shape.query_length, key_length=2 * shape.key_length)
 
-    def describes(self, documents: torch.Tensor) -> bool:
-        return False
-
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
         self.requests.append(request)
         return Attended(request.q + 1, request.q[..., 0])

@@ -29,14 +29,6 @@ class SequenceSplit(Protocol):
         """
         ...
 
-    def describes(self, documents: Tensor) -> bool:
-        """Whether it is known to which document each token belongs, or why positions jump between two tokens.
-
-        Args:
-            documents: (batch, tokens) int64, increased by 1 where the positions of this rank's tokens jump.
-        """
-        ...
-
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
         """Compute the queries of this rank, together with the other ranks."""
         ...

@@ -217,14 +217,6 @@ class _Split:
         length = shape.query_length * self.ranks.size
         return shape._replace(query_length=length, key_length=length)
 
-    def describes(self, documents: Tensor) -> bool:
-        if not self.mask.hides_nothing:
-            return True
-        jumps = torch.zeros_like(documents[:1])
-        if self.layout.kind == "balanced":
-            jumps[:, jumps.shape[1] // 2 :] = 1
-        return bool((documents - documents[:, :1] == jumps).all())
-
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
         if listeners():
             raise ArgumentError(
