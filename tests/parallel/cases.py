@@ -197,8 +197,32 @@ def chosen_layouts(group: Any, rank: int) -> dict[str, str]:
     return {**found, "of 6 tokens": shard(group, mask=masks.Causal(), ids=torch.zeros(1, 6)).layout}
 
 
-def _call(group: Any, queries: int = 4, keys: int = 4, *, strategy: Any = "ring", **options: Any) -> Tensor:
-    q, k = torch.zeros(1, 3, queries, 4), torch.zeros(1, 3, keys, 4)
+def dropped(take: Callable[[Tensor], Tensor], mask: str) -> dict[str, Tensor]:
+    """Return the weights of two calls with dropout, and the gradients, of the tokens that `take` takes."""
+    given = tensors(torch.float32)
+    identity = torch.eye(LENGTH).expand(BATCH, KV_HEADS, -1, -1)  # the output is the weights after dropout
+    q, k, v = (take(x).clone().requires_grad_() for x in (given["q"], given["k"], identity))
+    gradient = torch.randn(BATCH, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(8))
+    torch.manual_seed(11)
+    first, second = (mh.attention(q, k, v, mask=MASKS[mask](), dropout=0.4) for _ in range(2))
+    ((first + 2 * second) * take(gradient)).sum().backward()
+    found = {"first": first.detach(), "second": second.detach()}
+    return found | {
+        f"gradient of {name}": x.grad for name, x in zip("qkv", (q, k, v), strict=True) if x.grad is not None
+    }
+
+
+def split_dropped(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str) -> dict[str, Tensor]:
+    taken = Layout(layout, ranks)
+    with context_parallel(group, strategy=strategy, layout=layout):
+        found = dropped(lambda x: taken.take(x, rank, 2), mask)
+    return {name: unshard(group, each, layout=layout, dim=2) for name, each in found.items()}
+
+
+def _call(
+    group: Any, queries: int = 4, keys: int = 4, *, strategy: Any = "ring", dtype: Any = torch.float32, **options: Any
+) -> Tensor:
+    q, k = torch.zeros(1, 3, queries, 4, dtype=dtype), torch.zeros(1, 3, keys, 4, dtype=dtype)
     with context_parallel(group, strategy=strategy):
         return mh.attention(q, k, k, **options)
 
@@ -234,12 +258,20 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
             "Compute cross-attention and decoding with a cache outside of it."
         ),
     ),
-    "dropout": (
-        lambda group: _call(group, dropout=0.5),
+    "dropout in float64": (
+        lambda group: _call(group, dropout=0.5, dtype=torch.float64),
         ArgumentError,
         (
-            "dropout is 0.5, and context_parallel computes attention without dropout. Give dropout=0.0, or call "
-            "model.eval()."
+            "dropout is 0.5, and only the native kernel drops the same weights on any number of ranks; it computes "
+            "float32, bfloat16 and float16, and the tensors are float64. Give dropout=0.0, or call model.eval()."
+        ),
+    ),
+    "dropout of another kernel": (
+        lambda group: _call(group, dropout=0.5, kernel="reference"),
+        ArgumentError,
+        (
+            "dropout is 0.5, and only the native kernel drops the same weights on any number of ranks; kernel is "
+            "'reference'. Give dropout=0.0, or call model.eval()."
         ),
     ),
     "query_start": (

@@ -13,6 +13,8 @@ from torch import Tensor
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError
+from multihead.kernels.native.library import absence
+from multihead.masks.place import Place
 from multihead.parallel import context_parallel
 from tests.parallel import cases
 from tests.parallel.processes import Processes, processes
@@ -60,6 +62,21 @@ def test_the_native_kernel_agrees_in_float32(four: Processes, strategy: str, lay
     pairs = [("causal", "bias"), ("window", "bias of keys"), ("prefix", "relative bias"), ("a tensor", "all")]
     todo = [(strategy, layout, *pair, torch.float32) for pair in pairs]
     agree(four.results(cases.split_calls, 4, todo), todo, tolerance=1e-4)
+
+
+@pytest.mark.skipif(absence() is not None, reason="only the native kernel repeats a dropout")
+@pytest.mark.parametrize(("strategy", "layout"), KINDS)
+def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy: str, layout: str) -> None:
+    """Rank 0 draws the seed, and each weight is dropped by its sample, head, query and key in the whole call."""
+    for mask in ("causal", "lengths"):
+        expected = cases.dropped(lambda x: x, mask)
+        shown = cases.MASKS[mask]().tile(Place.of(cases.LENGTH, cases.LENGTH))
+        assert (((expected["first"] == 0) & shown).any(), ((expected["first"] != 0) & shown).any()) == (True, True)
+        for ranks in (2, 4):
+            for found in four.results(cases.split_dropped, ranks, strategy, layout, mask, ranks=ranks):
+                for name in ("first", "second"):
+                    assert torch.equal(found[name] == 0, expected[name] == 0)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", cases.LAYERS)

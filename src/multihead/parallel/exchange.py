@@ -101,6 +101,15 @@ def compare(ranks: Ranks, sizes: dict[str, int], device: torch.device) -> None:
             raise RankError(f"{name} differs between ranks: {listed}.", "Give all ranks equal sizes and options.")
 
 
+def from_first(number: Tensor, ranks: Ranks) -> Tensor:
+    """Return the number of rank 0, a tensor on the CPU."""
+    device = "cpu" if "gloo" in dist.get_backend(ranks.group) else "cuda"
+    sent = number.to(device)
+    with errors_of_ranks(f"Receiving a number of rank 0 on rank {ranks.rank}"):
+        dist.broadcast(sent, ranks.peer(0), group=ranks.group)
+    return sent.cpu()
+
+
 def gather(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
     """Return the whole sequence from every rank's tokens; the gradient of a token is summed over the ranks."""
     return _Gather.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, DropoutPart, DropoutPlace
 from multihead.functional import attend
 from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_tensors, working_dtype
@@ -113,7 +113,8 @@ class Terms(NamedTuple):
         """Return the piece as a call."""
         q, k, v, bias = self
         shape = AttentionShape.of(q, k, v)
-        return replace(ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias)
+        part = part_of_dropout(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
+        return replace(ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part)
 
 
 class _Ring(torch.autograd.Function):
@@ -228,7 +229,8 @@ class _Backward:
         if planned.kernel is native:
             if isinstance(request.bias, Tensor) and self.of_bias is not None:  # the kernel writes one for each key
                 request = replace(request, bias=request.bias.expand(-1, -1, -1, request.shape.key_length))
-            job = native.Job(native.prepared(request), planned.bounds, None, 0)
+            place = DropoutPlace() if request.part is None else request.part.place
+            job = native.Job(native.prepared(request), planned.bounds, None, native.seed_of(request), place)
             outputs = self.output[:, :, piece.at], logsumexp
             of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.at]
             wanted = self.of_bias is not None
@@ -315,6 +317,16 @@ def part_of_bias(bias: Bias, length: int, rows: Range, keys: Range) -> Bias:
         return bias.part(length, rows, keys)
     shape = AttentionShape(0, 0, 1, length, length, 0, 0, bias.dtype, bias.device)
     return bias_tile(bias, shape, slice(*rows), slice(*keys))
+
+
+def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | None:
+    """Return what a part of a call with dropout drops; None without dropout.
+
+    Args:
+        request: the whole call, with its seed.
+        place: where the part begins, as in `DropoutPlace`.
+    """
+    return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
 
 def _add_to_bias(total: Tensor, ring: Ring, piece: Piece, gradient: Tensor) -> None:

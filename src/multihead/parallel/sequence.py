@@ -11,17 +11,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest
+from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attend
+from multihead.kernels.native import kernel as native
 from multihead.listeners import listeners
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.parallel.exchange import Ranks, compare, gather, heads_for_tokens, tokens_for_heads
+from multihead.parallel.exchange import Ranks, compare, from_first, gather, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, check_kind
 from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
-from multihead.parallel.ring import Ring, part_of_bias
+from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout
 from multihead.plan.bounds import key_bounds
 from multihead.scores.bias import values_of, with_values
 from multihead.sequence_split import active, split
@@ -223,11 +224,6 @@ class _Split:
                 "A call in context_parallel is observed, and its queries and keys are on several ranks.",
                 "Observe the model on one rank, with a shorter text.",
             )
-        if request.dropout:
-            raise ArgumentError(
-                f"dropout is {request.dropout!r}, and context_parallel computes attention without dropout.",
-                "Give dropout=0.0, or call model.eval().",
-            )
         if not isinstance(request.query_start, int) or request.query_start:
             raise ArgumentError(
                 f"query_start is {request.query_start!r}, and context_parallel knows the position of each token.",
@@ -239,8 +235,17 @@ class _Split:
             request = replace(request, mask=request.mask & self.mask)
         self.layout.check_length(whole.query_length)
         planned = ring_plan(request.mask, whole.query_length, self.layout, self.ranks.rank)
+        reason = native.refusal(request, planned.bounds) if request.dropout else None
+        if reason is not None or (request.dropout and kernel not in (None, "native")):
+            raise ArgumentError(
+                f"dropout is {request.dropout!r}, and only the native kernel drops the same weights on any number of "
+                f"ranks; {reason or f'kernel is {kernel!r}'}.",
+                "Give dropout=0.0, or call model.eval().",
+            )
         strategy = self._chosen(request.shape, planned)
         self._compare(request, planned, strategy)
+        if request.dropout:
+            request, kernel = replace(request, part=self._drawn()), "native"
         if strategy == "ring":
             return Attended(*Ring(self.ranks, planned, request, kernel).attend())
         if strategy == "ulysses":
@@ -267,6 +272,11 @@ class _Split:
         by_ring = keys_of_ring(planned.bounds, self.layout) * per_key
         by_heads = shape.query_length * (ranks - 1) * per_token
         return "ring" if by_ring <= by_heads else "ulysses"
+
+    def _drawn(self) -> DropoutPart:
+        """Draw the seed of a call's dropout, the same one on all ranks and in one process."""
+        seed = torch.randint(1 << 62, (), device="cpu")  # on every rank, so that generators stay alike
+        return DropoutPart(int(from_first(seed, self.ranks)), DropoutPlace())
 
     def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy) -> None:
         """Compare the first call in this context with those of the other ranks."""
@@ -306,6 +316,7 @@ class _Split:
                 v=v[:, :, slice(*keys)],
                 mask=MapBlock(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
+                part=part_of_dropout(request, query_start=rows[0], key_start=keys[0]),
             )
             with split(None):
                 found = attend(replace(part, shape=AttentionShape.of(part.q, part.k, part.v)), kernel=kernel)
@@ -335,6 +346,7 @@ class _Split:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
+            part=part_of_dropout(request, head_start=own.start, total_heads=whole.num_heads),
         )
         with split(None):
             found = attend(part, kernel=kernel)
