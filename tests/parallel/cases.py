@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
 from multihead import masks, scores
@@ -135,9 +136,12 @@ def _layer(name: str) -> tuple[mh.MultiHeadAttention, Tensor, Tensor]:
     return layer, x, gradient
 
 
-def _trained(layer: mh.MultiHeadAttention, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+def _trained(
+    layer: mh.MultiHeadAttention, x: Tensor, gradient: Tensor, *, recomputed: bool = False
+) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
-    output = layer(x, mask=masks.Causal() & masks.Lengths((13, LENGTH)))
+    mask = masks.Causal() & masks.Lengths((13, LENGTH))
+    output = checkpoint(layer, x, mask=mask, use_reentrant=False) if recomputed else layer(x, mask=mask)
     (output * gradient[..., : output.shape[2]]).sum().backward()
     found = {"output": output.detach(), "gradient of x": x.grad}
     return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
@@ -147,11 +151,13 @@ def whole_layer(name: str) -> dict[str, Tensor]:
     return _trained(*_layer(name))
 
 
-def split_layer(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, name: str) -> dict[str, Tensor]:
+def split_layer(
+    group: Any, rank: int, strategy: Any, layout: Any, name: str, recomputed: bool = False
+) -> dict[str, Tensor]:
     layer, x, gradient = _layer(name)
     parts = shard(group, layout=layout, x=x, gradient=gradient)
     with context_parallel(group, strategy=strategy, layout=layout):
-        found = _trained(layer, parts["x"], parts["gradient"])
+        found = _trained(layer, parts["x"], parts["gradient"], recomputed=recomputed)
     for key, each in found.items():
         if key in ("output", "gradient of x"):
             found[key] = unshard(group, each, layout=layout)

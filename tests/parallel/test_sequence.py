@@ -84,8 +84,15 @@ def test_a_layer_has_the_positions_of_the_whole_sequence(four: Processes, layer:
     """Rotary embedding, position biases, norms, sinks and gates, with the gradients of all parameters."""
     expected = cases.whole_layer(layer)
     for strategy, layout in KINDS:
-        for found in four.results(cases.split_layer, 4, strategy, layout, layer):
+        for found in four.results(cases.split_layer, strategy, layout, layer):
             assert found.keys() == expected.keys()
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_activation_checkpointing_recomputes_split_calls(four: Processes) -> None:
+    expected = cases.whole_layer("rotary")
+    for strategy, layout in KINDS:
+        for found in four.results(cases.split_layer, strategy, layout, "rotary", True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
