@@ -218,6 +218,20 @@ def dropped(take: Callable[[Tensor], Tensor], mask: str) -> dict[str, Tensor]:
     }
 
 
+def with_hidden_nan(take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return the result of a call in which every key that no query sees is NaN."""
+    given = tensors()
+    given["k"][0, :, 11:], given["v"][1, :, 6:] = torch.nan, torch.inf
+    return computed(given, MASKS["lengths"](), "none", take)
+
+
+def split_with_hidden_nan(group: Any, rank: int, ranks: int, strategy: Any, layout: Any) -> dict[str, Tensor]:
+    taken = Layout(layout, ranks)
+    with context_parallel(group, strategy=strategy, layout=layout):
+        found = with_hidden_nan(lambda x: taken.take(x, rank, 2))
+    return {name: unshard(group, each, layout=layout, dim=2) for name, each in found.items()}
+
+
 def split_dropped(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
     with context_parallel(group, strategy=strategy, layout=layout):
@@ -237,6 +251,11 @@ def _layer_call(group: Any, **options: Any) -> Tensor:
     with context_parallel(group):
         output: Tensor = mh.MultiHeadAttention(4, 2)(torch.zeros(1, 4, 4), **options)
     return output
+
+
+def _explained(group: Any) -> None:
+    with context_parallel(group):
+        mh.MultiHeadAttention(4, 2).explain(torch.zeros(1, 4, 4))
 
 
 def _observed(group: Any) -> None:
@@ -370,6 +389,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         lambda group: _measured(group, mh.attention_weights),
         ArgumentError,
         f"attention_weights {_ELSEWHERE} Compute them outside, from all tokens.",
+    ),
+    "an explanation": (
+        _explained,
+        ArgumentError,
+        f"explain {_ELSEWHERE} Explain the call outside, with all tokens.",
     ),
     "statistics": (
         lambda group: _measured(group, mh.statistics),

@@ -58,6 +58,14 @@ class TestOutputsAndGradientsAreThoseOfOneProcess:
 
 
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
+def test_nan_in_hidden_keys_reaches_no_rank(four: Processes, strategy: str, layout: str) -> None:
+    expected = cases.with_hidden_nan(lambda x: x)
+    assert all(each.isfinite().all() for each in expected.values())
+    for found in four.results(cases.split_with_hidden_nan, 4, strategy, layout):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_the_native_kernel_agrees_in_float32(four: Processes, strategy: str, layout: str) -> None:
     pairs = [("causal", "bias"), ("window", "bias of keys"), ("prefix", "relative bias"), ("a tensor", "all")]
     todo = [(strategy, layout, *pair, torch.float32) for pair in pairs]

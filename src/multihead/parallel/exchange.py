@@ -187,7 +187,7 @@ def _to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
 def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
     """Send part i to rank i; part i of the result comes from rank i."""
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    with errors_of_ranks(f"Exchanging heads for tokens on rank {ranks.rank}"):
+    with errors_of_ranks(f"Exchanging parts of the sequence on rank {ranks.rank}"):
         dist.all_to_all_single(received, parts.contiguous(), group=ranks.group)
     return received
 
