@@ -12,6 +12,7 @@ from multihead.errors import (
     DtypeError,
     MissingPackageError,
     MultiheadError,
+    RankError,
     SlowPathError,
     SlowPathWarning,
     check_integer,
@@ -36,9 +37,10 @@ def test_an_error_survives_pickling(kind: type[MultiheadError]) -> None:
 
 
 def test_errors_are_caught_as_what_python_would_raise() -> None:
-    others = set(KINDS) - {MultiheadError, DtypeError, MissingPackageError, SlowPathError}
+    others = set(KINDS) - {MultiheadError, DtypeError, MissingPackageError, RankError, SlowPathError}
     assert issubclass(DtypeError, TypeError)
     assert issubclass(MissingPackageError, ImportError)
+    assert issubclass(RankError, RuntimeError)
     assert issubclass(SlowPathError, RuntimeError)
     assert issubclass(SlowPathWarning, UserWarning)
     assert all(issubclass(kind, ValueError) for kind in others)

@@ -21,6 +21,7 @@ MODULES = (
     "multihead.scores",
     "multihead.rotary",
     "multihead.probes",
+    "multihead.parallel",
     "multihead.errors",
     "multihead.viewer",
     "multihead.export.onnx",

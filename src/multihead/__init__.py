@@ -28,7 +28,7 @@ _MODULES = {  # name -> the module that defines it
     "unpack": "multihead.packing",
     "use": "multihead.hooks.use",
 }
-_PACKAGES = ("compat", "errors", "export", "masks", "probes", "scores")
+_PACKAGES = ("compat", "errors", "export", "masks", "parallel", "probes", "scores")
 
 __all__ = [
     "KeyValueCache",
@@ -48,6 +48,7 @@ __all__ = [
     "merge_heads",
     "observe",
     "pack",
+    "parallel",
     "probes",
     "qk_clip_factors",
     "scores",

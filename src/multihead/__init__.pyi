@@ -1,4 +1,4 @@
-from multihead import compat, errors, export, masks, probes, scores
+from multihead import compat, errors, export, masks, parallel, probes, scores
 from multihead.cache import KeyValueCache
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
 from multihead.heads import merge_heads, split_heads
@@ -30,6 +30,7 @@ __all__ = [
     "merge_heads",
     "observe",
     "pack",
+    "parallel",
     "probes",
     "qk_clip_factors",
     "scores",

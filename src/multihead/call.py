@@ -46,6 +46,36 @@ class CallOrigin:
     continued: Continued | None = None
 
 
+class DropoutPlace(NamedTuple):
+    """Where a part of a call lies in the whole call, so that it drops the weights that the whole call would drop.
+
+    Attributes:
+        batch_start: index of its first sample.
+        head_start: index of its first head.
+        total_heads: heads of the whole call; 0 for those of the part.
+        query_start: index of its first query.
+        key_start: index of its first key.
+    """
+
+    batch_start: int = 0
+    head_start: int = 0
+    total_heads: int = 0
+    query_start: int = 0
+    key_start: int = 0
+
+
+class DropoutPart(NamedTuple):
+    """What decides which weights a part of a call drops; only the native kernel knows it.
+
+    Attributes:
+        seed: the seed of the whole call.
+        place: where the part lies in it.
+    """
+
+    seed: int
+    place: DropoutPlace
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionRequest:
     """Everything that decides the result of an attention call, checked and resolved.
@@ -67,6 +97,7 @@ class AttentionRequest:
         wanted: the parts of statistics that listeners want the kernel to measure.
         origin: where the call comes from, where a layer made it and somebody listens; else None.
         scales: the factors of k and v where these are int8, from a quantised cache; else None.
+        part: where the call is part of a larger one whose dropout it repeats; else None.
     """
 
     q: Tensor
@@ -83,6 +114,7 @@ class AttentionRequest:
     wanted: frozenset[Part] = frozenset()
     origin: CallOrigin | None = None
     scales: Scales | None = None
+    part: DropoutPart | None = None
 
     def expanded(self) -> AttentionRequest:
         """Return the request with k and v in the dtype of q, where they are int8."""

@@ -9,6 +9,7 @@ MultiheadError
 ├── ModelError       a model that cannot be loaded or observed
 ├── InputError       a file, a text or a path of the user that cannot be used
 ├── MissingPackageError  an optional package that is not installed
+├── RankError        ranks that do not make the same call, or a rank that stopped
 └── SlowPathError    a path that is slow, where `strict` forbids it
 
 SlowPathWarning      a path that is slow and was not chosen by the caller
@@ -28,6 +29,7 @@ __all__ = [
     "ModelError",
     "MultiheadError",
     "ProbeError",
+    "RankError",
     "ShapeError",
     "SlowPathError",
     "SlowPathWarning",
@@ -85,6 +87,10 @@ class InputError(MultiheadError, ValueError):
 
 class MissingPackageError(MultiheadError, ImportError):
     """An optional package is not installed."""
+
+
+class RankError(MultiheadError, RuntimeError):
+    """Ranks (processes of torch.distributed) that do not make the same call, or one of which stopped."""
 
 
 class SlowPathError(MultiheadError, RuntimeError):

@@ -36,6 +36,7 @@ from multihead.quantised import Scales
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.sinks import check_sinks_fit
 from multihead.scores.softcap import check_softcap
+from multihead.sequence_split import active, reject_in_split
 from multihead.shapes import AttentionShape, resolved_query_start
 from multihead.spelling import OF_FUNCTIONS, reject_unknown
 from multihead.tracing import traced, transformed
@@ -183,6 +184,7 @@ def attention_weights(
     >>> tile.shape
     torch.Size([1, 1, 10, 50])
     """
+    reject_in_split("attention_weights", "Compute them outside, from all tokens.")
     check_slice("queries", queries)
     check_slice("keys", keys)
     given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
@@ -240,6 +242,7 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
+    reject_in_split("statistics", "Compute them outside, from all tokens.")
     if traced() and not transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
@@ -282,6 +285,7 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB besides q, k and v
     """
+    reject_in_split("explain", "Explain the call outside, with all tokens.")
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
     request, _ = _request(explain, unknown, q, k, v, *given)
     return explained(request, kernel=kernel)
@@ -374,13 +378,15 @@ def request_of(
         scale = shape.head_dim**-0.5
     else:
         check_scale(scale)
+    sequence = active()
+    whole = shape if sequence is None else sequence.whole(shape)
     if bias is not None:
-        check_bias_fits(bias, shape)
+        check_bias_fits(bias, whole)
     if softcap is not None:
         check_softcap(softcap)
     if sinks is not None:
         check_sinks_fit(sinks, shape)
-    batch, queries, keys = shape.batch, shape.query_length, shape.key_length
+    batch, queries, keys = whole.batch, whole.query_length, whole.key_length
     if not (mask_fits or mask.hides_nothing):
         mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, to_come))
     if query_start is None and (not mask.uses_positions or queries == keys):
@@ -408,6 +414,9 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, publish: boo
         kernel: the name of the kernel that must run, or None to have one chosen.
         publish: whether the listeners receive the call.
     """
+    sequence = active()
+    if sequence is not None:
+        return sequence.attend(request, kernel=kernel)
     heard = publish and bool(listeners.listeners()) and not traced()  # there are no values to publish in a trace
     if heard:
         request = replace(request, wanted=listeners.wanted())

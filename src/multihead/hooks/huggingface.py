@@ -31,6 +31,7 @@ from multihead.kernels.native import eager
 from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
+from multihead.sequence_split import active, reject_in_split
 from multihead.tracing import traced
 
 NAME = "multihead"
@@ -150,7 +151,7 @@ def attend_for(
         bias = position_bias if bias is None else added(position_bias, bias, query.shape[2], keys)
     terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
     attended = eager.attend(query, key, value, *terms, start)
-    returned = output_attentions.wanted(options)
+    returned = _returns_weights(options)
     if attended is not None and not returned:
         output, weights = attended[0], None
     else:
@@ -190,6 +191,14 @@ def _selection(module: Any, indices: Tensor | None, block_indices: Tensor | None
         seen = _selected(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
         mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
     return mask
+
+
+def _returns_weights(options: dict[str, object]) -> bool:
+    """Whether the model returns the weights of this call."""
+    wanted = output_attentions.wanted(options)
+    if wanted:
+        reject_in_split("output_attentions=True", "Compute the weights outside, from all tokens.")
+    return wanted
 
 
 def _published(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -264,6 +273,8 @@ def mask_for(
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = recognised(function, extent)
+    if active() is not None:
+        _check_in_split(mask, padding)
     if mask is None:
         mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
@@ -286,6 +297,26 @@ def _as_read(mask: Tensor, options: Mapping[str, Any]) -> Tensor:
     dtype = options.get("dtype") or torch.float32
     shown = mask.dense() if isinstance(mask, LazyMask) else mask
     return torch.zeros((), dtype=dtype, device=shown.device).where(shown, torch.finfo(dtype).min)
+
+
+def _check_in_split(mask: Mask | None, padding: Tensor | None) -> None:
+    """Check that a mask that the model made of one rank's tokens is also the mask of the whole sequence.
+
+    Args:
+        mask: the mask, or None where it is unknown.
+        padding: (batch, keys) bool, True = no padding; or None.
+    """
+    if padding is not None and not bool(padding.all()):
+        raise ModelError(
+            "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence.",
+            "Give attention_mask=torch.ones_like(input_ids), and context_parallel(..., mask=masks.Lengths(lengths)).",
+        )
+    if mask is None or mask.holds_tensors:  # documents that were read from positions, chunks, or an unknown function
+        raise ModelError(
+            f"The model's mask of this rank's tokens is {mask!r}, which does not say what the whole sequence shows.",
+            "Give attention_mask=torch.ones_like(input_ids), so that the model reads no documents from positions, and "
+            "the documents to context_parallel(..., mask=masks.Documents(lengths)).",
+        )
 
 
 def mask_of_tensor(tensor: Tensor, keys: int) -> tuple[Mask, Tensor | None]:

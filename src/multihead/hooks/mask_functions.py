@@ -13,7 +13,9 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
+from multihead.masks.base import FURTHEST
 from multihead.masks.place import Place
+from multihead.sequence_split import active
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -126,7 +128,7 @@ def _and(closure: dict[str, Any], extent: Extent) -> Mask | None:
         return None
     if Causal() in parts:
         # `key > query - w` and `key <= query` are one window: the query and the w - 1 keys before it.
-        windows = [Window(each.lookback, after=extent.keys) for each in parts if each.lookback is not None]
+        windows = [Window(each.lookback, after=_later_keys(extent)) for each in parts if each.lookback is not None]
         overlays = [each for each in windows if each in parts]
         if overlays:
             parts = [each for each in parts if each != Causal() and each not in overlays]
@@ -141,7 +143,12 @@ def _or(closure: dict[str, Any], extent: Extent) -> Mask | None:
 
 def _window(closure: dict[str, Any], extent: Extent) -> Mask:
     """Convert `key > query - w`: the query, the w - 1 keys before it, and all after it."""
-    return Window(int(closure["sliding_window"]), after=extent.keys)
+    return Window(int(closure["sliding_window"]), after=_later_keys(extent))
+
+
+def _later_keys(extent: Extent) -> int:
+    """Return at least as many keys as there are after any query; ranks may hold more than this call has."""
+    return extent.keys if active() is None else FURTHEST
 
 
 def _window_both_ways(closure: dict[str, Any], extent: Extent) -> Mask:

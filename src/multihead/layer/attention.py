@@ -23,9 +23,17 @@ from multihead.explanation import Explanation, explained
 from multihead.functional import attend, request_of
 from multihead.heads import head_counts, head_dim_of
 from multihead.kernels.native import eager
-from multihead.layer.checks import Widths, check_cache, check_inputs, check_is_cache, check_packing, dtype_of
+from multihead.layer.checks import (
+    Widths,
+    check_cache,
+    check_inputs,
+    check_is_cache,
+    check_packing,
+    check_split,
+    dtype_of,
+)
 from multihead.layer.gates import gate, prepend
-from multihead.layer.positions import extend, first_position, normalise, rotate
+from multihead.layer.positions import extend, first_position, map_lengths, normalise, rotate
 from multihead.layer.sharding import LayerPart, local_part
 from multihead.listeners import listeners
 from multihead.masks import Full, Mask
@@ -36,6 +44,7 @@ from multihead.quantised import Scales, expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
+from multihead.sequence_split import active, reject_in_split
 from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, reject_unknown
 
 _FULL = Full()
@@ -319,6 +328,8 @@ class MultiHeadAttention(nn.Module):
             widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
             x, memory, values, batched = check_inputs(widths, mask, x, memory, values, lengths, memory_lengths)
         within = memory is None or memory is x
+        if active() is not None:
+            check_split(lengths, memory_lengths, packing, cache, within=within, added_key=self.bias_k is not None)
         of_distance = getattr(self.position_bias, "of_distance", True)
         if packing is not None:
             check_packing(packing, x, memory, lengths, cache)
@@ -386,8 +397,9 @@ class MultiHeadAttention(nn.Module):
     ) -> AttentionRequest:
         """Build the request: add the position bias, the learned key and the sinks of the layer."""
         if part.position_bias is not None:
-            own = part.position_bias(q.shape[2], k.shape[2], query_start=start, device=q.device, dtype=q.dtype)
-            bias = own if bias is None else added(bias, own, q.shape[2], k.shape[2])
+            queries, keys = map_lengths(q, k, v)
+            own = part.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
+            bias = own if bias is None else added(bias, own, queries, keys)
         if part.bias_k is not None and part.bias_v is not None:
             if scales is not None:
                 k, v, scales = expand(k, scales.k, q.dtype), expand(v, scales.v, q.dtype), None
@@ -457,6 +469,7 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... besides q, k and v
         """
+        reject_in_split("explain", "Explain the call outside, with all tokens.")
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters
         stopping.__dict__["_attend"] = stopping._stop  # noqa: SLF001 - a copy of this layer

@@ -12,6 +12,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Mask
 from multihead.masks.base import check_is_mask
 from multihead.packing import Packing, check_packed
+from multihead.sequence_split import reject_in_split
 
 
 class Widths(NamedTuple):
@@ -172,3 +173,28 @@ def check_cache(
         cache.check_remembered(mask)
     else:
         cache.check_same_memory(memory)
+
+
+def check_split(
+    lengths: object, memory_lengths: object, packing: object, cache: object, *, within: bool, added_key: bool
+) -> None:
+    """Reject what a layer cannot compute where a sequence is split over ranks.
+
+    Args:
+        lengths: the argument of the call, as the three after it.
+        memory_lengths: see above.
+        packing: see above.
+        cache: see above.
+        within: whether this is self-attention.
+        added_key: whether the layer has a learned key.
+    """
+    if lengths is not None or memory_lengths is not None:
+        reject_in_split("lengths=", "Give mask=masks.Lengths(lengths), with the lengths of the whole sequences.")
+    if packing is not None:
+        reject_in_split("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
+    if cache is not None:
+        reject_in_split("A cache", "Decode outside of it.")
+    if not within:
+        reject_in_split("Cross-attention", "Compute it outside of it.")
+    if added_key:
+        reject_in_split("add_bias_kv", "Use sinks=True, or add_zero_attn=True.")

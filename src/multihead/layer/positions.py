@@ -12,7 +12,8 @@ from multihead.masks import Mask
 from multihead.packing import Padding
 from multihead.quantised import Scales
 from multihead.rotary import Rotary
-from multihead.shapes import resolved_query_start
+from multihead.sequence_split import active
+from multihead.shapes import AttentionShape, resolved_query_start
 
 
 def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
@@ -30,6 +31,15 @@ def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int)
     if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
         return torch.full((q.shape[0],), start, device=q.device)
     return start
+
+
+def map_lengths(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Return how many queries and keys the map of a call has: those of all ranks, where a sequence is split."""
+    sequence = active()
+    if sequence is None:
+        return q.shape[2], k.shape[2]
+    whole = sequence.whole(AttentionShape.of(q, k, v))
+    return whole.query_length, whole.key_length
 
 
 def normalise(
@@ -53,6 +63,9 @@ def rotate(
         same: whether query i and key i have the same position; else the first key has position 0.
         fresh: whether this call projected the keys; those of a cache are rotated already.
     """
+    sequence = active()
+    if sequence is not None:
+        positions, same = sequence.positions(q.shape[2], q.device), True
     if positions is None:
         positions_of_queries = start
         if isinstance(start, Tensor):

@@ -287,7 +287,8 @@ def local_heads(
             f"Split q_proj over a number of processes that divides num_kv_heads: {counts}.",
         )
     if group is not None:
-        _check_splittable(layer, group)
+        check_splittable(layer, group.size)
+        _check_output(layer, group)
     return LocalHeads(heads, queries, keys, group)
 
 
@@ -362,8 +363,13 @@ def _reject_per_head_parameters(layer: ShardableLayer) -> None:
             )
 
 
-def _check_splittable(layer: ShardableLayer, group: Group) -> None:
-    """Check that no part of the layer needs the heads of all processes together."""
+def check_splittable(layer: ShardableLayer, processes: int) -> None:
+    """Check that no part of a layer needs the heads of all processes together.
+
+    Args:
+        layer: the layer.
+        processes: how many processes share its heads.
+    """
     found = None
     if layer.merge == "mean":
         found = 'merge="mean" averages all heads'
@@ -371,8 +377,12 @@ def _check_splittable(layer: ShardableLayer, group: Group) -> None:
         found = 'QKNorm(over="all") normalises all heads together'
     if found is not None:
         raise ArgumentError(
-            f"{found}, and the heads are split over {group.size} processes.", "Leave the projections whole."
+            f"{found}, and the heads are split over {processes} processes.", "Leave the projections whole."
         )
+
+
+def _check_output(layer: ShardableLayer, group: Group) -> None:
+    """Check that out_proj is split too."""
     weight = getattr(layer.out_proj, "weight", None)
     merged = layer.num_heads * layer.value_head_dim
     if isinstance(weight, Tensor) and not hasattr(weight, "device_mesh") and weight.shape[-1] == merged:

@@ -22,6 +22,7 @@ from multihead.masks import Full, Lengths, Mask, Window
 from multihead.masks.base import FURTHEST, Band
 from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import Bias
+from multihead.sequence_split import active as active_split
 from multihead.shapes import AttentionShape
 from multihead.tracing import intercepted
 
@@ -56,6 +57,7 @@ def attend(
         or type(dropout) is not float
         or intercepted()
         or active()
+        or active_split() is not None
         or library.absence() is not None
         or not type(q) is type(k) is type(v) is Tensor
         or not q.is_cpu

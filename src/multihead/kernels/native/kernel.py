@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from multihead.call import Attended, AttentionRequest, Work
+from multihead.call import Attended, AttentionRequest, DropoutPlace, Work
 from multihead.kernels.dense_tile import dense, without_tensors
 from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.native import library
@@ -99,9 +99,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         return _as_operator(request, bounds)
     ready = prepared(request)
     measurement = Measurement.of(request, bounds, request.wanted) if request.wanted else None
-    # From torch's generator, so that torch.manual_seed repeats the dropout.
-    seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
-    job = Job(ready, bounds, measurement, seed)
+    job = Job(ready, bounds, measurement, seed_of(request), _WHOLE_CALL if request.part is None else request.part.place)
     compute = _with_gradient if torch.is_grad_enabled() and _needs_gradient(ready) else forward
     if profiler._is_profiler_enabled:  # noqa: SLF001 - record_function checks it too, but takes microseconds
         with profiler.record_function("multihead::attention"):  # the operator's name
@@ -111,6 +109,13 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     if measurement is None:
         return Attended(output, logsumexp)
     return Attended(output, logsumexp, measurement.results())
+
+
+def seed_of(request: AttentionRequest) -> int:
+    """Return the seed of a call's dropout: from torch's generator, so that torch.manual_seed repeats it."""
+    if request.part is not None:
+        return request.part.seed
+    return int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
 
 
 def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
@@ -123,6 +128,9 @@ def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
 def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Call the registered operator (`kernels/native/operator.py`), which tracers and dispatch modes can record."""
     seed = torch.randint(1 << 62, (), device="cpu") if request.dropout else None
+    if request.part is not None:
+        seed = torch.tensor(request.part.seed, device="cpu")
+        return Attended(*torch.ops.multihead.attention(*_operands(request, bounds, seed), *request.part.place))
     if traced() or bounds.remainder is None or request.dropout:  # blocks would drop other weights
         output, logsumexp = torch.ops.multihead.attention(*_operands(request, bounds, seed))
         return Attended(output, logsumexp)
@@ -176,24 +184,6 @@ def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     if bounds.remainder is not None:
         dense = min(block_height(request, bounds), shape.query_length) * shape.key_length * shape.batch
     return Work(cells, held + outputs + dense)
-
-
-class DropoutPlace(NamedTuple):
-    """Where a part of a call lies in the whole call, so that it drops the weights that the whole call would drop.
-
-    Attributes:
-        batch_start: index of its first sample.
-        head_start: index of its first head.
-        total_heads: heads of the whole call; 0 for those of the part.
-        query_start: index of its first query.
-        key_start: index of its first key.
-    """
-
-    batch_start: int = 0
-    head_start: int = 0
-    total_heads: int = 0
-    query_start: int = 0
-    key_start: int = 0
 
 
 _WHOLE_CALL = DropoutPlace()
@@ -395,7 +385,7 @@ def gradients(
         grad_output = torch.zeros_like(outputs[0])
     if recorded():  # only the backward pass is recorded
         seed = torch.tensor(job.seed, device="cpu") if job.request.dropout else None
-        operands = (*outputs, grad_output, grad_logsumexp, *_operands(job.request, job.bounds, seed))
+        operands = (*outputs, grad_output, grad_logsumexp, *_operands(job.request, job.bounds, seed), *job.place)
         dq, dk, dv, dbias, dsinks = torch.ops.multihead.attention_backward(*operands, bias_wanted=bias_wanted)
         return dq, dk, dv, dbias if bias_wanted else None, None if job.request.sinks is None else dsinks
     with profiler.record_function("multihead::attention_backward") if profiler._is_profiler_enabled else _NOTHING:  # noqa: SLF001

@@ -43,11 +43,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, DropoutPlace
 from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share
 from multihead.kernels.native import library
 from multihead.kernels.native.call import contiguous_features
-from multihead.kernels.native.kernel import DropoutPlace, Job, backward, prepared, refusal
+from multihead.kernels.native.kernel import Job, backward, prepared, refusal
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import CallSize

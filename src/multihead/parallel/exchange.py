@@ -1,0 +1,254 @@
+"""Communication between ranks, with gradients: gather a sequence, exchange heads for tokens, send ranges of keys.
+
+Every function reports a rank that stopped, or that does something else, as a RankError within the group's timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multihead.errors import ArgumentError, RankError
+from multihead.parallel.layout import Layout, Range
+
+
+class Ranks(NamedTuple):
+    """The ranks that share a sequence.
+
+    Attributes:
+        group: their process group.
+        size: how many they are.
+        rank: index of this one among them.
+    """
+
+    group: Any
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(mesh: Any) -> Ranks:
+        """Read them from a DeviceMesh of one dimension, or from a process group.
+
+        Raises:
+            ArgumentError: it is neither.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ArgumentError(
+                "torch.distributed is not initialised, so there are no ranks.",
+                'Start the script with torchrun, and call torch.distributed.init_process_group("gloo") first.',
+            )
+        dimensions = getattr(mesh, "ndim", None)
+        if dimensions is not None:
+            if dimensions != 1:
+                raise ArgumentError(
+                    f"The mesh has the dimensions {mesh.mesh_dim_names}, and a sequence is split over one.",
+                    'Choose it by its name, for example mesh["cp"].',
+                )
+            mesh = mesh.get_group()
+        if not isinstance(mesh, dist.ProcessGroup):
+            raise ArgumentError(f"The ranks are {mesh!r}.", "Give a process group, or a DeviceMesh of one dimension.")
+        return Ranks(mesh, dist.get_world_size(mesh), dist.get_rank(mesh))
+
+    def peer(self, rank: int) -> int:
+        """Return the global number of a rank of the group."""
+        return dist.get_global_rank(self.group, rank)
+
+
+@contextmanager
+def errors_of_ranks(doing: str) -> Iterator[None]:
+    """Raise what a process group raises as a RankError.
+
+    Args:
+        doing: what this rank is doing, for "Rank 0 of 4 was ...".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankError):
+            raise
+        reason = str(error).strip().splitlines()
+        raise RankError(
+            f"{doing} failed: another rank stopped, is not in the same call, or took longer than the group's timeout "
+            f"({reason[0] if reason else type(error).__name__}).",
+            "Read the first error of the other ranks: all of them must make the same calls, with the same sizes.",
+        ) from error
+
+
+def compare(ranks: Ranks, sizes: dict[str, int], device: torch.device) -> None:
+    """Check that all ranks make the same call.
+
+    Args:
+        ranks: the ranks.
+        sizes: numbers that must be equal on all of them, by name; each rank has the same names.
+        device: where the group communicates.
+
+    Raises:
+        RankError: a number differs, on all ranks; or a rank is missing.
+    """
+    own = torch.tensor(list(sizes.values()), dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(ranks.size)]
+    with errors_of_ranks(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
+        dist.all_gather(found, own, group=ranks.group)
+    table = torch.stack(found).tolist()
+    for name, values in zip(sizes, zip(*table, strict=True), strict=True):
+        if len(set(values)) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise RankError(f"{name} differs between ranks: {listed}.", "Give all ranks equal sizes and options.")
+
+
+def from_first(number: Tensor, ranks: Ranks) -> Tensor:
+    """Return the number of rank 0, a tensor on the CPU."""
+    device = "cpu" if "gloo" in dist.get_backend(ranks.group) else "cuda"
+    sent = number.to(device)
+    with errors_of_ranks(f"Receiving a number of rank 0 on rank {ranks.rank}"):
+        dist.broadcast(sent, ranks.peer(0), group=ranks.group)
+    return sent.cpu()
+
+
+def gather(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
+    """Return the whole sequence from every rank's tokens; the gradient of a token is summed over the ranks."""
+    return _Gather.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+    """Exchange all heads of a rank's tokens for all tokens of its heads.
+
+    Args:
+        x: (batch, heads, tokens of this rank, dim); heads is a multiple of the number of ranks.
+        ranks: the ranks.
+        layout: which tokens each rank holds.
+
+    Returns:
+        (batch, heads of this rank, tokens of the sequence, dim).
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    return _HeadsForTokens.apply(x, ranks, layout)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def tokens_for_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+    """Undo `heads_for_tokens`."""
+    return _TokensForHeads.apply(x, ranks, layout)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
+        ctx.call = ranks, layout, dim
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(ranks.size)]
+        with errors_of_ranks(f"Gathering the sequence on rank {ranks.rank}"):
+            dist.all_gather(parts, x, group=ranks.group)
+        return layout.join(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, layout, dim = ctx.call
+        parts = torch.stack([layout.take(gradient, rank, dim) for rank in range(ranks.size)])
+        return _all_to_all(parts, ranks).sum(0), None, None, None
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+        ctx.call = ranks, layout
+        return _to_tokens(x, ranks, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_heads(gradient, *ctx.call), None, None
+
+
+class _TokensForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+        ctx.call = ranks, layout
+        return _to_heads(x, ranks, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_tokens(gradient, *ctx.call), None, None
+
+
+def _to_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+    return layout.join(list(_all_to_all(torch.stack(x.chunk(ranks.size, 1)), ranks)), 2)
+
+
+def _to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
+    parts = torch.stack([layout.take(x, rank, 2) for rank in range(ranks.size)])
+    return torch.cat(list(_all_to_all(parts, ranks)), 1)
+
+
+def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
+    """Send part i to rank i; part i of the result comes from rank i."""
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    with errors_of_ranks(f"Exchanging parts of the sequence on rank {ranks.rank}"):
+        dist.all_to_all_single(received, parts.contiguous(), group=ranks.group)
+    return received
+
+
+class Transfer:
+    """Tensors on their way to one rank and from another, while this rank computes.
+
+    Attributes:
+        received: what arrives, valid after `wait`; None where nothing does.
+    """
+
+    def __init__(self, ranks: Ranks, sent: Tensor | None, to: int, size: int, from_: int, like: Tensor) -> None:
+        """Start the transfer.
+
+        Args:
+            ranks: the ranks.
+            sent: the tensor for rank `to`, contiguous, or None.
+            to: the rank that receives.
+            size: how many numbers come from rank `from_`; 0 = no message.
+            from_: the rank that sends.
+            like: a tensor with the dtype and the device of what arrives.
+        """
+        self.received = like.new_empty(size) if size else None
+        self._ranks, self._sent = ranks, sent  # kept until it has left
+        operations = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, ranks.peer(to), ranks.group))
+        if self.received is not None:
+            operations.append(dist.P2POp(dist.irecv, self.received, ranks.peer(from_), ranks.group))
+        with errors_of_ranks(f"Starting a transfer on rank {ranks.rank}"):
+            self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> Tensor | None:
+        """Wait until everything has left and arrived; return what arrived."""
+        with errors_of_ranks(f"A transfer of keys and values on rank {self._ranks.rank}"):
+            for work in self._works:
+                work.wait()
+        self._works, self._sent = [], None
+        return self.received
+
+
+def packed_ranges(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> Tensor | None:
+    """Copy ranges of the tokens of tensors (batch, heads, tokens, dim) into one message; None where there are none."""
+    if not ranges:
+        return None
+    return torch.cat([x[:, :, slice(*each)].flatten() for x in tensors for each in ranges])
+
+
+def unpacked_ranges(message: Tensor, like: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
+    """Read `packed_ranges`: for each tensor (batch, heads, tokens of all ranges, dim)."""
+    sizes = [x.shape[0] * x.shape[1] * (stop - first) * x.shape[3] for x in like for first, stop in ranges]
+    parts = message.split(sizes)
+    count = len(ranges)
+    found = []
+    for index, x in enumerate(like):
+        of_tensor = parts[index * count : (index + 1) * count]
+        views = [part.view(x.shape[0], x.shape[1], -1, x.shape[3]) for part in of_tensor]
+        found.append(views[0] if count == 1 else torch.cat(views, 2))
+    return tuple(found)
+
+
+def message_size(like: tuple[Tensor, ...], keys: int) -> int:
+    """Return how many numbers a message with some keys has."""
+    return sum(x.shape[0] * x.shape[1] * keys * x.shape[3] for x in like)

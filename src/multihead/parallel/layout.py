@@ -1,0 +1,81 @@
+"""Which tokens of a sequence each rank holds."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError, ShapeError
+
+Kind = Literal["contiguous", "balanced"]
+Range = tuple[int, int]  # [first, stop)
+
+
+class Layout(NamedTuple):
+    """Which tokens of a sequence each rank holds, in order of their positions.
+
+    "contiguous": rank r holds the r-th of as many equal chunks as there are ranks.
+    "balanced": there are twice as many chunks, and rank r holds the r-th and the r-th from the end, so that under a
+    causal mask all ranks have the same work (the zig-zag order of ring attention).
+
+    Attributes:
+        kind: one of these two.
+        ranks: number of ranks.
+
+    >>> Layout("balanced", 2).chunks(0, 8), Layout("balanced", 2).chunks(1, 8)
+    (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+    """
+
+    kind: Kind
+    ranks: int
+
+    def chunks(self, rank: int, length: int) -> tuple[Range, ...]:
+        """Return the ranges of positions that a rank holds, of a sequence of `length` tokens."""
+        size = length // self.parts
+        indices = (rank,) if self.kind == "contiguous" else (rank, self.parts - 1 - rank)
+        return tuple((index * size, (index + 1) * size) for index in indices)
+
+    @property
+    def parts(self) -> int:
+        """The number of chunks of the whole sequence."""
+        return self.ranks if self.kind == "contiguous" else 2 * self.ranks
+
+    def positions(self, rank: int, length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return the positions of a rank's tokens: (tokens,) int64."""
+        return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(rank, length)])
+
+    def take(self, whole: Tensor, rank: int, dim: int) -> Tensor:
+        """Return the tokens of a rank, where `dim` of a tensor has those of the whole sequence."""
+        length = whole.shape[dim]
+        parts = [whole.narrow(dim, first, stop - first) for first, stop in self.chunks(rank, length)]
+        return torch.cat(parts, dim)
+
+    def join(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Return the whole sequence from the tokens of every rank, in the order of the ranks."""
+        count = self.parts // self.ranks
+        chunks = [part.chunk(count, dim) for part in parts]
+        ordered = [each[0] for each in chunks] + [each[1] for each in reversed(chunks) if count > 1]
+        return torch.cat(ordered, dim)
+
+    def check_length(self, length: int) -> None:
+        """Check that all chunks of a sequence have the same number of tokens.
+
+        Raises:
+            ShapeError: they do not.
+        """
+        if length % self.parts or not length:
+            lower, upper = length // self.parts * self.parts, (length // self.parts + 1) * self.parts
+            fitting = f"{lower} or {upper}" if lower else str(upper)
+            raise ShapeError(
+                f"The sequence has {length} tokens, and {self.ranks} ranks hold {self.parts} equal chunks of it.",
+                f"Pad or cut it to {fitting} tokens, and hide padding with mask=masks.Lengths(...).",
+            )
+
+
+def check_kind(layout: str) -> Kind:
+    """Check the name of a layout."""
+    if layout not in get_args(Kind):
+        raise ArgumentError(f"layout is {layout!r}.", 'Give "contiguous" or "balanced".')
+    return layout  # type: ignore[return-value]

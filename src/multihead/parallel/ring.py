@@ -1,0 +1,341 @@
+"""Attention over a sequence whose keys stay on their ranks: a rank receives the keys its queries see, step by step.
+
+In step s rank r computes with the keys of rank r - s, while those of step s + 1 arrive. The parts are merged by their
+logsumexp. The backward pass is a ring of its own: keys and values arrive again, and their gradients return to their
+ranks, so that a rank holds the keys of two steps at a time and never those of the sequence.
+
+Source: Ring Attention, arXiv:2310.01889; the merge is equation 2 of arXiv:2205.14135 for blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multihead.call import AttentionRequest, DropoutPart, DropoutPlace
+from multihead.functional import attend
+from multihead.kernels.choose import plan
+from multihead.kernels.dense_tile import without_tensors, working_dtype
+from multihead.kernels.native import kernel as native
+from multihead.parallel.exchange import Ranks, Transfer, message_size, packed_ranges, unpacked_ranges
+from multihead.parallel.layout import Range
+from multihead.parallel.plan import Piece, RingPlan, Step
+from multihead.scores.bias import Bias, bias_tile, values_of, with_values
+from multihead.scores.relative import RelativeBias
+from multihead.scores.sinks import with_sinks
+from multihead.sequence_split import split
+from multihead.shapes import AttentionShape
+
+Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """A ring and the request that it computes.
+
+    Attributes:
+        ranks: the ranks.
+        plan: the steps of this rank.
+        request: the call, with the queries, keys and values of this rank, and mask and bias of the whole sequence.
+        kernel: the name of the kernel that must compute the parts, or None.
+    """
+
+    ranks: Ranks
+    plan: RingPlan
+    request: AttentionRequest
+    kernel: str | None
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Compute the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries)."""
+        request = self.request
+        bias = None if request.bias is None else values_of(request.bias)
+        # The tensors are arguments of the function, which saves them; the ring itself holds none.
+        ring = replace(self, request=replace(request, bias=_without_values(request.bias), sinks=None))
+        return _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-any-return, no-untyped-call]
+
+    def start(self, step: int, k: Tensor, v: Tensor) -> Transfer | None:
+        """Start the transfer of the keys and values of a step; None where nothing moves."""
+        if step >= len(self.plan.steps):
+            return None
+        todo = self.plan.steps[step]
+        if not todo.sent and not todo.received:
+            return None
+        rank, count = self.ranks.rank, self.ranks.size
+        size = message_size((k, v), todo.keys_received)
+        message = packed_ranges((k, v), todo.sent)
+        return Transfer(self.ranks, message, (rank + step) % count, size, (rank - step) % count, k)
+
+    def start_return(self, step: int, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor) -> Transfer | None:
+        """Start the transfer of the gradients of a step back to the rank of its keys; None where nothing moves."""
+        todo = self.plan.steps[step]
+        if step == 0 or not (todo.sent or todo.received):
+            return None
+        rank, count = self.ranks.rank, self.ranks.size
+        size = message_size((k, v), todo.keys_sent)
+        message = None if gradients is None else torch.cat([each.to(k.dtype).flatten() for each in gradients])
+        return Transfer(self.ranks, message, (rank - step) % count, size, (rank + step) % count, k)
+
+    def arrived(self, step: int, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the keys and values of a step, after waiting for them; None where the rank needs none."""
+        message = None if transfer is None else transfer.wait()
+        if step == 0:
+            todo = self.plan.steps[0]
+            if not todo.received:
+                return None
+            found = tuple(torch.cat([x[:, :, slice(*each)] for each in todo.received], 2) for x in (k, v))
+            return found[0], found[1]
+        if message is None:
+            return None
+        k, v = unpacked_ranges(message, (k, v), self.plan.steps[step].received)
+        return k, v
+
+
+class Terms(NamedTuple):
+    """The tensors of a call that gradients are computed of, for one piece of the map.
+
+    Attributes:
+        q: (batch, heads, rows, head_dim).
+        k: (batch, kv_heads, keys, head_dim).
+        v: (batch, kv_heads, keys, value_dim).
+        bias: what is added to the scores of the piece, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Bias | None
+
+    def request(self, ring: Ring, piece: Piece) -> AttentionRequest:
+        """Return the piece as a call."""
+        q, k, v, bias = self
+        shape = AttentionShape.of(q, k, v)
+        part = part_of_dropout(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
+        return replace(ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part)
+
+
+class _Ring(torch.autograd.Function):
+    """The ring as a function that autograd can differentiate once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, ring: Ring
+    ) -> tuple[Tensor, Tensor]:
+        dtype = working_dtype(q.dtype)
+        output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
+        logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        transfer = None
+        for index, step in enumerate(ring.plan.steps):
+            following = ring.start(index + 1, k, v)  # it moves while this step is computed
+            held = ring.arrived(index, transfer, k, v)
+            if held is not None:
+                for piece in step.pieces:
+                    part = terms_of(ring, piece, q, *held, bias).request(ring, piece)
+                    with split(None):
+                        found = attend(part, kernel=ring.kernel)
+                    merge(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
+            transfer = following
+        if sinks is not None:
+            output, logsumexp = with_sinks(output, logsumexp, sinks)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
+        ctx.ring = replace(ring, request=without_tensors(ring.request))
+        ctx.set_materialize_grads(False)
+        return output, logsumexp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        backward = _Backward(ring, (q, k, v), bias, output, logsumexp, grad_output, grad_logsumexp)
+        backward.run(bias_wanted=ctx.needs_input_grad[3])
+        dq, dk, dv = (each.to(x.dtype) for each, x in zip(backward.sums, (q, k, v), strict=True))
+        dsinks = None if sinks is None else backward.of_sinks(sinks)
+        return dq, dk, dv, None if bias is None else backward.of_bias, dsinks, None
+
+
+class _Backward:
+    """The gradients of a ring, summed step by step.
+
+    With the logsumexp L and the output O of the whole row, the weights of a part are p = exp(s - L), and the gradient
+    of the scores is p (dO v - delta), delta = dO . O - dL.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        output: Tensor,
+        logsumexp: Tensor,
+        grad_output: Tensor,
+        grad_logsumexp: Tensor | None,
+    ) -> None:
+        self.ring, self.tensors, self.bias = ring, tensors, bias
+        self.output, self.logsumexp = output, logsumexp
+        self.grad_output, self.grad_logsumexp = grad_output, grad_logsumexp
+        dtype = logsumexp.dtype
+        self.delta = (grad_output.to(dtype) * output.to(dtype)).sum(-1)
+        if grad_logsumexp is not None:
+            self.delta = self.delta - grad_logsumexp
+        self.delta = self.delta.masked_fill(logsumexp == -torch.inf, 0)
+        self.sums = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
+        self.of_bias: Tensor | None = None
+
+    def run(self, *, bias_wanted: bool) -> None:
+        """Compute all steps."""
+        _q, k, v = self.tensors
+        if bias_wanted and self.bias is not None:
+            self.of_bias = torch.zeros_like(self.bias)
+        transfer: Transfer | None = None
+        returning: Transfer | None = None
+        before = 0
+        for index, step in enumerate(self.ring.plan.steps):
+            following = self.ring.start(index + 1, k, v)  # it moves while this step is computed
+            held = self.ring.arrived(index, transfer, k, v)
+            gradients = None if held is None else self.step(step, *held)
+            self.add_returned(before, returning)
+            returning, before = self.ring.start_return(index, gradients, k, v), index
+            if index == 0 and gradients is not None:
+                self.add(step.received, gradients)
+            transfer = following
+        self.add_returned(before, returning)
+
+    def step(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the pieces of a step: add the gradients of q and the bias, return those of k and v."""
+        dtype = self.logsumexp.dtype
+        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        for piece in step.pieces:
+            of_q, of_k, of_v, of_bias = self.piece(piece, k, v)
+            self.sums[0][:, :, piece.at] += of_q
+            dk[:, :, piece.among] += of_k
+            dv[:, :, piece.among] += of_v
+            if of_bias is not None and self.of_bias is not None:
+                _add_to_bias(self.of_bias, self.ring, piece, of_bias)
+        return dk, dv
+
+    def piece(self, piece: Piece, k: Tensor, v: Tensor) -> Gradients:
+        """Compute the gradients of q, k, v and the values of the bias of one piece."""
+        terms = terms_of(self.ring, piece, self.tensors[0], k, v, self.bias)
+        request = terms.request(self.ring, piece)
+        with split(None), torch.no_grad():
+            planned = plan(request, kernel=self.ring.kernel)
+        logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
+        if planned.kernel is native:
+            if isinstance(request.bias, Tensor) and self.of_bias is not None:  # the kernel writes one for each key
+                request = replace(request, bias=request.bias.expand(-1, -1, -1, request.shape.key_length))
+            place = DropoutPlace() if request.part is None else request.part.place
+            job = native.Job(native.prepared(request), planned.bounds, None, native.seed_of(request), place)
+            outputs = self.output[:, :, piece.at], logsumexp
+            of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.at]
+            wanted = self.of_bias is not None
+            with torch.no_grad():
+                found = native.gradients(job, outputs, grad_output, of_logsumexp, bias_wanted=wanted)
+            return cast(Gradients, found[:4])
+        return self._recomputed(terms, piece, logsumexp, grad_output)
+
+    def _recomputed(self, terms: Terms, piece: Piece, logsumexp: Tensor, grad_output: Tensor) -> Gradients:
+        """Compute the piece again, and differentiate the merge: O = sum_b w_b o_b with w_b = exp(l_b - L)."""
+        values = None if terms.bias is None else values_of(terms.bias)
+        inputs = [x.detach().requires_grad_() for x in terms[:3]]
+        if values is not None and self.of_bias is not None:
+            values = values.detach().requires_grad_()
+            inputs.append(values)
+        bias = None if terms.bias is None or values is None else with_values(terms.bias, values)
+        q, k, v = inputs[:3]
+        with torch.enable_grad(), split(None):
+            found = attend(Terms(q, k, v, bias).request(self.ring, piece), kernel=self.ring.kernel, publish=False)
+        part, dtype = found.logsumexp.detach(), self.logsumexp.dtype
+        weight = (part - logsumexp).exp().masked_fill(part == -torch.inf, 0)
+        wide = grad_output.to(dtype)
+        of_part = ((wide * found.output.detach().to(dtype)).sum(-1) - self.delta[:, :, piece.at]) * weight
+        gradients = torch.autograd.grad(
+            (found.output, found.logsumexp),
+            inputs,
+            ((wide * weight[..., None]).to(grad_output.dtype), of_part),
+            allow_unused=True,
+        )
+        known = [torch.zeros_like(x) if each is None else each for x, each in zip(inputs, gradients, strict=True)]
+        return known[0], known[1], known[2], known[3] if len(known) > 3 else None
+
+    def add(self, ranges: tuple[Range, ...], gradients: tuple[Tensor, ...]) -> None:
+        """Add gradients of ranges of this rank's own keys and values."""
+        for total, part in zip(self.sums[1:], gradients, strict=True):
+            first = 0
+            for start, stop in ranges:
+                total[:, :, start:stop] += part[:, :, first : first + stop - start]
+                first += stop - start
+
+    def add_returned(self, step: int, transfer: Transfer | None) -> None:
+        """Add the gradients that another rank computed of this rank's keys and values."""
+        message = None if transfer is None else transfer.wait()
+        if message is not None:
+            ranges = self.ring.plan.steps[step].sent
+            whole = ((0, self.ring.plan.steps[step].keys_sent),)
+            self.add(ranges, unpacked_ranges(message, self.tensors[1:], whole))
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""
+        weight = (sinks.to(self.logsumexp.dtype)[:, None] - self.logsumexp).exp()
+        return -torch.where(self.delta == 0, 0, weight * self.delta).sum((0, 2)).to(sinks.dtype)
+
+
+def merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
+    """Add a part with other keys to an attention, in place.
+
+    With l the logsumexp of a part and L that of both, each part counts exp(l - L).
+
+    Args:
+        output: (batch, heads, queries, value_dim).
+        logsumexp: (batch, heads, queries).
+        part: the output of the part.
+        part_logsumexp: its logsumexp.
+    """
+    total = torch.logaddexp(logsumexp, part_logsumexp)
+    empty = total == -torch.inf
+    before, added = ((each - total).exp().masked_fill(empty, 0)[..., None] for each in (logsumexp, part_logsumexp))
+    output.mul_(before).add_(part.to(output.dtype) * added)
+    logsumexp.copy_(total)
+
+
+def terms_of(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Terms:
+    """Slice the tensors of one piece."""
+    part = None
+    if bias is not None and ring.request.bias is not None:
+        part = part_of_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
+    return Terms(q[:, :, piece.at], k[:, :, piece.among], v[:, :, piece.among], part)
+
+
+def part_of_bias(bias: Bias, length: int, rows: Range, keys: Range) -> Bias:
+    """Return the bias of a rectangle of the map of a sequence with `length` tokens."""
+    if isinstance(bias, RelativeBias):
+        return bias.part(length, rows, keys)
+    shape = AttentionShape(0, 0, 1, length, length, 0, 0, bias.dtype, bias.device)
+    return bias_tile(bias, shape, slice(*rows), slice(*keys))
+
+
+def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | None:
+    """Return what a part of a call with dropout drops; None without dropout.
+
+    Args:
+        request: the whole call, with its seed.
+        place: where the part begins, as in `DropoutPlace`.
+    """
+    return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
+
+
+def _add_to_bias(total: Tensor, ring: Ring, piece: Piece, gradient: Tensor) -> None:
+    """Add the gradient of the bias of a piece to that of the whole bias, which may have one number for all keys."""
+    part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
+    target = values_of(part_of_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
+    target += gradient.sum_to_size(target.shape).to(target.dtype)
+
+
+def _without_values(bias: Bias | None) -> Bias | None:
+    """Return a bias of the same kind that holds no values of the call."""
+    return None if bias is None else with_values(bias, values_of(bias).new_empty((0,) * values_of(bias).dim()))

@@ -1,0 +1,363 @@
+"""Split a sequence over ranks, compute its attention together, and join it again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
+from multihead.errors import ArgumentError, ShapeError
+from multihead.functional import attend
+from multihead.kernels.native import kernel as native
+from multihead.listeners import listeners
+from multihead.masks import Full, Mask
+from multihead.masks.base import check_is_mask
+from multihead.masks.place import CallSize
+from multihead.parallel.exchange import Ranks, compare, from_first, gather, heads_for_tokens, tokens_for_heads
+from multihead.parallel.layout import Kind, Layout, check_kind
+from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
+from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout
+from multihead.plan.bounds import key_bounds
+from multihead.scores.bias import values_of, with_values
+from multihead.sequence_split import active, split
+from multihead.shapes import AttentionShape
+
+Strategy = Literal["gather", "ulysses", "ring"]
+_FULL = Full()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of a sequence that one rank holds.
+
+    Attributes:
+        tensors: the tensors of `shard` by name, (batch, tokens of this rank, ...); labels are those of the next token.
+        position_ids: (1, tokens) int64, the position of each token in the whole sequence.
+        layout: which tokens each rank holds, for `context_parallel` and `unshard`.
+
+    A tensor is read by its name.
+
+    >>> Shard({"input_ids": torch.tensor([[5, 6]])}, torch.tensor([[0, 1]]), "contiguous")["input_ids"]
+    tensor([[5, 6]])
+    """
+
+    tensors: dict[str, Tensor]
+    position_ids: Tensor
+    layout: Kind
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise ArgumentError(f"The shard has no {name!r}.", f"Read one of {', '.join(self.tensors)}.")
+        return self.tensors[name]
+
+
+def shard(
+    mesh: Any,
+    *,
+    mask: Mask = _FULL,
+    layout: Literal["auto"] | Kind = "auto",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    **tensors: Tensor,
+) -> Shard:
+    """Return the part of each tensor that this rank holds. Every rank has the whole tensors.
+
+    Args:
+        mesh: the ranks that share a sequence: a process group, or a DeviceMesh of one dimension.
+        mask: the mask of the whole sequence, which decides the layout.
+        layout: "contiguous", "balanced" (twice as many chunks, from both ends, so that all ranks have the same work
+            under a causal mask), or "auto": balanced where that saves a tenth of the work of the busiest rank.
+        labels: (batch, tokens), the tokens themselves. They are shifted before the split, because the next token of a
+            rank's last one lies on another rank: label i of the result is token i + 1.
+        ignore_index: the label of the last token, which has no next one.
+        tensors: (batch, tokens, ...) each, by name, such as `input_ids`.
+
+    Raises:
+        ShapeError: the tensors have different lengths, or the ranks cannot hold equal parts.
+
+    >>> import torch.distributed as dist, tempfile
+    >>> store = dist.FileStore(tempfile.mktemp(), 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> part = shard(dist.group.WORLD, input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]]))
+    >>> part["input_ids"], part["labels"], part.position_ids
+    (tensor([[5, 6, 7]]), tensor([[   6,    7, -100]]), tensor([[0, 1, 2]]))
+    >>> dist.destroy_process_group()
+    """
+    ranks = Ranks.of(mesh)
+    check_is_mask(mask)
+    if labels is not None:
+        last = labels.new_full((labels.shape[0], 1), ignore_index)
+        tensors = {**tensors, "labels": torch.cat([labels[:, 1:], last], 1)}
+    lengths = {name: tensor.shape[1] for name, tensor in tensors.items()}
+    if len(set(lengths.values())) != 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is no tensor"
+        raise ShapeError(f"The tensors of a sequence have one length, and {listed}.", "Give (batch, tokens, ...) each.")
+    length = next(iter(lengths.values()))
+    kind = _better(mask, length, ranks.size) if layout == "auto" else check_kind(layout)
+    chosen = Layout(kind, ranks.size)
+    chosen.check_length(length)
+    device = next(iter(tensors.values())).device
+    parts = {name: chosen.take(tensor, ranks.rank, 1) for name, tensor in tensors.items()}
+    return Shard(parts, chosen.positions(ranks.rank, length, device)[None], kind)
+
+
+def _better(mask: Mask, length: int, ranks: int) -> Kind:
+    """Choose the layout whose busiest rank has less work; equal work is not worth smaller chunks."""
+    balanced, contiguous = Layout("balanced", ranks), Layout("contiguous", ranks)
+    if length % balanced.parts:
+        return "contiguous"
+    bounds = key_bounds(mask, queries=length, keys=length)
+    busiest = {layout.kind: max(work_per_rank(bounds, layout)) for layout in (balanced, contiguous)}
+    return "balanced" if busiest["balanced"] < 0.9 * busiest["contiguous"] else "contiguous"
+
+
+def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
+    """Return the whole sequence on every rank, from the part that each rank holds.
+
+    Args:
+        mesh: the ranks, as for `shard`.
+        tensor: (batch, tokens of this rank, ...), equally large on all ranks.
+        layout: that of `shard`.
+        dim: the dimension of the tokens.
+
+    Returns:
+        (batch, tokens, ...). It is differentiable: each rank receives the sum of all ranks' gradients of its part.
+
+    >>> import torch.distributed as dist, tempfile
+    >>> store = dist.FileStore(tempfile.mktemp(), 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> unshard(dist.group.WORLD, torch.tensor([[5, 6, 7]]), layout="contiguous")
+    tensor([[5, 6, 7]])
+    >>> dist.destroy_process_group()
+    """
+    ranks = Ranks.of(mesh)
+    return gather(tensor, ranks, Layout(check_kind(layout), ranks.size), dim % tensor.dim())
+
+
+@contextmanager
+def context_parallel(
+    mesh: Any,
+    *,
+    strategy: Literal["auto"] | Strategy = "auto",
+    layout: Kind = "contiguous",
+    mask: Mask = _FULL,
+) -> Iterator[None]:
+    """Compute attention over sequences whose tokens are split over ranks.
+
+    In this context every call of our layers, of `mh.attention`, and of Hugging Face models that use our attention
+    takes the queries, keys and values of this rank's tokens. Masks and biases are those of the whole sequence. The
+    gradient of a parameter is the share of this rank's tokens: sum it over the ranks.
+
+    Args:
+        mesh: the ranks that share a sequence: a process group, or a DeviceMesh of one dimension.
+        strategy: "ring" sends each rank the keys that its queries see, step by step; memory per rank is
+            O(length / ranks) (arXiv:2310.01889). "ulysses" exchanges all heads of a rank's tokens for all tokens of
+            its heads; the heads must divide by the ranks (arXiv:2309.14509). "gather" gives every rank all keys.
+            "auto" takes of the first two the one that sends less.
+        layout: which tokens each rank holds, as `shard` returns it.
+        mask: joined with the mask of every call; for models that make their masks themselves.
+
+    Raises:
+        ArgumentError: there are no ranks, or a name is unknown.
+        RankError: in a call: the ranks make different calls, or one of them stopped.
+
+    >>> import torch.distributed as dist, tempfile
+    >>> import multihead as mh
+    >>> store = dist.FileStore(tempfile.mktemp(), 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> q = k = v = torch.randn(1, 2, 4, 8)
+    >>> with context_parallel(dist.group.WORLD, strategy="ring"):
+    ...     mh.attention(q, k, v, mask=mh.masks.Causal()).shape
+    torch.Size([1, 2, 4, 8])
+    >>> dist.destroy_process_group()
+    """
+    if strategy != "auto" and strategy not in get_args(Strategy):
+        raise ArgumentError(f"strategy is {strategy!r}.", 'Give "ring", "ulysses", "gather" or "auto".')
+    check_is_mask(mask)
+    ranks = Ranks.of(mesh)
+    if active() is not None:
+        raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
+    with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask)):
+        yield
+
+
+@dataclass(eq=False)
+class _Split:
+    """A sequence that is split over ranks: see `sequence_split.SequenceSplit`.
+
+    Attributes:
+        ranks: the ranks.
+        layout: which tokens each of them holds.
+        strategy: how they compute attention.
+        mask: joined with the mask of every call.
+        compared: whether the ranks compared a call in this context: they do it once.
+    """
+
+    ranks: Ranks
+    layout: Layout
+    strategy: Literal["auto"] | Strategy
+    mask: Mask
+    compared: bool = field(default=False, init=False)
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
+
+    def whole(self, shape: AttentionShape) -> AttentionShape:
+        if shape.query_length != shape.key_length:
+            raise ArgumentError(
+                f"The call has {shape.query_length} queries and {shape.key_length} keys, and context_parallel splits "
+                "sequences that attend to themselves.",
+                "Compute cross-attention and decoding with a cache outside of it.",
+            )
+        length = shape.query_length * self.ranks.size
+        return shape._replace(query_length=length, key_length=length)
+
+    def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
+        if listeners():
+            raise ArgumentError(
+                "A call in context_parallel is observed, and its queries and keys are on several ranks.",
+                "Observe the model on one rank, with a shorter text.",
+            )
+        if not isinstance(request.query_start, int) or request.query_start:
+            raise ArgumentError(
+                f"query_start is {request.query_start!r}, and context_parallel knows the position of each token.",
+                "Leave it out.",
+            )
+        whole = self.whole(request.shape)
+        if not self.mask.hides_nothing:
+            self.mask.check_fits(CallSize(whole.batch, whole.num_heads, whole.query_length, whole.key_length))
+            request = replace(request, mask=request.mask & self.mask)
+        self.layout.check_length(whole.query_length)
+        planned = ring_plan(request.mask, whole.query_length, self.layout, self.ranks.rank)
+        reason = native.refusal(request, planned.bounds) if request.dropout else None
+        if reason is not None or (request.dropout and kernel not in (None, "native")):
+            raise ArgumentError(
+                f"dropout is {request.dropout!r}, and only the native kernel drops the same weights on any number of "
+                f"ranks; {reason or f'kernel is {kernel!r}'}.",
+                "Give dropout=0.0, or call model.eval().",
+            )
+        strategy = self._chosen(request.shape, planned)
+        self._compare(request, planned, strategy)
+        if request.dropout:
+            request, kernel = replace(request, part=self._drawn()), "native"
+        if strategy == "ring":
+            return Attended(*Ring(self.ranks, planned, request, kernel).attend())
+        if strategy == "ulysses":
+            return self._by_heads(request, whole, kernel)
+        return self._by_gathering(request, planned, kernel)
+
+    def _chosen(self, shape: AttentionShape, planned: RingPlan) -> Strategy:
+        """Choose the strategy, the same one on all ranks."""
+        ranks = self.ranks.size
+        divides = shape.num_heads % ranks == 0 and _copies(shape, ranks) is not None
+        if self.strategy == "ulysses" and not divides:
+            raise ArgumentError(
+                f'strategy is "ulysses", and {shape.num_heads} heads with {shape.num_kv_heads} key/value heads cannot '
+                f"be divided over {ranks} ranks.",
+                'Take a number of ranks that divides the heads, or strategy="ring".',
+            )
+        if self.strategy != "auto":
+            return self.strategy
+        copies = _copies(shape, ranks)
+        if not divides or copies is None:
+            return "ring"
+        per_key = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+        per_token = shape.num_heads * (shape.head_dim + shape.value_dim) + copies * per_key
+        by_ring = keys_of_ring(planned.bounds, self.layout) * per_key
+        by_heads = shape.query_length * (ranks - 1) * per_token
+        return "ring" if by_ring <= by_heads else "ulysses"
+
+    def _drawn(self) -> DropoutPart:
+        """Draw the seed of a call's dropout, the same one on all ranks and in one process."""
+        seed = torch.randint(1 << 62, (), device="cpu")  # on every rank, so that generators stay alike
+        return DropoutPart(int(from_first(seed, self.ranks)), DropoutPlace())
+
+    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy) -> None:
+        """Compare the first call in this context with those of the other ranks."""
+        if self.compared or self.ranks.size == 1:
+            return
+        shape, bounds = request.shape, planned.bounds
+        seen = zlib.crc32(bounds.stop.cpu().numpy().tobytes(), zlib.crc32(bounds.start.cpu().numpy().tobytes()))
+        sizes = {
+            "The batch": shape.batch,
+            "The number of heads": shape.num_heads,
+            "The number of key/value heads": shape.num_kv_heads,
+            "The number of tokens": shape.query_length,
+            "head_dim": shape.head_dim,
+            "value_dim": shape.value_dim,
+            "The size of a number in bytes": shape.dtype.itemsize,
+            "The strategy, as a number,": get_args(Strategy).index(strategy),
+            "The layout, as a number,": get_args(Kind).index(self.layout.kind),
+            "The mask, as a checksum,": seen,
+        }
+        compare(self.ranks, sizes, shape.device)
+        self.compared = True
+
+    def _by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
+        """Compute with the keys of the whole sequence, which every rank receives."""
+        k = gather(request.k, self.ranks, self.layout, 2)
+        v = gather(request.v, self.ranks, self.layout, 2)
+        outputs, logsumexps, first = [], [], 0
+        for rows in self.layout.chunks(self.ranks.rank, planned.length):
+            q = request.q[:, :, first : first + rows[1] - rows[0]]
+            first += rows[1] - rows[0]
+            seen = visible_rectangle(planned.bounds, rows, (0, planned.length))
+            keys = (0, 1) if seen is None else seen[1]  # one key that nobody sees
+            part = replace(
+                request,
+                q=q,
+                k=k[:, :, slice(*keys)],
+                v=v[:, :, slice(*keys)],
+                mask=MapBlock(request.mask, planned.bounds, rows, keys),
+                bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
+                part=part_of_dropout(request, query_start=rows[0], key_start=keys[0]),
+            )
+            with split(None):
+                found = attend(replace(part, shape=AttentionShape.of(part.q, part.k, part.v)), kernel=kernel)
+            outputs.append(found.output)
+            logsumexps.append(found.logsumexp)
+        return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+
+    def _by_heads(self, request: AttentionRequest, whole: AttentionShape, kernel: str | None) -> Attended:
+        """Compute some heads on the whole sequence."""
+        ranks, rank = self.ranks.size, self.ranks.rank
+        copies = _copies(request.shape, ranks) or 1
+        q, k, v = request.q, request.k, request.v
+        if copies != 1:  # the ranks that share a key/value head receive a copy each
+            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+        q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
+        count = whole.num_heads // ranks
+        own = slice(rank * count, (rank + 1) * count)
+        bias = request.bias
+        if bias is not None and values_of(bias).shape[1] > 1:
+            bias = with_values(bias, values_of(bias)[:, own])
+        part = replace(
+            request,
+            q=q,
+            k=k,
+            v=v,
+            shape=AttentionShape.of(q, k, v),
+            mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
+            bias=bias,
+            sinks=None if request.sinks is None else request.sinks[own],
+            part=part_of_dropout(request, head_start=own.start, total_heads=whole.num_heads),
+        )
+        with split(None):
+            found = attend(part, kernel=kernel)
+        output = tokens_for_heads(found.output, self.ranks, self.layout)
+        logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
+        return Attended(output, logsumexp)
+
+
+def _copies(shape: AttentionShape, ranks: int) -> int | None:
+    """Return how many copies of each key/value head Ulysses needs; None where the heads cannot be divided."""
+    for copies in range(1, shape.group + 1):
+        if shape.num_kv_heads * copies % ranks == 0 and shape.group % copies == 0:
+            return copies
+    return None

@@ -1,0 +1,70 @@
+"""The sequence that the tokens of a call belong to, where ranks (processes) hold a part of it each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from multihead.call import Attended, AttentionRequest
+from multihead.errors import ArgumentError
+from multihead.shapes import AttentionShape
+
+
+class SequenceSplit(Protocol):
+    """How a sequence is split over ranks, and how they compute its attention together."""
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the position of each token of this rank in the whole sequence: (1, tokens) int64."""
+        ...
+
+    def whole(self, shape: AttentionShape) -> AttentionShape:
+        """Return the sizes of the call on the whole sequence, which masks and biases must fit.
+
+        Raises:
+            ArgumentError: the call cannot be split.
+        """
+        ...
+
+    def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
+        """Compute the queries of this rank, together with the other ranks."""
+        ...
+
+
+# No ContextVar: the backward pass may run in another thread, and compilers can check a global variable.
+_active: SequenceSplit | None = None
+
+
+def active() -> SequenceSplit | None:
+    """Return how the sequence of the calls made here is split; None where each call has its whole sequence."""
+    return _active
+
+
+@contextmanager
+def split(sequence: SequenceSplit | None) -> Iterator[None]:
+    """Make the calls in this context parts of a split sequence, or whole calls again (None).
+
+    >>> with split(None):
+    ...     print(active())
+    None
+    """
+    global _active  # noqa: PLW0603
+    before, _active = _active, sequence
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def reject_in_split(name: str, remedy: str) -> None:
+    """Raise an error where the sequence is split and a call uses something that needs all of its tokens.
+
+    Args:
+        name: what the call uses, as the subject of a sentence.
+        remedy: what to do instead, a whole sentence.
+    """
+    if _active is not None:
+        raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

@@ -1,0 +1,33 @@
+"""The example of a text over several processes runs, here for a few steps."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.parallel.processes import processes
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
+)
+
+
+def printed(group: Any, rank: int) -> str:
+    from examples import ranks
+
+    ranks.STEPS = 20
+    with redirect_stdout(io.StringIO()) as text:
+        ranks.main()
+    return text.getvalue()
+
+
+def test_it_prints_the_loss_and_the_heads_on_one_rank() -> None:
+    with processes() as four:
+        first, *others = four.results(printed)
+    assert others == ["", "", ""]
+    assert re.match(r"step 20: loss \d\.\d{3} nats\nlayers\.0 \{'previous_mass': ", first)

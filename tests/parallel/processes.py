@@ -1,0 +1,90 @@
+"""Gloo processes that are started once per test file and compute what the tests send them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PATIENCE = 120  # seconds until a test fails that waits for a process
+
+
+class Processes:
+    """Four processes; groups of 2 and of all 4 of them are there from the start."""
+
+    def __init__(self, connections: list[Connection], children: list[Any]) -> None:
+        self.connections, self.children = connections, children
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int = 4) -> list[Any]:
+        """Call function(group, rank, *args) in the first processes, and return what each returns.
+
+        An exception of a process is returned, and not raised.
+        """
+        for connection in self.connections[:ranks]:
+            connection.send((function, args, ranks))
+        found = []
+        for connection in self.connections[:ranks]:
+            if not connection.poll(PATIENCE):
+                raise TimeoutError(f"A process did not answer within {PATIENCE} seconds.")
+            found.append(connection.recv())
+        return found
+
+    def results(self, function: Callable[..., Any], *args: Any, ranks: int = 4) -> list[Any]:
+        """Return the results of `run`; raise the first exception."""
+        found = self.run(function, *args, ranks=ranks)
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        return found
+
+
+@contextmanager
+def processes(*, timeout: float = 60) -> Iterator[Processes]:
+    """Start four processes, and end them.
+
+    Args:
+        timeout: seconds that a collective waits.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [context.Pipe() for _ in range(4)]
+        children = [
+            context.Process(target=_serve, args=(rank, pairs[rank][1], folder, timeout), daemon=True)
+            for rank in range(4)
+        ]
+        for child, (_, end) in zip(children, pairs, strict=True):
+            child.start()
+            end.close()  # so that a process that ends closes its pipe
+        try:
+            yield Processes([pair[0] for pair in pairs], children)
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+
+
+def _serve(rank: int, connection: Connection, folder: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), 4)  # a port could be taken
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=timeout))
+    groups = {ranks: dist.new_group(list(range(ranks)), timeout=timedelta(seconds=timeout)) for ranks in (2, 4)}
+    while True:
+        try:
+            function, args, ranks = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            connection.send(function(groups[ranks], rank, *args))
+        except Exception as error:  # noqa: BLE001 - the test decides what it means
+            error.add_note(traceback.format_exc())
+            connection.send(error)

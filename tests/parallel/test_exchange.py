@@ -1,0 +1,140 @@
+"""Ranks that do not make the same call, or stop, end all ranks with an error, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks
+from multihead.errors import RankError
+from multihead.parallel import context_parallel
+from multihead.parallel.exchange import (
+    Ranks,
+    gather,
+    heads_for_tokens,
+    packed_ranges,
+    tokens_for_heads,
+    unpacked_ranges,
+)
+from multihead.parallel.layout import Layout
+from tests.parallel.processes import Processes, processes
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with processes() as started:
+        yield started
+
+
+def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:
+    ranks = Ranks.of(group)
+    torch.manual_seed(0)
+    whole = torch.randn(2, 4, 16, 3, dtype=torch.float64)
+    own = layout.take(whole, rank, 2).requires_grad_()
+    joined = gather(own, ranks, layout, 2)
+    heads = heads_for_tokens(own, ranks, layout)
+    count = 4 // ranks.size
+    torch.testing.assert_close(joined, whole)
+    torch.testing.assert_close(heads, whole[:, rank * count : (rank + 1) * count])
+    torch.testing.assert_close(tokens_for_heads(heads, ranks, layout), own)
+    (of_joined,) = torch.autograd.grad((joined * whole).sum(), own)
+    (of_heads,) = torch.autograd.grad((heads * heads.detach()).sum(), own)
+    return {"gathered": of_joined / ranks.size - own.detach(), "heads": of_heads - own.detach()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["contiguous", "balanced"])
+def test_gathered_and_exchanged_tokens_have_their_gradients(four: Processes, kind: Any, ranks: int) -> None:
+    for found in four.results(exchanged, Layout(kind, ranks), ranks=ranks):
+        for difference in found.values():
+            torch.testing.assert_close(difference, torch.zeros_like(difference))
+
+
+def test_ranges_of_keys_and_values_are_one_message() -> None:
+    k, v = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 5)
+    ranges = ((1, 3), (6, 8))
+    message = packed_ranges((k, v), ranges)
+    assert message is not None
+    assert message.numel() == 2 * 3 * 4 * (4 + 5)
+    for found, x in zip(unpacked_ranges(message, (k, v), ranges), (k, v), strict=True):
+        assert torch.equal(found, x[:, :, [1, 2, 6, 7]])
+    assert packed_ranges((k, v), ()) is None
+
+
+def of_other_sizes(group: Any, rank: int, strategy: Any) -> None:
+    q = torch.zeros(1, 2, 4 if rank else 6, 8)
+    with context_parallel(group, strategy=strategy):
+        mh.attention(q, q, q)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "ulysses", "ring", "auto"])
+def test_a_wrong_length_on_one_rank_is_an_error_on_all(four: Processes, strategy: str) -> None:
+    for found in four.run(of_other_sizes, strategy, ranks=2):
+        assert type(found) is RankError
+        assert str(found) == (
+            "The number of tokens differs between ranks: 6 on rank 0, 4 on rank 1. Give all ranks equal sizes and "
+            "options."
+        )
+
+
+def of_other_masks(group: Any, rank: int) -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    with context_parallel(group, strategy="ring"):
+        mh.attention(q, q, q, mask=masks.Causal() if rank else masks.Full())
+
+
+def test_another_mask_on_one_rank_is_an_error_on_all(four: Processes) -> None:
+    for found in four.run(of_other_masks, ranks=2):
+        assert type(found) is RankError
+        assert str(found).startswith("The mask, as a checksum, differs between ranks: ")
+
+
+def one_rank_fails(group: Any, rank: int) -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    with context_parallel(group, strategy="ring"):
+        mh.attention(q, q, q, mask=masks.Lengths((99,) if rank else (8,)))
+
+
+def test_an_error_on_one_rank_ends_the_other_within_the_timeout() -> None:
+    with processes(timeout=1) as started:
+        waited, failed = started.run(one_rank_fails, ranks=2)
+    assert type(failed) is mh.errors.MaskError
+    assert type(waited) is RankError
+    assert str(waited).startswith(
+        "Comparing the call of rank 0 with those of the 1 others failed: another rank stopped, is not in the same "
+        "call, or took longer than the group's timeout ("
+    )
+    assert str(waited).endswith(
+        "Read the first error of the other ranks: all of them must make the same calls, with the same sizes."
+    )
+
+
+def one_rank_dies(group: Any, rank: int, strategy: Any) -> None:
+    q = torch.zeros(1, 4, 4, 8)
+    with context_parallel(group, strategy=strategy):
+        mh.attention(q, q, q)  # compares the calls
+        if rank == 3:
+            os._exit(1)
+        mh.attention(q, q, q)
+        mh.attention(q, q, q)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_a_rank_that_dies_ends_the_others(strategy: str) -> None:
+    with processes(timeout=2) as started:
+        for connection in started.connections:
+            connection.send((one_rank_dies, (strategy,), 4))
+        found = [connection.recv() for connection in started.connections[:3] if connection.poll(60)]
+    assert [type(each) for each in found] == [RankError] * 3
+    assert all("another rank stopped" in str(each) for each in found)

@@ -1,0 +1,136 @@
+"""Hugging Face models on our kernels compute a sequence over ranks as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks
+from multihead.errors import ArgumentError, ModelError
+from multihead.parallel import context_parallel, shard, unshard
+from tests.families import VOCABULARY, family
+from tests.parallel.processes import Processes, processes
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
+)
+LENGTH = 16
+WAYS = (("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "balanced"))
+FLOAT32 = ("gemma2", "gpt_oss")  # they convert to it, or multiply in it only
+LENGTHS = masks.Lengths((LENGTH, 11))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with processes() as started:
+        yield started
+
+
+def ids() -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def trained(name: str, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
+    """Return the outputs of a model for tokens, the gradients of its parameters, and the model's own output."""
+    model = family(name)
+    model = model if name in FLOAT32 else model.double()
+    with mh.use(model):
+        found = model(**inputs)
+        output = found[1] if "labels" in inputs else found[0]
+        output.square().sum().backward()
+    return output.detach(), {key: each.grad for key, each in model.named_parameters() if each.grad is not None}, found
+
+
+def split(group: Any, rank: int, name: str, strategy: Any, layout: Any, padded: bool) -> dict[str, Tensor]:
+    part = shard(group, layout=layout, input_ids=ids(), attention_mask=torch.ones_like(ids()))
+    inputs: dict[str, Tensor] = {key: part[key] for key in ("input_ids", "attention_mask")}
+    inputs["position_ids"] = part.position_ids
+    mask = LENGTHS if padded else masks.Full()
+    with context_parallel(group, strategy=strategy, layout=layout, mask=mask):
+        output, gradients, _ = trained(name, **inputs)
+    for each in gradients.values():
+        dist.all_reduce(each, group=group)
+    return {"output": unshard(group, output, layout=layout), **gradients}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "bert", "modernbert"])
+def test_outputs_and_gradients_are_those_of_one_process(two: Processes, name: str) -> None:
+    output, gradients, _ = trained(name, input_ids=ids())
+    tolerance = 1e-3 if name in FLOAT32 else 1e-8
+    for strategy, layout in WAYS:
+        for found in two.results(split, name, strategy, layout, False, ranks=2):
+            expected = {"output": output, **gradients}
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_padding_is_a_mask_of_the_whole_text(two: Processes) -> None:
+    attention_mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [11]])).long()
+    output = trained("llama", input_ids=ids(), attention_mask=attention_mask)[0]
+    for found in two.results(split, "llama", "ring", "balanced", True, ranks=2):
+        for sample, length in enumerate((LENGTH, 11)):
+            torch.testing.assert_close(found["output"][sample, :length], output[sample, :length], rtol=1e-8, atol=1e-8)
+
+
+def loss_of_shifted_labels(group: Any, rank: int) -> Tensor:
+    part = shard(group, layout="balanced", input_ids=ids(), labels=ids(), attention_mask=torch.ones_like(ids()))
+    with context_parallel(group, layout="balanced"):
+        _, _, found = trained(
+            "llama",
+            input_ids=part["input_ids"],
+            attention_mask=part["attention_mask"],
+            position_ids=part.position_ids,
+            labels=part["labels"],
+            shift_labels=part["labels"],
+        )
+    total = found.loss.detach() * (part["labels"] != -100).sum()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def test_the_loss_of_shifted_labels_is_that_of_one_process(two: Processes) -> None:
+    expected = trained("llama", input_ids=ids(), labels=ids())[2].loss.detach() * 2 * (LENGTH - 1)
+    for found in two.results(loss_of_shifted_labels, ranks=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def refused(group: Any, rank: int, inputs: dict[str, Any]) -> None:
+    model = family("llama")
+    with mh.use(model), context_parallel(group):
+        model(input_ids=ids()[:, :8], **inputs)
+
+
+def test_local_padding_is_rejected(two: Processes) -> None:
+    attention_mask = torch.ones(2, 8, dtype=torch.int64)
+    attention_mask[1, 6:] = 0
+    for found in two.run(refused, {"attention_mask": attention_mask}, ranks=2):
+        assert type(found) is ModelError
+        assert str(found) == (
+            "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence. "
+            "Give attention_mask=torch.ones_like(input_ids), and context_parallel(..., mask=masks.Lengths(lengths))."
+        )
+
+
+def test_documents_that_a_model_reads_from_positions_are_rejected(two: Processes) -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 12, 13, 14, 15]])  # of a balanced layout
+    for found in two.run(refused, {"position_ids": positions, "use_cache": False}, ranks=2):
+        assert type(found) is ModelError
+        assert str(found) == (
+            "The model's mask of this rank's tokens is Documents(<int64 tensor (2, 2)>) & Causal(), which does not say "
+            "what the whole sequence shows. Give attention_mask=torch.ones_like(input_ids), so that the model reads no "
+            "documents from positions, and the documents to context_parallel(..., mask=masks.Documents(lengths))."
+        )
+
+
+def test_weights_of_a_model_are_rejected(two: Processes) -> None:
+    for found in two.run(refused, {"output_attentions": True}, ranks=2):
+        assert type(found) is ArgumentError
+        assert str(found) == (
+            "output_attentions=True cannot be used in context_parallel, where a rank has part of the tokens. Compute "
+            "the weights outside, from all tokens."
+        )
