@@ -328,8 +328,8 @@ def _distance(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str
         raise DifferentError(f"Ours returns {sorted(ours)}, eager attention {sorted(eager)}.")
     largest = 0.0
     for name, value in ours.items():
-        rows = _rows(value, inputs)
-        mine, theirs, true = (each[rows].double() for each in (value, eager[name], exact[name].to(value.device)))
+        outputs = (value, eager[name], exact[name].to(value.device))
+        mine, theirs, true = (_compared(each, inputs).double() for each in outputs)
         if mine.shape != theirs.shape:
             raise DifferentError(f"Output {name} has shape {tuple(mine.shape)}, and {tuple(theirs.shape)} with eager.")
         true = torch.where(true.isfinite(), true, theirs)  # some models overflow in float64
@@ -350,15 +350,22 @@ def _distance(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str
     return largest
 
 
-def _rows(value: Tensor, inputs: dict[str, Any]) -> Any:
+def _compared(value: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Return the part of an output that does not come from padding.
+
+    Of an output per token these are the tokens that are no padding. Any other output may be made of the first token of
+    a sample (or compare samples with each other), so samples whose first token is padding are left out.
+    """
     for key in ("attention_mask", "decoder_attention_mask"):
         mask = inputs.get(key)
         if isinstance(mask, Tensor) and value.shape[:2] == mask.flatten(0, -2).shape:
-            return mask.flatten(0, -2).bool()
+            return value[mask.flatten(0, -2).bool()]
     mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and value.dim() == 2 and len(value) == len(mask):
-        return mask[:, 0].bool()  # a vector per sample may be that of the first token, which must not be padding
-    return ...
+    if isinstance(mask, Tensor) and mask.dim() == 2 and value.dim() and len(value) == len(mask):
+        kept = mask[:, 0].nonzero()[:, 0].to(value.device)
+        for axis in [axis for axis, size in enumerate(value.shape) if size == len(mask)]:
+            value = value.index_select(axis, kept)
+    return value
 
 
 def _entropy(weights: list[Tensor | None]) -> float:

@@ -127,7 +127,8 @@ class _Maker:
 
     def input_ids(self) -> Tensor:
         ids: Tensor = self.tokens(LENGTH) % min(self.get("vocab_size", default=VOCABULARY), 100)
-        return ids * self.attention_mask()  # 0 in the padding
+        padding = self.get("pad_token_id", default=0)  # some heads look for it, to read the last token before it
+        return ids.where(self.attention_mask().bool(), padding if isinstance(padding, int) and padding >= 0 else 0)
 
     def attention_mask(self) -> Tensor:
         mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
