@@ -16,7 +16,7 @@ from multihead.optional import require
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-REQUIRE = re.compile(r'require\(([^)]*?)purpose=.*?extra="(\w+)"', re.DOTALL)
+REQUIRE = re.compile(r'require\(([^)]*?)purpose=(?:(?!extra=).)*extra="(\w+)"', re.DOTALL)
 
 # An import hook that blocks packages, in a new process: what this one has imported would hide what is imported.
 BLOCKED = """
