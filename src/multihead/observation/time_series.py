@@ -17,6 +17,7 @@ from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.notebook import many
+from multihead.record.plots import colors, pyplot
 
 FORMAT = "multihead time series"
 VERSION = 1
@@ -134,10 +135,7 @@ class TimeSeries:
             ArgumentError: no such statistic or layer was observed.
             MissingPackageError: matplotlib is not installed.
         """
-        require("matplotlib", purpose="TimeSeries.plot()", extra="plot")
-        from matplotlib import colormaps
-        from matplotlib import pyplot as plt
-
+        plt = pyplot()
         if layer is None:
             numbers = [number for number in self.layers if (name, number) in self._rows]
             if not numbers:
@@ -149,11 +147,11 @@ class TimeSeries:
             lines = {f"head {head}": line for head, line in enumerate(self.values(name, layer=layer).T)}
         if ax is None:
             ax = plt.subplots(layout="constrained")[1]
-        colors = colormaps["viridis"](np.linspace(0, 0.9, len(lines)))
-        for (label, line), color in zip(lines.items(), colors, strict=True):
+        shades = colors()(np.linspace(0.3, 1, len(lines)))  # below 0.3 a line is too pale on paper
+        for (label, line), color in zip(lines.items(), shades, strict=True):
             ax.plot(self.steps, line, color=color, label=label, linewidth=1.5)
         shown = self.statistics[name]
-        ax.set(xlabel="step", ylabel=f"{shown.label} ({shown.unit})" if shown.unit else shown.label)
+        ax.set(xlabel="step", ylabel=shown.heading)
         ax.set_title(name if layer is None else f"layer {layer}: {shown.label}")
         ax.legend(fontsize="small", ncols=1 + len(lines) // 12)
         return ax

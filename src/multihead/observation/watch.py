@@ -168,10 +168,7 @@ class Watch:
 
 def _summary(layer: LayerRecord) -> dict[str, Tensor]:
     """Return each statistic of a layer: the mean over queries, of `largest_score` the maximum; (heads,) each."""
-    found = layer.summary("mean")
-    if LARGEST_SCORE in found:
-        found[LARGEST_SCORE] = layer.summary("max")[LARGEST_SCORE]
-    return found
+    return layer.summary("mean") | layer.summary("max", (LARGEST_SCORE,))
 
 
 def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str, Tensor]:
@@ -210,17 +207,16 @@ def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str,
 
 
 def _largest_of_record(record: Record) -> Mapping[str, Tensor]:
-    return {layer.name: _scores(layer.summary("max").get(LARGEST_SCORE)) for layer in record.layers}
+    return {layer.name: _scores(layer.summary("max", (LARGEST_SCORE,)).get(LARGEST_SCORE)) for layer in record.layers}
 
 
 def _largest_of_watch(watch: Watch) -> Mapping[str, Tensor]:
     if not watch.series.steps:
         return {}
-    if LARGEST_SCORE not in watch.series.statistics:
-        _scores(None)
+    series, known = watch.series, LARGEST_SCORE in watch.series.statistics
     return {
-        name: torch.from_numpy(watch.series.values(LARGEST_SCORE, layer=number)[-1])
-        for number, name in watch.series.layers.items()
+        name: _scores(torch.from_numpy(series.values(LARGEST_SCORE, layer=number)[-1]) if known else None)
+        for number, name in series.layers.items()
     }
 
 

@@ -5,7 +5,7 @@ Every function reports a rank that stopped, or that does something else, as a Ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, RankError
 from multihead.parallel.layout import Layout, Range
+
+_Change = Callable[[Tensor, "Ranks", Layout], Tensor]
 
 
 class Ranks(NamedTuple):
@@ -128,12 +130,12 @@ def heads_for_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
 
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    return _HeadsForTokens.apply(x, ranks, layout)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(x, ranks, layout, _to_tokens, _to_heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def tokens_for_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Undo `heads_for_tokens`."""
-    return _TokensForHeads.apply(x, ranks, layout)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(x, ranks, layout, _to_heads, _to_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -153,26 +155,18 @@ class _Gather(torch.autograd.Function):
         return _all_to_all(parts, ranks).sum(0), None, None, None
 
 
-class _HeadsForTokens(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """One of `_to_tokens` and `_to_heads`, whose gradient is the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-        ctx.call = ranks, layout
-        return _to_tokens(x, ranks, layout)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _Change, undo: _Change) -> Tensor:
+        ctx.call = undo, ranks, layout
+        return exchange(x, ranks, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads(gradient, *ctx.call), None, None
-
-
-class _TokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-        ctx.call = ranks, layout
-        return _to_heads(x, ranks, layout)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_tokens(gradient, *ctx.call), None, None
+        undo, ranks, layout = ctx.call
+        return undo(gradient, ranks, layout), None, None, None, None
 
 
 def _to_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:

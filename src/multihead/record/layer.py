@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,25 +81,27 @@ class LayerRecord:
         """Mean of each statistic over the queries that count, over all samples: (heads,) float64 each."""
         return self.summary()
 
-    def summary(self, of: Of = "mean") -> dict[str, Tensor]:
+    def summary(self, of: Of = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic over the queries that count, over all samples: (heads,) float64 each.
 
         Statistics of repeated random tokens are part of the means only, because they are known per text, not per query.
 
         Args:
             of: "mean", "median", "p95" (the 95th percentile) or "max".
+            names: the statistics to summarise; None takes all.
 
         Raises:
             ArgumentError: `of` is something else.
         """
         repeated = self.repeated.means() if self.repeated is not None and of == "mean" else {}
+        repeated = {name: values for name, values in repeated.items() if names is None or name in names}
         if self.running_summary is not None:
-            return self.running_summary.summary(of) | repeated
+            return self.running_summary.summary(of, names) | repeated
         with CUTTING:
             measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
-        return summaries.summary(measured, of) | repeated
+        return summaries.summary(measured, of, names) | repeated
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.

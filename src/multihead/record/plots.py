@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multihead.errors import ArgumentError
 from multihead.escaping import visible
 from multihead.optional import require
 from multihead.probes.probe import Statistic
+from multihead.record.blocks import ends
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
@@ -54,13 +54,13 @@ def plot_map(
         ArgumentError: a head that does not exist, or a slice with steps.
         MissingPackageError: matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = pyplot()
     weights = sample.map(head, queries=queries, keys=keys, bins=CELLS).numpy()
-    rows, columns = _extent(queries, sample.num_queries), _extent(keys, sample.num_keys)
-    side = max(math.ceil(each / CELLS) for each in (rows[1] - rows[0], columns[1] - columns[0]))
+    rows, columns = ends(queries, sample.num_queries), ends(keys, sample.num_keys)
+    block = math.ceil((rows[1] - rows[0]) / CELLS), math.ceil((columns[1] - columns[0]) / CELLS)
     if ax is None:
         ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
-    image = _draw(ax, weights, end := _end(weights, single=side == 1), extent=(*columns, rows[1], rows[0]))
+    image = _draw(ax, weights, end := _end(weights, block), extent=(*columns, rows[1], rows[0]))
     for axis, (first, last), tokens in (
         (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
         (ax.xaxis, columns, sample.text.tokens),
@@ -72,8 +72,7 @@ def plot_map(
             axis.set_tick_params(length=0, labelsize="small")
     ax.tick_params("x", rotation=90 if columns[1] - columns[0] <= LABELS else 0)
     ax.set(xlabel="key", ylabel="query", title=title)
-    means = "" if side == 1 else f", mean of {side} x {side}"
-    _bar(ax, image, end, f"attention weight{means}")
+    _bar(ax, image, end, block)
     return ax
 
 
@@ -94,7 +93,7 @@ def plot_statistic(
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = pyplot()
     heads = max(layer.num_heads for layer in layers)
     cells = np.full((len(layers), heads), np.nan)
     for row, layer in enumerate(layers):
@@ -102,7 +101,7 @@ def plot_statistic(
     if ax is None:
         size = (1.5 + 0.4 * min(heads, 32), 1.5 + 0.3 * min(len(layers), 48))
         ax = plt.subplots(figsize=size, layout="constrained")[1]
-    image = ax.imshow(cells, cmap=_colors(), aspect="auto", vmin=min(0.0, float(np.nanmin(cells))))
+    image = ax.imshow(cells, cmap=colors(), aspect="auto", vmin=min(0.0, float(np.nanmin(cells))))
     ax.set(xlabel="head", ylabel="layer", title=shown.label)
     ax.set_xticks(range(0, heads, max(1, heads // 16)))
     step = max(1, len(layers) // 24)
@@ -125,15 +124,16 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
         ProbeError: only statistics were kept.
         MissingPackageError: matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = pyplot()
     heads = max(layer.num_heads for layer in layers)
     figure, axes = plt.subplots(
         len(layers), heads, figsize=(0.5 + 0.9 * heads, 0.5 + 0.9 * len(layers)), squeeze=False, layout="constrained"
     )
     maps = [layer.map(None, sample=sample, bins=GRID_CELLS).numpy() for layer in layers]
-    longest = max(max(layer.samples[sample].num_queries, layer.samples[sample].num_keys) for layer in layers)
-    side = math.ceil(longest / GRID_CELLS)
-    end = _end(np.concatenate([each.ravel() for each in maps]), single=side == 1)
+    ones = [layer.sample(sample) for layer in layers]
+    longest = max(one.num_queries for one in ones), max(one.num_keys for one in ones)
+    block = math.ceil(longest[0] / GRID_CELLS), math.ceil(longest[1] / GRID_CELLS)
+    end = _end(np.concatenate([each.ravel() for each in maps]), block)
     for row, (layer, weights) in enumerate(zip(layers, maps, strict=True)):
         for head, ax in enumerate(axes[row]):
             ax.set(xticks=[], yticks=[])
@@ -144,30 +144,35 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
                 ax.set_ylabel(f"L{layer.number}", rotation=0, ha="right", va="center")
             if row == 0:
                 ax.set_title(f"H{head}", fontsize="small")
-    means = "" if side == 1 else f", mean of {side} x {side}"
-    _bar(axes, image, end, f"attention weight{means}")
+    _bar(axes, image, end, block)
     return figure
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Return matplotlib.pyplot.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
     require("matplotlib", purpose="A plot", extra="plot")
     import matplotlib.pyplot as plt
 
     return plt
 
 
-def _colors() -> Any:
+def colors() -> Any:
+    """Return the colours of the pages, from paper to ink, as a colormap."""
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("multihead", _PAPER_TO_INK.split())
     return ramp.with_extremes(bad=_HIDDEN)  # of cells that no query may see
 
 
-def _end(weights: Any, *, single: bool) -> float:
+def _end(weights: Any, block: tuple[int, int]) -> float:
     """Return the weight at which the scale ends: 1 for single weights, else the largest mean, rounded up."""
     finite = weights[np.isfinite(weights)]
     largest = float(finite.max()) if finite.size else 0.0
-    if single or largest <= 0:
+    if max(block) <= 1 or largest <= 0:
         return 1.0
     ten = 10.0 ** math.floor(math.log10(largest))
     return min(1.0, next(step for step in (1, 2, 5, 10) if step * ten >= largest * 0.999) * ten)
@@ -177,18 +182,12 @@ def _draw(ax: Any, weights: Any, end: float, extent: tuple[int, int, int, int] |
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(0.5, vmin=0, vmax=end, clip=True)
-    return ax.imshow(weights, cmap=_colors(), norm=norm, extent=extent, interpolation="nearest", aspect="equal")
+    return ax.imshow(weights, cmap=colors(), norm=norm, extent=extent, interpolation="nearest", aspect="equal")
 
 
-def _bar(axes: Any, image: Any, end: float, label: str) -> None:
+def _bar(axes: Any, image: Any, end: float, block: tuple[int, int]) -> None:
+    means = "" if max(block) <= 1 else f", mean of {block[0]} x {block[1]}"
     ticks = [share * end for share in (0, 0.01, 0.1, 0.25, 0.5, 1)]
     figure = image.axes.figure
-    bar = figure.colorbar(image, ax=axes, label=label, shrink=0.8)
+    bar = figure.colorbar(image, ax=axes, label=f"attention weight{means}", shrink=0.8)
     bar.set_ticks(ticks, labels=[f"{100 * tick:.3g} %" for tick in ticks])
-
-
-def _extent(part: slice, length: int) -> tuple[int, int]:
-    if part.step not in (None, 1):
-        raise ArgumentError(f"A slice has the step {part.step!r}.", "Leave the step out.")
-    first, last, _ = part.indices(length)
-    return first, max(first, last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,12 +114,13 @@ class RunningSummary:
         for name, each in measured.items():
             self.statistics[name].add(*each)
 
-    def summary(self, of: Of) -> dict[str, Tensor]:
-        """Summarise each statistic: (heads,) float64 each; "mean" is exact, the others within 1 %."""
+    def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Summarise each statistic, or some: (heads,) float64 each; "mean" is exact, the others within 1 %."""
         check_summary(of)
+        chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
         if of == "mean":
-            return {name: each.total / each.count.clamp(min=1) for name, each in self.statistics.items()}
-        return {name: each.quantile(SHARES[of]) for name, each in self.statistics.items()}
+            return {name: each.total / each.count.clamp(min=1) for name, each in chosen.items()}
+        return {name: each.quantile(SHARES[of]) for name, each in chosen.items()}
 
 
 def bin_of(values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,12 +32,15 @@ def check_summary(of: object) -> None:
         raise ArgumentError(f"of is {of!r}.", 'Give "mean", "median", "p95" or "max".')
 
 
-def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tensor]:
+def summary(
+    samples: Sequence[Mapping[str, Measured]], of: Of, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """Summarise each statistic over the queries that count, over all samples.
 
     Args:
         samples: the statistics of each sample of one layer; a statistic that one of them lacks is left out.
         of: "mean", "median", "p95" or "max". Between two queries the value is interpolated, as in torch.quantile.
+        names: the statistics to summarise; None takes all.
 
     Returns:
         statistic -> (heads,) float64; 0 where no query counts.
@@ -45,7 +48,7 @@ def summary(samples: Sequence[Mapping[str, Measured]], of: Of) -> dict[str, Tens
     check_summary(of)
     common = set(samples[0]).intersection(*samples)
     found = {}
-    for name in [name for name in samples[0] if name in common]:
+    for name in [name for name in samples[0] if name in common and (names is None or name in names)]:
         measured = [each[name] for each in samples]
         if of == "mean":
             totals = torch.stack([each.values.double().masked_fill(~each.counted, 0).sum(-1) for each in measured])

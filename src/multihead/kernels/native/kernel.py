@@ -127,10 +127,10 @@ def _with_gradient(job: Job) -> tuple[Tensor, Tensor]:
 
 def _as_operator(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     """Call the registered operator (`kernels/native/operator.py`), which tracers and dispatch modes can record."""
-    seed = torch.randint(1 << 62, (), device="cpu") if request.dropout else None
     if request.part is not None:
-        seed = torch.tensor(request.part.seed, device="cpu")
+        seed: Tensor | None = torch.tensor(request.part.seed, device="cpu")
         return Attended(*torch.ops.multihead.attention(*_operands(request, bounds, seed), *request.part.place))
+    seed = torch.randint(1 << 62, (), device="cpu") if request.dropout else None
     if traced() or bounds.remainder is None or request.dropout:  # blocks would drop other weights
         output, logsumexp = torch.ops.multihead.attention(*_operands(request, bounds, seed))
         return Attended(output, logsumexp)

@@ -28,7 +28,7 @@ export const kindNames = kinds => kinds.map(kindName).join(translate('join.comma
 export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));
 export const kindTags = kinds => el('span', { className: 'kinds' }, ...kinds.map(kindTag));
 
-// The first kind of a head in words, and the glyphs of the others.
+// The name of a head’s first kind, and the glyphs of the others.
 export const kindCell = kinds => el('span', { className: 'kind', k: kinds[0], title: kindNames(kinds) }, glyph(kinds[0]), kindName(kinds[0]),
   ...kinds.slice(1).map(kind => el('span', { className: 'also', k: kind }, glyph(kind), el('span', { className: 'vh', textContent: kindName(kind) }))));
 
