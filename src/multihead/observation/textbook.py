@@ -103,7 +103,7 @@ def repeated_tokens(
     Returns:
         (draws, tokens), int64: in each the start token, if any, and `times` runs of its `length` tokens.
 
-    >>> repeated_tokens(range(100), start=1, length=3, times=2).shape
+    >>> repeated_tokens(range(100), start=1, length=3, times=2, draws=4).shape
     torch.Size([4, 7])
     """
     if len(words) < length:
