@@ -52,7 +52,8 @@ def test_a_bundle_holds_each_module_once_after_the_modules_it_imports() -> None:
 def test_a_form_of_export_that_a_bundle_does_not_know_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multihead.viewer.page.static", lambda path: "export default 3;\n")
     sentence = (
-        "a.js: 'export default 3;' cannot be bundled. Write import { name } from './file.js' or export const/function."
+        "a.js: 'export default 3;' cannot be bundled. Write import { name } from './file.js' or "
+        "export const/function/class."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         script.__wrapped__("a.js")

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from multihead.observation.record import Record
 
 
+STYLES = ("shared/base.css", "shared/heads.css", "report/report.css")
+"""The style sheets of the page, in their order."""
+
+
 @dataclass(frozen=True)
 class ReportSummary:
     """Path, size and contents of a written page.
@@ -223,7 +227,7 @@ def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes
     source = script("viewer/static/report/page.js")
     html = template("viewer/static/report/report.html").render(
         **shell,
-        style=Markup(static("viewer/static/report/report.css")),
+        style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),
         script_hash=allowed(source),
         texts=Markup(json_in_script(words)),
