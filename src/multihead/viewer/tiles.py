@@ -67,7 +67,8 @@ def small(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | N
 
 def row_of(sample: SampleRecord, head: int, query: int) -> Array:
     """Compute one query's weights: (keys,) float32, NaN = masked."""
-    return rows_of(sample, head, slice(query, query + 1))[0]
+    row: Array = rows_of(sample, head, slice(query, query + 1))[0]
+    return row
 
 
 def rows_of(sample: SampleRecord, head: int, queries: slice) -> Array:
