@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
 from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,14 +11,15 @@ import click
 from multihead.cli.audio import read_audio
 from multihead.cli.look_output import COLUMNS, Run, print_files, print_heads, print_textbook_heads
 from multihead.cli.progress import Steps
+from multihead.cli.tables import write_tables
 from multihead.errors import ModelError, MultiheadError
-from multihead.escaping import ACTING, visible
-from multihead.files import check_writable, readable_text, write_whole
+from multihead.escaping import visible
+from multihead.files import check_writable, readable_text
 from multihead.locale.texts import text as locale
 from multihead.optional import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -171,11 +168,7 @@ def look(
     table = record.table(sort=sort, top=top)
     read = {profile.number: profile for profile in profiles}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
-    for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
-        if target == "-":
-            click.echo(written(rows), nl=False)
-        elif target is not None:
-            write_whole(target, written(rows))
+    write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         print_heads(record, profiles, run, rows, lang=lang)
         if textbook:
@@ -352,32 +345,6 @@ def _text_alone(loaded: LoadedModel) -> Iterator[None]:
             f"{loaded.title} does not run on text alone: it takes {' and '.join(others)}.",
             "Give a model that reads text, or call this one from Python, inside multihead.observe(model).",
         ) from error
-
-
-def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a list of objects, one per head; NaN (a head whose queries see no key) becomes null."""
-    plain = [
-        {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
-        for row in rows
-    ]
-    text = json.dumps(plain, indent=1, ensure_ascii=False)
-    # In a JSON string an escape means the same character, and a terminal does not interpret it.
-    return ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text) + "\n"
-
-
-def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a header line and one line per head."""
-    from multihead.viewer.downloads import cell
-
-    def safe(value: object) -> object:
-        return cell(visible(value)) if isinstance(value, str) else value
-
-    written = io.StringIO()
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = csv.writer(written, lineterminator="\n")
-    table.writerow([safe(name) for name in names])
-    table.writerows([safe(row.get(name, "")) for name in names] for row in rows)
-    return written.getvalue()
 
 
 def _num_layers(loaded: LoadedModel) -> int | None:

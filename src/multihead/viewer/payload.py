@@ -13,8 +13,6 @@ from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, 
 from multihead.analysis.roles import marked, roles
 from multihead.analysis.similar import affordable
 from multihead.escaping import visible
-from multihead.locale.texts import statistic_label
-from multihead.probes.catalogue import statistic
 from multihead.record.texts import Text
 from multihead.viewer.columns import column, names_of, unrecorded
 from multihead.viewer.levels import SIDE, count
@@ -23,7 +21,6 @@ from multihead.viewer.tokens import SPECIAL, reading
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multihead.analysis.changes import ChangedHead
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
 
@@ -172,18 +169,11 @@ def changed(
                 "head": one.head,
                 "divergence": None if math.isnan(one.divergence) else one.divergence,
                 "kinds": [one.kinds_before, one.kinds_after],
-                "change": None if one.largest_difference is None else _change(one, one.largest_difference, lang),
+                "change": None if (change := one.change(lang)) is None else change._asdict(),
             }
             for one in found
         ],
     }
-
-
-def _change(one: ChangedHead, name: str, lang: str) -> dict[str, str]:
-    """Describe a statistic of a head in two runs: its label and its two numbers."""
-    shown = statistic(name, one.statistics)
-    label = visible(statistic_label(name, lang, shown.label))
-    return {"label": label, "before": shown.text(one.before[name]), "after": shown.text(one.after[name])}
 
 
 def has_maps(one: SampleRecord) -> bool:
