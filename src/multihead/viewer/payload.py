@@ -71,7 +71,7 @@ def _opening(record: Record, sample: int) -> str:
     text = main_sample(record, sample).text.part(0, OPENING)
     if text.tokens is None:
         return ""
-    words = reading(text.tokens, special=text.special)
+    words = reading(text.tokens, special=text.special, gaps=text.gaps)
     opening = "".join(
         gap + word
         for gap, word, flags in zip(words["gaps"], words["shown"], words["flags"], strict=True)
@@ -97,7 +97,10 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     )
     heads = [len(one.kinds) for one in profiles]
     return {
-        "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
+        "texts": [
+            None if each.tokens is None else reading(each.tokens, special=each.special, gaps=each.gaps)
+            for each in texts
+        ],
         "layers": layers,
         "kinds": [kinds for one in profiles for kinds in one.kinds],
         "metrics": {one["id"]: _numbers([profile.means for profile in profiles], heads, one["id"]) for one in columns},
