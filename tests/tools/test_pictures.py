@@ -40,6 +40,26 @@ def test_a_picture_that_never_fits_is_rejected() -> None:
         pictures.packed(noise(256), most=900)
 
 
+def test_an_animation_keeps_to_its_size_and_its_frames_in_their_order() -> None:
+    colours = ["#FBFAF7", "#325AB4", "#150D2C"]
+    packed = Image.open(io.BytesIO(pictures.moving([Image.new("RGB", (64, 40), each) for each in colours])))
+    assert (packed.format, packed.size, getattr(packed, "n_frames", 1)) == ("WEBP", (64, 40), 3)
+    for place, colour in enumerate(colours):
+        packed.seek(place)
+        shown, wanted = (each.convert("RGB").getpixel((0, 0)) for each in (packed, Image.new("RGB", (1, 1), colour)))
+        assert max(abs(one - other) for one, other in zip(shown, wanted, strict=True)) < 8
+    noisy = [Image.open(io.BytesIO(noise(128))).convert("RGB") for _ in range(3)]
+    small = pictures.moving(noisy, most=20_000)
+    assert len(small) <= 20_000
+    assert Image.open(io.BytesIO(small)).width < 128
+
+
+def test_an_animation_that_never_fits_is_rejected() -> None:
+    noisy = [Image.open(io.BytesIO(noise(64))).convert("RGB") for _ in range(2)]
+    with pytest.raises(ValueError, match=r"^2 pictures do not fit into 500 bytes\. Use fewer or smaller ones\.$"):
+        pictures.moving(noisy, most=500)
+
+
 def test_the_query_that_is_shown_looks_far_back() -> None:
     record = watch(200, mask=masks.Causal())
     query, key = pictures.far_pair(record, 0, 1)
