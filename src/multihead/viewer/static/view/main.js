@@ -81,6 +81,7 @@ function bar() {
   fill('run', names.length > 1 && names, state.run);
   fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate(one.opening ? 'text n' : 'text without words', { n: n + 1, opening: one.opening, tokens: count(one.keys) })), state.sample);
   $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(translate('join.facts'));
+  $('facts').title = $('facts').textContent;
   if (!head) return;
   $('back').textContent = translate('all heads', { n: count(record.heads.length) });
   $('back').href = toAll();
