@@ -147,6 +147,17 @@ def test_a4_paper_shows_every_column_and_the_whole_grid(page: Page, files: dict[
     assert min(bottom) > 5
 
 
+def test_paper_shows_every_row_and_column_of_the_viewer(opened: Opened) -> None:
+    shown = opened("repeated")
+    labels = shown.page.eval_on_selector_all("#cols th", "all => all.map(head => head.dataset.label)")
+    shown.page.emulate_media(media="print")
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= 1440
+    document = pypdfium2.PdfDocument(shown.page.pdf(format="A4", prefer_css_page_size=True))
+    text = " ".join(sheet.get_textpage().get_text_bounded() for sheet in document)
+    assert all(word in text for label in labels for word in label.split())
+    assert all(f"L{layer}\u00a0H{head}" in text for layer in range(2) for head in range(2))
+
+
 def test_no_focus_ring_is_shown_before_a_key_is_pressed(opened: Opened) -> None:
     shown = opened(place="#a=L1H0")
     ringed = "() => document.querySelector(':focus-visible')?.id ?? ''"

@@ -58,7 +58,7 @@ export function grid() {
   const shape = fitted({ layers: D.layers.length, heads: WIDEST, roles }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .95 }), { cell, perColumn } = shape;
   applied(box, shape, WIDEST, roles);
   const step = cell < 17 ? 4 : 1, brief = cell < 30 || phone ? '' : 'H', rows = [];
-  // Each column of layers has its own heading; readers of the page hear the first one.
+  // Each column of layers has its own heading; screen readers read the first one.
   const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
     ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : brief + h })));
   D.layers.forEach((layer, l) => {

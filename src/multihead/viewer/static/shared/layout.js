@@ -1,8 +1,8 @@
-// The layout of the grid of all heads: in how many columns the layers stand, and how large a map is.
+// The layout of the grid of all heads: the number of columns of layers, and the size of a map.
 const BETWEEN = 28, WORDS = 30, ROLES = 84;  // pixels between columns, and of the labels of layers
 
-// Choose columns and size so that the maps are as large as fits into the width and `high` pixels. Layers stand in one column
-// on a phone. roles: the labels name the roles of layers too.
+// Choose columns and size so that the maps are as large as fits into the width and `high` pixels; a phone has one column.
+// roles: the labels name the roles of layers too.
 export function fitted({ layers, heads, roles }, width, { phone, high = 0 }) {
   const tall = Math.max(520, high);
   let best = { score: 0 };

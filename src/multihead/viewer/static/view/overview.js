@@ -5,7 +5,7 @@ import { alignmentTag, kindChips, KINDS, kindTags, pathLine } from '../shared/ki
 import { cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
-import { table } from '../shared/table.js';
+import { showRows, table } from '../shared/table.js';
 import { address, sampleAt } from './api.js';
 import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
@@ -76,6 +76,9 @@ function narrowed() {
   statisticsTable();
   save();
 }
+// Paper shows every row.
+for (const [event, all] of [['beforeprint', true], ['afterprint', false]]) addEventListener(event, () => { showRows(all); if (record) statisticsTable(); });
+
 $('filter').oninput = () => { state.filter = $('filter').value; narrowed(); };
 
 function scale() {
