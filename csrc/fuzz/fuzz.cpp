@@ -189,7 +189,9 @@ std::string wrong(const RandomCall &input, const Results &results, const Naive &
   compare("dq", results.dq, naive.dq, rounded);
   compare("dk", results.dk, naive.dk, rounded);
   compare("dv", results.dv, naive.dv, rounded);
-  compare("dbias", results.dbias, naive.dbias, rounded);
+  // A number of dbias adds up the rounding of delta over all queries and heads that share it.
+  const double cells = static_cast<double>(naive.p.values.size()) / fmax(1, static_cast<double>(naive.dbias.values.size()));
+  compare("dbias", results.dbias, naive.dbias, rounded * fmax(1, sqrt(cells) / 4));
   compare("key_sums", results.key_sums, naive.key_sums, exact);
   compare("pooled_map", results.pooled_map, naive.pooled_map, exact);
   return error;
