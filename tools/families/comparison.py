@@ -21,7 +21,7 @@ from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.inputs import candidates, configurations
 from tools.families.overrides import REFERENCES
-from tools.families.tiny import sharpen, steepen, tiny_configuration, tiny_model
+from tools.families.tiny import full_configuration, sharpen, steepen, tiny_configuration, tiny_model
 
 Outcome = Literal["equal", "no attention", "rejected", "not built", "different"]
 STEPS = 3  # tokens that a model with a cache generates
@@ -129,7 +129,7 @@ def _judge_by_structure(kind: Any, result: Result) -> None:
     model = None
     try:
         with torch.device("meta"):
-            model = kind(kind.config_class())
+            model = kind(full_configuration(kind.config_class, kind))
         if not any(looks_up(type(each)) for each in model.modules()) and not attention_elsewhere(model):
             result.outcome, result.reason = "no attention", ""
         require_coverage(model)

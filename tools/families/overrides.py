@@ -6,11 +6,44 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import ResNetConfig, SwinConfig
+from torch import nn
+from transformers import (
+    Blip2QFormerConfig,
+    DINOv3ViTConfig,
+    EdgeTamVisionConfig,
+    ResNetConfig,
+    SwinConfig,
+    TimmWrapperConfig,
+)
+from transformers.cache_utils import DFlashCache
 
 # Backbones that need no other package.
 _RESNET = {"start": {"backbone_config": ResNetConfig(out_features=["stage4"])}}
+_RESNET_4 = {"start": {"backbone_config": ResNetConfig(out_features=["stage1", "stage2", "stage3", "stage4"])}}
 _RESNET_3 = {"start": {"backbone_config": ResNetConfig(out_features=["stage2", "stage3", "stage4"])}}
+_REPVIT = EdgeTamVisionConfig(
+    backbone_config=TimmWrapperConfig(
+        architecture="repvit_m1", model_args={"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]}
+    )
+)
+_INTRACLASS: dict[str, Any] = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{
+        f"{name}_{size}": [kernel, [1, 1], padding]
+        for name, sizes in {
+            "vertical_long_to_small_conv": ([[7, 1], [3, 0]], [[5, 1], [2, 0]], [[3, 1], [1, 0]]),
+            "horizontal_small_to_long_conv": ([[1, 7], [0, 3]], [[1, 5], [0, 2]], [[1, 3], [0, 1]]),
+            "symmetric_conv_long": ([[7, 7], [3, 3]], [[5, 5], [2, 2]], [[3, 3], [1, 1]]),
+        }.items()
+        for size, (kernel, padding) in zip(("longratio", "midratio", "shortratio"), sizes, strict=True)
+    },
+}
+_WINDOW_QFORMER = {
+    "qformer_config": Blip2QFormerConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32
+    )
+}
 _SWIN = {"start": {"backbone_config": SwinConfig(out_features=["stage2", "stage3", "stage4"])}}
 _HGNET = {
     "stem_channels": [3, 8, 8],
@@ -27,6 +60,15 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 
 # Fields by configuration class. "start" holds arguments of the configuration that is then shrunk.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "AlignVisionConfig": {
+        "in_channels": [32, 8, 8, 8, 8, 8, 8],
+        "out_channels": [8, 8, 8, 8, 8, 8, 8],
+        "width_coefficient": 1.0,
+        "depth_coefficient": 1.0,
+        "num_block_repeats": [1, 1, 1, 1, 1, 1, 1],
+        "hidden_dim": 8,
+    },
+    "AlignConfig": {"projection_dim": 8},
     "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BitConfig": {"num_groups": 4},
@@ -42,10 +84,36 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "<racm3:break>": 6, "<eoss>": 7}},
     "Emu3Config": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
-    "Granite4VisionConfig": {"deepstack_layer_map": [], "spatial_target_layers": []},
+    "Granite4VisionModel": _WINDOW_QFORMER,
+    "Granite4VisionForConditionalGeneration": _WINDOW_QFORMER,
+    "Granite4VisionConfig": {"start": {"deepstack_layer_map": [(-1, 0)], "downsample_rate": "1/2"}},
+    "Kimi_K25VisionConfig": {"pos_emb_height": 8, "pos_emb_width": 8},
     "Kosmos2Config": {"latent_query_num": 4},
     "Blip2Config": {"image_token_index": 99, "num_query_tokens": 8},
+    "Blip2ForImageTextRetrieval": {"start": {"qformer_config": {"use_qformer_text_input": True}}},
+    "Blip2TextModelWithProjection": {"start": {"qformer_config": {"use_qformer_text_input": True}}},
+    "CHMv2ForDepthEstimation": {
+        "backbone_config": DINOv3ViTConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=4,
+            out_indices=[1, 2, 3, 4],
+            reshape_hidden_states=True,
+            return_class_token=True,
+        )
+    },
+    "CHMv2Config": {
+        "patch_size": 8,
+        "post_process_channels": [8, 8, 8, 8],
+        "fusion_hidden_size": 8,
+        "head_hidden_size": 8,
+        "number_output_channels": 8,
+    },
     "ConditionalDetrConfig": _RESNET | _EIGHT_HEADS,
+    "ConditionalDetrForSegmentation": _RESNET_4,
     "CvtConfig": {
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 2, 2],
@@ -54,7 +122,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "Deimv2Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
     "PPDocLayoutV2Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
-    "PPDocLayoutV3Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "PPDocLayoutV3Config": {
+        "x4_feat_dim": 16,
+        "encoder_in_channels": [16, 16, 16],
+        "decoder_in_channels": [32, 32, 32],
+    },
     "PPDocLayoutV4Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
     "DFineConfig": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
     "DabDetrConfig": _RESNET,
@@ -66,17 +138,46 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "DeformableDetrConfig": _RESNET_3,
+    "DepthProConfig": {
+        "patch_size": 32,
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [16, 16],
+        "scaled_images_feature_dims": [16, 16, 16],
+        "merge_padding_value": 1,
+        "fusion_hidden_size": 16,
+    },
     "DepthAnythingConfig": {"neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8},
     "DetrConfig": _RESNET | _EIGHT_HEADS,
+    "DetrForSegmentation": _RESNET_4,
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "EfficientLoFTRConfig": {"hidden_size": 256},
+    "Dots3NoteTextConfig": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "index_topk": 4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "EdgeTamConfig": {"start": {"vision_config": _REPVIT}},
+    "EdgeTamVideoConfig": {"start": {"vision_config": _REPVIT}},
+    "EdgeTamVisionConfig": {
+        "backbone_channel_list": [384, 192, 96, 48],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
+    "EsmForProteinFolding": {"start": {"is_folding_model": True}},
+    "EfficientLoFTRConfig": {"hidden_size": 256, "num_attention_heads": 8},
     "Ernie4_5_VLMoeTextConfig": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     },
     "Exaone4_5_VisionConfig": {"window_size": 32},
     "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "Gemma4AssistantConfig": {},
     "Glm4vMoeTextConfig": _MROPE_OF_HALF,
     "Glm4vTextConfig": _MROPE,
     "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2},
@@ -98,18 +199,31 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "LwDetrViTConfig": {"num_windows": 4, "window_block_indices": [0], "out_indices": [1, 2], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MarkupLMConfig": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024},
+    "MimiDecoderConfig": {"num_filters": 8, "upsample_groups": 32},
     "MimiConfig": {"num_filters": 8, "upsample_groups": 32},
     "PocketTTSAudioTokenizerConfig": {"upsample_groups": 32},
+    "PocketTTSAudioTokenizerDecoderConfig": {"upsample_groups": 32},
     "MobileBertConfig": {"hidden_size": 64, "embedding_size": 32, "intra_bottleneck_size": 32},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
     "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "NemotronAsrStreamingEncoderConfig": {"sliding_window": 5, "default_num_lookahead_tokens": 1},
     "NeoMMEConfig": {"head_dim": 16},
     "OmDetTurboConfig": _SWIN,
     "PaddleOCRTextConfig": _MROPE,
+    "PPOCRV5ServerDetConfig": {"start": {"intraclass_block_config": _INTRACLASS, "kernel_list": [3, 2, 2]}},
+    "PPOCRV6MediumDetConfig": {"start": {"intraclass_block_config": _INTRACLASS, "kernel_list": [3, 2, 2]}},
+    "PerceptionLMConfig": {
+        "start": {
+            "vision_config": TimmWrapperConfig(
+                architecture="vit_pe_core_large_patch14_336", model_args={"embed_dim": 1024, "img_size": [448, 448]}
+            )
+        }
+    },
     "PerceiverConfig": {"qk_channels": 32, "v_channels": 32},
+    "Pix2StructTextModel": {"initializer_range": 0.02},
     "Qwen2VLTextConfig": _MROPE,
     "Qwen2_5OmniTalkerConfig": _MROPE,
     "Qwen2_5OmniTextConfig": _MROPE,
@@ -135,6 +249,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Sapiens2HeadConfig": {"upsample_out_channels": [8], "conv_out_channels": [8], "use_pixel_shuffle": False},
     "Step3p7TextConfig": {"sliding_window": 4, "num_sliding_attention_heads": 4},
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
+    "TimmBackboneConfig": {"start": {"backbone": "resnet18"}},
+    "UVDocBridge": {"stage_configs": [[[32, 1]], [[32, 2]]]},
     "TableTransformerConfig": _RESNET | {"d_model": 64},
     "TvpConfig": _RESNET | {"visual_prompt_size": 4, "max_img_size": 32},
     "ViltConfig": {"max_image_length": 16, "max_img_size": 32},
@@ -166,9 +282,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "backbone_channel_list": [64, 32, 16, 8],
         "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     },
+    "SuperPointConfig": {"keypoint_decoder_dim": 65},
     "SwinConfig": {"image_size": 64, "window_size": 2, "depths": [2, 1, 1, 1]},
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "T5ForSequenceClassification": {"decoder_start_token_id": 0},
+    "Xcodec2Config": {"quantization_dim": 64},
+    "NeuCodecConfig": {"quantization_dim": 64},
+    "Phi4MultimodalAudioConfig": {"nemo_conv_channels": 32},
+    "XcodecConfig": {"codebook_dim": 544},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
         "attention_hidden_size": 64,
@@ -199,6 +320,40 @@ CONFIGURATIONS |= {name: {"is_decoder": True, "add_cross_attention": True} for n
 def _tokens(make: Any, length: int, depth: int) -> torch.Tensor:
     columns: list[torch.Tensor] = [make.tokens(length) % 30 for _ in range(depth)]
     return torch.stack(columns, -1)
+
+
+def _latents(make: Any) -> dict[str, Any]:
+    """Latents of a sound, from which a decoder makes it: (batch, hidden_size, frames)."""
+    return {"latents": make.random(3, make.config.hidden_size, 6)}
+
+
+def _camera(make: Any) -> dict[str, Any]:
+    """A picture of a camera, 16 tokens, and a text after it."""
+    picture = make.config.vlm_config.image_token_id
+    return {
+        "input_ids": nn.functional.pad(make.input_ids(), (16, 0), value=picture),
+        "attention_mask": nn.functional.pad(make.right_mask(), (16, 0), value=1),
+        "pixel_values": make.random(3, 1, 3, 32, 32),
+        "pixel_attention_mask": torch.ones(3, 1, dtype=torch.bool),
+    }
+
+
+def _speech(make: Any) -> dict[str, Any]:
+    """Sound as a wave, and as 10 frames of a spectrogram."""
+    bins = make.config.semantic_model_config.feature_projection_input_dim
+    return {"input_values": make.random(3, 1, 3200), "input_features": make.random(3, 10, bins)}
+
+
+def _noise_after_context(make: Any) -> dict[str, Any]:
+    """A block of tokens to denoise, and the states of the 12 tokens before it, which become keys and values only."""
+    config, cache = make.config, DFlashCache(config=make.config)
+    cache.set_previous_accepted_tokens(12)
+    return {
+        "noise_embeds": make.random(3, 4, config.hidden_size),
+        "context_hidden_states": make.random(3, 12, config.hidden_size * len(config.target_layer_ids)),
+        "attention_mask": nn.functional.pad(make.attention_mask(), (0, 4), value=1),
+        "past_key_values": cache,
+    }
 
 
 def _codebooks(make: Any) -> dict[str, Any]:
@@ -280,6 +435,18 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
     dict.fromkeys(_WITH_CROSS_ATTENTION, _decoder)
     | {
         "AlignModel": _text_and_image,
+        "AudioFlamingo3Encoder": lambda make: {
+            "input_features": make.random(3, 16, 2 * make.config.max_source_positions),
+            "input_features_mask": (
+                torch.arange(2 * make.config.max_source_positions) < torch.tensor([[999], [200], [90]])
+            ).long(),
+        },
+        "Blip2ForImageTextRetrieval": lambda make: {
+            "input_ids": nn.functional.pad(make.input_ids(), (8, 0), value=99),
+            "attention_mask": nn.functional.pad(make.right_mask(), (8, 0), value=1),
+            "pixel_values": make.pixel_values(),
+        },
+        "DepthPro*": lambda make: {"pixel_values": make.random(3, 3, 128, 128)},
         # Its patches mix tokens with the padding before them, for which eager attention is an average of hidden values.
         "BltForCausalLM": _padded_on_the_right,
         "BltModel": _padded_on_the_right,
@@ -290,6 +457,15 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "CsmBackboneModel": _codebooks_last,
         "CsmForConditionalGeneration": _codebooks_last,
         "CsmDepthDecoderForCausalLM": _padded_on_the_right,  # its logits leave out the first token
+        "Dots3NoteAudioModel": lambda make: {
+            "input_features": make.random(3, make.config.feature_size, 64),
+            "chunk_sample_lengths": torch.tensor([64, 64, 40]) * make.config.hop_length,
+        },
+        "EdgeTamModel": lambda make: {
+            "pixel_values": make.random(3, 3, 64, 64),
+            "input_points": make.random(3, 1, 2, 2).sigmoid() * 64,
+            "input_labels": torch.ones(3, 1, 2, dtype=torch.int64),
+        },
         "DecisionTransformerModel": lambda make: {
             "states": make.random(3, 6, make.config.state_dim),
             "actions": make.random(3, 6, make.config.act_dim),
@@ -304,6 +480,10 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             make.made(["input_ids", "attention_mask"])
             | {"cross_attention_states": make.random(3, 5, make.config.hidden_size)}
         ),
+        "NemotronAsrStreamingEncoder": lambda make: {
+            "input_features": make.random(3, 96, make.config.num_mel_bins),
+            "attention_mask": (torch.arange(96) < torch.tensor([[96], [80], [60]])).long(),
+        },
         "Pix2StructForConditionalGeneration": lambda make: {
             "flattened_patches": make.random(3, 9, 2 + make.config.vision_config.patch_embed_hidden_size).abs(),
             "attention_mask": make.right_mask()[:, -9:],
@@ -325,14 +505,49 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "aspect_ratio_ids": torch.tensor([[1], [2], [6]]),
             "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 1, 1]]]),
         },
+        "MimiDecoderModel": _latents,
         "MiniCPMOcrVisionModel": _packed_patches,
         "MiniCPMV4_6VisionModel": _packed_patches,
         "MiniCPMV4_7VisionModel": _packed_patches,
+        "Molmo2Adapter": lambda make: {
+            "image_features": make.random(3, 16, 2 * make.config.hidden_size),
+            "pooled_patches_idx": torch.tensor([[0, 1, 4, 5], [18, 19, 22, -1], [40, 41, -1, -1]]),
+        },
+        "Molmo2VisionModel": lambda make: {
+            "pixel_values": make.random(3, make.config.num_position_embeddings, 3 * make.config.patch_size**2)
+        },
+        "MuseGlimmerAssistantModel": _noise_after_context,
         "MusicgenForConditionalGeneration": lambda make: (
+            make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
+        ),
+        "MusicgenMelodyForConditionalGeneration": lambda make: (
             make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
         ),
         "Musicgen*": _codebooks,
         "MusicgenMelody*": _codebooks,
+        "NeuCodecModel": _speech,
+        "PaddleOCRVision*": lambda make: {
+            "pixel_values": make.random(1, 48, 3, make.config.patch_size, make.config.patch_size),
+            "grid_thw": make.grid_thw(),
+        },
+        "PI0Model": lambda make: (
+            _camera(make) | {"action_embeds": make.random(3, 5, make.config.dit_config.hidden_size)}
+        ),
+        "PI0ForConditionalGeneration": lambda make: (
+            _camera(make)
+            | {
+                "state": make.random(3, make.config.max_state_dim),
+                "noise": make.random(3, make.config.chunk_size, make.config.max_action_dim),
+                "timestep": torch.tensor([0.2, 0.5, 0.8]),
+            }
+        ),
+        "Phi4MultimodalAudioModel": lambda make: {
+            "hidden_states": make.random(3, 64, make.config.input_size),
+            "mask": None,
+        },
+        "PPOCRV5MobileRecEncoderWithSVTR": lambda make: {"hidden_states": make.random(3, 384, 1, 20)},
+        "PPOCRV5ServerRecEncoderWithSVTR": lambda make: {"hidden_states": make.random(3, 16, 1, 20)},
+        "PPOCRV6SmallRecEncoderWithSVTR": lambda make: {"hidden_states": make.random(3, 384, 1, 20)},
         "PPOCRV5MobileRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 96, 160)},
         "PPOCRV5ServerRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
         "PPOCRV6SmallRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
@@ -354,9 +569,35 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         },
         "Blip2Model": _with_image_tokens,
         "Blip2ForConditionalGeneration": _with_image_tokens,
+        "FunAsrNanoEncoder": lambda make: {
+            "input_features": make.random(3, 20, make.config.input_size),
+            "input_features_mask": (torch.arange(20) < torch.tensor([[20], [17], [9]])).long(),
+        },
         "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
         "InstructBlipForConditionalGeneration": _with_image_tokens,
         "InstructBlipModel": _with_image_tokens,
+        "InstructBlipVideo*": lambda make: {
+            "pixel_values": make.pixel_values_videos(),
+            "qformer_input_ids": make.input_ids(),
+            "qformer_attention_mask": make.right_mask(),
+            "input_ids": nn.functional.pad(make.input_ids(), (32, 0), value=99),
+            "attention_mask": nn.functional.pad(make.right_mask(), (32, 0), value=1),
+        },
+        "Inkling2VisionModel": lambda make: {
+            "pixel_values": make.random(12, 16, 16, 3),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
+        },
+        "JevForDecision": lambda make: {
+            "input_ids": make.input_ids()[:1],
+            "marks": torch.tensor([[4, 8, 12]]),
+            "num_options": torch.tensor([[2, 2, 3]]),
+            "question_type_ids": torch.tensor([[0, 1, 2]]),
+        },
+        "Kimi_K25VisionModel": lambda make: {
+            "pixel_values": make.random(48, 3, make.config.patch_size, make.config.patch_size),
+            "grid_thw": make.grid_thw(),
+        },
+        "LightGlueForKeypointMatching": lambda make: {"pixel_values": make.random(3, 2, 3, 64, 64)},
         "Kosmos2ForConditionalGeneration": lambda make: (
             _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
         ),
@@ -367,6 +608,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "pixel_values": make.random(3, 16, 3 * make.config.patch_size**2).sigmoid(),
             "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
         },
+        "PocketTTSAudioTokenizerDecoderModel": _latents,
         "Rag*": lambda make: {
             "input_ids": make.input_ids(),
             "attention_mask": make.attention_mask(),
@@ -401,10 +643,13 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "VideoMAE*": _video,
         "Vivit*": _video,
         "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
+        "XcodecModel": lambda make: {"input_values": make.random(3, 1, 16000)},
+        "Xcodec2Model": _speech,
         "XCLIPVisionModel": lambda make: {"pixel_values": make.pixel_values()},
     }
 )
 
 # Classes (by the beginning of their names) with wrong eager attention in transformers, and what is compared instead.
+# Nemotron: it reads the mask as Boolean, but for "eager" it is made of numbers, and 0 shows a key.
 # SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1; "sdpa" hides what is False.
-REFERENCES = {"SeamlessM4Tv2": "sdpa"}
+REFERENCES = dict.fromkeys(("Nemotron3_5Asr", "NemotronAsrStreaming", "SeamlessM4Tv2"), "sdpa")

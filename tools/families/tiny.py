@@ -96,12 +96,17 @@ _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "mlp_types"
 
 def tiny_configuration(kind: Any, model: Any = None) -> Any:
     """Return a small configuration of a class, perhaps for one model class, with all parts of the default one."""
-    own = CONFIGURATIONS.get(kind.__name__, {}) | CONFIGURATIONS.get(getattr(model, "__name__", ""), {})
-    config = _shrunk(kind(**own.get("start", {})), _Build())
+    config = _shrunk(full_configuration(kind, model), _Build())
     for name, value in CONFIGURATIONS.get(getattr(model, "__name__", ""), {}).items():
         if name != "start":
             setattr(config, name, value)
     return config
+
+
+def full_configuration(kind: Any, model: Any = None) -> Any:
+    """Return the default configuration of a class, with what a model class needs besides."""
+    own = CONFIGURATIONS.get(kind.__name__, {}) | CONFIGURATIONS.get(getattr(model, "__name__", ""), {})
+    return kind(**own.get("start", {}))
 
 
 def _shrunk(config: Any, build: _Build) -> Any:
