@@ -15,7 +15,7 @@ from transformers import (
     SwinConfig,
     TimmWrapperConfig,
 )
-from transformers.cache_utils import DFlashCache
+from transformers.cache_utils import DFlashCache, DynamicCache
 
 # Backbones that need no other package.
 _RESNET = {"start": {"backbone_config": ResNetConfig(out_features=["stage4"])}}
@@ -39,6 +39,7 @@ _INTRACLASS: dict[str, Any] = {
         for size, (kernel, padding) in zip(("longratio", "midratio", "shortratio"), sizes, strict=True)
     },
 }
+_SHORT_HOPS = {"num_filters": 4, "downsampling_ratios": [2, 2, 2, 2, 2, 2], "depths": [1, 1, 1, 1, 1, 1, 1]}
 _WINDOW_QFORMER = {
     "qformer_config": Blip2QFormerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32
@@ -245,6 +246,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "RTDetrV2Config": {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
+    "Sam3VisionConfig": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "Sapiens2Config": {"num_key_value_heads_per_layer": [4, 2], "num_hidden_layers": 2},
     "Sapiens2HeadConfig": {"upsample_out_channels": [8], "conv_out_channels": [8], "use_pixel_shuffle": False},
     "Step3p7TextConfig": {"sliding_window": 4, "num_sliding_attention_heads": 4},
@@ -254,6 +256,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "TableTransformerConfig": _RESNET | {"d_model": 64},
     "TvpConfig": _RESNET | {"visual_prompt_size": 4, "max_img_size": 32},
     "ViltConfig": {"max_image_length": 16, "max_img_size": 32},
+    "VibeVoiceAcousticTokenizerConfig": _SHORT_HOPS,
+    "VibeVoiceAcousticTokenizerEncoderConfig": _SHORT_HOPS,
+    "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 64},
+    "ViltForImagesAndTextClassification": {"num_images": 2},
+    "PPLCNetV4Config": {"stem_channels": [3, 48, 96]},
+    "Qwen2_5OmniDiTConfig": {
+        "enc_channels": [16, 16, 16, 16, 48],
+        "enc_attention_channels": 8,
+        "enc_se_channels": 8,
+        "num_hidden_layers": 3,
+        "look_ahead_layers": [1],
+        "look_backward_layers": [0, 2],
+        "block_size": 4,
+        "mel_dim": 16,
+    },
+    "Qwen2_5OmniBigVGANConfig": {"upsample_initial_channel": 64, "mel_dim": 16},
+    "Qwen3ASREncoderConfig": {"n_window": 50, "n_window_infer": 100},
+    "Qwen3OmniMoeTalkerForConditionalGeneration": {"spatial_merge_size": 2},
     "XCLIPVisionConfig": {"num_frames": 3},
     "BridgeTowerForContrastiveLearning": {"contrastive_hidden_size": 32, "logit_scale_init_value": 2.6},
     "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
@@ -288,7 +308,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "T5ForSequenceClassification": {"decoder_start_token_id": 0},
     "Xcodec2Config": {"quantization_dim": 64},
     "NeuCodecConfig": {"quantization_dim": 64},
-    "Phi4MultimodalAudioConfig": {"nemo_conv_channels": 32},
+    "Phi4MultimodalAudioConfig": {
+        "nemo_conv_channels": 32,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+    },
     "XcodecConfig": {"codebook_dim": 544},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
@@ -342,6 +366,41 @@ def _speech(make: Any) -> dict[str, Any]:
     """Sound as a wave, and as 10 frames of a spectrogram."""
     bins = make.config.semantic_model_config.feature_projection_input_dim
     return {"input_values": make.random(3, 1, 3200), "input_features": make.random(3, 10, bins)}
+
+
+def _embedded(make: Any) -> dict[str, Any]:
+    made: dict[str, Any] = make.made(["inputs_embeds", "attention_mask"])
+    return made
+
+
+def _heard(make: Any) -> dict[str, Any]:
+    """A text, with 8 frames of sound per token."""
+    bins = make.config.audio_config.num_mel_bins
+    return make.made(["input_ids", "attention_mask"]) | {"input_features": make.random(3, bins, 96)}
+
+
+def _points(size: int) -> dict[str, Any]:
+    """Two points on each of three images, as prompts of a segmentation."""
+    points = torch.tensor([[0.2, 0.3], [0.7, 0.6]]) * size
+    return {"input_points": points.expand(3, 1, 2, 2), "input_labels": torch.ones(3, 1, 2, dtype=torch.int64)}
+
+
+def _canvas(make: Any) -> dict[str, Any]:
+    """Tokens that a diffusion model refines, after a prefix of 12 tokens."""
+    return {
+        "decoder_input_ids": make.decoder_input_ids(),
+        "decoder_attention_mask": nn.functional.pad(make.attention_mask(), (0, 9), value=1),
+    }
+
+
+def _prefix(make: Any) -> DynamicCache:
+    """The keys and values of 12 tokens, for the layers of a model that reads them."""
+    config = make.config.get_text_config()
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(make.model.layers):
+        heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
+        cache.update(*(make.random(3, heads, 12, layer.self_attn.head_dim) for _ in range(2)), index)
+    return cache
 
 
 def _noise_after_context(make: Any) -> dict[str, Any]:
@@ -461,11 +520,10 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "input_features": make.random(3, make.config.feature_size, 64),
             "chunk_sample_lengths": torch.tensor([64, 64, 40]) * make.config.hop_length,
         },
-        "EdgeTamModel": lambda make: {
-            "pixel_values": make.random(3, 3, 64, 64),
-            "input_points": make.random(3, 1, 2, 2).sigmoid() * 64,
-            "input_labels": torch.ones(3, 1, 2, dtype=torch.int64),
-        },
+        "EdgeTamModel": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
+        "DiffusionGemmaDecoderModel": lambda make: _canvas(make) | {"past_key_values": _prefix(make)},
+        "DiffusionGemmaModel": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
+        "DiffusionGemmaForBlockDiffusion": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
         "DecisionTransformerModel": lambda make: {
             "states": make.random(3, 6, make.config.state_dim),
             "actions": make.random(3, 6, make.config.act_dim),
@@ -573,6 +631,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "input_features": make.random(3, 20, make.config.input_size),
             "input_features_mask": (torch.arange(20) < torch.tensor([[20], [17], [9]])).long(),
         },
+        "Florence2VisionBackbone": lambda make: {"hidden_states": make.random(3, 3, 64, 64)},
         "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
         "InstructBlipForConditionalGeneration": _with_image_tokens,
         "InstructBlipModel": _with_image_tokens,
@@ -609,6 +668,31 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
         },
         "PocketTTSAudioTokenizerDecoderModel": _latents,
+        "Qwen2_5OmniToken2WavDiTModel": lambda make: {
+            "hidden_states": make.random(3, 24, make.config.mel_dim),
+            "condition_vector": make.random(3, 24, make.config.mel_dim),
+            "speaker_embedding": make.random(3, 24, make.config.enc_emb_dim),
+            "quantized_code": make.tokens(12) % 30,
+            "time_step": torch.tensor(0.3),
+        },
+        "Qwen2_5OmniToken2WavModel": lambda make: {
+            "code": make.tokens(12) % 30,
+            "conditioning": make.random(3, make.config.dit_config.enc_emb_dim),
+            "reference_mel": make.random(3, 24, make.config.dit_config.mel_dim),
+            "num_steps": 2,
+        },
+        "Qwen3ASREncoder": lambda make: {
+            "input_features": make.random(3, make.config.num_mel_bins, 200),
+            "input_features_mask": (torch.arange(200) < torch.tensor([[200], [150], [90]])).long(),
+        },
+        "Qwen3OmniMoeCode2Wav": lambda make: {
+            "codes": torch.stack([make.tokens(12) for _ in range(make.config.num_quantizers)], 1)
+        },
+        "Qwen3OmniMoeCode2WavDecoderBlock": _embedded,
+        "Qwen3OmniMoeCode2WavTransformerModel": _embedded,
+        "Qwen3OmniMoeTalkerCodePredictorModel": _embedded,
+        "Qwen3OmniMoeTalkerForConditionalGeneration": _embedded,
+        "Qwen3OmniMoeTalkerModel": _embedded,
         "Rag*": lambda make: {
             "input_ids": make.input_ids(),
             "attention_mask": make.attention_mask(),
@@ -617,6 +701,8 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "doc_scores": make.random(3, 2),
             "decoder_input_ids": make.decoder_input_ids(),
         },
+        "Sam2Model": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
+        "Sam3TrackerModel": lambda make: {"pixel_values": make.random(3, 3, 32, 32)} | _points(32),
         "SpeechEncoderDecoderModel": lambda make: {
             "input_values": make.random(3, 1600),
             "decoder_input_ids": make.decoder_input_ids(),
@@ -641,7 +727,12 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             _video(make) | {"bool_masked_pos": torch.arange(128).expand(3, 128) % 4 > 0}
         ),
         "VideoMAE*": _video,
+        "ViltForImagesAndTextClassification": lambda make: (
+            make.made(["input_ids", "attention_mask"]) | {"pixel_values": make.random(3, 2, 3, 32, 32)}
+        ),
         "Vivit*": _video,
+        "VoxtralRealtimeForConditionalGeneration": _heard,
+        "VoxtralRealtimeModel": _heard,
         "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
         "XcodecModel": lambda make: {"input_values": make.random(3, 1, 16000)},
         "Xcodec2Model": _speech,
@@ -649,7 +740,9 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
     }
 )
 
-# Classes (by the beginning of their names) with wrong eager attention in transformers, and what is compared instead.
+# Classes (by the beginning of their names) without right eager attention in transformers: compared with plain_attention
+# in tools/families/comparison.py.
 # Nemotron: it reads the mask as Boolean, but for "eager" it is made of numbers, and 0 shows a key.
-# SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1; "sdpa" hides what is False.
-REFERENCES = dict.fromkeys(("Nemotron3_5Asr", "NemotronAsrStreaming", "SeamlessM4Tv2"), "sdpa")
+# Qwen2_5OmniToken2Wav: it looks "eager" up among the functions of other names.
+# SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1.
+WITHOUT_EAGER = ("Nemotron3_5Asr", "NemotronAsrStreaming", "Qwen2_5OmniToken2Wav", "SeamlessM4Tv2")
