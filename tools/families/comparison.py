@@ -302,10 +302,18 @@ def _double(model: Any) -> Any:
 def _doubled(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value == torch.float32 else value
     if isinstance(value, dict):
-        return {key: _doubled(each) for key, each in value.items()}
+        changed = copy.copy(value)  # of the same class
+        changed.update({key: _doubled(each) for key, each in value.items()})
+        return changed
     if isinstance(value, (list, tuple)):
         return type(value)(_doubled(each) for each in value)
+    if hasattr(value, "__dict__") and type(value).__module__.startswith("transformers."):  # a cache, or a video
+        changed = copy.copy(value)
+        vars(changed).update(_doubled(vars(value)))
+        return changed
     return value
 
 

@@ -15,6 +15,7 @@ from transformers import (
     SwinConfig,
     TimmWrapperConfig,
 )
+from transformers import EdgeTamVideoInferenceSession, Sam2VideoInferenceSession, Sam3TrackerVideoInferenceSession
 from transformers.cache_utils import DFlashCache, DynamicCache
 
 # Backbones that need no other package.
@@ -40,6 +41,16 @@ _INTRACLASS: dict[str, Any] = {
     },
 }
 _SHORT_HOPS = {"num_filters": 4, "downsampling_ratios": [2, 2, 2, 2, 2, 2], "depths": [1, 1, 1, 1, 1, 1, 1]}
+_MEMORY = {
+    "image_size": 64,
+    "memory_attention_rope_feat_sizes": [4, 4],
+    "memory_attention_hidden_size": 128,
+    "memory_encoder_hidden_size": 128,
+    "memory_encoder_output_channels": 64,
+    "mask_downsampler_embed_dim": 128,
+    "memory_fuser_embed_dim": 128,
+    "memory_fuser_intermediate_dim": 64,
+}
 _WINDOW_QFORMER = {
     "qformer_config": Blip2QFormerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32
@@ -73,7 +84,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BitConfig": {"num_groups": 4},
-    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2, "local_attention_window_len": 4},
     "BridgeTowerVisionConfig": {"hidden_size": 64},
     "BridgeTowerTextConfig": {"hidden_size": 64},
     "BridgeTowerConfig": {"hidden_size": 64},
@@ -166,8 +177,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 8,
     },
     "EdgeTamConfig": {"start": {"vision_config": _REPVIT}},
-    "EdgeTamVideoConfig": {"start": {"vision_config": _REPVIT}},
     "EdgeTamVisionConfig": {
+        "fpn_hidden_size": 128,
         "backbone_channel_list": [384, 192, 96, 48],
         "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     },
@@ -246,7 +257,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "RTDetrV2Config": {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
-    "Sam3VisionConfig": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "Sam3LiteTextTextConfig": {"num_hidden_layers": 3},  # the first and the last have no attention
+    "Sam3VisionConfig": {"fpn_hidden_size": 128, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "Sam2VideoConfig": _MEMORY,
+    "EdgeTamVideoConfig": _MEMORY
+    | {
+        "perceiver_resampler_hidden_size": 64,
+        "perceiver_resampler_attention_head_dim": 64,
+        "perceiver_resampler_num_latents": 4,
+        "perceiver_resampler_num_latents_2d": 4,
+        "memory_attention_rope_k_sizes": [2, 2],
+        "start": {"vision_config": _REPVIT},
+    },
+    "Sam3TrackerVideoConfig": _MEMORY | {"image_size": 32},
     "Sapiens2Config": {"num_key_value_heads_per_layer": [4, 2], "num_hidden_layers": 2},
     "Sapiens2HeadConfig": {"upsample_out_channels": [8], "conv_out_channels": [8], "use_pixel_shuffle": False},
     "Step3p7TextConfig": {"sliding_window": 4, "num_sliding_attention_heads": 4},
@@ -299,6 +322,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "global_attention_blocks": [3],
     },
     "Sam2VisionConfig": {
+        "fpn_hidden_size": 128,
         "backbone_channel_list": [64, 32, 16, 8],
         "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     },
@@ -321,6 +345,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
         "num_hidden_layers": 4,
     },
+}
+
+# The memory of videos has 64 channels, and half of the model's at most.
+CONFIGURATIONS |= {
+    f"{family}{part}Config": {"hidden_size": 128}
+    for family in ("EdgeTam", "EdgeTamVideo", "Sam2", "Sam2Video", "Sam3Tracker", "Sam3TrackerVideo")
+    for part in ("PromptEncoder", "MaskDecoder")
+} | {
+    f"{family}{part}Config": {"hidden_size": 128}
+    for family in ("Sam3", "Sam3LiteText")
+    for part in ("GeometryEncoder", "DETREncoder", "DETRDecoder", "MaskDecoder")
 }
 
 # Text decoders with cross-attention, which their default configurations lack.
@@ -401,6 +436,17 @@ def _prefix(make: Any) -> DynamicCache:
         heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
         cache.update(*(make.random(3, heads, 12, layer.self_attn.head_dim) for _ in range(2)), index)
     return cache
+
+
+def _second_frame(make: Any, kind: Any, size: int) -> dict[str, Any]:
+    """A video of which the first frame, with a point on an object, is in the model's memory."""
+    session = kind(video=make.random(2, 3, size, size), video_height=size, video_width=size, dtype=torch.float32)
+    index = session.obj_id_to_idx(1)
+    point = {"point_coords": torch.full((1, 1, 1, 2), size / 3), "point_labels": torch.ones(1, 1, 1, dtype=torch.int32)}
+    session.add_point_inputs(index, 0, point)
+    session.obj_with_new_inputs = [1]
+    make.model(session, frame_idx=0)
+    return {"inference_session": session, "frame_idx": 1}
 
 
 def _noise_after_context(make: Any) -> dict[str, Any]:
@@ -489,6 +535,9 @@ def _question(make: Any) -> dict[str, Any]:
     return made
 
 
+# Arguments of model classes besides the configuration.
+ARGUMENTS: dict[str, dict[str, Any]] = {"Qwen3OmniMoeCode2WavDecoderBlock": {"layer_idx": 0}}
+
 # Makers of inputs by model class; a name that ends in * stands for all classes that begin with it.
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
     dict.fromkeys(_WITH_CROSS_ATTENTION, _decoder)
@@ -521,9 +570,24 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "chunk_sample_lengths": torch.tensor([64, 64, 40]) * make.config.hop_length,
         },
         "EdgeTamModel": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
+        **dict.fromkeys(
+            (
+                "ConditionalDetrForObjectDetection",
+                "ConditionalDetrForSegmentation",
+                "ConditionalDetrModel",
+                "DetrForObjectDetection",
+                "DetrForSegmentation",
+                "DetrModel",
+            ),
+            # Their backbone shrinks images to a 32nd: 12 keys.
+            lambda make: {"pixel_values": make.random(3, 3, 96, 128)},
+        ),
         "DiffusionGemmaDecoderModel": lambda make: _canvas(make) | {"past_key_values": _prefix(make)},
         "DiffusionGemmaModel": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
         "DiffusionGemmaForBlockDiffusion": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
+        "EdgeTamVideoModel": lambda make: _second_frame(make, EdgeTamVideoInferenceSession, 64),
+        "Sam2VideoModel": lambda make: _second_frame(make, Sam2VideoInferenceSession, 64),
+        "Sam3TrackerVideoModel": lambda make: _second_frame(make, Sam3TrackerVideoInferenceSession, 32),
         "DecisionTransformerModel": lambda make: {
             "states": make.random(3, 6, make.config.state_dim),
             "actions": make.random(3, 6, make.config.act_dim),
@@ -688,7 +752,6 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "Qwen3OmniMoeCode2Wav": lambda make: {
             "codes": torch.stack([make.tokens(12) for _ in range(make.config.num_quantizers)], 1)
         },
-        "Qwen3OmniMoeCode2WavDecoderBlock": _embedded,
         "Qwen3OmniMoeCode2WavTransformerModel": _embedded,
         "Qwen3OmniMoeTalkerCodePredictorModel": _embedded,
         "Qwen3OmniMoeTalkerForConditionalGeneration": _embedded,

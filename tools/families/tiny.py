@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tools.families.overrides import CONFIGURATIONS
+from tools.families.overrides import ARGUMENTS, CONFIGURATIONS
 
 WIDTH, HEADS, HEAD_DIM, LAYERS, VOCABULARY, POSITIONS = 32, 4, 8, 2, 128, 128
 IMAGE, PATCH = 32, 8
@@ -243,9 +243,10 @@ def tiny_model(kind: Any, config: Any) -> Any:
     Raises:
         NotTinyError: it has too many parameters.
     """
+    arguments = ARGUMENTS.get(kind.__name__, {})
     try:
         with torch.device("meta"):
-            sketch = kind(config)
+            sketch = kind(config, **arguments)
     except Exception:  # noqa: BLE001 - some models read values while they are built
         sketch = None
     if sketch is not None:
@@ -255,7 +256,7 @@ def tiny_model(kind: Any, config: Any) -> Any:
             raise NotTinyError(f"{largest} has {sizes[largest]:,} numbers of {sum(sizes.values()):,}.")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = kind(config).eval()
+        model = kind(config, **arguments).eval()
         randomise(model)
     return model
 
