@@ -223,7 +223,7 @@ def _sharp_runs(model: Any, inputs: dict[str, Any], layers: dict[str, nn.Module]
             break
     trace.exact = Trace()
     try:
-        exact = _eager(_double(model), _doubled(inputs), trace.exact)
+        exact = _eager(_double(model), doubled_precision(inputs), trace.exact)
     except Exception:  # noqa: BLE001 - some models mix in float32
         exact, trace.exact = output, trace
     model.float()
@@ -299,20 +299,21 @@ def _double(model: Any) -> Any:
     return model.double()
 
 
-def _doubled(value: Any) -> Any:
+def doubled_precision(value: Any) -> Any:
+    """Copy inputs of a model, with their tensors, caches and videos in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, torch.dtype):
         return torch.float64 if value == torch.float32 else value
     if isinstance(value, dict):
         changed = copy.copy(value)  # of the same class
-        changed.update({key: _doubled(each) for key, each in value.items()})
+        changed.update({key: doubled_precision(each) for key, each in value.items()})
         return changed
     if isinstance(value, (list, tuple)):
-        return type(value)(_doubled(each) for each in value)
+        return type(value)(doubled_precision(each) for each in value)
     if hasattr(value, "__dict__") and type(value).__module__.startswith("transformers."):  # a cache, or a video
         changed = copy.copy(value)
-        vars(changed).update(_doubled(vars(value)))
+        vars(changed).update(doubled_precision(vars(value)))
         return changed
     return value
 
@@ -340,11 +341,11 @@ def _ours(model: Any, trace: Trace, mutation: str | None) -> Iterator[None]:
 
 def _run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)  # some models draw noise
-    with patch.object(torch, "randn", _noise):
+    with patch.object(torch, "randn", noise):
         return _outputs(model(**copy.deepcopy(inputs)))
 
 
-def _noise(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+def noise(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     """Draw the same numbers for every dtype: torch draws others in float64."""
     return _RANDN(*size, dtype=torch.float32, **options).to(dtype or torch.float32)
 

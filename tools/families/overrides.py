@@ -10,12 +10,15 @@ from torch import nn
 from transformers import (
     Blip2QFormerConfig,
     DINOv3ViTConfig,
+    EdgeTamVideoInferenceSession,
     EdgeTamVisionConfig,
     ResNetConfig,
+    Sam2VideoInferenceSession,
+    Sam3TrackerVideoInferenceSession,
+    Sam3VideoInferenceSession,
     SwinConfig,
     TimmWrapperConfig,
 )
-from transformers import EdgeTamVideoInferenceSession, Sam2VideoInferenceSession, Sam3TrackerVideoInferenceSession
 from transformers.cache_utils import DFlashCache, DynamicCache
 
 # Backbones that need no other package.
@@ -269,6 +272,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "memory_attention_rope_k_sizes": [2, 2],
         "start": {"vision_config": _REPVIT},
     },
+    "Sam3VideoConfig": {
+        "low_res_mask_size": 16,
+        "score_threshold_detection": 0.0,
+        "new_det_thresh": 0.0,
+        "det_nms_thresh": 0.0,
+        "fill_hole_area": 0,
+        "max_num_objects": 2,
+    },
     "Sam3TrackerVideoConfig": _MEMORY | {"image_size": 32},
     "Sapiens2Config": {"num_key_value_heads_per_layer": [4, 2], "num_hidden_layers": 2},
     "Sapiens2HeadConfig": {"upsample_out_channels": [8], "conv_out_channels": [8], "use_pixel_shuffle": False},
@@ -445,6 +456,29 @@ def _second_frame(make: Any, kind: Any, size: int) -> dict[str, Any]:
     point = {"point_coords": torch.full((1, 1, 1, 2), size / 3), "point_labels": torch.ones(1, 1, 1, dtype=torch.int32)}
     session.add_point_inputs(index, 0, point)
     session.obj_with_new_inputs = [1]
+    make.model(session, frame_idx=0)
+    return {"inference_session": session, "frame_idx": 1}
+
+
+def _video_and_text(make: Any) -> dict[str, Any]:
+    """Four pictures, 8 tokens each, and a text after them."""
+    return {
+        "pixel_values": make.pixel_values_videos(),
+        "qformer_input_ids": make.input_ids(),
+        "qformer_attention_mask": make.right_mask(),
+        "input_ids": nn.functional.pad(make.input_ids(), (32, 0), value=99),
+        "attention_mask": nn.functional.pad(make.right_mask(), (32, 0), value=1),
+    }
+
+
+def _prompted_frame(make: Any) -> dict[str, Any]:
+    """A video with a text prompt, of which the first frame is in the model's memory."""
+    session = Sam3VideoInferenceSession(
+        video=make.random(2, 3, 32, 32), video_height=32, video_width=32, dtype=torch.float32
+    )
+    prompt = session.add_prompt("a cat")
+    session.prompt_input_ids[prompt] = make.tokens(12)[:1]
+    session.prompt_attention_masks[prompt] = torch.ones(1, 12, dtype=torch.int64)
     make.model(session, frame_idx=0)
     return {"inference_session": session, "frame_idx": 1}
 
@@ -699,13 +733,8 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
         "InstructBlipForConditionalGeneration": _with_image_tokens,
         "InstructBlipModel": _with_image_tokens,
-        "InstructBlipVideo*": lambda make: {
-            "pixel_values": make.pixel_values_videos(),
-            "qformer_input_ids": make.input_ids(),
-            "qformer_attention_mask": make.right_mask(),
-            "input_ids": nn.functional.pad(make.input_ids(), (32, 0), value=99),
-            "attention_mask": nn.functional.pad(make.right_mask(), (32, 0), value=1),
-        },
+        "InstructBlipVideoForConditionalGeneration": _video_and_text,
+        "InstructBlipVideoModel": _video_and_text,
         "Inkling2VisionModel": lambda make: {
             "pixel_values": make.random(12, 16, 16, 3),
             "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
@@ -765,6 +794,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "decoder_input_ids": make.decoder_input_ids(),
         },
         "Sam2Model": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
+        "Sam3VideoModel": _prompted_frame,
         "Sam3TrackerModel": lambda make: {"pixel_values": make.random(3, 3, 32, 32)} | _points(32),
         "SpeechEncoderDecoderModel": lambda make: {
             "input_values": make.random(3, 1600),
