@@ -275,10 +275,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Sam3VideoConfig": {
         "low_res_mask_size": 16,
         "score_threshold_detection": 0.0,
-        "new_det_thresh": 0.0,
+        "new_det_thresh": 0.25,
         "det_nms_thresh": 0.0,
         "fill_hole_area": 0,
-        "max_num_objects": 2,
+        "assoc_iou_thresh": 1.1,
+        "max_num_objects": 20,
     },
     "Sam3TrackerVideoConfig": _MEMORY | {"image_size": 32},
     "Sapiens2Config": {"num_key_value_heads_per_layer": [4, 2], "num_hidden_layers": 2},
@@ -294,6 +295,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "VibeVoiceAcousticTokenizerEncoderConfig": _SHORT_HOPS,
     "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 64},
     "ViltForImagesAndTextClassification": {"num_images": 2},
+    "PatchTSMixerConfig": {"self_attn": True},
     "PPLCNetV4Config": {"stem_channels": [3, 48, 96]},
     "Qwen2_5OmniDiTConfig": {
         "enc_channels": [16, 16, 16, 16, 48],
@@ -306,6 +308,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "mel_dim": 16,
     },
     "Qwen2_5OmniBigVGANConfig": {"upsample_initial_channel": 64, "mel_dim": 16},
+    "Qwen3OmniMoeAudioEncoderConfig": {"n_window": 50, "n_window_infer": 100},
     "Qwen3ASREncoderConfig": {"n_window": 50, "n_window_infer": 100},
     "Qwen3OmniMoeTalkerForConditionalGeneration": {"spatial_merge_size": 2},
     "XCLIPVisionConfig": {"num_frames": 3},
@@ -409,9 +412,9 @@ def _camera(make: Any) -> dict[str, Any]:
 
 
 def _speech(make: Any) -> dict[str, Any]:
-    """Sound as a wave, and as 10 frames of a spectrogram."""
+    """Sound as a wave, quiet so that its quantised sum with the spectrogram depends on both, and 10 frames of that."""
     bins = make.config.semantic_model_config.feature_projection_input_dim
-    return {"input_values": make.random(3, 1, 3200), "input_features": make.random(3, 10, bins)}
+    return {"input_values": 0.01 * make.random(3, 1, 3200), "input_features": make.random(3, 10, bins)}
 
 
 def _embedded(make: Any) -> dict[str, Any]:
@@ -458,6 +461,14 @@ def _second_frame(make: Any, kind: Any, size: int) -> dict[str, Any]:
     session.obj_with_new_inputs = [1]
     make.model(session, frame_idx=0)
     return {"inference_session": session, "frame_idx": 1}
+
+
+def _three_sounds(make: Any) -> dict[str, Any]:
+    """Frames of three sounds, one after the other."""
+    return {
+        "input_features": make.random(make.config.num_mel_bins, 350),
+        "feature_lens": torch.tensor([200, 100, 50]),
+    }
 
 
 def _video_and_text(make: Any) -> dict[str, Any]:
@@ -616,6 +627,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             # Their backbone shrinks images to a 32nd: 12 keys.
             lambda make: {"pixel_values": make.random(3, 3, 96, 128)},
         ),
+        "DeepseekOcr2VisionEncoder": lambda make: {"inputs_embeds": make.inputs_embeds(), "num_patches": 8},
         "DiffusionGemmaDecoderModel": lambda make: _canvas(make) | {"past_key_values": _prefix(make)},
         "DiffusionGemmaModel": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
         "DiffusionGemmaForBlockDiffusion": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
@@ -710,6 +722,16 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "SeamlessM4TTextToUnit*": lambda make: make.made(
             ["inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
         ),
+        **dict.fromkeys(
+            (
+                "PatchTSMixerForPrediction",
+                "PatchTSMixerForPretraining",
+                "PatchTSMixerForRegression",
+                "PatchTSMixerForTimeSeriesClassification",
+                "PatchTSMixerModel",
+            ),
+            lambda make: {"past_values": make.random(3, make.config.context_length, make.config.num_input_channels)},
+        ),
         "PatchTST*": lambda make: {
             "past_values": make.random(3, make.config.context_length, make.config.num_input_channels)
         },
@@ -735,6 +757,10 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "InstructBlipModel": _with_image_tokens,
         "InstructBlipVideoForConditionalGeneration": _video_and_text,
         "InstructBlipVideoModel": _video_and_text,
+        "Idefics2PerceiverResampler": lambda make: {
+            "context": make.encoder_hidden_states(),
+            "attention_mask": make.encoder_attention_mask(),
+        },
         "Inkling2VisionModel": lambda make: {
             "pixel_values": make.random(12, 16, 16, 3),
             "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
@@ -774,6 +800,9 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "reference_mel": make.random(3, 24, make.config.dit_config.mel_dim),
             "num_steps": 2,
         },
+        "Qwen2_5OmniAudioEncoder": _three_sounds,
+        "Qwen3OmniMoeAudioEncoder": _three_sounds,
+        "UnlimitedOcrVisionEncoder": lambda make: {"patch_embeds": make.random(3, make.config.hidden_size, 4, 4)},
         "Qwen3ASREncoder": lambda make: {
             "input_features": make.random(3, make.config.num_mel_bins, 200),
             "input_features_mask": (torch.arange(200) < torch.tensor([[200], [150], [90]])).long(),
