@@ -12,6 +12,7 @@ from transformers import (
     DINOv3ViTConfig,
     EdgeTamVideoInferenceSession,
     EdgeTamVisionConfig,
+    Gemma4TextConfig,
     ResNetConfig,
     Sam2VideoInferenceSession,
     Sam3TrackerVideoInferenceSession,
@@ -20,6 +21,7 @@ from transformers import (
     TimmWrapperConfig,
 )
 from transformers.cache_utils import DFlashCache, DynamicCache
+from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
 
 # Backbones that need no other package.
 _RESNET = {"start": {"backbone_config": ResNetConfig(out_features=["stage4"])}}
@@ -54,6 +56,7 @@ _MEMORY = {
     "memory_fuser_embed_dim": 128,
     "memory_fuser_intermediate_dim": 64,
 }
+_WITHOUT_INPUTS_PER_LAYER = Gemma4TextConfig(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
 _WINDOW_QFORMER = {
     "qformer_config": Blip2QFormerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32
@@ -185,6 +188,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "backbone_channel_list": [384, 192, 96, 48],
         "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     },
+    "EsmFold2AtomEncoderConfig": {"num_spatial_rope_pairs_per_axis": 1, "num_uid_rope_pairs": 1},
+    "EsmFold2Config": {
+        "single_inputs_size": 99,
+        "num_loops": 1,
+        "max_atomic_number": 16,
+        "num_res_types": 33,
+        "atom_feature_dim": 277,
+    },
     "EsmForProteinFolding": {"start": {"is_folding_model": True}},
     "EfficientLoFTRConfig": {"hidden_size": 256, "num_attention_heads": 8},
     "Ernie4_5_VLMoeTextConfig": {
@@ -193,6 +204,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Exaone4_5_VisionConfig": {"window_size": 32},
     "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    # transformers needs a layer that is not shared, and this model shares all: it cannot be built with transformers 5.23.
+    "Gemma4AssistantConfig": {"start": {"text_config": _WITHOUT_INPUTS_PER_LAYER}},
     "Glm4vMoeTextConfig": _MROPE_OF_HALF,
     "Glm4vTextConfig": _MROPE,
     "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2},
@@ -463,6 +476,31 @@ def _second_frame(make: Any, kind: Any, size: int) -> dict[str, Any]:
     return {"inference_session": session, "frame_idx": 1}
 
 
+def _protein(make: Any) -> dict[str, Any]:
+    """Proteins of 8, 8 and 6 residues, with three atoms each."""
+    token, kept = torch.arange(8).expand(3, 8), torch.arange(8) < torch.tensor([[8], [8], [6]])
+    of_atom, zeros = token.repeat_interleave(3, 1), torch.zeros(3, 8, dtype=torch.int64)
+    lm = make.config.esmc_config
+    atoms = EsmFold2AtomInputs(
+        ref_pos=make.random(3, 24, 3),
+        ref_charge=torch.zeros(3, 24),
+        atom_attention_mask=kept.repeat_interleave(3, 1),
+        ref_element=make.tokens(24) % make.config.max_atomic_number,
+        ref_atom_name_chars=torch.stack([make.tokens(24) % make.config.char_vocab_size] * make.config.max_chars, -1),
+        ref_space_uid=of_atom,
+        atom_to_token=of_atom,
+    )
+    return {
+        **dict.fromkeys(("token_index", "residue_index"), token),
+        **dict.fromkeys(("asym_id", "sym_id", "entity_id", "mol_type"), zeros),
+        "res_type": make.tokens(8) % 20,
+        "token_bonds": torch.zeros(3, 8, 8, 1),
+        "attention_mask": kept.long(),
+        "atom_inputs": atoms,
+        "lm_hidden_states": make.random(3, 8, lm.num_hidden_layers + 1, lm.hidden_size),
+    }
+
+
 def _three_sounds(make: Any) -> dict[str, Any]:
     """Frames of three sounds, one after the other."""
     return {
@@ -614,6 +652,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "input_features": make.random(3, make.config.feature_size, 64),
             "chunk_sample_lengths": torch.tensor([64, 64, 40]) * make.config.hop_length,
         },
+        "EsmFold2Model": _protein,
         "EdgeTamModel": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
         **dict.fromkeys(
             (
