@@ -12,14 +12,15 @@ import torch.nn.functional as F
 import transformers as hf
 from click.testing import CliRunner
 from torch import nn
+from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.masks import Causal, Window
+from tools.families import packages
 from tools.families.__main__ import add, main, stored
 from tools.families.breaking import MUTATIONS, parts_of_call, without
 from tools.families.catalogue import families, is_part, model_classes
 from tools.families.comparison import SHARP, Result, compare, doubled_precision, noise, plain_attention
-from tools.families.packages import skip_checks
 from tools.families.page import page
 from tools.families.tiny import LARGEST, tiny_configuration, tiny_model
 
@@ -117,8 +118,18 @@ def test_the_noise_of_a_model_is_the_same_in_both_precisions() -> None:
     assert torch.equal(single.double(), double)
 
 
-def test_a_family_with_layers_of_a_package_that_is_missing_is_rejected_by_their_code() -> None:
-    skip_checks()
+def test_operators_of_torchvision_are_declared_where_torch_has_no_cuda(monkeypatch: Any) -> None:
+    monkeypatch.setattr(packages, "_KEPT", [])  # they end with this test
+    monkeypatch.setattr(packages, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    packages.declare_operators()
+    packages.declare_operators()  # again, where they exist
+    assert str(torch.ops.torchvision.qnms.default._schema).startswith("torchvision::qnms(Tensor dets, Tensor scores")
+
+
+def test_a_family_with_layers_of_a_package_that_is_missing_is_rejected_by_their_code(monkeypatch: Any) -> None:
+    monkeypatch.setitem(BACKENDS_MAPPING, "natten", BACKENDS_MAPPING["natten"])  # restored after this test
+    packages.skip_checks()
     kind = next(each for each in model_classes("dinat") if each.__name__ == "DinatModel")
     result = compare("dinat", kind)
     assert result.outcome == "rejected"

@@ -204,7 +204,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Exaone4_5_VisionConfig": {"window_size": 32},
     "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    # transformers needs a layer that is not shared, and this model shares all: it cannot be built with transformers 5.23.
+    # transformers 5.23 needs a layer that is not shared, and this model shares all: it cannot be built.
     "Gemma4AssistantConfig": {"start": {"text_config": _WITHOUT_INPUTS_PER_LAYER}},
     "Glm4vMoeTextConfig": _MROPE_OF_HALF,
     "Glm4vTextConfig": _MROPE,
@@ -438,7 +438,7 @@ def _embedded(make: Any) -> dict[str, Any]:
 def _heard(make: Any) -> dict[str, Any]:
     """A text, with 8 frames of sound per token."""
     bins = make.config.audio_config.num_mel_bins
-    return make.made(["input_ids", "attention_mask"]) | {"input_features": make.random(3, bins, 96)}
+    return {**make.made(["input_ids", "attention_mask"]), "input_features": make.random(3, bins, 96)}
 
 
 def _points(size: int) -> dict[str, Any]:
