@@ -7,12 +7,13 @@ EDITABLE := --no-build-isolation --config-settings cmake.define.MULTIHEAD_EMULAT
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 PACKAGES := .venv/packages
 READY := .venv/ready
+FAMILIES := .venv/families
 
 # Models come from installed packages; nothing is downloaded while the code runs.
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long test browser pictures check docs bench sanitize mutants lowest canary wheel
+.PHONY: help demo demo-long test browser pictures check docs bench families sanitize mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +62,15 @@ bench: $(READY)  ## time the layer against PyTorch's and those of other librarie
 	@$(PIP) --no-deps --group peers
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.peers
+
+# Results are stored in build/families.jsonl: an interrupted run continues, and only new classes are compared again.
+families: $(READY) $(FAMILIES)/ready  ## compare every model class of transformers with eager attention, half an hour; writes docs/families.md
+	PYTHONPATH=$(FAMILIES) $(BIN)/python -m tools.families
+	PYTHONPATH=$(FAMILIES) $(BIN)/python -m tools.families --mutate --write
+
+$(FAMILIES)/ready: $(PACKAGES)
+	@$(PIP) --no-deps --upgrade --target $(FAMILIES) --group families
+	@touch $@
 
 sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and ThreadSanitizer
 	@for each in address,undefined thread; do \

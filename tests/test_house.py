@@ -31,6 +31,7 @@ HABITS = (
     "check",
     "docs",
     "bench",
+    "families",
     "sanitize",
     "mutants",
     "lowest",

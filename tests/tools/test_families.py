@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from click.testing import CliRunner
 from torch import nn
+from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.masks import Causal, Window
+from tools.families import packages
 from tools.families.__main__ import add, main, stored
 from tools.families.breaking import MUTATIONS, parts_of_call, without
 from tools.families.catalogue import families, is_part, model_classes
-from tools.families.comparison import Result, compare
+from tools.families.comparison import SHARP, Result, compare, doubled_precision, noise, plain_attention
 from tools.families.page import page
 from tools.families.tiny import LARGEST, tiny_configuration, tiny_model
 
@@ -66,6 +69,73 @@ def test_each_part_of_a_call_is_found_and_dropped() -> None:
     assert without("bias", added, {})[0].tolist() == [[True, False]]
 
 
+def test_a_bias_that_is_the_same_for_all_visible_keys_is_no_part_of_a_call() -> None:
+    query, hidden = torch.zeros(1, 1, 2, 16), torch.finfo(torch.float32).min
+    assert parts_of_call(query, torch.tensor([[[[1.0, 1.0, hidden], [2.0, hidden, 2.0]]]]), {}) == {"mask"}
+    assert parts_of_call(query, torch.tensor([[[[1.0, 1.0, hidden], [2.0, hidden, 3.0]]]]), {}) == {"mask", "bias"}
+
+
+def test_plain_attention_is_that_of_torch_for_grouped_heads_masks_and_a_bias() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 5, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 7, 8, generator=generator, dtype=torch.float64)
+    bias = torch.randn(2, 4, 5, 7, generator=generator, dtype=torch.float64)
+    seen = torch.rand(2, 1, 5, 7, generator=generator) < 0.6
+    seen[1, :, 2] = False
+    wide = {"enable_gqa": True, "scale": 0.7}
+    output, weights = plain_attention(nn.Identity(), query, key, value, seen, scaling=0.7)
+    expected = F.scaled_dot_product_attention(query, key, value, seen, **wide)
+    torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-12, rtol=0)
+    assert not weights[1, :, 2].any()
+    for mask, options in ((bias, {}), (None, {"position_bias": bias})):
+        output, _ = plain_attention(nn.Identity(), query, key, value, mask, scaling=0.7, **options)
+        expected = F.scaled_dot_product_attention(query, key, value, bias, **wide)
+        torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-12, rtol=0)
+
+
+def test_a_model_whose_eager_attention_is_wrong_is_compared_with_the_plain_one() -> None:
+    kind = next(each for each in model_classes("nemotron_asr_streaming") if each.__name__.endswith("StreamingEncoder"))
+    result = compare("nemotron_asr_streaming", kind)
+    assert (result.outcome, result.reason, result.weights) == ("equal", "", 2)
+    assert result.entropy < SHARP
+
+
+def test_a_cache_among_the_inputs_is_copied_in_double_precision() -> None:
+    cache = hf.DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    doubled = doubled_precision({"past_key_values": cache, "count": 2})
+    assert doubled["count"] == 2
+    assert doubled["past_key_values"].layers[0].keys.dtype == torch.float64
+    assert cache.layers[0].keys.dtype == torch.float32
+
+
+def test_the_noise_of_a_model_is_the_same_in_both_precisions() -> None:
+    torch.manual_seed(0)
+    single = noise(2, 3, dtype=torch.float32)
+    torch.manual_seed(0)
+    double = noise(2, 3, dtype=torch.float64)
+    assert double.dtype == torch.float64
+    assert torch.equal(single.double(), double)
+
+
+def test_operators_of_torchvision_are_declared_where_torch_has_no_cuda(monkeypatch: Any) -> None:
+    monkeypatch.setattr(packages, "_KEPT", [])  # they end with this test
+    monkeypatch.setattr(packages, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    packages.declare_operators()
+    packages.declare_operators()  # again, where they exist
+    assert str(torch.ops.torchvision.qnms.default._schema).startswith("torchvision::qnms(Tensor dets, Tensor scores")
+
+
+def test_a_family_with_layers_of_a_package_that_is_missing_is_rejected_by_their_code(monkeypatch: Any) -> None:
+    monkeypatch.setitem(BACKENDS_MAPPING, "natten", BACKENDS_MAPPING["natten"])  # restored after this test
+    packages.skip_checks()
+    kind = next(each for each in model_classes("dinat") if each.__name__ == "DinatModel")
+    result = compare("dinat", kind)
+    assert result.outcome == "rejected"
+    assert "NeighborhoodAttention computes its weights itself" in result.reason
+
+
 def test_attention_that_bypasses_the_interface_is_a_difference_in_the_number_of_calls(monkeypatch: Any) -> None:
     """A layer that looks its attention up, and then does not use it, cannot be found by its code."""
     kind = next(each for each in model_classes("bert") if each.__name__ == "BertModel")
@@ -99,7 +169,7 @@ def results() -> list[dict[str, Any]]:
         ),
         Result("gpt2", "GPT2Model", calls=2, layers=(2, 2), weights=1, entropy=0.75, cached=True),
         Result("mpt", "MptModel", "rejected", "blocks.0.attn: MptAttention computes its weights itself."),
-        Result("timm", "Timm|Model", "not built", "ImportError: a | b"),
+        Result("timm", "TimmModel", "not built", "ImportError: a | b"),
         Result("mamba", "MambaModel", "no attention"),
         Result("t5", "T5Stack", part=True),
     ]
@@ -116,7 +186,7 @@ def test_the_page_counts_results_and_names_what_was_missed() -> None:
         "| rejected with a clear error | 1 | 1 |",
         "| cannot be built here | 1 | 1 |",
         "| mask | 2 | 1; not found in gpt2 |",
-        "| `timm` | 1 | `ImportError: a \\| b` |",
+        "| `timm` | `TimmModel` | `ImportError: a \\| b` |",
         "| `mpt` | 1 | blocks.0.attn: MptAttention computes its weights itself. |",
         "| `gpt2` | 1 | 1 |  |",
     ):

@@ -24,7 +24,8 @@ def parts_of_call(query: Tensor, mask: Any, options: dict[str, Any]) -> set[str]
         hides = not bool(mask.dense().all())
     elif mask is not None:
         kept, bias = mask_of_tensor(mask, mask.shape[-1])
-        hides, adds = isinstance(kept, Keep) and not bool(kept.tensor.all()), adds or bias is not None
+        hides = isinstance(kept, Keep) and not bool(kept.tensor.all())
+        adds = adds or (bias is not None and _varies(bias, kept))
     found = {
         "mask": hides,
         "scale": scaling is not None and abs(scaling - default) > 1e-3 * default,
@@ -47,6 +48,14 @@ def without(part: str, mask: Any, options: dict[str, Any]) -> tuple[Any, dict[st
     if part == "window" and isinstance(mask, LazyMask):
         mask = _with(mask, _without_window(mask.mask))
     return mask, options
+
+
+def _varies(bias: Tensor, kept: Mask) -> bool:
+    """Whether a bias differs between the keys that a query sees: the same number for all of them changes nothing."""
+    if not isinstance(kept, Keep):
+        return True
+    hidden = ~kept.tensor
+    return bool((bias.masked_fill(hidden, -torch.inf).amax(-1) > bias.masked_fill(hidden, torch.inf).amin(-1)).any())
 
 
 def _hides_more(mask: LazyMask) -> bool:

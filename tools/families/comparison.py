@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 import multihead as mh
 from multihead.errors import ModelError
@@ -20,11 +22,12 @@ from multihead.hooks.coverage import attention_elsewhere, looks_up, require_cove
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.inputs import candidates, configurations
-from tools.families.overrides import REFERENCES
-from tools.families.tiny import sharpen, steepen, tiny_configuration, tiny_model
+from tools.families.overrides import WITHOUT_EAGER
+from tools.families.tiny import full_configuration, sharpen, steepen, tiny_configuration, tiny_model
 
 Outcome = Literal["equal", "no attention", "rejected", "not built", "different"]
 STEPS = 3  # tokens that a model with a cache generates
+PLAIN = "plain"  # the name of the attention that stands in for eager one
 SHARP = 0.5  # the largest median entropy, as a share of that of an even spread
 # Float32 sums are rounded differently by every kernel: how much more than eager's own error is allowed.
 FACTOR, FLOOR = 16.0, 4e-5
@@ -129,7 +132,7 @@ def _judge_by_structure(kind: Any, result: Result) -> None:
     model = None
     try:
         with torch.device("meta"):
-            model = kind(kind.config_class())
+            model = kind(full_configuration(kind.config_class, kind))
         if not any(looks_up(type(each)) for each in model.modules()) and not attention_elsewhere(model):
             result.outcome, result.reason = "no attention", ""
         require_coverage(model)
@@ -220,57 +223,98 @@ def _sharp_runs(model: Any, inputs: dict[str, Any], layers: dict[str, nn.Module]
             break
     trace.exact = Trace()
     try:
-        exact = _eager(_double(model), _doubled(inputs), trace.exact)
+        exact = _eager(_double(model), doubled_precision(inputs), trace.exact)
     except Exception:  # noqa: BLE001 - some models mix in float32
         exact, trace.exact = output, trace
     model.float()
     return (output, trace), exact
 
 
+def plain_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute softmax(q k' + bias + mask) v, for models without right eager attention in transformers."""
+    heads = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
+    scale = options.get("scaling")
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if options.get("position_bias") is not None:
+        scores = scores + options["position_bias"]
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1).nan_to_num()  # a query without keys
+    return (weights @ value).transpose(1, 2), weights
+
+
+def _boolean_mask(**options: Any) -> Tensor | None:
+    # Without causal skips: a mask that is None hides nothing.
+    mask: Tensor | None = sdpa_mask(**options | {"allow_is_causal_skip": False})
+    return mask
+
+
+AttentionInterface.register(PLAIN, plain_attention)
+AttentionMaskInterface.register(PLAIN, _boolean_mask)
+
+
 def _reference(model: Any) -> str:
-    return next((other for name, other in REFERENCES.items() if type(model).__name__.startswith(name)), "eager")
+    return PLAIN if type(model).__name__.startswith(WITHOUT_EAGER) else "eager"
 
 
 def _eager(model: Any, inputs: dict[str, Any], trace: Trace) -> dict[str, Tensor]:
     model.set_attn_implementation(_reference(model))
-    with _eager_traced(trace, model):
+    with _eager_traced(trace):
         return _run(model, inputs)
 
 
 @contextmanager
-def _eager_traced(trace: Trace, model: Any) -> Iterator[None]:
-    """Record the weights that eager attention functions return."""
+def _eager_traced(trace: Trace) -> Iterator[None]:
+    """Record the weights that eager attention functions, and `plain_attention`, return."""
     original = AttentionInterface.get_interface
 
-    def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Any:
-        function = original(self, name, default)
-
-        def traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output, weights = function(module, *args, **kwargs)
             trace.modules.append(module)
             trace.weights.append(weights.detach() if isinstance(weights, Tensor) else None)
             return output, weights
 
-        return traced
+        return attend
+
+    def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Any:
+        function = original(self, name, default)
+        return function if name == PLAIN else traced(function)
 
     AttentionInterface.get_interface = get_interface
+    AttentionInterface.register(PLAIN, traced(plain_attention))
     try:
         yield
     finally:
         AttentionInterface.get_interface = original
+        AttentionInterface.register(PLAIN, plain_attention)
 
 
 def _double(model: Any) -> Any:
     return model.double()
 
 
-def _doubled(value: Any) -> Any:
+def doubled_precision(value: Any) -> Any:
+    """Copy inputs of a model, with their tensors, caches and videos in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value == torch.float32 else value
     if isinstance(value, dict):
-        return {key: _doubled(each) for key, each in value.items()}
+        changed = copy.copy(value)  # of the same class
+        changed.update({key: doubled_precision(each) for key, each in value.items()})
+        return changed
     if isinstance(value, (list, tuple)):
-        return type(value)(_doubled(each) for each in value)
+        return type(value)(doubled_precision(each) for each in value)
+    if hasattr(value, "__dict__") and type(value).__module__.startswith("transformers."):  # a cache, or a video
+        changed = copy.copy(value)
+        vars(changed).update(doubled_precision(vars(value)))
+        return changed
     return value
 
 
@@ -297,7 +341,16 @@ def _ours(model: Any, trace: Trace, mutation: str | None) -> Iterator[None]:
 
 def _run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)  # some models draw noise
-    return _outputs(model(**copy.deepcopy(inputs)))
+    with patch.object(torch, "randn", noise):
+        return _outputs(model(**copy.deepcopy(inputs)))
+
+
+def noise(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """Draw the same numbers for every dtype: torch draws others in float64."""
+    return _RANDN(*size, dtype=torch.float32, **options).to(dtype or torch.float32)
+
+
+_RANDN = torch.randn
 
 
 def _outputs(output: Any) -> dict[str, Tensor]:

@@ -126,9 +126,12 @@ class _Maker:
         return torch.randn(*shape, generator=self.generator)
 
     def input_ids(self) -> Tensor:
-        ids: Tensor = self.tokens(LENGTH) % min(self.get("vocab_size", default=VOCABULARY), 100)
+        size = self.get("vocab_size", default=VOCABULARY)
+        ids: Tensor = self.tokens(LENGTH) % min(size, 100)
         padding = self.get("pad_token_id", default=0)  # some heads look for it, to read the last token before it
-        return ids.where(self.attention_mask().bool(), padding if isinstance(padding, int) and padding >= 0 else 0)
+        return ids.where(
+            self.attention_mask().bool(), padding if isinstance(padding, int) and 0 <= padding < size else 0
+        )
 
     def attention_mask(self) -> Tensor:
         mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)

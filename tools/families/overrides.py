@@ -6,11 +6,62 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import ResNetConfig, SwinConfig
+from torch import nn
+from transformers import (
+    Blip2QFormerConfig,
+    DINOv3ViTConfig,
+    EdgeTamVideoInferenceSession,
+    EdgeTamVisionConfig,
+    Gemma4TextConfig,
+    ResNetConfig,
+    Sam2VideoInferenceSession,
+    Sam3TrackerVideoInferenceSession,
+    Sam3VideoInferenceSession,
+    SwinConfig,
+    TimmWrapperConfig,
+)
+from transformers.cache_utils import DFlashCache, DynamicCache
+from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
 
 # Backbones that need no other package.
 _RESNET = {"start": {"backbone_config": ResNetConfig(out_features=["stage4"])}}
+_RESNET_4 = {"start": {"backbone_config": ResNetConfig(out_features=["stage1", "stage2", "stage3", "stage4"])}}
 _RESNET_3 = {"start": {"backbone_config": ResNetConfig(out_features=["stage2", "stage3", "stage4"])}}
+_REPVIT = EdgeTamVisionConfig(
+    backbone_config=TimmWrapperConfig(
+        architecture="repvit_m1", model_args={"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]}
+    )
+)
+_INTRACLASS: dict[str, Any] = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{
+        f"{name}_{size}": [kernel, [1, 1], padding]
+        for name, sizes in {
+            "vertical_long_to_small_conv": ([[7, 1], [3, 0]], [[5, 1], [2, 0]], [[3, 1], [1, 0]]),
+            "horizontal_small_to_long_conv": ([[1, 7], [0, 3]], [[1, 5], [0, 2]], [[1, 3], [0, 1]]),
+            "symmetric_conv_long": ([[7, 7], [3, 3]], [[5, 5], [2, 2]], [[3, 3], [1, 1]]),
+        }.items()
+        for size, (kernel, padding) in zip(("longratio", "midratio", "shortratio"), sizes, strict=True)
+    },
+}
+_SHORT_HOPS = {"num_filters": 4, "downsampling_ratios": [2, 2, 2, 2, 2, 2], "depths": [1, 1, 1, 1, 1, 1, 1]}
+_MEMORY = {
+    "image_size": 64,
+    "memory_attention_rope_feat_sizes": [4, 4],
+    "memory_attention_hidden_size": 128,
+    "memory_encoder_hidden_size": 128,
+    "memory_encoder_output_channels": 64,
+    "mask_downsampler_embed_dim": 128,
+    "memory_fuser_embed_dim": 128,
+    "memory_fuser_intermediate_dim": 64,
+}
+_WITHOUT_INPUTS_PER_LAYER = Gemma4TextConfig(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+_WINDOW_QFORMER = {
+    "qformer_config": Blip2QFormerConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=32
+    )
+}
 _SWIN = {"start": {"backbone_config": SwinConfig(out_features=["stage2", "stage3", "stage4"])}}
 _HGNET = {
     "stem_channels": [3, 8, 8],
@@ -27,10 +78,19 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 
 # Fields by configuration class. "start" holds arguments of the configuration that is then shrunk.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "AlignVisionConfig": {
+        "in_channels": [32, 8, 8, 8, 8, 8, 8],
+        "out_channels": [8, 8, 8, 8, 8, 8, 8],
+        "width_coefficient": 1.0,
+        "depth_coefficient": 1.0,
+        "num_block_repeats": [1, 1, 1, 1, 1, 1, 1],
+        "hidden_dim": 8,
+    },
+    "AlignConfig": {"projection_dim": 8},
     "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BitConfig": {"num_groups": 4},
-    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2, "local_attention_window_len": 4},
     "BridgeTowerVisionConfig": {"hidden_size": 64},
     "BridgeTowerTextConfig": {"hidden_size": 64},
     "BridgeTowerConfig": {"hidden_size": 64},
@@ -42,10 +102,36 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "<racm3:break>": 6, "<eoss>": 7}},
     "Emu3Config": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
-    "Granite4VisionConfig": {"deepstack_layer_map": [], "spatial_target_layers": []},
+    "Granite4VisionModel": _WINDOW_QFORMER,
+    "Granite4VisionForConditionalGeneration": _WINDOW_QFORMER,
+    "Granite4VisionConfig": {"start": {"deepstack_layer_map": [(-1, 0)], "downsample_rate": "1/2"}},
+    "Kimi_K25VisionConfig": {"pos_emb_height": 8, "pos_emb_width": 8},
     "Kosmos2Config": {"latent_query_num": 4},
     "Blip2Config": {"image_token_index": 99, "num_query_tokens": 8},
+    "Blip2ForImageTextRetrieval": {"start": {"qformer_config": {"use_qformer_text_input": True}}},
+    "Blip2TextModelWithProjection": {"start": {"qformer_config": {"use_qformer_text_input": True}}},
+    "CHMv2ForDepthEstimation": {
+        "backbone_config": DINOv3ViTConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=4,
+            out_indices=[1, 2, 3, 4],
+            reshape_hidden_states=True,
+            return_class_token=True,
+        )
+    },
+    "CHMv2Config": {
+        "patch_size": 8,
+        "post_process_channels": [8, 8, 8, 8],
+        "fusion_hidden_size": 8,
+        "head_hidden_size": 8,
+        "number_output_channels": 8,
+    },
     "ConditionalDetrConfig": _RESNET | _EIGHT_HEADS,
+    "ConditionalDetrForSegmentation": _RESNET_4,
     "CvtConfig": {
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 2, 2],
@@ -54,7 +140,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "Deimv2Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
     "PPDocLayoutV2Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
-    "PPDocLayoutV3Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    "PPDocLayoutV3Config": {
+        "x4_feat_dim": 16,
+        "encoder_in_channels": [16, 16, 16],
+        "decoder_in_channels": [32, 32, 32],
+    },
     "PPDocLayoutV4Config": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
     "DFineConfig": {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
     "DabDetrConfig": _RESNET,
@@ -66,17 +156,56 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "DeformableDetrConfig": _RESNET_3,
+    "DepthProConfig": {
+        "patch_size": 32,
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [16, 16],
+        "scaled_images_feature_dims": [16, 16, 16],
+        "merge_padding_value": 1,
+        "fusion_hidden_size": 16,
+    },
     "DepthAnythingConfig": {"neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8},
     "DetrConfig": _RESNET | _EIGHT_HEADS,
+    "DetrForSegmentation": _RESNET_4,
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "EfficientLoFTRConfig": {"hidden_size": 256},
+    "Dots3NoteTextConfig": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "index_topk": 4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "EdgeTamConfig": {"start": {"vision_config": _REPVIT}},
+    "EdgeTamVisionConfig": {
+        "fpn_hidden_size": 128,
+        "backbone_channel_list": [384, 192, 96, 48],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
+    "EsmFold2AtomEncoderConfig": {"num_spatial_rope_pairs_per_axis": 1, "num_uid_rope_pairs": 1},
+    "EsmFold2Config": {
+        "single_inputs_size": 99,
+        "num_loops": 1,
+        "max_atomic_number": 16,
+        "num_res_types": 33,
+        "atom_feature_dim": 277,
+    },
+    "EsmForProteinFolding": {"start": {"is_folding_model": True}},
+    "EfficientLoFTRConfig": {"hidden_size": 256, "num_attention_heads": 8},
     "Ernie4_5_VLMoeTextConfig": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     },
     "Exaone4_5_VisionConfig": {"window_size": 32},
     "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "Gemma4AssistantConfig": {},
+    # transformers 5.23 needs a layer that is not shared, and this model shares all: it cannot be built.
+    "Gemma4AssistantConfig": {"start": {"text_config": _WITHOUT_INPUTS_PER_LAYER}},
     "Glm4vMoeTextConfig": _MROPE_OF_HALF,
     "Glm4vTextConfig": _MROPE,
     "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2},
@@ -98,18 +227,31 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "LwDetrViTConfig": {"num_windows": 4, "window_block_indices": [0], "out_indices": [1, 2], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MarkupLMConfig": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024},
+    "MimiDecoderConfig": {"num_filters": 8, "upsample_groups": 32},
     "MimiConfig": {"num_filters": 8, "upsample_groups": 32},
     "PocketTTSAudioTokenizerConfig": {"upsample_groups": 32},
+    "PocketTTSAudioTokenizerDecoderConfig": {"upsample_groups": 32},
     "MobileBertConfig": {"hidden_size": 64, "embedding_size": 32, "intra_bottleneck_size": 32},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
     "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
     "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "NemotronAsrStreamingEncoderConfig": {"sliding_window": 5, "default_num_lookahead_tokens": 1},
     "NeoMMEConfig": {"head_dim": 16},
     "OmDetTurboConfig": _SWIN,
     "PaddleOCRTextConfig": _MROPE,
+    "PPOCRV5ServerDetConfig": {"start": {"intraclass_block_config": _INTRACLASS, "kernel_list": [3, 2, 2]}},
+    "PPOCRV6MediumDetConfig": {"start": {"intraclass_block_config": _INTRACLASS, "kernel_list": [3, 2, 2]}},
+    "PerceptionLMConfig": {
+        "start": {
+            "vision_config": TimmWrapperConfig(
+                architecture="vit_pe_core_large_patch14_336", model_args={"embed_dim": 1024, "img_size": [448, 448]}
+            )
+        }
+    },
     "PerceiverConfig": {"qk_channels": 32, "v_channels": 32},
+    "Pix2StructTextModel": {"initializer_range": 0.02},
     "Qwen2VLTextConfig": _MROPE,
     "Qwen2_5OmniTalkerConfig": _MROPE,
     "Qwen2_5OmniTextConfig": _MROPE,
@@ -131,13 +273,57 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "RTDetrV2Config": {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
+    "Sam3LiteTextTextConfig": {"num_hidden_layers": 3},  # the first and the last have no attention
+    "Sam3VisionConfig": {"fpn_hidden_size": 128, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "Sam2VideoConfig": _MEMORY,
+    "EdgeTamVideoConfig": _MEMORY
+    | {
+        "perceiver_resampler_hidden_size": 64,
+        "perceiver_resampler_attention_head_dim": 64,
+        "perceiver_resampler_num_latents": 4,
+        "perceiver_resampler_num_latents_2d": 4,
+        "memory_attention_rope_k_sizes": [2, 2],
+        "start": {"vision_config": _REPVIT},
+    },
+    "Sam3VideoConfig": {
+        "low_res_mask_size": 16,
+        "score_threshold_detection": 0.0,
+        "new_det_thresh": 0.25,
+        "det_nms_thresh": 0.0,
+        "fill_hole_area": 0,
+        "assoc_iou_thresh": 1.1,
+        "max_num_objects": 20,
+    },
+    "Sam3TrackerVideoConfig": _MEMORY | {"image_size": 32},
     "Sapiens2Config": {"num_key_value_heads_per_layer": [4, 2], "num_hidden_layers": 2},
     "Sapiens2HeadConfig": {"upsample_out_channels": [8], "conv_out_channels": [8], "use_pixel_shuffle": False},
     "Step3p7TextConfig": {"sliding_window": 4, "num_sliding_attention_heads": 4},
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
+    "TimmBackboneConfig": {"start": {"backbone": "resnet18"}},
+    "UVDocBridge": {"stage_configs": [[[32, 1]], [[32, 2]]]},
     "TableTransformerConfig": _RESNET | {"d_model": 64},
     "TvpConfig": _RESNET | {"visual_prompt_size": 4, "max_img_size": 32},
     "ViltConfig": {"max_image_length": 16, "max_img_size": 32},
+    "VibeVoiceAcousticTokenizerConfig": _SHORT_HOPS,
+    "VibeVoiceAcousticTokenizerEncoderConfig": _SHORT_HOPS,
+    "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 64},
+    "ViltForImagesAndTextClassification": {"num_images": 2},
+    "PatchTSMixerConfig": {"self_attn": True},
+    "PPLCNetV4Config": {"stem_channels": [3, 48, 96]},
+    "Qwen2_5OmniDiTConfig": {
+        "enc_channels": [16, 16, 16, 16, 48],
+        "enc_attention_channels": 8,
+        "enc_se_channels": 8,
+        "num_hidden_layers": 3,
+        "look_ahead_layers": [1],
+        "look_backward_layers": [0, 2],
+        "block_size": 4,
+        "mel_dim": 16,
+    },
+    "Qwen2_5OmniBigVGANConfig": {"upsample_initial_channel": 64, "mel_dim": 16},
+    "Qwen3OmniMoeAudioEncoderConfig": {"n_window": 50, "n_window_infer": 100},
+    "Qwen3ASREncoderConfig": {"n_window": 50, "n_window_infer": 100},
+    "Qwen3OmniMoeTalkerForConditionalGeneration": {"spatial_merge_size": 2},
     "XCLIPVisionConfig": {"num_frames": 3},
     "BridgeTowerForContrastiveLearning": {"contrastive_hidden_size": 32, "logit_scale_init_value": 2.6},
     "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
@@ -163,12 +349,22 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "global_attention_blocks": [3],
     },
     "Sam2VisionConfig": {
+        "fpn_hidden_size": 128,
         "backbone_channel_list": [64, 32, 16, 8],
         "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     },
+    "SuperPointConfig": {"keypoint_decoder_dim": 65},
     "SwinConfig": {"image_size": 64, "window_size": 2, "depths": [2, 1, 1, 1]},
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "T5ForSequenceClassification": {"decoder_start_token_id": 0},
+    "Xcodec2Config": {"quantization_dim": 64},
+    "NeuCodecConfig": {"quantization_dim": 64},
+    "Phi4MultimodalAudioConfig": {
+        "nemo_conv_channels": 32,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+    },
+    "XcodecConfig": {"codebook_dim": 544},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
         "attention_hidden_size": 64,
@@ -176,6 +372,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
         "num_hidden_layers": 4,
     },
+}
+
+# The memory of videos has 64 channels, and half of the model's at most.
+CONFIGURATIONS |= {
+    f"{family}{part}Config": {"hidden_size": 128}
+    for family in ("EdgeTam", "EdgeTamVideo", "Sam2", "Sam2Video", "Sam3Tracker", "Sam3TrackerVideo")
+    for part in ("PromptEncoder", "MaskDecoder")
+} | {
+    f"{family}{part}Config": {"hidden_size": 128}
+    for family in ("Sam3", "Sam3LiteText")
+    for part in ("GeometryEncoder", "DETREncoder", "DETRDecoder", "MaskDecoder")
 }
 
 # Text decoders with cross-attention, which their default configurations lack.
@@ -199,6 +406,142 @@ CONFIGURATIONS |= {name: {"is_decoder": True, "add_cross_attention": True} for n
 def _tokens(make: Any, length: int, depth: int) -> torch.Tensor:
     columns: list[torch.Tensor] = [make.tokens(length) % 30 for _ in range(depth)]
     return torch.stack(columns, -1)
+
+
+def _latents(make: Any) -> dict[str, Any]:
+    """Latents of a sound, from which a decoder makes it: (batch, hidden_size, frames)."""
+    return {"latents": make.random(3, make.config.hidden_size, 6)}
+
+
+def _camera(make: Any) -> dict[str, Any]:
+    """A picture of a camera, 16 tokens, and a text after it."""
+    picture = make.config.vlm_config.image_token_id
+    return {
+        "input_ids": nn.functional.pad(make.input_ids(), (16, 0), value=picture),
+        "attention_mask": nn.functional.pad(make.right_mask(), (16, 0), value=1),
+        "pixel_values": make.random(3, 1, 3, 32, 32),
+        "pixel_attention_mask": torch.ones(3, 1, dtype=torch.bool),
+    }
+
+
+def _speech(make: Any) -> dict[str, Any]:
+    """Sound as a wave, quiet so that its quantised sum with the spectrogram depends on both, and 10 frames of that."""
+    bins = make.config.semantic_model_config.feature_projection_input_dim
+    return {"input_values": 0.01 * make.random(3, 1, 3200), "input_features": make.random(3, 10, bins)}
+
+
+def _embedded(make: Any) -> dict[str, Any]:
+    made: dict[str, Any] = make.made(["inputs_embeds", "attention_mask"])
+    return made
+
+
+def _heard(make: Any) -> dict[str, Any]:
+    """A text, with 8 frames of sound per token."""
+    bins = make.config.audio_config.num_mel_bins
+    return {**make.made(["input_ids", "attention_mask"]), "input_features": make.random(3, bins, 96)}
+
+
+def _points(size: int) -> dict[str, Any]:
+    """Two points on each of three images, as prompts of a segmentation."""
+    points = torch.tensor([[0.2, 0.3], [0.7, 0.6]]) * size
+    return {"input_points": points.expand(3, 1, 2, 2), "input_labels": torch.ones(3, 1, 2, dtype=torch.int64)}
+
+
+def _canvas(make: Any) -> dict[str, Any]:
+    """Tokens that a diffusion model refines, after a prefix of 12 tokens."""
+    return {
+        "decoder_input_ids": make.decoder_input_ids(),
+        "decoder_attention_mask": nn.functional.pad(make.attention_mask(), (0, 9), value=1),
+    }
+
+
+def _prefix(make: Any) -> DynamicCache:
+    """The keys and values of 12 tokens, for the layers of a model that reads them."""
+    config = make.config.get_text_config()
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(make.model.layers):
+        heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
+        cache.update(*(make.random(3, heads, 12, layer.self_attn.head_dim) for _ in range(2)), index)
+    return cache
+
+
+def _second_frame(make: Any, kind: Any, size: int) -> dict[str, Any]:
+    """A video of which the first frame, with a point on an object, is in the model's memory."""
+    session = kind(video=make.random(2, 3, size, size), video_height=size, video_width=size, dtype=torch.float32)
+    index = session.obj_id_to_idx(1)
+    point = {"point_coords": torch.full((1, 1, 1, 2), size / 3), "point_labels": torch.ones(1, 1, 1, dtype=torch.int32)}
+    session.add_point_inputs(index, 0, point)
+    session.obj_with_new_inputs = [1]
+    make.model(session, frame_idx=0)
+    return {"inference_session": session, "frame_idx": 1}
+
+
+def _protein(make: Any) -> dict[str, Any]:
+    """Proteins of 8, 8 and 6 residues, with three atoms each."""
+    token, kept = torch.arange(8).expand(3, 8), torch.arange(8) < torch.tensor([[8], [8], [6]])
+    of_atom, zeros = token.repeat_interleave(3, 1), torch.zeros(3, 8, dtype=torch.int64)
+    lm = make.config.esmc_config
+    atoms = EsmFold2AtomInputs(
+        ref_pos=make.random(3, 24, 3),
+        ref_charge=torch.zeros(3, 24),
+        atom_attention_mask=kept.repeat_interleave(3, 1),
+        ref_element=make.tokens(24) % make.config.max_atomic_number,
+        ref_atom_name_chars=torch.stack([make.tokens(24) % make.config.char_vocab_size] * make.config.max_chars, -1),
+        ref_space_uid=of_atom,
+        atom_to_token=of_atom,
+    )
+    return {
+        **dict.fromkeys(("token_index", "residue_index"), token),
+        **dict.fromkeys(("asym_id", "sym_id", "entity_id", "mol_type"), zeros),
+        "res_type": make.tokens(8) % 20,
+        "token_bonds": torch.zeros(3, 8, 8, 1),
+        "attention_mask": kept.long(),
+        "atom_inputs": atoms,
+        "lm_hidden_states": make.random(3, 8, lm.num_hidden_layers + 1, lm.hidden_size),
+    }
+
+
+def _three_sounds(make: Any) -> dict[str, Any]:
+    """Frames of three sounds, one after the other."""
+    return {
+        "input_features": make.random(make.config.num_mel_bins, 350),
+        "feature_lens": torch.tensor([200, 100, 50]),
+    }
+
+
+def _video_and_text(make: Any) -> dict[str, Any]:
+    """Four pictures, 8 tokens each, and a text after them."""
+    return {
+        "pixel_values": make.pixel_values_videos(),
+        "qformer_input_ids": make.input_ids(),
+        "qformer_attention_mask": make.right_mask(),
+        "input_ids": nn.functional.pad(make.input_ids(), (32, 0), value=99),
+        "attention_mask": nn.functional.pad(make.right_mask(), (32, 0), value=1),
+    }
+
+
+def _prompted_frame(make: Any) -> dict[str, Any]:
+    """A video with a text prompt, of which the first frame is in the model's memory."""
+    session = Sam3VideoInferenceSession(
+        video=make.random(2, 3, 32, 32), video_height=32, video_width=32, dtype=torch.float32
+    )
+    prompt = session.add_prompt("a cat")
+    session.prompt_input_ids[prompt] = make.tokens(12)[:1]
+    session.prompt_attention_masks[prompt] = torch.ones(1, 12, dtype=torch.int64)
+    make.model(session, frame_idx=0)
+    return {"inference_session": session, "frame_idx": 1}
+
+
+def _noise_after_context(make: Any) -> dict[str, Any]:
+    """A block of tokens to denoise, and the states of the 12 tokens before it, which become keys and values only."""
+    config, cache = make.config, DFlashCache(config=make.config)
+    cache.set_previous_accepted_tokens(12)
+    return {
+        "noise_embeds": make.random(3, 4, config.hidden_size),
+        "context_hidden_states": make.random(3, 12, config.hidden_size * len(config.target_layer_ids)),
+        "attention_mask": nn.functional.pad(make.attention_mask(), (0, 4), value=1),
+        "past_key_values": cache,
+    }
 
 
 def _codebooks(make: Any) -> dict[str, Any]:
@@ -275,11 +618,26 @@ def _question(make: Any) -> dict[str, Any]:
     return made
 
 
+# Arguments of model classes besides the configuration.
+ARGUMENTS: dict[str, dict[str, Any]] = {"Qwen3OmniMoeCode2WavDecoderBlock": {"layer_idx": 0}}
+
 # Makers of inputs by model class; a name that ends in * stands for all classes that begin with it.
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
     dict.fromkeys(_WITH_CROSS_ATTENTION, _decoder)
     | {
         "AlignModel": _text_and_image,
+        "AudioFlamingo3Encoder": lambda make: {
+            "input_features": make.random(3, 16, 2 * make.config.max_source_positions),
+            "input_features_mask": (
+                torch.arange(2 * make.config.max_source_positions) < torch.tensor([[999], [200], [90]])
+            ).long(),
+        },
+        "Blip2ForImageTextRetrieval": lambda make: {
+            "input_ids": nn.functional.pad(make.input_ids(), (8, 0), value=99),
+            "attention_mask": nn.functional.pad(make.right_mask(), (8, 0), value=1),
+            "pixel_values": make.pixel_values(),
+        },
+        "DepthPro*": lambda make: {"pixel_values": make.random(3, 3, 128, 128)},
         # Its patches mix tokens with the padding before them, for which eager attention is an average of hidden values.
         "BltForCausalLM": _padded_on_the_right,
         "BltModel": _padded_on_the_right,
@@ -290,6 +648,31 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         "CsmBackboneModel": _codebooks_last,
         "CsmForConditionalGeneration": _codebooks_last,
         "CsmDepthDecoderForCausalLM": _padded_on_the_right,  # its logits leave out the first token
+        "Dots3NoteAudioModel": lambda make: {
+            "input_features": make.random(3, make.config.feature_size, 64),
+            "chunk_sample_lengths": torch.tensor([64, 64, 40]) * make.config.hop_length,
+        },
+        "EsmFold2Model": _protein,
+        "EdgeTamModel": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
+        **dict.fromkeys(
+            (
+                "ConditionalDetrForObjectDetection",
+                "ConditionalDetrForSegmentation",
+                "ConditionalDetrModel",
+                "DetrForObjectDetection",
+                "DetrForSegmentation",
+                "DetrModel",
+            ),
+            # Their backbone shrinks images to a 32nd: 12 keys.
+            lambda make: {"pixel_values": make.random(3, 3, 96, 128)},
+        ),
+        "DeepseekOcr2VisionEncoder": lambda make: {"inputs_embeds": make.inputs_embeds(), "num_patches": 8},
+        "DiffusionGemmaDecoderModel": lambda make: _canvas(make) | {"past_key_values": _prefix(make)},
+        "DiffusionGemmaModel": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
+        "DiffusionGemmaForBlockDiffusion": lambda make: make.made(["input_ids", "attention_mask"]) | _canvas(make),
+        "EdgeTamVideoModel": lambda make: _second_frame(make, EdgeTamVideoInferenceSession, 64),
+        "Sam2VideoModel": lambda make: _second_frame(make, Sam2VideoInferenceSession, 64),
+        "Sam3TrackerVideoModel": lambda make: _second_frame(make, Sam3TrackerVideoInferenceSession, 32),
         "DecisionTransformerModel": lambda make: {
             "states": make.random(3, 6, make.config.state_dim),
             "actions": make.random(3, 6, make.config.act_dim),
@@ -304,6 +687,10 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             make.made(["input_ids", "attention_mask"])
             | {"cross_attention_states": make.random(3, 5, make.config.hidden_size)}
         ),
+        "NemotronAsrStreamingEncoder": lambda make: {
+            "input_features": make.random(3, 96, make.config.num_mel_bins),
+            "attention_mask": (torch.arange(96) < torch.tensor([[96], [80], [60]])).long(),
+        },
         "Pix2StructForConditionalGeneration": lambda make: {
             "flattened_patches": make.random(3, 9, 2 + make.config.vision_config.patch_embed_hidden_size).abs(),
             "attention_mask": make.right_mask()[:, -9:],
@@ -325,19 +712,64 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "aspect_ratio_ids": torch.tensor([[1], [2], [6]]),
             "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 1, 1]]]),
         },
+        "MimiDecoderModel": _latents,
         "MiniCPMOcrVisionModel": _packed_patches,
         "MiniCPMV4_6VisionModel": _packed_patches,
         "MiniCPMV4_7VisionModel": _packed_patches,
+        "Molmo2Adapter": lambda make: {
+            "image_features": make.random(3, 16, 2 * make.config.hidden_size),
+            "pooled_patches_idx": torch.tensor([[0, 1, 4, 5], [18, 19, 22, -1], [40, 41, -1, -1]]),
+        },
+        "Molmo2VisionModel": lambda make: {
+            "pixel_values": make.random(3, make.config.num_position_embeddings, 3 * make.config.patch_size**2)
+        },
+        "MuseGlimmerAssistantModel": _noise_after_context,
         "MusicgenForConditionalGeneration": lambda make: (
+            make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
+        ),
+        "MusicgenMelodyForConditionalGeneration": lambda make: (
             make.made(["input_ids", "attention_mask"]) | {"decoder_input_ids": _codebooks(make)["input_ids"]}
         ),
         "Musicgen*": _codebooks,
         "MusicgenMelody*": _codebooks,
+        "NeuCodecModel": _speech,
+        "PaddleOCRVision*": lambda make: {
+            "pixel_values": make.random(1, 48, 3, make.config.patch_size, make.config.patch_size),
+            "grid_thw": make.grid_thw(),
+        },
+        "PI0Model": lambda make: (
+            _camera(make) | {"action_embeds": make.random(3, 5, make.config.dit_config.hidden_size)}
+        ),
+        "PI0ForConditionalGeneration": lambda make: (
+            _camera(make)
+            | {
+                "state": make.random(3, make.config.max_state_dim),
+                "noise": make.random(3, make.config.chunk_size, make.config.max_action_dim),
+                "timestep": torch.tensor([0.2, 0.5, 0.8]),
+            }
+        ),
+        "Phi4MultimodalAudioModel": lambda make: {
+            "hidden_states": make.random(3, 64, make.config.input_size),
+            "mask": None,
+        },
+        "PPOCRV5MobileRecEncoderWithSVTR": lambda make: {"hidden_states": make.random(3, 384, 1, 20)},
+        "PPOCRV5ServerRecEncoderWithSVTR": lambda make: {"hidden_states": make.random(3, 16, 1, 20)},
+        "PPOCRV6SmallRecEncoderWithSVTR": lambda make: {"hidden_states": make.random(3, 384, 1, 20)},
         "PPOCRV5MobileRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 96, 160)},
         "PPOCRV5ServerRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
         "PPOCRV6SmallRecForTextRecognition": lambda make: {"pixel_values": make.random(3, 3, 48, 160)},
         "SeamlessM4TTextToUnit*": lambda make: make.made(
             ["inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
+        ),
+        **dict.fromkeys(
+            (
+                "PatchTSMixerForPrediction",
+                "PatchTSMixerForPretraining",
+                "PatchTSMixerForRegression",
+                "PatchTSMixerForTimeSeriesClassification",
+                "PatchTSMixerModel",
+            ),
+            lambda make: {"past_values": make.random(3, make.config.context_length, make.config.num_input_channels)},
         ),
         "PatchTST*": lambda make: {
             "past_values": make.random(3, make.config.context_length, make.config.num_input_channels)
@@ -354,9 +786,35 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
         },
         "Blip2Model": _with_image_tokens,
         "Blip2ForConditionalGeneration": _with_image_tokens,
+        "FunAsrNanoEncoder": lambda make: {
+            "input_features": make.random(3, 20, make.config.input_size),
+            "input_features_mask": (torch.arange(20) < torch.tensor([[20], [17], [9]])).long(),
+        },
+        "Florence2VisionBackbone": lambda make: {"hidden_states": make.random(3, 3, 64, 64)},
         "GraniteSpeech5*": lambda make: {"input_features": make.random(3, 40, 64)},
         "InstructBlipForConditionalGeneration": _with_image_tokens,
         "InstructBlipModel": _with_image_tokens,
+        "InstructBlipVideoForConditionalGeneration": _video_and_text,
+        "InstructBlipVideoModel": _video_and_text,
+        "Idefics2PerceiverResampler": lambda make: {
+            "context": make.encoder_hidden_states(),
+            "attention_mask": make.encoder_attention_mask(),
+        },
+        "Inkling2VisionModel": lambda make: {
+            "pixel_values": make.random(12, 16, 16, 3),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
+        },
+        "JevForDecision": lambda make: {
+            "input_ids": make.input_ids()[:1],
+            "marks": torch.tensor([[4, 8, 12]]),
+            "num_options": torch.tensor([[2, 2, 3]]),
+            "question_type_ids": torch.tensor([[0, 1, 2]]),
+        },
+        "Kimi_K25VisionModel": lambda make: {
+            "pixel_values": make.random(48, 3, make.config.patch_size, make.config.patch_size),
+            "grid_thw": make.grid_thw(),
+        },
+        "LightGlueForKeypointMatching": lambda make: {"pixel_values": make.random(3, 2, 3, 64, 64)},
         "Kosmos2ForConditionalGeneration": lambda make: (
             _text_and_image(make) | {"image_embeds_position_mask": (torch.arange(12) // 4 == 1).long().expand(3, 12)}
         ),
@@ -367,6 +825,34 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "pixel_values": make.random(3, 16, 3 * make.config.patch_size**2).sigmoid(),
             "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2),
         },
+        "PocketTTSAudioTokenizerDecoderModel": _latents,
+        "Qwen2_5OmniToken2WavDiTModel": lambda make: {
+            "hidden_states": make.random(3, 24, make.config.mel_dim),
+            "condition_vector": make.random(3, 24, make.config.mel_dim),
+            "speaker_embedding": make.random(3, 24, make.config.enc_emb_dim),
+            "quantized_code": make.tokens(12) % 30,
+            "time_step": torch.tensor(0.3),
+        },
+        "Qwen2_5OmniToken2WavModel": lambda make: {
+            "code": make.tokens(12) % 30,
+            "conditioning": make.random(3, make.config.dit_config.enc_emb_dim),
+            "reference_mel": make.random(3, 24, make.config.dit_config.mel_dim),
+            "num_steps": 2,
+        },
+        "Qwen2_5OmniAudioEncoder": _three_sounds,
+        "Qwen3OmniMoeAudioEncoder": _three_sounds,
+        "UnlimitedOcrVisionEncoder": lambda make: {"patch_embeds": make.random(3, make.config.hidden_size, 4, 4)},
+        "Qwen3ASREncoder": lambda make: {
+            "input_features": make.random(3, make.config.num_mel_bins, 200),
+            "input_features_mask": (torch.arange(200) < torch.tensor([[200], [150], [90]])).long(),
+        },
+        "Qwen3OmniMoeCode2Wav": lambda make: {
+            "codes": torch.stack([make.tokens(12) for _ in range(make.config.num_quantizers)], 1)
+        },
+        "Qwen3OmniMoeCode2WavTransformerModel": _embedded,
+        "Qwen3OmniMoeTalkerCodePredictorModel": _embedded,
+        "Qwen3OmniMoeTalkerForConditionalGeneration": _embedded,
+        "Qwen3OmniMoeTalkerModel": _embedded,
         "Rag*": lambda make: {
             "input_ids": make.input_ids(),
             "attention_mask": make.attention_mask(),
@@ -375,6 +861,9 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             "doc_scores": make.random(3, 2),
             "decoder_input_ids": make.decoder_input_ids(),
         },
+        "Sam2Model": lambda make: {"pixel_values": make.random(3, 3, 64, 64)} | _points(64),
+        "Sam3VideoModel": _prompted_frame,
+        "Sam3TrackerModel": lambda make: {"pixel_values": make.random(3, 3, 32, 32)} | _points(32),
         "SpeechEncoderDecoderModel": lambda make: {
             "input_values": make.random(3, 1600),
             "decoder_input_ids": make.decoder_input_ids(),
@@ -399,12 +888,22 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = (
             _video(make) | {"bool_masked_pos": torch.arange(128).expand(3, 128) % 4 > 0}
         ),
         "VideoMAE*": _video,
+        "ViltForImagesAndTextClassification": lambda make: (
+            make.made(["input_ids", "attention_mask"]) | {"pixel_values": make.random(3, 2, 3, 32, 32)}
+        ),
         "Vivit*": _video,
+        "VoxtralRealtimeForConditionalGeneration": _heard,
+        "VoxtralRealtimeModel": _heard,
         "Wav2Vec2ForXVector": lambda make: {"input_values": make.random(3, 16000)},
+        "XcodecModel": lambda make: {"input_values": make.random(3, 1, 16000)},
+        "Xcodec2Model": _speech,
         "XCLIPVisionModel": lambda make: {"pixel_values": make.pixel_values()},
     }
 )
 
-# Classes (by the beginning of their names) with wrong eager attention in transformers, and what is compared instead.
-# SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1; "sdpa" hides what is False.
-REFERENCES = {"SeamlessM4Tv2": "sdpa"}
+# Classes (by the beginning of their names) without right eager attention in transformers: compared with plain_attention
+# in tools/families/comparison.py.
+# Nemotron: it reads the mask as Boolean, but for "eager" it is made of numbers, and 0 shows a key.
+# Qwen2_5OmniToken2Wav: it looks "eager" up among the functions of other names.
+# SeamlessM4Tv2: its Boolean mask of chunks is added to the scores as 0 and 1.
+WITHOUT_EAGER = ("Nemotron3_5Asr", "NemotronAsrStreaming", "Qwen2_5OmniToken2Wav", "SeamlessM4Tv2")

@@ -19,7 +19,8 @@ _TEXTS: dict[str, dict[str, str]] = {
         "intro": (
             "`python -m tools.families` runs every model class of transformers that transformers exports, with random "
             "weights and a tiny configuration, once with eager attention and once with ours, and compares them. This "
-            "page is its output, with transformers {version}."
+            "page is its output, with transformers {version}. `make families` installs the other packages that models "
+            "need (timm, torchvision, scipy) in a folder of their own, and runs it."
         ),
         "how": (
             "- **Inputs**: three samples, one padded on the left and one on the right; text, images, sound or videos by "
@@ -27,6 +28,8 @@ _TEXTS: dict[str, dict[str, str]] = {
             "classes of their own.\n"
             "- **Weights** are scaled until attention is sharp: the median entropy of a query's weights is below half of "
             "that of an even spread, or scaling changes it no more, as with a softcap. Softcaps are lowered to 6.\n"
+            "- **Eager attention** is that of transformers. Where it cannot be run or misreads its mask ({plain}), it is "
+            "softmax(q k' + bias + mask) v in plain operations.\n"
             "- **Equal** means: outputs differ from eager ones in float64 by at most {factor:g} times the distance of "
             "eager float32 from float64 (plus {floor:g} of the mean output); weights of `mh.observe` are those of eager "
             "attention; our function was called as often as the eager one, by the same layers; and, where the model "
@@ -61,7 +64,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "mutations_head": "| dropped | families | found |\n|---|---|---|",
         "missed": "not found in {names}",
         "built": "## Cannot be built here",
-        "built_head": "| family | classes | exception |\n|---|---|---|",
+        "built_head": "| family | class | exception |\n|---|---|---|",
         "refused": "## Rejected",
         "refused_head": "| family | classes | first layer and reason |\n|---|---|---|",
         "same": "## Equal",
@@ -74,13 +77,15 @@ _TEXTS: dict[str, dict[str, str]] = {
         "other": "[English](families.md)",
         "intro": (
             "`python -m tools.families` 用随机权重和极小的配置，运行 transformers 导出的每个模型类，一次用 eager 注意力，"
-            "一次用我们的，然后比较。本页是它的输出，transformers 版本为 {version}。"
+            "一次用我们的，然后比较。本页是它的输出，transformers 版本为 {version}。`make families` 把模型需要的其他包（timm、torchvision、"
+            "scipy）装到单独的文件夹，然后运行它。"
         ),
         "how": (
             "- **输入**：三个样本，一个在左侧填充，一个在右侧填充；按模型的签名给文本、图像、声音或视频。有多种输入的模型，"
             "如果文本就够，只给文本；它们的编码器是单独的类。\n"
             "- **权重**会放大到注意力足够尖锐：每个查询的权重的熵，中位数低于均匀分布的一半，或者继续放大已不再改变它"
             "（例如有 softcap 时）。softcap 降到 6。\n"
+            "- **eager 注意力**是 transformers 的。它无法运行或误读掩码的地方（{plain}），用普通运算的 softmax(q k' + bias + mask) v 代替。\n"
             "- **相等**表示：输出与 float64 的 eager 输出的差，不超过 eager 的 float32 与 float64 之差的 {factor:g} 倍"
             "（外加平均输出的 {floor:g}）；`mh.observe` 的权重等于 eager 注意力的权重；我们的函数与 eager 函数由相同的层调用，"
             "次数相同；模型能生成时，用缓存解码的 {steps} 个词元的 logits 也相等。\n"
@@ -138,6 +143,7 @@ def page(results: list[dict[str, Any]], version: str, language: str, layers: set
         layers: all classes of attention layers, with their families.
     """
     from tools.families.comparison import FACTOR, FLOOR, STEPS
+    from tools.families.overrides import WITHOUT_EAGER
 
     say = _TEXTS[language]
     classes = [each for each in results if not each["mutation"] and not each["part"]]
@@ -148,7 +154,9 @@ def page(results: list[dict[str, Any]], version: str, language: str, layers: set
         say["title"],
         say["other"],
         say["intro"].format(version=version),
-        say["how"].format(factor=FACTOR, floor=FLOOR, steps=STEPS),
+        say["how"].format(
+            factor=FACTOR, floor=FLOOR, steps=STEPS, plain=", ".join(f"`{name}*`" for name in WITHOUT_EAGER)
+        ),
         say["counts"],
         "\n".join(
             [
@@ -172,13 +180,10 @@ def page(results: list[dict[str, Any]], version: str, language: str, layers: set
         say["mutations_text"],
         _mutations([each for each in results if each["mutation"]], say),
         say["built"],
-        _by_family(by_outcome["not built"], say["built_head"], lambda found: [f"`{_cell(found[0]['reason'])}`"]),
+        _by_class(by_outcome["not built"], say["built_head"]),
     ]
     if by_outcome["different"]:
-        lines += [
-            say["wrong"],
-            _by_family(by_outcome["different"], say["built_head"], lambda found: [_cell(found[0]["reason"])]),
-        ]
+        lines += [say["wrong"], _by_class(by_outcome["different"], say["built_head"])]
     lines += [
         say["refused"],
         _by_family(by_outcome["rejected"], say["refused_head"], lambda found: [_refusal(found[0]["reason"])]),
@@ -207,6 +212,12 @@ def _mutations(results: list[dict[str, Any]], say: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def _by_class(results: list[dict[str, Any]], head: str) -> str:
+    ordered = sorted(results, key=lambda each: (each["family"], each["name"]))
+    rows = [f"| `{each['family']}` | `{each['name']}` | `{_cell(each['reason'], 240)}` |" for each in ordered]
+    return "\n".join([head, *rows])
+
+
 def _by_family(results: list[dict[str, Any]], head: str, cells: Any) -> str:
     families: dict[str, list[dict[str, Any]]] = {}
     for each in sorted(results, key=lambda each: each["family"]):
@@ -224,5 +235,5 @@ def _refusal(reason: str) -> str:
     return _cell(reason.split(" Use ", maxsplit=1)[0])
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "'")[:160]
+def _cell(text: str, length: int = 160) -> str:
+    return text[:length].replace("|", "\\|").replace("`", "'")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tools.families.overrides import CONFIGURATIONS
+from tools.families.overrides import ARGUMENTS, CONFIGURATIONS
 
 WIDTH, HEADS, HEAD_DIM, LAYERS, VOCABULARY, POSITIONS = 32, 4, 8, 2, 128, 128
 IMAGE, PATCH = 32, 8
@@ -96,12 +96,17 @@ _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "mlp_types"
 
 def tiny_configuration(kind: Any, model: Any = None) -> Any:
     """Return a small configuration of a class, perhaps for one model class, with all parts of the default one."""
-    own = CONFIGURATIONS.get(kind.__name__, {}) | CONFIGURATIONS.get(getattr(model, "__name__", ""), {})
-    config = _shrunk(kind(**own.get("start", {})), _Build())
+    config = _shrunk(full_configuration(kind, model), _Build())
     for name, value in CONFIGURATIONS.get(getattr(model, "__name__", ""), {}).items():
         if name != "start":
             setattr(config, name, value)
     return config
+
+
+def full_configuration(kind: Any, model: Any = None) -> Any:
+    """Return the default configuration of a class, with what a model class needs besides."""
+    own = CONFIGURATIONS.get(kind.__name__, {}) | CONFIGURATIONS.get(getattr(model, "__name__", ""), {})
+    return kind(**own.get("start", {}))
 
 
 def _shrunk(config: Any, build: _Build) -> Any:
@@ -238,9 +243,10 @@ def tiny_model(kind: Any, config: Any) -> Any:
     Raises:
         NotTinyError: it has too many parameters.
     """
+    arguments = ARGUMENTS.get(kind.__name__, {})
     try:
         with torch.device("meta"):
-            sketch = kind(config)
+            sketch = kind(config, **arguments)
     except Exception:  # noqa: BLE001 - some models read values while they are built
         sketch = None
     if sketch is not None:
@@ -250,7 +256,7 @@ def tiny_model(kind: Any, config: Any) -> Any:
             raise NotTinyError(f"{largest} has {sizes[largest]:,} numbers of {sum(sizes.values()):,}.")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = kind(config).eval()
+        model = kind(config, **arguments).eval()
         randomise(model)
     return model
 

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tools.families.comparison import Result, compare
+from tools.families.packages import skip_checks
 
 LIMIT = 120  # seconds that a class may take, including the import of its family
 MEMORY = 16 << 30  # bytes of address space
@@ -59,12 +60,10 @@ def _serve(pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     import torch
     import transformers
-    from transformers.utils import import_utils
 
     from tools.families import catalogue
 
-    # Losses that are not used here need scipy, and check for it when a model is built.
-    import_utils.BACKENDS_MAPPING["scipy"] = (lambda: True, "")
+    skip_checks()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     while True:
