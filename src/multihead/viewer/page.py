@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # The forms of import and export that bundled modules may use.
 _IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:const|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|function|async function|class) (?P<name>[\w$]+))", re.MULTILINE)
 
 
 def json_in_script(data: Mapping[str, Any]) -> str:
@@ -53,15 +53,21 @@ def template(path: str) -> jinja2.Template:
 
 
 @cache
-def script(path: str) -> str:
+def script(path: str, given: tuple[tuple[str, str], ...] = ()) -> str:
     """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
 
     Each module becomes a function that runs after the modules it imports and returns its exports.
 
+    Args:
+        path: the module that is imported by no other.
+        given: (module, expression) for modules that are not bundled: the value of the expression has their exports.
+
     Raises:
         ValueError: a module uses a form of import or export that cannot be bundled.
     """
-    return "\n".join(["'use strict';", "const modules = {};", *(_bundled(each) for each in modules(path))])
+    replaced = dict(given)
+    lines = [f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundled(each) for each in modules(path)]
+    return "\n".join(["'use strict';", "const modules = {};", *lines])
 
 
 def modules(path: str) -> list[str]:
@@ -89,7 +95,8 @@ def _bundled(path: str) -> str:
     body = _EXPORT.sub("", body)
     if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
         raise ValueError(
-            f"{path}: {rest[0]!r} cannot be bundled. Write import {{ name }} from './file.js' or export const/function."
+            f"{path}: {rest[0]!r} cannot be bundled. "
+            "Write import { name } from './file.js', or export a const, function or class."
         )
     return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
 

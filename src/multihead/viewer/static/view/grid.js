@@ -1,9 +1,11 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
+import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
+import { size } from './host.js';
 import { state, toHead } from './permalink.js';
 
 const LABEL = 30, ROLE_LABEL = 84;
@@ -61,7 +63,7 @@ export function retryMaps(record) { for (const l of seen) if (maps.get(nameOf(re
 
 // Choose the columns of layers and the size of a cell: as large as fits into one window and a half, with a minimum.
 function fitted(record, width) {
-  const phone = innerWidth <= 640, layers = record.layers.length, heads = record.widest, high = Math.max(520, innerHeight * 1.05);
+  const room = size(), phone = room.width <= 640, layers = record.layers.length, heads = record.widest, high = Math.max(520, room.height * 1.05);
   let best = { score: 0 };
   for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
     const gap = heads > 16 || phone ? 3 : 5, across = ((width - (columns - 1) * 28) / columns - (hasRoles(record) ? ROLE_LABEL : LABEL)) / heads - gap, down = high / Math.ceil(layers / columns) - gap;
@@ -76,7 +78,7 @@ export function grid(record, passes, goTo) {
   largestSmall();
   shape = fitted(record, $('gridbox').clientWidth);
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
-  const box = $('grid'), held = box.contains(document.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
+  const box = $('grid'), held = box.contains(root.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
   Object.entries({ '--cell': `${cell}px`, '--gap': `${gap}px`, '--H': record.widest, '--rows': perColumn + 1, '--columns': columns }).forEach(([name, value]) => box.style.setProperty(name, value));
   box.classList.toggle('small', cell < 30);
   box.classList.toggle('roles', hasRoles(record));

@@ -1,12 +1,14 @@
 // The page of one head, or of two compared: its layout, and the pointer on the map.
 import { $, el, translate } from '../shared/dom.js';
+import { root } from '../shared/host.js';
 import { kindNames, roleName } from '../shared/kinds.js';
 import { scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
-import { address, headAt, server } from './api.js';
+import { headAt, server } from './api.js';
 import { differences } from './compare.js';
 import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
+import { address, zooms } from './host.js';
 import { legend } from './legend.js';
 import { draw, mini, shown } from './map.js';
 import { navigator } from './navigator.js';
@@ -89,7 +91,7 @@ function drawAll() {
 function controls() {
   $('compare').setAttribute('aria-pressed', String(state.compare));
   $('sink').setAttribute('aria-pressed', String(state.masked));
-  const held = $('scales').contains(document.activeElement);
+  const held = $('scales').contains(root.activeElement);
   $('scales').replaceChildren(scaleChoice(state.scale, name => { state.scale = name; redraw(); }));
   if (held) $('scales').querySelector('[aria-pressed=true]').focus();
 }
@@ -114,7 +116,7 @@ const within = cell => cell && [Math.min(scene.layer.queries - 1, Math.floor(cel
 
 export function listen() {
   const map = $('map');
-  map.addEventListener('wheel', event => { event.preventDefault(); if (scene) { zoom(Math.exp(event.deltaY * (event.deltaMode ? .05 : .0016)), scene.layer, at(event)); redraw(); } }, { passive: false });
+  map.addEventListener('wheel', event => { if (!zooms(event)) return; event.preventDefault(); if (scene) { zoom(Math.exp(event.deltaY * (event.deltaMode ? .05 : .0016)), scene.layer, at(event)); redraw(); } }, { passive: false });
   map.onpointerdown = event => {
     fingers.set(event.pointerId, event);
     map.setPointerCapture(event.pointerId);

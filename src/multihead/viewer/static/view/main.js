@@ -1,11 +1,13 @@
 // Start the page and show one of two views: all heads, or the map of one.
 import { dark, palette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
+import { root } from '../shared/host.js';
 import { kindName } from '../shared/kinds.js';
 import { count } from '../shared/numbers.js';
 import { json, sampleAt, server } from './api.js';
 import { retryMaps, focusHead } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
@@ -19,7 +21,7 @@ const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
 // The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
-  const mine = ++turn, target = read(location.hash), wasHead = state.a;
+  const mine = ++turn, target = read(place.read()), wasHead = state.a;
   unsaved();
   target.run = clampTo(target.run, view.runs.length);
   target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
@@ -50,19 +52,19 @@ function show(shown, second, wasHead) {
   const all = !state.a;
   $('all').hidden = !all;
   $('one').hidden = all;
-  document.body.classList.toggle('map', !all);
-  for (const part of document.querySelectorAll('.ofmap')) part.hidden = all;
+  showKind(!all);
+  for (const part of root.querySelectorAll('.ofmap')) part.hidden = all;
   $('home').href = toAll();
   bar();
-  document.title = (all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead';
+  entitle((all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead');
   if (all) {
     leaveHead();
-    overview(record, i => { location.hash = toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h); });
+    overview(record, i => { place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h)); });
     if (wasHead) focusHead(record.index(wasHead.l, wasHead.h) < 0 ? 0 : record.index(wasHead.l, wasHead.h));
-    drawnWidth = innerWidth;
+    drawnWidth = size().width;
     save();
   } else {
-    if (!wasHead) scrollTo(0, 0);
+    if (!wasHead) toTop();
     headPage(record, other);
     if (begun && !wasHead && $('map').offsetParent) $('map').focus({ preventScroll: true });
   }
@@ -106,7 +108,7 @@ function heads(id, of, chosen) {
 }
 
 // ---- actions of the buttons and keys; they stay on the same page, so the address is replaced
-const go = hash => { if (hash === location.hash || hash === '#' && !location.hash) route(); else location.hash = hash; };
+const go = hash => { if (hash === place.read() || hash === '#' && !place.read()) route(); else place.go(hash); };
 async function again(change) {
   Object.assign(state, change);
   saveNow();
@@ -174,8 +176,8 @@ async function start() {
   listen();
   readingPanel(redraw);
   loaded.notify = redraw;
-  addEventListener('hashchange', route);
-  addEventListener('resize', () => { if (sceneNow()) { forgetPanel(); redraw(); } else if (innerWidth !== drawnWidth && record) { drawnWidth = innerWidth; route(); } });
+  place.listen(route);
+  resized(() => { if (sceneNow()) { forgetPanel(); redraw(); } else if (size().width !== drawnWidth && record) { drawnWidth = size().width; route(); } });
   dark.addEventListener('change', () => { palette(); forgetPanel(); if (sceneNow()) redraw(); else if (record) route(); });
   await route();
 }

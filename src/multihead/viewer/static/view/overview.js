@@ -6,9 +6,10 @@ import { scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count, exact } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
-import { address, sampleAt } from './api.js';
+import { sampleAt } from './api.js';
 import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, inspected, isSingle, listeners, litHead, mapsMissing, redrawRows, scaleTop, topWeight } from './grid.js';
+import { address } from './host.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
