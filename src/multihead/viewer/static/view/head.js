@@ -96,9 +96,16 @@ function controls() {
   if (held) $('scales').querySelector('[aria-pressed=true]').focus();
 }
 
+// The head in view, the queries and keys of the part of its map in view, and the chosen query; null without a head.
+export function inView() {
+  if (!scene) return null;
+  const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], high = pane ? pane.py / pane.y : view.rows;
+  const ends = (from, size, n) => [Math.floor(from), Math.min(n, Math.ceil(from + size))];
+  return { layer: a.l, head: a.h, queries: ends(view.y, high, layer.queries), keys: ends(view.x, view.cols, layer.keys), query: state.q };
+}
+
 function exportLinks() {
-  const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], rows = Math.min(layer.queries, Math.ceil(view.y + pane.py / pane.y)), cols = Math.min(layer.keys, Math.ceil(view.x + view.cols));
-  const q = [Math.floor(view.y), rows], k = [Math.floor(view.x), cols], cells = (q[1] - q[0]) * (k[1] - k[0]);
+  const { a } = scene, { queries: q, keys: k } = inView(), cells = (q[1] - q[0]) * (k[1] - k[0]);
   if (cells > MAX_CELLS) { $('export').textContent = translate('export too many', { n: count(MAX_CELLS) }); return; }
   const to = form => el('a', { href: address(`${headAt(a.run, a.sample, a.l, a.h)}/weights.${form}?queries=${q.join(':')}&keys=${k.join(':')}`), download: '', textContent: form.toUpperCase() });
   $('export').replaceChildren(translate('export view', { n: count(cells) }) + ' ', to('csv'), ' ', to('json'));

@@ -19,3 +19,4 @@ export const zooms = () => true;  // the wheel zooms wherever the focus is
 export const showKind = map => { document.body.classList.toggle('map', map); };
 export const entitle = title => { document.title = title; };
 export const toTop = () => scrollTo(0, 0);
+export const mark = saved => { document.documentElement.dataset.saved = String(saved); };  // the address matches the page

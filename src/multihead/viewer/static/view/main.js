@@ -11,7 +11,7 @@ import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
-import { read, save, saveNow, state, toAll, toHead, unsaved } from './permalink.js';
+import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
 import { sampleOf, view } from './record.js';
 import { loaded } from './rows.js';
 import { forget } from './tiles.js';
@@ -167,6 +167,13 @@ server.changed = () => {
   $('gone').replaceChildren(translate('gone') + ' ', el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }));
   if (!server.gone) { forget(); if (record) { retryMaps(record); watchLevels(record); } redraw(); }
 };
+
+// Show a head and a part of its map, as `inView` describes them; parts may be missing. Without a head, show all heads.
+export function select(chosen) {
+  if (!chosen) { go(toAll()); return; }
+  const { layer: l, head: h, queries, keys, query } = chosen;
+  go(write({ ...state, a: { l, h }, x: keys?.[0] ?? 0, y: queries?.[0] ?? 0, n: keys ? keys[1] - keys[0] : 0, q: query ?? -1 }));
+}
 
 async function start() {
   Object.assign(view, await json('api/view'));

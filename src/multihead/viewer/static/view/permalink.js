@@ -1,7 +1,6 @@
 // The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
 // Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
-import { frame } from '../shared/host.js';
-import { place } from './host.js';
+import { mark, place } from './host.js';
 
 export const state = {
   run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', usual: '', masked: false,
@@ -48,7 +47,6 @@ export const toAll = () => write({ ...state, a: null });
 
 // The address follows 120 ms after the last change; until then the page is marked as not saved.
 let timer = 0;
-const mark = saved => { frame.dataset.saved = String(saved); };
 export function unsaved() { mark(false); }
 export function save() {
   unsaved();
