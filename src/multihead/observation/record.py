@@ -441,8 +441,8 @@ class Record:
     def view(self, *others: Record, lang: str = "en", height: int = 640, linked: Any = None) -> Any:
         """Show the viewer in a notebook: all heads, the map of each down to single weights, its text, comparison.
 
-        The last line of a cell is shown. `view.selection` is the head, the part of its map in view and the chosen query;
-        setting it moves the picture: `view.selection = (17, 4)`. See docs/observing.md.
+        It is shown where it is the last line of a cell. `view.selection` is the head, the part of its map in view and
+        the chosen query; setting it moves the picture: `view.selection = (17, 4)`. See docs/observing.md.
 
         Args:
             others: further records, such as other checkpoints on the same text, to compare heads with.

@@ -1,4 +1,4 @@
-"""The page of the widget, made from the files of the viewer's page: one script, one style sheet, one piece of markup."""
+"""The page of the widget, made from the files of the viewer's page: one script, one style sheet, one markup."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WINDOW = re.compile(r"(?<=\d)[ds]?v(?=[hw]\b)")
 def module() -> str:
     """Return the script of the widget as an ECMAScript module.
 
-    The modules of the viewer become a function that makes a page. So each view has variables of its own, and two views in
-    one notebook do not share any.
+    The modules of the viewer become a function that makes a page, so that each view in a notebook has variables of its
+    own.
     """
     page = script(_MAIN, given=tuple((path, "host") for path in _HOSTS))
     return (
@@ -59,7 +59,5 @@ def within_box(css: str) -> str:
 def markup(lang: str) -> str:
     """Return what the viewer's page has between <body> and </body>, in a language."""
     texts = section(lang, "common", "page", "viewer")
-    page = template("viewer/static/view/index.html").render(
-        lang=lang, words=texts, texts=Markup(json_in_script(texts))
-    )
+    page = template("viewer/static/view/index.html").render(lang=lang, words=texts, texts=Markup(json_in_script(texts)))
     return page.partition("<body>")[2].partition("</body>")[0]

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -15,8 +15,6 @@ from multihead.viewer.routes import Viewer
 from multihead.viewer.server import in_process
 
 if TYPE_CHECKING:
-    from starlette.types import Message
-
     from multihead.viewer.payload import Run
 
 MAX_BYTES = 512 << 10
@@ -76,14 +74,14 @@ class Requests:
         head: dict[str, Any] = {}
         body = bytearray()
 
-        async def receive() -> Message:
+        async def receive() -> dict[str, Any]:
             nonlocal received
             if received:
                 await asyncio.Event().wait()  # a page that no longer waits cancels the whole task
             received = True
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        async def part(message: Message) -> None:
+        async def part(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 found = {name.decode().lower(): value.decode() for name, value in message["headers"]}
                 head["status"] = message["status"]

@@ -22,6 +22,11 @@ CELLS = 32
 MAX_WEIGHTS = 1 << 28
 """The most weights that are computed for the picture: about a quarter of a second."""
 
+# A saved notebook has no widget any more, and JupyterLab shows an error in its place, which this style hides.
+_STYLE = (
+    "<style>.jp-OutputArea-child:not(:has(.multihead-view)):has(+ .jp-OutputArea-child [data-multihead-static])"
+    "{display:none}</style>"
+)
 _ACROSS = 8  # small maps in a row, where only some heads are shown
 
 
@@ -36,9 +41,9 @@ def html(record: Record, *, mark: str, lang: str) -> str:
     shown, caption = picture(record, lang=lang)
     source = base64.b64encode(shown).decode()
     return (
-        f'<div data-multihead-static="{escape(mark)}">'
+        f'<div data-multihead-static="{escape(mark)}">{_STYLE}'
         f'<p>{escape(caption)}</p><img alt="{escape(caption)}" src="data:image/png;base64,{source}">'
-        f"{record._repr_html_()}</div>"  # noqa: SLF001 - the table that a notebook shows of the record itself
+        f"{record._repr_html_()}</div>"
     )
 
 
@@ -61,8 +66,9 @@ def picture(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
         return _png(figure), text("widget.statistic", lang, label=label)
     whole = number >= len(heads)
     if not whole:
-        sharpness = [layer.summary("mean").get("entropy") for layer in record.layers]
-        heads.sort(key=lambda at: math.inf if sharpness[at[0]] is None else float(sharpness[at[0]][at[1]]))
+        entropy = [layer.summary("mean").get("entropy") for layer in record.layers]
+        values = {at: math.inf if (found := entropy[at[0]]) is None else float(found[at[1]]) for at in heads}
+        heads.sort(key=values.__getitem__)
         heads = sorted(heads[: max(number // _ACROSS * _ACROSS, _ACROSS // 2)])
     rows = len(record.layers) if whole else math.ceil(len(heads) / _ACROSS)
     across = max(layer.num_heads for layer in record.layers) if whole else min(_ACROSS, len(heads))

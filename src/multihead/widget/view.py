@@ -7,20 +7,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anywidget
+import traitlets
+from IPython.display import display
+
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
 from multihead.locale.texts import check_language, section, text
-from multihead.optional import require
 from multihead.viewer.payload import Run
-from multihead.widget.page import markup, module, style
-from multihead.widget.requests import shared
-
-require("anywidget", purpose="The view in a notebook", extra="notebook")
-
-import anywidget
-import traitlets
-
 from multihead.widget import static_output
+from multihead.widget.page import markup, module, style
+from multihead.widget.requests import Requests, shared
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -57,10 +54,11 @@ def _to_json(selection: Selection | None, widget: object) -> dict[str, Any] | No
 def _from_json(found: dict[str, Any] | None, widget: object) -> Selection | None:
     if found is None:
         return None
-    return Selection(**{name: slice(*each) if isinstance(each, list) else each for name, each in found.items()})
+    given: dict[str, Any] = {name: slice(*each) if isinstance(each, list) else each for name, each in found.items()}
+    return Selection(**given)
 
 
-class View(anywidget.AnyWidget):  # type: ignore[misc]  # its base classes have no types
+class View(anywidget.AnyWidget):
     """The viewer in a cell: all heads, the map of each down to single weights, its text, comparison.
 
     Its requests travel over the connection to the kernel, and no port is opened. The cell also gets a picture and a
@@ -102,7 +100,8 @@ class View(anywidget.AnyWidget):  # type: ignore[misc]  # its base classes have 
         self._lang = lang
         self._mark = secrets.token_hex(8)
         self._asked: dict[str, Future[None]] = {}
-        self._requests = shared([Run(name, record) for name, record in zip(_names(records), records, strict=True)], lang)
+        runs = [Run(name, record) for name, record in zip(_names(records), records, strict=True)]
+        self._requests: Requests | None = shared(runs, lang)
         texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
         page = {
             "html": markup(lang),
@@ -130,8 +129,6 @@ class View(anywidget.AnyWidget):  # type: ignore[misc]  # its base classes have 
         return text("widget.plain", self._lang, title=visible(self._records[0].title) or "a record")
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
-
         shown = self._repr_mimebundle_()
         if shown is None:
             return  # it was closed
