@@ -85,6 +85,8 @@ class View(anywidget.AnyWidget):
     def __init__(
         self, *records: Record, lang: str = "en", height: int = 640, linked: View | None = None, **options: Any
     ) -> None:
+        self._requests: Requests | None = None
+        self._asked: dict[str, Future[None]] = {}
         check_language(lang)
         if isinstance(height, bool) or not isinstance(height, int) or height < 240:
             raise ArgumentError(f"height is {height!r}.", "Give a number of pixels from 240 on.")
@@ -99,9 +101,8 @@ class View(anywidget.AnyWidget):
         self._records = records
         self._lang = lang
         self._mark = secrets.token_hex(8)
-        self._asked: dict[str, Future[None]] = {}
         runs = [Run(name, record) for name, record in zip(_names(records), records, strict=True)]
-        self._requests: Requests | None = shared(runs, lang)
+        self._requests = shared(runs, lang)
         texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
         page = {
             "html": markup(lang),
@@ -129,9 +130,9 @@ class View(anywidget.AnyWidget):
         return text("widget.plain", self._lang, title=visible(self._records[0].title) or "a record")
 
     def _ipython_display_(self) -> None:
-        shown = self._repr_mimebundle_()
-        if shown is None:
+        if self._requests is None:
             return  # it was closed
+        shown = self._repr_mimebundle_()
         bundle = shown[0] if isinstance(shown, tuple) else shown
         display(bundle, raw=True)
         static = static_output.html(self._records[0], mark=self._mark, lang=self._lang)

@@ -95,7 +95,12 @@ function render({ model, el }) {
   let viewed = null, hash = '', moved = () => {}, sent = JSON.stringify(model.get('selection'));
 
   const host = {
-    root: shadow, frame: page, texts, scheme: colours.scheme, address: path => path, request: kernel.request,
+    root: shadow,
+    frame: page,
+    texts: texts,
+    scheme: colours.scheme,
+    address: path => path,
+    request: kernel.request,
     place: {
       read: () => hash,
       go: next => { if (next !== hash) { hash = next; moved(); } },
