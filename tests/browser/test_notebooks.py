@@ -280,7 +280,6 @@ def test_the_widget_shows_the_viewer_and_both_sides_select(
 
     # A saved notebook, opened again without a kernel, shows the picture and the table.
     cells.page.keyboard.press("Control+s")
-    cells.page.wait_for_function("!document.querySelector('.jp-mod-dirty, .jp-Document.jp-mod-dirty')")
     outputs = wait_for_saved(folder / f"{name}.ipynb")
     assert not any("<script" in html for html in outputs)
     assert len(outputs) == 3

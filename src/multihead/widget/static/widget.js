@@ -66,6 +66,9 @@ function theme(el, page) {
   return { scheme, close: () => { watch.disconnect(); media.removeEventListener('change', check); } };
 }
 
+// Keys act on the page and not on the notebook, except for those with Ctrl or Cmd, such as saving.
+const isCommand = event => event.ctrlKey || event.metaKey;
+
 // Whether a page shows what was selected elsewhere; a part that was left open is never equal. The number of queries in view
 // follows from the height of a map.
 const shows = (now, { layer, head, queries, keys, query }) => now.layer === layer && now.head === head && now.query === query
@@ -109,9 +112,9 @@ function render({ model, el }) {
     },
     size: () => ({ width: box.clientWidth, height: box.clientHeight }),
     resized: changed => sizes.push(changed),
-    pressed: act => shadow.addEventListener('keydown', event => { act(event); event.stopPropagation(); }),
+    pressed: act => shadow.addEventListener('keydown', event => { act(event); if (!isCommand(event)) event.stopPropagation(); }),
     isOutside: () => false,
-    zooms: event => event.ctrlKey || event.metaKey || shadow.activeElement !== null,  // else the wheel scrolls the notebook
+    zooms: event => isCommand(event) || shadow.activeElement !== null,  // else the wheel scrolls the notebook
     showKind: map => page.classList.toggle('map', map),
     entitle: title => page.setAttribute('aria-label', title),
     toTop: () => { box.scrollTop = 0; },
@@ -175,8 +178,8 @@ function render({ model, el }) {
     setTimeout(() => URL.revokeObjectURL(address), 60000);
   }
 
-  // Keys act on the page and not on the notebook, except for those with Ctrl or Cmd, such as saving.
-  const suppress = event => el.toggleAttribute('data-lm-suppress-shortcuts', !event.ctrlKey && !event.metaKey);
+  // JupyterLab acts on keys before or after the page, according to its version; this attribute keeps it from both.
+  const suppress = event => el.toggleAttribute('data-lm-suppress-shortcuts', !isCommand(event));
   addEventListener('keydown', suppress, true);
 
   return () => {
