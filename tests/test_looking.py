@@ -72,11 +72,8 @@ def test_a_loaded_model_is_recorded_with_its_tokenizer_and_keeps_its_mode(loaded
 
 
 def test_repeated_tokens_are_measured_on_request(loaded: LoadedModel) -> None:
-    seen = mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer, textbook=True, show=False)
+    seen = mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer, layers=[0], textbook=True, show=False)
     assert {"repeated_induction", "repeated_previous"} <= set(seen[0].summary("mean"))
-    assert "repeated_induction" not in mh.look(loaded.model, TEXT, tokenizer=loaded.tokenizer, show=False)[0].summary(
-        "mean"
-    )
 
 
 def test_without_a_window_the_path_is_printed_and_nothing_opens(
