@@ -18,12 +18,12 @@ struct QueriesAsRows {
   static constexpr auto pack = pack_keys<Element>;
   static constexpr auto attend = attend_block<Element, STATISTICS>;
 };
-template <class Element>
+template <class Element, Statistics STATISTICS>
 struct QueriesAsColumns {
   using Packed = float;
   using Blocks = ColumnsBlocks;
   static constexpr auto pack = pack_key_rows<Element>;
-  static constexpr auto attend = attend_columns<Element>;
+  static constexpr auto attend = attend_columns<Element, STATISTICS>;
 };
 
 // The workspace holds the packed K and V of the heads of a wave, then the blocks of each thread.
@@ -99,19 +99,21 @@ class BlockedPass {
   char *const blocks_;
 };
 
-template <class Element>
-void blocked_all(const Call &call, char *workspace) {
+template <class Element, Statistics STATISTICS>
+void blocked_with(const Call &call, char *workspace) {
   const ForwardPlan<Element> plan(call);
   if constexpr (!ForwardPlan<Element>::NARROW)
     if (columns_apply<Element>(call))
-      return BlockedPass<Element, QueriesAsColumns<Element>>(call, plan, workspace).run();
+      return BlockedPass<Element, QueriesAsColumns<Element, STATISTICS>>(call, plan, workspace).run();
+  BlockedPass<Element, QueriesAsRows<Element, STATISTICS>>(call, plan, workspace).run();
+}
+
+template <class Element>
+void blocked_all(const Call &call, char *workspace) {
   switch (required_statistics(call)) {
-    case Statistics::NONE:
-      return BlockedPass<Element, QueriesAsRows<Element, Statistics::NONE>>(call, plan, workspace).run();
-    case Statistics::WEIGHTS:
-      return BlockedPass<Element, QueriesAsRows<Element, Statistics::WEIGHTS>>(call, plan, workspace).run();
-    case Statistics::DISTANCES:
-      return BlockedPass<Element, QueriesAsRows<Element, Statistics::DISTANCES>>(call, plan, workspace).run();
+    case Statistics::NONE: return blocked_with<Element, Statistics::NONE>(call, workspace);
+    case Statistics::WEIGHTS: return blocked_with<Element, Statistics::WEIGHTS>(call, workspace);
+    case Statistics::DISTANCES: return blocked_with<Element, Statistics::DISTANCES>(call, workspace);
   }
 }
 

@@ -2,7 +2,7 @@
 // query, so that the softmax needs no operation across lanes and treats COLUMNS queries at a time.
 //
 // The scores of a panel of COLUMNS queries are computed as K Q^T, from keys that need no transpose. The arithmetic and
-// its order are those of forward_rows.h, so the bits do not depend on whether a call has statistics.
+// its order are those of forward_rows.h, so that both compute the same bits.
 #pragma once
 #include "call.h"
 #include "forward_plan.h"
@@ -23,14 +23,23 @@ struct PanelTiles {
   static constexpr int64_t LAST_HEIGHT = QUERIES - (COUNT - 1) * HEIGHT;
 };
 
+// The statistics of COLUMNS queries after some blocks of keys; see SoftmaxRow.
+struct PanelStatistics {
+  Ints largest_key[2];
+  Floats pivot[2], surprisal[2], distance[2], square[2], special[2];
+  float few_scores[MAX_OFFSETS + 1][COLUMNS];
+};
+
 // COLUMNS queries, and their softmax after some blocks of keys; see SoftmaxRow.
 struct Panel {
   Floats largest[2], total[2];
   Floats factor[2];  // of the sums over earlier keys
   Span span;
-  int64_t count;  // queries
-  bool begun;     // whether `sums` has been written
+  int64_t count;     // queries
+  int64_t position;  // of the first query among the keys
+  bool begun;        // whether `sums` has been written
   int64_t start[COLUMNS], stop[COLUMNS];
+  PanelStatistics statistics;  // undefined in a call without them
 };
 
 // The memory of one thread.
@@ -55,8 +64,7 @@ struct ColumnsBlocks {
 // Whether this file computes the call.
 template <class Element>
 bool columns_apply(const Call &call) {
-  const bool terms = call.softcap > 0 || call.bias || call.visible || call.dropout > 0;
-  return !ForwardPlan<Element>::NARROW && !terms && required_statistics(call) == Statistics::NONE;
+  return !ForwardPlan<Element>::NARROW && !(call.softcap > 0 || call.bias || call.visible || call.dropout > 0);
 }
 
 // Copy keys [first, end) as rows (keys, depth), and their values as panels; those that are not finite as in
@@ -84,10 +92,22 @@ void pack_key_rows(const Call &call, const ForwardPlan<Element> &plan, int64_t b
   }
 }
 
+INLINE void clear_statistics(PanelStatistics &statistics) {
+  for (int half = 0; half < 2; half++) {
+    statistics.largest_key[half] = (Ints){} - 1;
+    statistics.pivot[half] = statistics.surprisal[half] = (Floats){};
+    statistics.distance[half] = statistics.square[half] = statistics.special[half] = (Floats){};
+    for (auto &scores : statistics.few_scores) store(scores + half * LANES, broadcast(-INF));
+  }
+}
+
 // Read the visible keys of a panel's queries, and clear its softmax. Columns after the last query repeat its interval.
+template <Statistics STATISTICS>
 INLINE void begin_panel(const Call &call, int64_t batch, int64_t first, Panel &panel) {
   panel.span = span_of_no_query(call);
+  panel.position = position_of(call, batch, first);
   panel.begun = false;
+  if (STATISTICS != Statistics::NONE) clear_statistics(panel.statistics);
   for (int64_t i = 0; i < COLUMNS; i++) {
     const int64_t index = batch * call.bounds_batch_stride + first + min(i, panel.count - 1);
     Query query{call.start[index], call.stop[index], nullptr, nullptr, {0, 0}};
@@ -220,23 +240,123 @@ INLINE Floats sum_of_weights(const float *weights, int64_t from, int64_t to) {
   return (quad[0] + quad[1]) + (quad[2] + quad[3]);
 }
 
-// Turn the scores of rows [from, to) into weights, as update_row.
+// The functions below treat the scores or weights of keys [from, to) of the block of keys that begins with key `first`;
+// `from` and `to` are relative to it.
+
+// Keep the scores of the keys at the offsets from each query, and of the target key.
+INLINE void keep_few_scores(const Call &call, int64_t batch, Panel &panel, const float *scores, int64_t first,
+                            int64_t from, int64_t to) {
+  for (int64_t i = 0; i < call.num_offsets; i++) {
+    const int64_t key = panel.position + call.offsets[i] - first;  // at the offset from the first query
+    for (int64_t query = max(0, from - key); query < min(panel.count, to - key); query++)
+      panel.statistics.few_scores[i][query] = scores[(key + query) * COLUMNS + query];
+  }
+  const int64_t target = call.target_key ? call.target_key[batch] - first : -1;
+  if (target >= from && target < to)
+    memcpy(panel.statistics.few_scores[TARGET], scores + target * COLUMNS, sizeof(float) * COLUMNS);
+}
+
+// The key with the largest score of each query, the first of equal ones, where `improved`; and the pivot at its distance.
 template <int HALVES>
-INLINE void update_panel(Panel &panel, const Floats (&block_largest)[2], float *scores, int64_t from, int64_t to) {
-  Floats base[2];
+INLINE void keep_largest_keys(Panel &panel, const Ints (&improved)[2], const float *scores, int64_t first, int64_t from,
+                              int64_t to, bool distances) {
+  PanelStatistics &statistics = panel.statistics;
   for (int half = 0; half < HALVES; half++) {
-    const Floats before = panel.largest[half];
-    const Floats now = select(block_largest[half] > before, block_largest[half], before);
-    base[half] = select(now == broadcast(-INF), (Floats){}, now);  // -inf - -inf would be NaN
-    panel.factor[half] = exp2(before - base[half]);
-    panel.largest[half] = now;
+    if (!any(improved[half])) continue;
+    Ints found = (Ints){}, index = (Ints){} + static_cast<int32_t>(to);
+    for (int64_t key = to - 1; key >= from; key--) {
+      index -= 1;
+      found = load(scores + key * COLUMNS + half * LANES) == panel.largest[half] ? index : found;
+    }
+    const Ints now = improved[half] ? found + static_cast<int32_t>(first) : statistics.largest_key[half];
+    statistics.largest_key[half] = now;
+    if (!distances) continue;
+    const Ints distance = now - index_from(panel.position + half * LANES);
+    const Floats pivot = select(improved[half], absolute(__builtin_convertvector(distance, Floats)),
+                                statistics.pivot[half]);
+    const Floats change = statistics.pivot[half] - pivot;  // of every x; see move_pivot
+    const Floats moved = change * panel.total[half];
+    statistics.square[half] += change * (statistics.distance[half] + statistics.distance[half] + moved);
+    statistics.distance[half] += moved;
+    statistics.pivot[half] = pivot;
+  }
+}
+
+// Sums over the weights of a block of keys.
+struct BlockSums {
+  Floats surprisal[2], distance[2], square[2];
+};
+
+// Turn scores into weights, and add them to the sums. All keys are on one SIDE of all queries, or on either.
+template <int HALVES, Statistics STATISTICS, Side SIDE>
+INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *scores, int64_t first, int64_t from,
+                       int64_t to, BlockSums &sums) {
+  constexpr bool DISTANCES = STATISTICS == Statistics::DISTANCES;
+  constexpr float SIGN = SIDE == Side::BEFORE ? -1 : 1;
+  const Floats step = broadcast(SIGN);
+  Floats x[2];  // distance of a key from each query, less the pivot; its sign tells the side where that varies
+  for (int half = 0; half < HALVES && DISTANCES; half++) {
+    const Floats lane = __builtin_convertvector(index_from(half * LANES), Floats);
+    x[half] = step * (broadcast(static_cast<float>(first + from - panel.position)) - lane);
+    if (SIDE != Side::BOTH) x[half] -= panel.statistics.pivot[half];
   }
   for (int64_t key = from; key < to; key++)
 #pragma GCC unroll 2
     for (int half = 0; half < HALVES; half++) {
       float *at = scores + key * COLUMNS + half * LANES;
-      store(at, exp2(load(at) - base[half]));
+      const Floats exponent = maximum(broadcast(-127.f), load(at) - base[half]);  // 0 * -inf would be NaN
+      const Floats weight = exp2_clamped(exponent);
+      store(at, weight);
+      if (STATISTICS != Statistics::NONE) sums.surprisal[half] += weight * exponent;
+      if (!DISTANCES) continue;
+      const Floats distance = SIDE == Side::BOTH ? absolute(x[half]) - panel.statistics.pivot[half] : x[half];
+      const Floats weighted = weight * distance;
+      sums.distance[half] += weighted;
+      sums.square[half] += weighted * distance;
+      x[half] += step;
     }
+}
+
+// Add the weights of a block of keys to the sums of a panel, whose earlier weights are multiplied by its factor.
+template <int HALVES, Statistics STATISTICS>
+INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const Floats (&block_largest)[2], float *scores,
+                         int64_t first, int64_t from, int64_t to) {
+  Floats base[2], change[2];
+  Ints improved[2];
+  for (int half = 0; half < HALVES; half++) {
+    const Floats before = panel.largest[half];
+    improved[half] = block_largest[half] > before;
+    const Floats now = select(improved[half], block_largest[half], before);
+    base[half] = select(now == broadcast(-INF), (Floats){}, now);  // -inf - -inf would be NaN
+    change[half] = select(before == broadcast(-INF), (Floats){}, before - base[half]);
+    panel.factor[half] = exp2(before - base[half]);
+    panel.largest[half] = now;
+  }
+  BlockSums sums = {};
+  if constexpr (STATISTICS == Statistics::NONE) {
+    weigh_keys<HALVES, STATISTICS, Side::BOTH>(panel, base, scores, first, from, to, sums);
+  } else {
+    keep_few_scores(call, batch, panel, scores, first, from, to);
+    keep_largest_keys<HALVES>(panel, improved, scores, first, from, to, STATISTICS == Statistics::DISTANCES);
+    const int64_t before = max(from, min(to, panel.position + 1 - first));  // the keys before it are so for all queries
+    const int64_t after = max(before, min(to, panel.position + COLUMNS - 1 - first));
+    weigh_keys<HALVES, STATISTICS, Side::BEFORE>(panel, base, scores, first, from, before, sums);
+    weigh_keys<HALVES, STATISTICS, Side::BOTH>(panel, base, scores, first, before, after, sums);
+    weigh_keys<HALVES, STATISTICS, Side::AFTER>(panel, base, scores, first, after, to, sums);
+    PanelStatistics &statistics = panel.statistics;
+    for (int half = 0; half < HALVES; half++) {
+      const Floats factor = panel.factor[half], moved = statistics.surprisal[half] + panel.total[half] * change[half];
+      statistics.surprisal[half] = multiply_add(factor, moved, sums.surprisal[half]);
+      statistics.distance[half] = multiply_add(factor, statistics.distance[half], sums.distance[half]);
+      statistics.square[half] = multiply_add(factor, statistics.square[half], sums.square[half]);
+      if (!call.special_keys_weight) continue;
+      Floats special = statistics.special[half] * factor;
+      const uint8_t *flags = call.special_keys + batch * call.keys + first;
+      for (int64_t key = from; key < to; key++)
+        if (flags[key]) special += load(scores + key * COLUMNS + half * LANES);
+      statistics.special[half] = special;
+    }
+  }
   for (int half = 0; half < HALVES; half++) {
     const Floats total = sum_of_weights(scores + half * LANES, from, to);
     panel.total[half] = multiply_add(panel.total[half], panel.factor[half], total);
@@ -264,15 +384,15 @@ INLINE void add_values_of(const float *weights, const float *values, int64_t cou
 }
 
 // The visible keys of a block of keys, for one panel.
-template <int HALVES>
-__attribute__((noinline)) void attend_panel(Panel &panel, const float *packed_k, const float *packed_v, const float *q,
-                                            int64_t depth, int64_t width, int64_t keys, int64_t first, int64_t end,
-                                            float *scores, float *sums) {
+template <int HALVES, Statistics STATISTICS>
+__attribute__((noinline)) void attend_panel(const Call &call, int64_t batch, Panel &panel, const float *packed_k,
+                                            const float *packed_v, const float *q, int64_t depth, int64_t width,
+                                            int64_t keys, int64_t first, int64_t end, float *scores, float *sums) {
   const int64_t from = max(panel.span.any_start, first), to = min(panel.span.any_stop, end);
   if (from >= to) return;
   Floats largest[2] = {broadcast(-INF), broadcast(-INF)};
   score_panel<HALVES>(panel, packed_k, q, depth, first, from, to, scores, largest);
-  update_panel<HALVES>(panel, largest, scores, from - first, to - first);
+  update_panel<HALVES, STATISTICS>(call, batch, panel, largest, scores, first, from - first, to - first);
   using Tiles = PanelTiles<HALVES * LANES>;
   float factors[COLUMNS];
   for (int half = 0; half < HALVES; half++) store(factors + half * LANES, panel.factor[half]);
@@ -290,26 +410,68 @@ __attribute__((noinline)) void attend_panel(Panel &panel, const float *packed_k,
   panel.begun = true;
 }
 
-// Write the output and the logsumexp of a panel whose first query is `first`.
-template <class Element>
+// Write the statistics of a panel, the first of which is at `index`.
+INLINE void write_panel_statistics(const Call &call, const Panel &panel, const Normaliser (&normalisers)[2],
+                                   int64_t index) {
+  const PanelStatistics &statistics = panel.statistics;
+  float values[COLUMNS];
+  const auto write = [&](float *to, auto value_of) {
+    if (!to) return;
+    for (int half = 0; half < 2; half++) store(values + half * LANES, value_of(half));
+    memcpy(to + index, values, sizeof(float) * static_cast<size_t>(panel.count));
+  };
+  Ints empty[2];
+  QueryStatistics results[2];
+  for (int half = 0; half < 2; half++) {
+    empty[half] = panel.total[half] == (Floats){};
+    results[half] = statistics_of(normalisers[half], panel.largest[half], panel.total[half], statistics.surprisal[half],
+                                  statistics.distance[half], statistics.square[half], statistics.pivot[half]);
+  }
+  write(call.entropy, [&](int half) { return results[half].entropy; });
+  write(call.largest_weight, [&](int half) { return normalisers[half].inverse; });
+  write(call.mean_distance, [&](int half) { return results[half].mean_distance; });
+  write(call.distance_spread, [&](int half) { return results[half].distance_spread; });
+  write(call.special_keys_weight, [&](int half) {
+    return select(empty[half], (Floats){}, statistics.special[half] * normalisers[half].inverse);
+  });
+  const int64_t all_rows = call.batch * call.heads * call.queries;
+  for (int64_t i = 0; i <= TARGET; i++) {
+    if (i < TARGET && i >= call.num_offsets) continue;
+    float *to = i == TARGET ? call.target_key_weight : call.offset_weights ? call.offset_weights + i * all_rows : nullptr;
+    write(to, [&](int half) {
+      const Floats weight = exp2(load(statistics.few_scores[i] + half * LANES) - panel.largest[half]);
+      return select(empty[half], (Floats){}, weight * normalisers[half].inverse);
+    });
+  }
+  if (!call.largest_key) return;
+  for (int64_t i = 0; i < panel.count; i++) {
+    const float total = panel.total[i / LANES][i % LANES];
+    call.largest_key[index + i] = total > 0 ? statistics.largest_key[i / LANES][i % LANES] : -1;
+  }
+}
+
+// Write the output, the logsumexp and the statistics of a panel whose first query is `first`.
+template <class Element, Statistics STATISTICS>
 void write_panel(const Call &call, const Panel &panel, int64_t batch, int64_t head, int64_t first, const float *sums,
                  int64_t width) {
   float inverses[COLUMNS], logsumexps[COLUMNS];
+  Normaliser normalisers[2];
   for (int half = 0; half < 2; half++) {
-    const Normaliser normaliser = normaliser_of(call, head, panel.largest[half], panel.total[half]);
-    store(inverses + half * LANES, normaliser.inverse);
-    store(logsumexps + half * LANES, normaliser.logsumexp * broadcast(LN_2));
+    normalisers[half] = normaliser_of(call, head, panel.largest[half], panel.total[half]);
+    store(inverses + half * LANES, normalisers[half].inverse);
+    store(logsumexps + half * LANES, normalisers[half].logsumexp * broadcast(LN_2));
   }
   Element *output = row_of<Element>(call.output, call.output_strides, batch, head, first);
   for (int64_t i = 0; i < panel.count; i++, sums += width, output += call.output_strides.row) {
     write_row(panel.begun ? sums : nullptr, call.value_dim, inverses[i], output);
   }
-  float *logsumexp = call.logsumexp + (batch * call.heads + head) * call.queries + first;
-  memcpy(logsumexp, logsumexps, sizeof(float) * static_cast<size_t>(panel.count));
+  const int64_t index = (batch * call.heads + head) * call.queries + first;
+  memcpy(call.logsumexp + index, logsumexps, sizeof(float) * static_cast<size_t>(panel.count));
+  if (STATISTICS != Statistics::NONE) write_panel_statistics(call, panel, normalisers, index);
 }
 
 // Compute the queries [first, first + count) of one head.
-template <class Element>
+template <class Element, Statistics STATISTICS>
 void attend_columns(const Call &call, const ForwardPlan<Element> &plan, const ColumnsBlocks &block, int64_t batch,
                     int64_t head, int64_t first, int64_t count, const float *packed_k, const float *packed_v) {
   const int64_t panels = ceil_div(count, COLUMNS);
@@ -319,7 +481,7 @@ void attend_columns(const Call &call, const ForwardPlan<Element> &plan, const Co
     Panel &panel = block.panels[i];
     const int64_t query = first + i * COLUMNS;
     panel.count = min(COLUMNS, first + count - query);
-    begin_panel(call, batch, query, panel);
+    begin_panel<STATISTICS>(call, batch, query, panel);
     span.add(panel.span);
     const Element *q = row_of<Element>(call.q, call.q_strides, batch, head, query);
     pack_columns(q, call.q_strides.row, panel.count, plan.depth, scale, block.q + i * plan.depth * COLUMNS);
@@ -327,13 +489,13 @@ void attend_columns(const Call &call, const ForwardPlan<Element> &plan, const Co
   for (int64_t key = span.any_start / COLUMNS * COLUMNS; key < span.any_stop; key += FORWARD_KEYS)
     for (int64_t i = 0; i < panels; i++) {
       Panel &panel = block.panels[i];
-      const auto attend = panel.count <= LANES ? attend_panel<1> : attend_panel<2>;
-      attend(panel, packed_k, packed_v, block.q + i * plan.depth * COLUMNS, plan.depth, plan.width, plan.keys, key,
-             key + FORWARD_KEYS, block.scores, block.sums + i * COLUMNS * plan.width);
+      const auto attend = panel.count <= LANES ? attend_panel<1, STATISTICS> : attend_panel<2, STATISTICS>;
+      attend(call, batch, panel, packed_k, packed_v, block.q + i * plan.depth * COLUMNS, plan.depth, plan.width,
+             plan.keys, key, key + FORWARD_KEYS, block.scores, block.sums + i * COLUMNS * plan.width);
     }
   for (int64_t i = 0; i < panels; i++)
-    write_panel<Element>(call, block.panels[i], batch, head, first + i * COLUMNS,
-                         block.sums + i * COLUMNS * plan.width, plan.width);
+    write_panel<Element, STATISTICS>(call, block.panels[i], batch, head, first + i * COLUMNS,
+                                     block.sums + i * COLUMNS * plan.width, plan.width);
 }
 
 }  // namespace

@@ -211,6 +211,17 @@ INLINE float reduce_max(Floats x) {
 
 // ---------------------------------------------------------------- functions
 
+INLINE Floats square_root(Floats x) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_sqrt_ps((__m512)x);
+#elif LANES == 8 && defined(__AVX__)
+  return (Floats)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int lane = 0; lane < LANES; lane++) x[lane] = __builtin_sqrtf(x[lane]);
+  return x;
+#endif
+}
+
 // 2^x for x from -127, where it is exactly 0, to below 128; NaN stays NaN. The polynomial is a minimax fit with an error
 // of 1.1e-7.
 INLINE Floats exp2_clamped(Floats x) {

@@ -40,10 +40,15 @@ struct SoftmaxRow {
 constexpr int64_t TARGET = MAX_OFFSETS;  // index of target_key in few_scores
 static_assert(2 * MAX_OFFSETS % LANES == 0, "few_scores are whole vectors");
 
+// The position of a query among the keys.
+INLINE int64_t position_of(const Call &call, int64_t batch, int64_t index) {
+  return index + call.first_row + (call.query_start ? call.query_start[batch] : 0);
+}
+
 INLINE void clear_row(const Call &call, SoftmaxRow &row, int64_t batch, int64_t index) {
   row.largest = -INF;
   row.total = 0;
-  row.position = index + call.first_row + (call.query_start ? call.query_start[batch] : 0);
+  row.position = position_of(call, batch, index);
   row.target_key = call.target_key ? call.target_key[batch] : -1;
 }
 
@@ -289,6 +294,24 @@ INLINE Normaliser normaliser_of(const Call &call, int64_t head, Floats largest, 
   return {select(empty, (Floats){}, inverse), select(empty, broadcast(-INF), top + log2(total))};
 }
 
+// What is reported of LANES queries, from the sums over their weights; see SoftmaxRow.
+struct QueryStatistics {
+  Floats entropy, mean_distance, distance_spread;
+};
+INLINE QueryStatistics statistics_of(const Normaliser &normaliser, Floats largest, Floats total, Floats surprisal,
+                                     Floats distance, Floats square, Floats pivot) {
+  const Ints empty = total == (Floats){};
+  const Floats zero = (Floats){};
+  const Floats log_inverse = largest - normaliser.logsumexp;  // finite even where a huge sink makes the inverse 0
+  const Floats entropy = broadcast(-LN_2) * normaliser.inverse * (surprisal + total * log_inverse);
+  const Floats mean = distance / total, variance = square / total - mean * mean;
+  return {
+      select(empty | (entropy < zero), zero, entropy),
+      select(empty, zero, mean + pivot),
+      select(empty, zero, square_root(select(variance < zero, zero, variance))),
+  };
+}
+
 INLINE void write_statistic(float *to, int64_t index, float value) {
   if (to) to[index] = value;
 }
@@ -303,18 +326,15 @@ INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t b
   const float inverse = normaliser.inverse[0], logsumexp = normaliser.logsumexp[0];
   write_row(sums, call.value_dim, inverse, row_of<Element>(call.output, call.output_strides, batch, head, query));
   call.logsumexp[index] = logsumexp * LN_2;
-  const Statistics required = required_statistics(call);
-  if (required == Statistics::NONE) return;
-  const float log_inverse = empty ? 0.f : row.largest - logsumexp;  // finite even where a huge sink makes the inverse 0
+  if (required_statistics(call) == Statistics::NONE) return;
   if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
-  const float entropy = empty ? 0.f : -LN_2 * inverse * (sum(row.surprisal) + row.total * log_inverse);
-  write_statistic(call.entropy, index, entropy < 0 ? 0.f : entropy);
+  const QueryStatistics result =
+      statistics_of(normaliser, broadcast(row.largest), broadcast(row.total), broadcast(sum(row.surprisal)),
+                    broadcast(sum(row.distance)), broadcast(sum(row.square)), broadcast(static_cast<float>(row.pivot)));
+  write_statistic(call.entropy, index, result.entropy[0]);
   write_statistic(call.largest_weight, index, inverse);
-  if (required == Statistics::DISTANCES) {
-    const float mean = sum(row.distance) / row.total, variance = sum(row.square) / row.total - mean * mean;
-    write_statistic(call.mean_distance, index, empty ? 0.f : mean + static_cast<float>(row.pivot));
-    write_statistic(call.distance_spread, index, empty ? 0.f : variance < 0 ? 0.f : sqrtf(variance));
-  }
+  write_statistic(call.mean_distance, index, result.mean_distance[0]);
+  write_statistic(call.distance_spread, index, result.distance_spread[0]);
   float few_weights[2 * MAX_OFFSETS];
   for (int64_t i = 0; i < 2 * MAX_OFFSETS; i += LANES) {
     const Floats weight = exp2(load(row.few_scores + i) - broadcast(row.largest)) * broadcast(inverse);

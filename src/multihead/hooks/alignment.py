@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from multihead.hooks.huggingface import pretrained_models
+from multihead.hooks.pretrained import pretrained_models
 
 
 def alignment_heads(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,6 @@ no mask at all, and padding and causality are silently ignored.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from multihead.hooks import output_attentions
 from multihead.hooks.coverage import require_coverage
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
+from multihead.hooks.pretrained import pretrained_models
 from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
 from multihead.kernels.native import eager
 from multihead.listeners import listeners
@@ -54,15 +54,6 @@ class Origin:
 
 origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
 """The origin of the call that listeners are receiving; None if no Hugging Face model made it."""
-
-
-def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the Hugging Face models in a module, itself included, by qualified name."""
-    if "transformers" not in sys.modules:
-        return {}  # then there cannot be one
-    from transformers import PreTrainedModel
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
 
 def installed(model: nn.Module) -> ExitStack:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.hooks.huggingface import pretrained_models
 from multihead.hooks.lazy_mask import LazyMask
+from multihead.hooks.pretrained import pretrained_models
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ModelError
-from multihead.hooks.huggingface import NAME, installed, pretrained_models
+from multihead.hooks.huggingface import NAME, installed
 from multihead.hooks.lazy_mask import LazyMask
+from multihead.hooks.pretrained import is_within, pretrained_models
 from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.packing import Packing
 from multihead.scores.relative import RelativeBias, offsets
@@ -174,16 +175,11 @@ def _stacks(model: nn.Module) -> list[tuple[nn.Module, Family]]:
     models = pretrained_models(model)
     found = {name: family for name, module in models.items() if (family := _family(type(module))) is not None}
     for name, module in models.items():
-        if not any(_within(name, other) or _within(other, name) for other in found):
+        if not any(is_within(name, other) or is_within(other, name) for other in found):
             raise _refusal(f"{type(module).__name__} cannot leave out padding.")
     if not found:
         raise _refusal(f"{type(model).__name__} contains no model of transformers.")
     return [(models[name], family) for name, family in found.items()]
-
-
-def _within(name: str, other: str) -> bool:
-    """Whether the module `name` is the module `other`, or a part of it."""
-    return not other or f"{name}.".startswith(f"{other}.")
 
 
 def _refusal(finding: str) -> ModelError:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from multihead.hooks.coverage import attention_elsewhere, chosen_by_name, rejection
+from multihead.hooks.pretrained import is_within, pretrained_models
 
 CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
@@ -98,9 +99,7 @@ def _check(model: Any, concerns: Callable[[Any], bool]) -> None:
     Raises:
         ModelError: some does not.
     """
-    from transformers import PreTrainedModel
-
-    models = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+    models = pretrained_models(model)
     wanting = {name for name, part in models.items() if concerns(part.config)}
     if not wanting:
         return
@@ -113,7 +112,7 @@ def _check(model: Any, concerns: Callable[[Any], bool]) -> None:
 
 def _innermost(name: str, models: dict[str, Any]) -> str:
     """Return the name of the innermost model around a module, itself included."""
-    return max((each for each in models if not each or f"{name}.".startswith(f"{each}.")), key=len)
+    return max((each for each in models if is_within(name, each)), key=len)
 
 
 def _requested(config: Any, request: Any) -> dict[int, Any]:

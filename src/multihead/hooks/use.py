@@ -13,8 +13,9 @@ from torch import nn
 from multihead.call import AttentionCall
 from multihead.errors import ArgumentError, ModelError
 from multihead.explanation import Explanation, explained
-from multihead.hooks.huggingface import installed, pretrained_models, register
+from multihead.hooks.huggingface import installed, register
 from multihead.hooks.packed import packed as leave_out_padding
+from multihead.hooks.pretrained import pretrained_models
 from multihead.listeners import listen
 from multihead.optional import require
 from multihead.parts import Part

@@ -16,6 +16,7 @@ from multihead.hooks import huggingface
 from multihead.hooks.alignment import alignment_heads
 from multihead.hooks.inputs import recorded_inputs
 from multihead.hooks.packed import padded
+from multihead.hooks.pretrained import pretrained_models
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
@@ -89,11 +90,13 @@ def observe(
         title=type(root).__name__,
         statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
     )
+    of_hugging_face = bool(pretrained_models(root))
     with ExitStack() as stack:
-        stack.enter_context(huggingface.installed(root))
+        if of_hugging_face:
+            stack.enter_context(huggingface.installed(root))
+            stack.enter_context(padded())
         if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(padded())
         inputs = stack.enter_context(recorded_inputs(root))
         recorder = Recorder(
             record=record,
@@ -109,9 +112,10 @@ def observe(
         )
         stack.enter_context(listeners.listen(recorder))
         yield record
-    aligned = alignment_heads(root)
-    for layer in record.layers:
-        layer.alignment_heads = aligned.get(layer.name, ())
+    if of_hugging_face:
+        aligned = alignment_heads(root)
+        for layer in record.layers:
+            layer.alignment_heads = aligned.get(layer.name, ())
     if tokenizer is not None:
         record.name_tokens(tokenizer)
     elif special_ids:

@@ -1,0 +1,25 @@
+"""The models of transformers in a module, and their qualified names."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+
+def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the Hugging Face models in a module, itself included, by qualified name."""
+    if "transformers" not in sys.modules:
+        return {}  # then there cannot be one
+    from transformers import PreTrainedModel
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+
+def is_within(name: str, other: str) -> bool:
+    """Whether the module `name` is the module `other`, or a part of it.
+
+    >>> is_within("encoder.layer.0", "encoder"), is_within("encoder2", "encoder"), is_within("encoder", "")
+    (True, False, True)
+    """
+    return not other or f"{name}.".startswith(f"{other}.")
