@@ -132,6 +132,8 @@ class View(anywidget.AnyWidget):
     def _ipython_display_(self) -> None:
         if self._requests is None:
             return  # it was closed
+        # What the page requests first takes longest, and is computed while the page starts.
+        self._requests.ask("api/runs/0/samples/0", lambda part, body: None)
         shown = self._repr_mimebundle_()
         bundle = shown[0] if isinstance(shown, tuple) else shown
         display(bundle, raw=True)

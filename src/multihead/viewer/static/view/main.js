@@ -60,13 +60,13 @@ function show(shown, second, wasHead) {
   if (all) {
     leaveHead();
     overview(record, i => { place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h)); });
-    if (wasHead) focusHead(record.index(wasHead.l, wasHead.h) < 0 ? 0 : record.index(wasHead.l, wasHead.h));
+    if (wasHead && root.activeElement) focusHead(record.index(wasHead.l, wasHead.h) < 0 ? 0 : record.index(wasHead.l, wasHead.h));
     drawnWidth = size().width;
     save();
   } else {
     if (!wasHead) toTop();
     headPage(record, other);
-    if (begun && !wasHead && $('map').offsetParent) $('map').focus({ preventScroll: true });
+    if (begun && !wasHead && root.activeElement && $('map').offsetParent) $('map').focus({ preventScroll: true });
   }
   begun = true;
   watchLevels(record);
