@@ -292,6 +292,13 @@ class TestTokens:
         shown = [TEXT[start:end] for start, end in encoded.offsets]
         assert shown[1:-1] == encoded.tokens[1:-1]
 
+    def test_gaps_and_tokens_together_are_the_text(self, minilm: LoadedModel) -> None:
+        encoded = encode(minilm, TEXT)
+        assert encoded.gaps is not None
+        inside = list(zip(encoded.gaps, encoded.tokens, strict=True))[1:-1]
+        assert "".join(f"{gap}{token}" for gap, token in inside) == TEXT.rstrip()
+        assert (encoded.gaps[0], encoded.gaps[-1]) == (None, None)
+
     def test_bytes_of_one_character_show_it_whole_on_the_first(self, gpt2: LoadedModel) -> None:
         encoded = encode(gpt2, "a注👩 b")
         assert encoded.tokens == ["a", "注", CONTINUED, CONTINUED, "👩", CONTINUED, CONTINUED, CONTINUED, " ", "b"]

@@ -270,7 +270,7 @@ def recorded(loaded: LoadedModel, run: Run, layers: Sequence[int] | None, show: 
         loaded.model(**run.arguments)
     record.title = loaded.title
     for each in run.texts:
-        record.name_text(Text(each.ids[0], each.tokens, each.special))
+        record.name_text(Text(each.ids[0], each.tokens, each.special, each.gaps))
     return record
 
 

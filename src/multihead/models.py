@@ -131,6 +131,7 @@ class Encoded:
         special: whether each token is a special token, such as [CLS].
         unknown: whether each token is the unknown token, for text that is not in the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
+        gaps: the text before each token, after the previous one; None if the tokenizer has no offsets.
     """
 
     ids: Tensor
@@ -139,6 +140,7 @@ class Encoded:
     special: list[bool]
     unknown: list[bool]
     offsets: list[tuple[int, int]]
+    gaps: list[str | None] | None = None
 
     @property
     def stop(self) -> int:
@@ -233,7 +235,9 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         offsets = [(0, 0)] * len(ids)
         shown = tokens_of(loaded.tokenizer, ids, special)
     rows = torch.tensor([ids])
-    return Encoded(rows, torch.ones_like(rows), shown, special, unknown, offsets)
+    return Encoded(
+        rows, torch.ones_like(rows), shown, special, unknown, offsets, _gaps(text, offsets) if fast else None
+    )
 
 
 def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> Encoded:
@@ -561,6 +565,16 @@ def _tokens_by_place(
     return shown
 
 
+def _gaps(text: str, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
+    """Return the text before each token, after the previous one; None before a token without text."""
+    gaps: list[str | None] = []
+    reached = 0
+    for start, end in offsets:
+        gaps.append(None if start == end else text[reached:start])
+        reached = max(reached, end)
+    return gaps
+
+
 def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
     """Return the text of each token, decoded one by one; tokens that are parts of one character together."""
     shown: list[str] = []
@@ -576,3 +590,9 @@ def tokens_of(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> li
             shown[first] = piece
             first = index + 1
     return shown
+
+
+def word_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
+    """Return "" for each token that continues a word, None for the others; None without WordPiece tokens ("##ing")."""
+    continues = [str(tokenizer.convert_ids_to_tokens(id_)).startswith("##") for id_ in ids]
+    return ["" if each else None for each in continues] if any(continues) else None

@@ -91,6 +91,19 @@ def whole() -> Record:
 
 
 @cache
+def deep() -> Record:
+    """Twenty small layers."""
+    return watch(12, heads=2, layers=20)
+
+
+@cache
+def painted() -> Record:
+    """A text of which the attention that each token receives was recorded too."""
+    seen = watch(240, mask=masks.Causal(), heads=2, layers=2, probes=("entropy", "received"))
+    return named(seen, words(240), [place == 0 for place in range(240)])
+
+
+@cache
 def medium() -> Record:
     """A text whose single weights fit into the inspector, and not into the grid."""
     return watch(150, mask=masks.Causal(), heads=2)

@@ -146,7 +146,7 @@ def test_the_masked_sink_leaves_the_map_and_stays_in_words(opened: Opened) -> No
     plain = shown.colour(query + 0.5, 0.5)
     shown.at("#sink").click()
     shown.settle()
-    assert shown.text("#level").endswith("first key hidden")
+    assert shown.text("#level").endswith("first token hidden")
     assert shown.place["s"] == "1"
     assert not near(shown.colour(query + 0.5, 0.5), plain)
     shown.point(query, 0)

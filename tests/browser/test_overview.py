@@ -252,7 +252,7 @@ def test_the_inspector_shows_single_weights_where_they_fit(opened: Opened) -> No
 
 def test_the_scale_of_means_ends_at_the_largest_of_them_and_the_legend_says_so(opened: Opened) -> None:
     shown = opened()  # 700 tokens: blocks of 16 x 16
-    shown.at("#scale button:has-text('√')").click()
+    shown.at("#scale button:has-text('square root')").click()
     maps = [causal().layers[layer].sample().map(head, bins=44) for layer in range(LAYERS) for head in range(HEADS)]
     largest = max(float(each.nan_to_num(0).max()) for each in maps)
     assert 0.1 < largest < 0.2

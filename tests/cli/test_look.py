@@ -15,8 +15,6 @@ from rich.cells import cell_len
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 
 from multihead.cli import main
-from multihead.cli.look import _as_csv, _as_json
-from multihead.escaping import visible
 from multihead.models import LoadedModel, load
 from multihead.observation.record import Record
 from tests.families import family
@@ -224,15 +222,6 @@ def test_a_layer_keeps_its_number_where_only_some_are_looked_at(tmp_path: Path) 
     with files[2].open(encoding="utf-8", newline="") as file:
         assert [(int(row["layer"]), row["name"]) for row in csv.DictReader(file)] == expected
     assert [layer.number for layer in Record.load(files[3]).layers] == [3, 4]
-
-
-def test_names_act_neither_on_a_terminal_nor_on_a_spreadsheet() -> None:
-    rows = [{"name": "=1+1", "@x": 0.5, "kind": "\x1b[31m\u202e"}, {"name": "two\nlines", "@x": -1.0, "kind": "+"}]
-    written = _as_csv(rows)
-    assert written == "name,'@x,kind\n'=1+1,0.5,\\x1b[31m\\u202e\ntwo\\nlines,-1.0,'+\n"
-    written = _as_json(rows)
-    assert json.loads(written) == rows
-    assert visible(written.replace("\n", "")) == written.replace("\n", "")
 
 
 @pytest.mark.parametrize(("name", "takes"), [("whisper", "input_features"), ("vit", "pixel_values"), ("clip", "")])

@@ -1,11 +1,25 @@
-"""Curves as SVG: well formed, in their places, with names that do not lie on each other."""
+"""Curves and bars as SVG: well formed, in their places, with names that do not lie on each other."""
 
 from __future__ import annotations
 
 import itertools
 from xml.etree import ElementTree as ET
 
-from multihead.lab.charts import BOTTOM, HEIGHT, LEFT, NAME_DISTANCE, RIGHT, TOP, WIDTH, Curve, chart
+from multihead.lab.charts import (
+    BARS_LEFT,
+    BARS_RIGHT,
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    NAME_DISTANCE,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Bar,
+    Curve,
+    bars,
+    chart,
+)
 
 
 def drawn(curves: list[Curve], **options):
@@ -48,3 +62,21 @@ def test_words_cannot_become_markup() -> None:
     svg = drawn([flat('<b>"', 0.5)], level=(0.5, "<i>"))
     assert svg.get("aria-label") == "l & <l>"
     assert [text.text for text in svg.findall("text")][-2:] == ["<i>", '<b>"']
+
+
+def test_a_bar_is_as_long_as_its_share_and_its_spread_is_a_line_around_its_end() -> None:
+    svg = ET.fromstring(bars([("a", [Bar("x", "c0", 0.5, 0.25), Bar("y", "c1", 1.0)])], label="l"))
+    whole = WIDTH - BARS_LEFT - BARS_RIGHT
+    assert [float(bar.get("width")) for bar in svg.findall("rect")] == [whole / 2, whole]
+    (line,) = [line for line in svg.findall("line") if line.get("class") == "spread"]
+    assert (float(line.get("x1")), float(line.get("x2"))) == (BARS_LEFT + whole / 4, BARS_LEFT + whole * 3 / 4)
+
+
+def test_bars_end_inside_the_drawing_and_are_named_with_their_numbers() -> None:
+    svg = ET.fromstring(bars([('<b>"', [Bar("<i>", "c0", 1.3, 0.2)]), ("b", [Bar("c", "c0", 0.0)])], label="l & <l>"))
+    texts = [text.text for text in svg.findall("text")]
+    assert svg.get("aria-label") == "l & <l>"
+    assert {'<b>"', "130 % <i>", "0 % c"} <= set(texts)
+    assert max(float(bar.get("width")) for bar in svg.findall("rect")) <= WIDTH - BARS_LEFT - BARS_RIGHT
+    low = max(float(bar.get("y")) + float(bar.get("height")) for bar in svg.findall("rect"))
+    assert low < float(svg.get("viewBox").split()[-1])

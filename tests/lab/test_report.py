@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,17 @@ def test_every_part_has_its_chapters_with_tables_as_wide_as_their_heads(lang: st
         for table in (*chapter.tables, *chapter.looks_tables):
             assert table.rows
             assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+@pytest.mark.parametrize(("name", "bars"), [("outputs", 2), ("copies", 2), ("vectors", 24)])
+def test_the_bars_of_a_chapter_are_the_numbers_of_its_table(name: str, bars: int) -> None:
+    chapter = chapters()[name]
+    assert chapter.chart is not None
+    shares = [round(float(each)) for each in re.findall(r">(\d+) % ", chapter.chart[0])]
+    cells = [cell for row in chapter.tables[0].rows for cell in row[1:] if "%" in cell]
+    assert len(shares) == chapter.chart[0].count('<rect class="bar') == bars
+    assert len(cells) == bars
+    assert shares == pytest.approx([float(re.split("[ \u00a0]", cell)[0]) for cell in cells], abs=0.6)
 
 
 def test_a_part_that_was_not_run_is_not_told() -> None:

@@ -101,6 +101,14 @@ def test_texts_title_id_and_the_order_of_the_calls_come_back(tmp_path: Path) -> 
     assert found.table().rows == expected.table().rows
 
 
+def test_what_is_known_of_the_text_between_tokens_comes_back(tmp_path: Path) -> None:
+    expected = read(ids(1, 3))
+    expected.set_text(Text(None, ["a", "gu", "ll"], None, [None, " ", ""]))
+    assert through(expected, tmp_path).texts[0].gaps == [None, " ", ""]
+    expected.set_text(Text(None, ["a", "gu", "ll"], None))
+    assert through(expected, tmp_path).texts[0].gaps is None
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_decoding_is_saved_as_one_text_and_few_tensors(name: str, tmp_path: Path) -> None:
     model = family(name)

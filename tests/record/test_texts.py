@@ -29,8 +29,9 @@ def test_a_gap_makes_the_text_unknown(missing: torch.Tensor | None) -> None:
 
 
 def test_a_part_of_a_text_is_a_text() -> None:
-    part = Text(torch.tensor([4, 5, 6]), ["a", "b", "c"], [True, False, False]).part(1, 3)
+    part = Text(torch.tensor([4, 5, 6]), ["a", "b", "c"], [True, False, False], [None, " ", ""]).part(1, 3)
     assert (part.ids.tolist(), part.tokens, part.special) == ([5, 6], ["b", "c"], [False, False])  # type: ignore[union-attr]
+    assert part.gaps == [" ", ""]
     assert Text().part(0, 2).length == 0
 
 
@@ -40,6 +41,18 @@ def test_a_tokenizer_names_the_tokens_of_all_texts() -> None:
     record.name_tokens(Tokenizer())
     assert [text.tokens for text in record.texts] == [["<s>", "3"], ["4", "4"]]
     assert [text.special for text in record.texts] == [[True, False], [False, False]]
+
+
+def test_pieces_of_words_are_joined_by_a_tokenizer_of_word_pieces() -> None:
+    class Pieces(Tokenizer):
+        def convert_ids_to_tokens(self, ids: int) -> str:
+            return "##ll" if ids == 3 else "<s>" if ids == 7 else "gu"
+
+    record = read(torch.tensor([[7, 4, 3]]))
+    record.name_tokens(Pieces())
+    assert record.texts[0].gaps == [None, None, ""]
+    record.name_tokens(Tokenizer())
+    assert record.texts[0].gaps is None
 
 
 def test_a_tokenizer_given_to_observe_names_them_and_tells_its_marks() -> None:

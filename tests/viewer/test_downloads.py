@@ -11,6 +11,7 @@ import pytest
 
 from multihead import masks
 from multihead.errors import ArgumentError
+from multihead.escaping import visible
 from multihead.viewer import downloads
 from tests.viewer.watching import watch
 
@@ -92,4 +93,13 @@ def test_more_weights_than_a_file_should_hold_are_refused() -> None:
 
 def test_a_heading_opens_no_formula() -> None:
     found = b"".join(downloads.table_csv([{"layer": 0, "=cmd()": 1.0}])).decode()
-    assert found == "layer,'=cmd()\r\n0,1.0\r\n"
+    assert found == "layer,'=cmd()\n0,1.0\n"
+
+
+def test_names_act_neither_on_a_terminal_nor_on_a_spreadsheet() -> None:
+    rows = [{"name": "=1+1", "@x": 0.5, "kind": "\x1b[31m\u202e"}, {"name": "two\nlines", "@x": -1.0, "kind": "+"}]
+    written = b"".join(downloads.table_csv(rows)).decode()
+    assert written == "name,'@x,kind\n'=1+1,0.5,\\x1b[31m\\u202e\ntwo\\nlines,-1.0,'+\n"
+    written = b"".join(downloads.table_json(rows)).decode()
+    assert json.loads(written) == rows
+    assert visible(written.replace("\n", "")) == written.replace("\n", "")

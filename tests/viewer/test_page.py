@@ -58,8 +58,8 @@ def test_a_module_can_be_given_in_place_of_its_file() -> None:
 def test_a_form_of_export_that_a_bundle_does_not_know_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multihead.viewer.page.static", lambda path: "export default 3;\n")
     sentence = (
-        "a.js: 'export default 3;' cannot be bundled. "
-        "Write import { name } from './file.js', or export a const, function or class."
+        "a.js: 'export default 3;' cannot be bundled. Write import { name } from './file.js' or "
+        "export const/function/class."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         script.__wrapped__("a.js")

@@ -10,6 +10,7 @@ import torch
 
 from multihead import masks
 from multihead.analysis import similar
+from multihead.analysis.highlights import findings
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from multihead.viewer.payload import Run, changed, described, listed, rows_of
@@ -23,8 +24,29 @@ def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
         "name": "a.safetensors",
         "title": "ModuleList",
         "keep": "all",
-        "samples": [{"queries": 9, "keys": 9}, {"queries": 4, "keys": 4}],
+        "samples": [{"queries": 9, "keys": 9, "opening": ""}, {"queries": 4, "keys": 4, "opening": ""}],
     }
+
+
+def test_a_text_is_named_by_its_first_words_without_special_tokens() -> None:
+    record = watch(6)
+    record.set_text(Text(None, ["<s>", "A", "gull", "with", "one", "leg"], [True, *[False] * 5]))
+    assert listed(Run("a.safetensors", record))["samples"][0]["opening"] == "A gull with one leg"
+
+
+def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
+    record = watch(60, layers=2, mask=masks.Causal())
+    previous = torch.full((record.layers[0].num_heads, 60), 0.03)
+    previous[1] = 0.9
+    one = record.layers[1].samples[0]
+    one.put(one.statistics | {"previous_mass": previous})
+    shown = described(Run("a.safetensors", record), 0)
+    expected = findings(record.layers, sample=0)
+    assert [(each["layer"], each["head"], each["sentence"]) for each in shown["findings"]] == [
+        (each.layer, each.head, each.sentence) for each in expected
+    ]
+    assert (shown["findings"][0]["layer"], shown["findings"][0]["head"]) == (1, 1)
+    assert shown["full"] == pytest.approx([sum(math.log(keys) for keys in range(1, 61)) / 60] * 4, rel=1e-5)
 
 
 def test_without_q_and_k_it_has_statistics_and_no_levels() -> None:

@@ -93,7 +93,10 @@ def test_the_view_lists_the_runs(served: Served) -> None:
     assert body["lang"] == "zh"
     assert [run["name"] for run in body["runs"]] == ["a.safetensors", "b.safetensors", "c.safetensors"]
     assert [run["keep"] for run in body["runs"]] == ["all", "all", "statistics"]
-    assert body["runs"][0]["samples"] == [{"queries": LENGTH, "keys": LENGTH}, {"queries": 41, "keys": 41}]
+    assert body["runs"][0]["samples"] == [
+        {"queries": LENGTH, "keys": LENGTH, "opening": "</script><script>alert(1)</script> t2 t3"},
+        {"queries": 41, "keys": 41, "opening": ""},
+    ]
 
 
 def test_a_sample_is_described_and_a_hostile_token_is_plain_json(served: Served) -> None:

@@ -87,9 +87,44 @@ def test_entries_of_a_vocabulary_are_joined_as_their_tokenizer_joins_them(tokens
     assert joined(reading(tokens)).strip() == text
 
 
-def test_a_byte_level_piece_of_a_character_is_flagged() -> None:
-    page = reading(["Ġa", "å¥", "½"])
-    assert page["flags"] == [0, PART, PART]
+@pytest.mark.parametrize(
+    ("tokens", "text", "flags"),
+    [
+        (["Ġa", "å¥", "½"], "a好", [0, 0, PART]),
+        (["å", "¥", "½", "å¥½"], "好好", [0, PART, PART, 0]),
+        (["Ġx", "å¥"], "x\ufffd", [0, PART]),  # the text ends inside of a character
+        (["a", "👩", "⤷", "⤷", "b"], "a 👩 b", [0, 0, PART, PART, 0]),  # decoded one by one
+    ],
+)
+def test_the_first_piece_of_a_character_shows_it_and_the_others_take_no_room(
+    tokens: list[str], text: str, flags: list[int]
+) -> None:
+    page = reading(["Ġ" + tokens[0], *tokens[1:]] if tokens[0] == "å" else tokens)
+    assert page["flags"] == flags
+    assert joined(page).strip() == text
+    assert all(
+        not shown and label == "⤷"
+        for shown, label, flag in zip(page["shown"], page["labels"], flags, strict=True)
+        if flag & PART and shown != "\ufffd"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["the", "word", '"', "lonely", '"', "and", '"', "quiet", '"', "."], 'the word "lonely" and "quiet".'),
+        (["it", "(", "was", ")", "don", "'", "t", "well", "-", "known"], "it (was) don't well-known"),
+    ],
+)
+def test_words_are_set_with_quotes_and_brackets_where_they_belong(tokens: list[str], text: str) -> None:
+    assert joined(reading(tokens)) == text
+
+
+def test_known_gaps_come_before_every_convention() -> None:
+    tokens, special = ["[CLS]", "a", "gu", "ll", "-", "b"], [True, *[False] * 5]
+    gaps = [None, "", " ", "", " ", "  "]
+    assert joined(reading(tokens, special=special, gaps=gaps)) == "[CLS] a gull -  b"
+    assert joined(reading(tokens, special=special, gaps=[None, None, None, "", None, None])) == "[CLS] a gull-b"
 
 
 def test_a_special_token_is_set_apart_and_never_split() -> None:

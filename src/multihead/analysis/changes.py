@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +13,21 @@ from multihead.analysis.highlights import LayerProfile, layer_profiles
 from multihead.analysis.similar import are_alike, divergence, spaced
 from multihead.errors import ArgumentError, check_integer
 from multihead.escaping import visible
+from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
 
 Progress = Callable[[int, int], None]
+
+
+class Change(NamedTuple):
+    """A statistic of a head in two runs, as text: its label, its value before and after."""
+
+    label: str
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -67,12 +77,19 @@ class ChangedHead:
         }
         return max(shares, key=lambda name: shares[name], default=None)
 
+    def change(self, lang: str = "en") -> Change | None:
+        """Describe the share that changed most; None where none of them changed."""
+        if (name := self.largest_difference) is None:
+            return None
+        shown = statistic(name, self.statistics)
+        label = visible(statistic_label(name, lang, shown.label))
+        return Change(label, shown.text(self.before[name]), shown.text(self.after[name]))
+
     def __str__(self) -> str:
         """The head in a line: "L2 H3: 0.312 nats; previous 91 % -> 12 %; previous -> mixed"."""
         parts = [f"{self.divergence:.3f} nats"]
-        if (name := self.largest_difference) is not None:
-            shown = statistic(name, self.statistics)
-            parts.append(visible(f"{shown.label} {shown.text(self.before[name])} -> {shown.text(self.after[name])}"))
+        if (change := self.change()) is not None:
+            parts.append(f"{change.label} {change.before} -> {change.after}")
         if self.kinds_before != self.kinds_after:
             parts.append(f"{', '.join(self.kinds_before)} -> {', '.join(self.kinds_after)}")
         return f"L{self.layer} H{self.head}: " + "; ".join(parts)

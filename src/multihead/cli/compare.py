@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from multihead.cli.progress import Steps
+from multihead.cli.tables import write_tables
 from multihead.cli.view import import_module_of_user
 from multihead.escaping import visible
-from multihead.files import check_writable, write_whole
+from multihead.files import check_writable
 from multihead.locale.texts import section, text
 from multihead.optional import require
 
@@ -83,7 +84,6 @@ def compare(
     require("safetensors", purpose="Opening a record", extra="view")
     # Imported here, so that --help does not load torch.
     from multihead.observation.record import Record
-    from multihead.viewer.downloads import table_csv, table_json
 
     for module in modules:
         import_module_of_user(module)
@@ -98,12 +98,8 @@ def compare(
             queries=queries,
             progress=lambda done, total: steps.show(comparing, done, total),
         )
-    rows = [{**one.row(), "name": visible(one.name)} for one in changed]
-    for target, write in ((json_file, table_json), (csv_file, table_csv)):
-        if target == "-":
-            click.echo(b"".join(write(rows)), nl=False)
-        elif target is not None:
-            write_whole(target, b"".join(write(rows)))
+    rows = [one.row() for one in changed]
+    write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         _print(changed, (before, after), top=top, lang=lang)
 
@@ -127,20 +123,9 @@ def _print(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, 
     for one in changed[:top]:
         kinds = [", ".join(words[f"kind.{kind}"] for kind in each) for each in (one.kinds_before, one.kinds_after)]
         both = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
-        table.add_row(f"L{one.layer} H{one.head}", f"{one.divergence:.3f}", _share(one, lang), both)
+        change = one.change(lang)
+        share = "" if change is None else f"{change.label} {change.before} → {change.after}"
+        table.add_row(f"L{one.layer} H{one.head}", f"{one.divergence:.3f}", share, both)
     console.print(table)
     number = sum(one.kinds_before != one.kinds_after for one in changed)
     click.echo("\n" + text("compare.kinds changed", lang, number=number, heads=len(changed)))
-
-
-def _share(one: ChangedHead, lang: str) -> str:
-    """Describe the share that changed most: "previous 91 % → 12 %"."""
-    from multihead.locale.texts import statistic_label
-    from multihead.probes.catalogue import statistic
-
-    name = one.largest_difference
-    if name is None:
-        return ""
-    shown = statistic(name, one.statistics)
-    label = visible(statistic_label(name, lang, shown.label))
-    return f"{label} {shown.text(one.before[name])} → {shown.text(one.after[name])}"

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from multihead.cli.audio import read_audio
 from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
 from multihead.cli.progress import Steps
-from multihead.escaping import ACTING, visible
-from multihead.files import check_writable, readable_text, write_whole
+from multihead.cli.tables import write_tables
+from multihead.escaping import visible
+from multihead.files import check_writable, readable_text
 from multihead.locale.texts import text as locale
 from multihead.optional import require
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -173,11 +168,7 @@ def look(
     table = record.table(sort=sort, top=top)
     read = {profile.number: profile for profile in profiles}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
-    for target, written in ((json_file, _as_json), (csv_file, _as_csv)):
-        if target == "-":
-            click.echo(written(rows), nl=False)
-        elif target is not None:
-            write_whole(target, written(rows))
+    write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         print_heads(record, profiles, run, rows, lang=lang)
         if textbook:
@@ -198,32 +189,6 @@ def _input(
     if audio is not None:
         return "", read_audio(audio)
     return prompt or "" if text_file is None else readable_text(text_file), None
-
-
-def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a list of objects, one per head; NaN (a head whose queries see no key) becomes null."""
-    plain = [
-        {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
-        for row in rows
-    ]
-    text = json.dumps(plain, indent=1, ensure_ascii=False)
-    # In a JSON string an escape means the same character, and a terminal does not interpret it.
-    return ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text) + "\n"
-
-
-def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a header line and one line per head."""
-    from multihead.viewer.downloads import cell
-
-    def safe(value: object) -> object:
-        return cell(visible(value)) if isinstance(value, str) else value
-
-    written = io.StringIO()
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = csv.writer(written, lineterminator="\n")
-    table.writerow([safe(name) for name in names])
-    table.writerows([safe(row.get(name, "")) for name in names] for row in rows)
-    return written.getvalue()
 
 
 def _parsed(layers: str) -> list[int]:

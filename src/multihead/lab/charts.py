@@ -1,4 +1,4 @@
-"""Draw the lab's curves as SVG, coloured by the style sheet of the page."""
+"""Draw the lab's curves and bars as SVG, coloured by the style sheet of the page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Curve", "chart"]
+__all__ = ["Bar", "Curve", "bars", "chart"]
 
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 44, 70, 14, 38
 NAME_DISTANCE = 14  # minimum vertical distance of the names at the ends of curves
+BAR, BAR_STEP, GROUP_GAP = 9, 13, 8  # the height of a bar, the distance of two bars, and of two groups of bars
+BARS_LEFT, BARS_RIGHT = 150, 110  # room for the names of groups at the left, and of bars at the right
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,60 @@ class Curve:
     y: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its name, its CSS class, its share from 0 to 1, and the standard deviation of the share."""
+
+    name: str
+    tone: str
+    share: float
+    deviation: float = 0.0
+
+
+def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, label: str) -> str:
+    """Draw groups of horizontal bars from 0 to 100 %; each bar is named at its end, with its number.
+
+    Args:
+        groups: the name of each group, and its bars.
+        label: a description of the chart for screen readers.
+
+    Returns:
+        The SVG element.
+
+    >>> svg = bars([("noise 1", [Bar("long", "c0", 0.5), Bar("short", "c1", 0.25, 0.1)])], label="")
+    >>> svg.count("<rect"), svg.count("50 % long")
+    (2, 1)
+    """
+    across = WIDTH - BARS_LEFT - BARS_RIGHT
+    height = TOP + sum(len(each) * BAR_STEP + GROUP_GAP for _, each in groups) + BOTTOM / 2
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_plain(label)}">']
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        x = BARS_LEFT + share * across
+        parts.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM / 2:g}"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 4:g}" text-anchor="middle">{share:.0%}</text>')
+    y = float(TOP)
+    for name, each in groups:
+        middle = y + len(each) * BAR_STEP / 2 + 3
+        parts.append(f'<text class="name" x="{BARS_LEFT - 8}" y="{middle:g}" text-anchor="end">{_plain(name)}</text>')
+        for bar in each:
+            wide = min(max(bar.share, 0.0), 1.0) * across
+            parts.append(
+                f'<rect class="bar {bar.tone}" x="{BARS_LEFT}" y="{y + 2:g}" width="{wide:.1f}" height="{BAR}"/>'
+            )
+            low, high = (min(max(bar.share + side * bar.deviation, 0.0), 1.0) * across for side in (-1, 1))
+            if bar.deviation > 0:
+                parts.append(
+                    f'<line class="spread" x1="{BARS_LEFT + low:.1f}" x2="{BARS_LEFT + high:.1f}" '
+                    f'y1="{y + 2 + BAR / 2:g}" y2="{y + 2 + BAR / 2:g}"/>'
+                )
+            end = BARS_LEFT + max(wide, high if bar.deviation > 0 else 0.0) + 5
+            words = f"{100 * bar.share:.0f} % {bar.name}"
+            parts.append(f'<text class="tick" x="{end:.1f}" y="{y + 10:g}">{_plain(words)}</text>')
+            y += BAR_STEP
+        y += GROUP_GAP
+    return "".join([*parts, "</svg>"])
 
 
 def chart(

@@ -53,7 +53,7 @@ def page(answers: Answers, *, lang: str = "en") -> str:
         facts=_facts(answers, phrases),
         chapters=build_chapters(answers, phrases),
         foot=phrases.translate("foot", version=version(), seed=answers.seed),
-        style=Markup(static("lab/static/lab.css")),
+        style=Markup(static("viewer/static/shared/base.css") + static("lab/static/lab.css")),
         script=Markup(source),
         script_hash=allowed(source),
         texts=Markup(json_in_script(_texts_of_script(phrases))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multihead.lab.charts import Curve, chart
+from multihead.lab.charts import Bar, Curve, bars, chart
 from multihead.lab.matching import Match, Vectors
 from multihead.lab.parameters import Parameter, Parameters
 from multihead.lab.report_tasks import copies_chapter, experiment_chapter
@@ -104,8 +104,23 @@ def _outputs(found: Parameters, phrases: Phrases) -> Chapter:
         translate("scores differ"),
     )
     text = translate("outputs.text", scores=small(max(pair.score_difference for pair in found.pairs)))
+    groups = [
+        (
+            translate("two counts", first=pair.first, second=pair.second),
+            [
+                Bar(translate("bar.output"), "c1", pair.output_difference),
+                Bar(translate("bar.gradient"), "c0", pair.gradient_difference),
+            ],
+        )
+        for pair in found.pairs
+    ]
     return Chapter(
-        "outputs", translate("outputs.title"), answer, (text,), (Table(translate("outputs.caption"), columns, rows),)
+        "outputs",
+        translate("outputs.title"),
+        answer,
+        (text,),
+        (Table(translate("outputs.caption"), columns, rows),),
+        (bars(groups, label=translate("outputs.label")), translate("outputs.label")),
     )
 
 
@@ -180,6 +195,21 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
         translate("short", **sizes),
         translate("own"),
     )
+    groups = [
+        (
+            translate("content and noise", content=translate(f"content.{match.content}"), noise=f"{match.noise:g}"),
+            [
+                Bar(translate("bar.long"), "c1", match.long.mean, match.long.deviation),
+                Bar(translate("bar.short"), "c0", match.short.mean, match.short.deviation),
+                *(
+                    [Bar(translate("bar.own"), "c3", match.own.mean, match.own.deviation)]
+                    if match.content in ("part", "two")
+                    else []
+                ),
+            ],
+        )
+        for match in found.matches
+    ]
     noises = phrases.listed(dict.fromkeys(f"{match.noise:g}" for match in found.matches))
     settings = {"candidates": found.candidates, "trials": found.trials, "seeds": found.seeds, "noises": noises}
     return Chapter(
@@ -188,6 +218,7 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
         phrases.joined(sentences),
         (translate("vectors.text", **sizes, **settings),),
         (Table(translate("vectors.caption"), columns, rows),),
+        (bars(groups, label=translate("vectors.label")), translate("vectors.label")),
     )
 
 

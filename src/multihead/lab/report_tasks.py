@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multihead.lab.charts import Curve, chart
+from multihead.lab.charts import Bar, Curve, bars, chart
 from multihead.lab.matching import Spread
 from multihead.lab.run import Answers
 from multihead.lab.tasks import Induction, Lookup, task_named
@@ -67,6 +67,10 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
                 phrases.spread(right[name]),
             )
         )
+    drawn_bars = [
+        (translate(f"start.{name}"), [Bar(translate("bar.right"), "c1", share.mean, share.deviation)])
+        for name, share in right.items()
+    ]
     apart = max(each.apart_after for each in copies.trainings)
     shares = {name: phrases.spread(share) for name, share in right.items()}
     key = "copies.answer" if apart == 0 else "copies.answer other"
@@ -77,6 +81,7 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
         translate(key, apart=f"{apart:.2g}", copied=shares["copied"], drawn=shares.get("drawn", "–")),
         (translate("copies.text"), *([translate("copies.equal")] if apart == 0 else [])),
         (Table(translate("copies.caption"), columns, tuple(rows)),),
+        (bars(drawn_bars, label=translate("copies.label")), translate("copies.label")),
     )
 
 

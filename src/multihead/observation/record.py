@@ -157,7 +157,7 @@ class Record:
             tokenizer: a Hugging Face tokenizer, or anything with `convert_ids_to_tokens`, `decode` and
                 `all_special_ids`.
         """
-        from multihead.models import tokens_of
+        from multihead.models import tokens_of, word_pieces
 
         known: dict[tuple[int, ...], Text] = {}
         for layer in self.layers:
@@ -169,7 +169,7 @@ class Record:
                     key = tuple(ids.tolist())
                     if key not in known:
                         special = [each in set(tokenizer.all_special_ids) for each in key]
-                        known[key] = Text(ids, tokens_of(tokenizer, key, special), special)
+                        known[key] = Text(ids, tokens_of(tokenizer, key, special), special, word_pieces(tokenizer, key))
                     reading.named = known[key]
 
     def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean") -> HeadTable:

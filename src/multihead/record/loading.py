@@ -319,9 +319,12 @@ def _text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
         tokens = [_of(each, str, "a token") for each in _of(tokens, list, "the tokens")]
     if special is not None:
         special = [bool(_count(each, "a mark")) for each in _of(special, list, "the marks")]
-    if len({len(each) for each in (ids, tokens, special) if each is not None}) != 1:
+    gaps = data.get("gaps")
+    if gaps is not None:
+        gaps = [None if each is None else _of(each, str, "a gap") for each in _of(gaps, list, "the gaps")]
+    if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
         raise _WrongError("the tokens of a text are not as many as its ids")
-    return Text(ids, tokens, special)
+    return Text(ids, tokens, special, gaps)
 
 
 class _Sample:

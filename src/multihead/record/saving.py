@@ -160,7 +160,8 @@ class _Texts:
         ids = None if text.ids is None else tuple(text.ids.tolist())
         tokens = None if text.tokens is None else tuple(text.tokens)
         special = None if text.special is None else tuple(text.special)
-        key = (ids, tokens, special)
+        gaps = None if text.gaps is None else tuple(text.gaps)
+        key = (ids, tokens, special, gaps)
         if key not in self.known:
             self.known[key] = len(self.texts)
             self.texts.append(text)
@@ -172,6 +173,7 @@ class _Texts:
                 "ids": None if text.ids is None else tensors.put(f"texts.{index}.ids", text.ids),
                 "tokens": text.tokens,
                 "special": None if text.special is None else [int(each) for each in text.special],
+                **({} if text.gaps is None else {"gaps": text.gaps}),
             }
             for index, text in enumerate(self.texts)
         ]

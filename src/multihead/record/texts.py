@@ -17,11 +17,13 @@ class Text:
         ids: (tokens,), int64, the token ids, or None if unknown.
         tokens: each token as text, or None without a tokenizer.
         special: whether each token is a special one such as [CLS], or None if unknown.
+        gaps: the text before each token, after the previous one (None where it is unknown), or None if all are.
     """
 
     ids: Tensor | None = None
     tokens: list[str] | None = None
     special: list[bool] | None = None
+    gaps: list[str | None] | None = None
 
     @property
     def length(self) -> int:
@@ -36,6 +38,7 @@ class Text:
             None if self.ids is None else self.ids[cut],
             None if self.tokens is None else self.tokens[cut],
             None if self.special is None else self.special[cut],
+            None if self.gaps is None else self.gaps[cut],
         )
 
 
@@ -60,7 +63,7 @@ class Reading:
         """Return the text; parts of another length than `length` are unknown."""
         ids = self.ids.whole() if self.ids is not None and self.ids.length == length else None
         named = self.named if self.named is not None and self.named.length == length else Text()
-        return Text(ids, named.tokens, named.special)
+        return Text(ids, named.tokens, named.special, named.gaps)
 
     def grow(self, ids: Tensor | None, *, start: int) -> None:
         """Append the new ones of some ids (tokens,), int64 on the CPU, the first of which is at `start`."""

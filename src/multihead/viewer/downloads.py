@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multihead.errors import ArgumentError
+from multihead.escaping import ACTING, visible
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -48,16 +49,24 @@ def check_size(queries: slice, keys: slice) -> None:
 
 
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Write a header line and one line per head."""
+    """Write a header line and one line per head; characters that act on a terminal are escaped."""
+
+    def safe(value: object) -> object:
+        return cell(visible(value)) if isinstance(value, str) else value
+
     names = list(dict.fromkeys(name for row in rows for name in row))
-    yield from _lines([[cell(name) for name in names]])
-    yield from _lines([cell(row.get(name, "")) for name in names] for row in rows)
+    # A shell's tools expect lines to end like this; no cell holds a character that needs the other ending.
+    yield from _lines([[safe(name) for name in names]], end="\n")
+    yield from _lines(([safe(row.get(name, "")) for name in names] for row in rows), end="\n")
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a list of objects, one per head; NaN and infinities become null."""
     plain = [{name: _known(value) for name, value in row.items()} for row in rows]
-    yield json.dumps(plain, indent=1, allow_nan=False).encode() + b"\n"
+    text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
+    # In a JSON string an escape means the same character, and a terminal does not interpret it.
+    escaped = ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+    yield escaped.encode() + b"\n"
 
 
 def weights_csv(
@@ -137,9 +146,9 @@ def _rows(sample: SampleRecord, head: int, queries: slice, keys: slice) -> Itera
             )
 
 
-def _lines(rows: Iterable[Sequence[object]]) -> Iterator[bytes]:
+def _lines(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterator[bytes]:
     written = io.StringIO()
-    csv.writer(written, lineterminator="\r\n").writerows(rows)
+    csv.writer(written, lineterminator=end).writerows(rows)
     yield written.getvalue().encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate
 
 

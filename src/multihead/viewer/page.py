@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # The forms of import and export that bundled modules may use.
 _IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:const|function|async function|class) (?P<name>[\w$]+))", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|class|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
 
 
 def json_in_script(data: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _bundled(path: str) -> str:
     if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
         raise ValueError(
             f"{path}: {rest[0]!r} cannot be bundled. "
-            "Write import { name } from './file.js', or export a const, function or class."
+            "Write import { name } from './file.js' or export const/function/class."
         )
     return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
 

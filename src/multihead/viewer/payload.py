@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multihead.analysis import visibility
-from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, layer_profiles
+from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, findings, layer_profiles
 from multihead.analysis.roles import marked, roles
 from multihead.analysis.similar import affordable
 from multihead.escaping import visible
-from multihead.locale.texts import statistic_label
-from multihead.probes.catalogue import statistic
 from multihead.record.texts import Text
 from multihead.viewer.columns import column, names_of, unrecorded
 from multihead.viewer.levels import SIDE, count
-from multihead.viewer.tokens import reading
+from multihead.viewer.tokens import SPECIAL, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multihead.analysis.changes import ChangedHead
     from multihead.observation.record import Record
     from multihead.record.sample import SampleRecord
+
+
+OPENING = 12  # tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,25 @@ def listed(run: Run) -> dict[str, Any]:
         "name": visible(run.name),
         "title": visible(run.record.title),
         "keep": "all" if all(run.keeps(index) for index in range(run.num_samples)) else "statistics",
-        "samples": [{"queries": one.num_queries, "keys": one.num_keys} for one in samples],
+        "samples": [
+            {"queries": one.num_queries, "keys": one.num_keys, "opening": _opening(run.record, index)}
+            for index, one in enumerate(samples)
+        ],
     }
+
+
+def _opening(record: Record, sample: int) -> str:
+    """Return the first words of a text, which name it in a list; "" if its tokens are unknown."""
+    text = main_sample(record, sample).text.part(0, OPENING)
+    if text.tokens is None:
+        return ""
+    words = reading(text.tokens, special=text.special, gaps=text.gaps)
+    opening = "".join(
+        gap + word
+        for gap, word, flags in zip(words["gaps"], words["shown"], words["flags"], strict=True)
+        if not flags & SPECIAL
+    )
+    return " ".join(opening.split())[:40]
 
 
 def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
@@ -71,10 +88,19 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     named = roles(run.record.layers, sample=sample)
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
     layers = [layer | {"role": role} for layer, role in zip(layers, named, strict=True)]
-    columns = [column(run.record.statistic(name), lang) for name in names_of(profiles)]
+    names = names_of(profiles)
+    columns = [column(run.record.statistic(name), lang) for name in names]
+    # Of two texts, a first token has no name.
+    tokens = None if main.tokens is None or other_text(run.record, sample, main.tokens) else main.tokens
+    found = findings(
+        run.record.layers, sample=sample, tokens=tokens, special=main.special, lang=lang, profiles=profiles
+    )
     heads = [len(one.kinds) for one in profiles]
     return {
-        "texts": [None if each.tokens is None else reading(each.tokens, special=each.special) for each in texts],
+        "texts": [
+            None if each.tokens is None else reading(each.tokens, special=each.special, gaps=each.gaps)
+            for each in texts
+        ],
         "layers": layers,
         "kinds": [kinds for one in profiles for kinds in one.kinds],
         "metrics": {one["id"]: _numbers([profile.means for profile in profiles], heads, one["id"]) for one in columns},
@@ -84,7 +110,10 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
             if any(one["id"] in profile.chance for profile in profiles)
         },
         "columns": columns,
-        "unrecorded": unrecorded(names_of(profiles), lang),
+        "unrecorded": unrecorded(names, lang),
+        "findings": [asdict(one) for one in found],
+        # The largest possible entropy of each head; None where its mask is not defined here.
+        "full": _numbers([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
         "thresholds": {
             "mass": MASS_SHARE,
             "local": LOCAL_SHARE,
@@ -143,18 +172,11 @@ def changed(
                 "head": one.head,
                 "divergence": None if math.isnan(one.divergence) else one.divergence,
                 "kinds": [one.kinds_before, one.kinds_after],
-                "change": None if one.largest_difference is None else _change(one, one.largest_difference, lang),
+                "change": None if (change := one.change(lang)) is None else change._asdict(),
             }
             for one in found
         ],
     }
-
-
-def _change(one: ChangedHead, name: str, lang: str) -> dict[str, str]:
-    """Describe a statistic of a head in two runs: its label and its two numbers."""
-    shown = statistic(name, one.statistics)
-    label = visible(statistic_label(name, lang, shown.label))
-    return {"label": label, "before": shown.text(one.before[name]), "after": shown.text(one.after[name])}
 
 
 def has_maps(one: SampleRecord) -> bool:

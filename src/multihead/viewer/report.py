@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from multihead.observation.record import Record
 
 
+STYLES = ("shared/base.css", "shared/heads.css", "report/report.css")
+"""The style sheets of the page, in their order."""
+
+
 @dataclass(frozen=True)
 class ReportSummary:
     """Path, size and contents of a written page.
@@ -123,20 +127,22 @@ def write_report(
     """
     path = Path(path)
     _check(record, path, sample, max_bytes, lang)
+    gaps = None
     if tokens is None:
         main = main_sample(record, sample)
         tokens = main.text.tokens or [str(position) for position in range(main.num_keys)]
+        gaps = main.text.gaps
     _check_tokens(record, tokens, sample)
     title = visible(title or record.title)
     read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
-    texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets)}
+    texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets, gaps=gaps)}
     other = None
     if key_tokens is not None:
         texts["keys"] = reading(key_tokens)
     else:
         other = other_text(record, sample, tokens)
         if other is not None and other.tokens is not None:
-            texts["other"] = reading(other.tokens, special=other.special)
+            texts["other"] = reading(other.tokens, special=other.special, gaps=other.gaps)
     data = report_data.page_data(
         record,
         read,
@@ -223,7 +229,7 @@ def _render(data: dict[str, Any], shell: dict[str, Any], store: Store, max_bytes
     source = script("viewer/static/report/page.js")
     html = template("viewer/static/report/report.html").render(
         **shell,
-        style=Markup(static("viewer/static/report/report.css")),
+        style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
         script=Markup(source),
         script_hash=allowed(source),
         texts=Markup(json_in_script(words)),

@@ -28,17 +28,25 @@ FOLDERS = ("view", "shared")
 TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 """Media type by file extension; other files are not served."""
 
-FORMS = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
+FORMS = {"csv": "text/csv; charset=utf-8", "json": "application/json", "html": "text/html; charset=utf-8"}
 
 GONE = 499
 """The status of a response to a client that disconnected; nobody reads it."""
+
+
+STYLES = ("shared/base.css", "shared/heads.css", "view/view.css")
+"""The style sheets of the page, in their order."""
 
 
 def page(lang: str) -> Response:
     """Return the page in a language, with its texts."""
     texts = section(lang, "common", "page", "viewer")
     html = template("viewer/static/view/index.html").render(
-        lang="zh-CN" if lang == "zh" else lang, words=texts, texts=Markup(json_in_script(texts))
+        lang="zh-CN" if lang == "zh" else lang,
+        words=texts,
+        texts=Markup(json_in_script(texts)),
+        styles=STYLES,
+        shared=None,
     )
     return Response(html, media_type="text/html; charset=utf-8")
 

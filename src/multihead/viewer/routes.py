@@ -20,11 +20,13 @@ from multihead.viewer.pyramid import Builder, Pyramid, state
 from multihead.viewer.query_params import AbsentError, LaterError, flag, number, span
 from multihead.viewer.responses import GONE, download, floats, page, page_file, until_gone
 from multihead.viewer.security import json_response
+from multihead.viewer.share import SharedHead, file_name, shared_page
 from multihead.viewer.tiles import Cache, Workers, fine, row_of, small, tiles_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from torch import Tensor
 
     from multihead.errors import MultiheadError
     from multihead.record.sample import SampleRecord
@@ -65,6 +67,7 @@ class Viewer:
             Route(f"{sample}/layers/{{layer}}/maps", self.maps),
             Route(f"{sample}/table.{{form}}", self.table),
             Route(f"{sample}/changed/{{other}}", self.changed),
+            Route(f"{sample}/share", self.share),
             Route(f"{head}/tile", self.tile),
             Route(f"{head}/row", self.row),
             Route(f"{head}/weights.{{form}}", self.weights),
@@ -94,15 +97,15 @@ class Viewer:
         place = run, sample = self._sample(request)
         self._levels(*place)
 
-        def describe(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            # Stored even if the request was cancelled: loading the page again is then faster.
-            if place not in self._described:
-                self._described[place] = described(self.runs[run], sample, self.lang)
-            return self._described[place]
-
         if place not in self._described:
-            await self._computed(request, ("sample", *place), describe, by=self.slow)
+            await self._computed(request, ("sample", *place), lambda _: self._description(run, sample), by=self.slow)
         return json_response(self._described[place])
+
+    def _description(self, run: int, sample: int) -> dict[str, Any]:
+        # Stored even if the request was cancelled: loading the page again is then faster.
+        if (run, sample) not in self._described:
+            self._described[run, sample] = described(self.runs[run], sample, self.lang)
+        return self._described[run, sample]
 
     async def levels(self, request: Request) -> Response:
         """Return the progress of a sample's coarse levels."""
@@ -112,27 +115,27 @@ class Viewer:
     async def maps(self, request: Request) -> Response:
         """Return small maps of all heads of a layer."""
         place = run, sample, layer, one = self._layer(request)
-        pooled, level = one.statistics.get("pooled_map"), count(one.num_queries, one.num_keys) - 1
-        block = 1 << level, 1 << level
-        if pooled is not None and max(pooled.shape[1:]) > SIDE:
-            pooled = None
-        if pooled is not None:
-            block = -(-one.num_queries // one.map_size), -(-one.num_keys // one.map_size)
 
         def compute(cancelled: Callable[[], bool]) -> Array:
-            if pooled is not None:
-                values: Array = pooled.float().numpy()
-                return values
-            _require_map(one)
-            if level < BASE:
-                return small(one, level, cancelled=cancelled)
-            pyramid = self._built(run, sample)
-            if not all(pyramid.has(layer, head) for head in range(one.num_heads)):
-                raise self._later(run, sample)
-            levels = pyramid.layer(layer)
-            return np.stack([levels.means(head, level) for head in range(one.num_heads)])
+            return self._small(run, sample, layer, cancelled)
 
-        return floats(await self._cached(request, ("maps", *place[:3]), compute), block)
+        return floats(await self._cached(request, ("maps", *place[:3]), compute), _block_of(one))
+
+    def _small(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
+        """Return small maps of all heads of a layer, given its index."""
+        one = self.runs[run].record.layers[layer].sample(sample)
+        pooled, level = _pooled(one), count(one.num_queries, one.num_keys) - 1
+        if pooled is not None:
+            values: Array = pooled.float().numpy()
+            return values
+        _require_map(one)
+        if level < BASE:
+            return small(one, level, cancelled=cancelled)
+        pyramid = self._built(run, sample)
+        if not all(pyramid.has(layer, head) for head in range(one.num_heads)):
+            raise self._later(run, sample)
+        levels = pyramid.layer(layer)
+        return np.stack([levels.means(head, level) for head in range(one.num_heads)])
 
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
@@ -216,6 +219,69 @@ class Viewer:
         )
         return json_response(found)
 
+    async def share(self, request: Request) -> Response:
+        """Return a view as one file: a head, or two that are compared, with the place in view."""
+        run, sample = self._sample(request)
+        params = request.query_params
+        other = number("record", params.get("run"), below=len(self.runs), default=run)
+        number("sample", str(sample), below=self.runs[other].num_samples)
+        shown = [run] if other == run else [run, other]
+
+        def compute(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
+            heads = [self._shared(run, sample, 0, params.get("a"), cancelled)]
+            if params.get("b"):
+                heads.append(self._shared(other, sample, len(shown) - 1, params.get("b"), cancelled))
+
+            def maps(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
+                index = self._layers(shown[place])[layer]
+                block = _block_of(self.runs[shown[place]].record.layers[index].sample(sample))
+                try:
+                    return self._small(shown[place], sample, index, cancelled), block
+                except LaterError:
+                    return None  # not built yet: the file shows glyphs
+
+            runs = [listed(self.runs[each]) for each in shown]
+            page = shared_page(
+                heads,
+                runs=[one | {"samples": [one["samples"][sample]]} for one in runs],
+                samples=[self._description(each, sample) for each in shown],
+                small=maps,
+                place=params.get("place", ""),
+                lang=self.lang,
+            )
+            return file_name(str(runs[0]["title"] or runs[0]["name"]), heads), page
+
+        name, page = await self._computed(request, ("share", run, sample, str(params)), compute, by=self.slow)
+        return download(iter([page]), name, "html")
+
+    def _shared(
+        self, run: int, sample: int, place: int, given: str | None, cancelled: Callable[[], bool]
+    ) -> SharedHead:
+        """Find a head given as "layer.head", for a file in which its record has the index `place`."""
+        layer, _, head = (given or "").partition(".")
+        numbers = self._layers(run)
+        chosen = number("layer", layer, below=max(numbers) + 1)
+        if chosen not in numbers:
+            raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(numbers))}.")
+        index = numbers[chosen]
+        one = self.runs[run].record.layers[index].sample(sample)
+        _require_map(one)
+        which = number("head", head, below=one.num_heads)
+
+        def tile(level: int, row: int, column: int, *, sink: bool) -> Array:
+            if level < BASE:
+                return fine(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
+            pyramid = self._built(run, sample)
+            if not pyramid.has(index, which):
+                raise self._later(run, sample)
+            return pyramid.layer(index).tile(which, level, row, column, sink=sink)
+
+        return SharedHead(place, chosen, which, one, tile)
+
+    def _layers(self, run: int) -> dict[int, int]:
+        """Return the index of each layer in the record, by its number."""
+        return {layer.number: index for index, layer in enumerate(self.runs[run].record.layers)}
+
     def _sample(self, request: Request) -> tuple[int, int]:
         run = number("run", request.path_params["run"], below=len(self.runs))
         return run, number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
@@ -223,8 +289,7 @@ class Viewer:
     def _layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
         """Find the layer of a number: indices of its run, sample and layer in the record, and the sample's record."""
         run, sample = self._sample(request)
-        layers = self.runs[run].record.layers
-        places = {layer.number: place for place, layer in enumerate(layers)}
+        layers, places = self.runs[run].record.layers, self._layers(run)
         chosen = number("layer", request.path_params["layer"], below=max(places) + 1)
         if chosen not in places:
             raise AbsentError(f"There is no layer {chosen} in this record.", f"Give {numbers_in_words(list(places))}.")
@@ -299,6 +364,20 @@ class Viewer:
             workers.leave(job)
             # Retrieve the exception of an abandoned job, or asyncio logs it as never retrieved.
             done.add_done_callback(lambda each: each.cancelled() or each.exception())
+
+
+def _pooled(sample: SampleRecord) -> Tensor | None:
+    """Return the small maps that a record stores, if a page can show them."""
+    pooled = sample.statistics.get("pooled_map")
+    return None if pooled is None or max(pooled.shape[1:]) > SIDE else pooled
+
+
+def _block_of(sample: SampleRecord) -> tuple[int, int]:
+    """Return the rows and columns of weights per cell of the small maps."""
+    if _pooled(sample) is not None:
+        return -(-sample.num_queries // sample.map_size), -(-sample.num_keys // sample.map_size)
+    block = 1 << (count(sample.num_queries, sample.num_keys) - 1)
+    return block, block
 
 
 def _require_map(sample: SampleRecord) -> None:

@@ -67,10 +67,15 @@ def small(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | N
 
 def row_of(sample: SampleRecord, head: int, query: int) -> Array:
     """Compute one query's weights: (keys,) float32, NaN = masked."""
-    one = slice(query, query + 1)
-    weights = sample.weights(head, queries=one)[0]
-    shown = sample.visible(queries=one)
-    shown = shown[0] if shown.dim() == 2 else shown[head, 0]
+    row: Array = rows_of(sample, head, slice(query, query + 1))[0]
+    return row
+
+
+def rows_of(sample: SampleRecord, head: int, queries: slice) -> Array:
+    """Compute the weights of some queries: (queries, keys) float32, NaN = masked."""
+    weights = sample.weights(head, queries=queries)
+    shown = sample.visible(queries=queries)
+    shown = shown if shown.dim() == 2 else shown[head]
     values: Array = torch.where(shown, weights, torch.nan).float().numpy()
     return values
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from multihead.errors import ShapeError
+from multihead.models import CONTINUED
 
 SPECIAL, UNKNOWN, PART = 1, 2, 4
 """Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""
@@ -20,6 +21,8 @@ _ACTING = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
 )
 _CLOSING = re.compile("[.,;:!?)\\]}’”%。，、；：！？）】」』]+")
+_OPENING = re.compile("[(\\[{“‘«¿¡$#@]+")
+_BETWEEN = re.compile("['’-]")  # joins the words at both sides
 _CJK = re.compile("[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 
 
@@ -30,6 +33,7 @@ def reading(
     unknown: Sequence[bool] | None = None,
     text: str | None = None,
     offsets: Sequence[tuple[int, int]] | None = None,
+    gaps: Sequence[str | None] | None = None,
 ) -> dict[str, Any]:
     """Lay out the tokens of a text for a page.
 
@@ -42,13 +46,14 @@ def reading(
         unknown: whether each token is missing from the vocabulary.
         text: the text itself.
         offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
+        gaps: without `text`, what is known of the text before each token; None where it is unknown.
 
     Returns:
         gaps (the text before each token), shown, labels and flags, one per token, and the tail of the text after the
         last token. Slices are made here because a page counts offsets in UTF-16 units.
 
     Raises:
-        ShapeError: special, unknown or offsets do not have one entry per token.
+        ShapeError: special, unknown, offsets or gaps do not have one entry per token.
 
     >>> page = reading(
     ...     ["[CLS]", "hello", "🎉"], special=[True, False, False], text="Hello 🎉!", offsets=[(0, 0), (0, 5), (6, 7)]
@@ -56,7 +61,7 @@ def reading(
     >>> page["gaps"], page["shown"], page["flags"], page["tail"]
     (['', ' ', ' '], ['[CLS]', 'Hello', '🎉'], [1, 0, 0], '!')
     """
-    for name, values in (("special", special), ("unknown", unknown), ("offsets", offsets)):
+    for name, values in (("special", special), ("unknown", unknown), ("offsets", offsets), ("gaps", gaps)):
         if values is not None and len(values) != len(tokens):
             raise ShapeError(
                 f"{name} has {len(values)} entries for {len(tokens)} tokens.",
@@ -67,12 +72,12 @@ def reading(
         for i in range(len(tokens))
     ]
     if text is not None and offsets is not None:
-        gaps, shown, tail = _from_text(tokens, flags, text, offsets)
+        before, shown, tail = _from_text(tokens, flags, text, offsets)
     else:
-        gaps, shown, tail = _from_tokens(tokens, flags)
-        tokens = shown
+        before, shown, tail = _from_tokens(tokens, flags, gaps)
+        tokens = [CONTINUED if flag & PART and not each else each for flag, each in zip(flags, shown, strict=True)]
     return {
-        "gaps": [_harmless(each) for each in gaps],
+        "gaps": [_harmless(each) for each in before],
         "shown": [_harmless(each) for each in shown],
         "labels": [_label(_harmless(token)) for token in tokens],
         "flags": flags,
@@ -80,36 +85,76 @@ def reading(
     }
 
 
-def _from_tokens(tokens: Sequence[str], flags: list[int]) -> tuple[list[str], list[str], str]:
-    """Split each token into the gap before it and its text, by the convention of its tokenizer."""
+def _from_tokens(
+    tokens: Sequence[str], flags: list[int], known: Sequence[str | None] | None
+) -> tuple[list[str], list[str], str]:
+    """Split each token into the gap before it and its text: the known gap, or by the convention of its tokenizer."""
     byte_level = any(token.startswith(("Ġ", "Ċ")) for token in tokens)
     sentencepiece = any(token.startswith("▁") for token in tokens)
     word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)
     spaced = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
     gaps, shown = [], []
-    for place, token in enumerate(tokens):
+    pieces = _characters(tokens, flags) if byte_level else list(tokens)
+    quoted = False  # inside straight double quotes
+    opened = True  # nothing is between the token before and this one
+    for place, token in enumerate(pieces):
         gap, piece = "", token
         if flags[place] & SPECIAL:
             gaps.append(" " if place else "")
             shown.append(token)
+            opened = False
             continue
-        if byte_level:
-            piece = _decoded(token)
-        elif sentencepiece:
+        if token == CONTINUED or (flags[place] & PART and not token):
+            flags[place] |= PART
+            gaps.append("")
+            shown.append("")
+            continue
+        if sentencepiece:
             piece = token.replace("▁", " ")
-        elif not spaced or word_pieces:
-            joined = _CJK.search(token) and (not word_pieces or (place and _CJK.search(tokens[place - 1])))
+        elif not byte_level and (not spaced or word_pieces):
+            joined = _CJK.search(token) and (not word_pieces or (place and _CJK.search(pieces[place - 1])))
             continues = word_pieces and token.startswith("##")
-            gap = "" if not place or continues or joined or _CLOSING.fullmatch(token) else " "
+            closing = _CLOSING.fullmatch(token) or (token == '"' and quoted) or _BETWEEN.fullmatch(token)
+            gap = "" if not place or opened or continues or joined or closing else " "
+            opened = bool(_OPENING.fullmatch(token) or _BETWEEN.fullmatch(token) or (token == '"' and not quoted))
+            quoted ^= token == '"'
             piece = token.removeprefix("##") if continues else token
+        if known is not None and (given := known[place]) is not None:
+            gap = given or (" " if place and flags[place - 1] & SPECIAL else "")
         bare = piece.lstrip()
         if bare and bare != piece:
-            gap, piece = piece[: len(piece) - len(bare)], bare
+            gap, piece = gap + piece[: len(piece) - len(bare)], bare
         if "\ufffd" in piece:
             flags[place] |= PART
         gaps.append(gap)
         shown.append(piece)
     return gaps, shown, ""
+
+
+def _characters(tokens: Sequence[str], flags: list[int]) -> list[str]:
+    """Decode byte-level tokens; of several tokens that share one character, the first shows it."""
+    pieces: list[str] = []
+    for first, token in enumerate(tokens):
+        if len(pieces) > first:
+            continue  # shown by an earlier token
+        piece, stop = _decoded(token), first + 1
+        while not flags[first] & SPECIAL and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
+            if flags[stop] & SPECIAL:
+                break
+            whole = _decoded("".join(tokens[first : stop + 1]))
+            stop += 1
+            if "\ufffd" not in whole:
+                piece = whole
+                break
+        else:
+            stop = first + 1
+        if "\ufffd" in piece:
+            stop = first + 1
+        pieces.append(token if flags[first] & SPECIAL else piece)
+        for place in range(first + 1, stop):
+            flags[place] |= PART
+            pieces.append("")
+    return pieces
 
 
 def _decoded(token: str) -> str:
@@ -146,8 +191,11 @@ def _from_text(
             shown.append("")
             continue
         begin = max(start, at)
-        gaps.append(text[at:begin] or (" " if after_mark else ""))
-        shown.append(text[begin:stop])
+        # Spaces that belong to a token are shown as a gap, so that words are painted and not the spaces between them.
+        piece = text[begin:stop]
+        bare = piece.lstrip() or piece
+        gaps.append(text[at:begin] + piece[: len(piece) - len(bare)] or (" " if after_mark else ""))
+        shown.append(bare)
         at, after_mark = stop, False
     return [gaps[0].strip() if gaps else "", *gaps[1:]], shown, text[at:]
 

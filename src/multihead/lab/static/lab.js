@@ -58,7 +58,8 @@ function show(box, task, chosen) {
   })));
   const scroll = el('div', { className: 'scroll', tabIndex: 0, role: 'region', 'aria-label': headsName(chosen) }, grid);
   box.dataset.heads = chosen;
-  box.replaceChildren(el('p', { className: 'note', textContent: task.note }), el('div', { className: 'bar' }, choice, ramp()), scroll, line);
+  document.querySelector(`[data-note="${task.name}"]`).textContent = task.note;
+  box.replaceChildren(el('div', { className: 'bar' }, choice, ramp()), scroll, line);
 }
 
 function draw() {

@@ -5,21 +5,40 @@ import { clip, niceStep, upright } from '../shared/labels.js';
 import { percent } from '../shared/numbers.js';
 import { D, tokensOf } from './record.js';
 
-// The layout: left and top of the map, the size of a cell, the space for strips.
-export function geometry(head, width) {
+// The layout: left and top of the map, the size of a cell, the space for strips. The map is at most `high` pixels high.
+export function geometry(head, width, high) {
+  const brief = layout(head, width, high, 44);
+  return brief.wide && brief.x >= WORDS && head.whole && tokensOf(head.layer.keyTokens).text ? layout(head, width, high, 82) : brief;
+}
+
+const WORDS = 8.5;  // pixels of a cell that is labelled with its token
+function layout(head, width, high, tall) {
   const wide = innerWidth > 640, { rows, cols } = head.map;
-  const left = wide ? 92 : 30, top = wide ? 82 : 22, strip = wide ? 56 : 24, room = Math.max(120, width - left - strip);
-  const max = Math.max(12, Math.min(44, 480 / Math.max(rows, cols)));
-  const x = Math.min(max, room / cols);
+  const left = wide ? 92 : 30, top = wide ? tall : 36, strip = wide ? 56 : 24, room = Math.max(120, width - left - strip), tallest = wide ? Math.max(280, high - top - strip) : 1100;
+  const x = Math.min(Math.max(12, Math.min(44, 480 / Math.max(rows, cols))), room / cols), y = Math.min(x, tallest / rows);
   // A map of few queries and many keys (or the reverse) is stretched, or it would be too thin to read.
-  const y = rows * x > 1100 ? Math.max(1100 / rows, .2) : rows * x < 90 && cols > 2 * rows ? Math.min(24, 90 / rows) : x;
-  return { left, top, strip, x, y, wide, width: left + x * cols + strip, height: top + y * rows + strip, mapWidth: x * cols, mapHeight: y * rows };
+  const across = rows > 1.5 * cols ? Math.min(x, 8 * y) : y, down = rows * y < 90 && cols > 2 * rows ? Math.min(24, 90 / rows) : y, level = rows * y < 90 ? x : across;
+  return { left, top, strip, x: level, y: down, wide, width: left + level * cols + strip, height: top + down * rows + strip, mapWidth: level * cols, mapHeight: down * rows };
+}
+
+// The names of the axes, in the corner between the rulers.
+function axes(pen, g) {
+  pen.font = `11px ${css('sans')}`;
+  pen.fillStyle = css('faint');
+  pen.textAlign = 'right';
+  if (g.wide) {
+    pen.fillText(translate('key') + ' →', g.left - 12, g.top - 30);
+    pen.fillText(translate('query') + ' ↓', g.left - 12, g.top - 14);
+  } else {
+    pen.textAlign = 'left';
+    pen.fillText(`${translate('query')} ↓  ${translate('key')} →`, 0, 6);
+  }
 }
 
 function rulers(pen, head, g, at) {
   const { rows, cols } = head.map, queries = tokensOf(head.layer.queryTokens), keys = tokensOf(head.layer.keyTokens);
   const face = (on, size) => { pen.font = `${on ? 650 : 420} ${size}px ${css('sans')}`; pen.fillStyle = css(on ? 'ink' : 'faint'); };
-  const words = { y: head.whole && g.y >= 8.5 && g.wide && queries.text, x: head.whole && g.x >= 8.5 && g.wide && keys.text };
+  const words = { y: head.whole && g.y >= WORDS && g.wide && queries.text, x: head.whole && g.x >= WORDS && g.top > 50 && g.wide && keys.text };
   pen.textBaseline = 'middle';
   pen.textAlign = 'right';
   const onY = g.top + (at.r + .5) * g.y, onX = g.left + (at.c + .5) * g.x;
@@ -75,6 +94,7 @@ export function drawMap(canvas, head, pixels, g, at) {
   pen.drawImage(pixels, g.left, g.top, g.mapWidth, g.mapHeight);
   pen.strokeStyle = css('line2');
   pen.strokeRect(g.left - .5, g.top - .5, g.mapWidth + 1, g.mapHeight + 1);
+  axes(pen, g);
   rulers(pen, head, g, at);
   strips(pen, head, g, at);
   const x = g.left + at.c * g.x, y = g.top + at.r * g.y;

@@ -3,11 +3,11 @@ import { bitmap } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { alignmentTag, glyph, KINDS, kindChips, kindNames, kindTags, pathLine, roleName } from '../shared/kinds.js';
-import { scaleChoice, tickedRamp } from '../shared/legend.js';
-import { exact } from '../shared/numbers.js';
+import { applied, fitted } from '../shared/layout.js';
+import { blockNote, cellNote, isSingle, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
-import { blockOf, isSingle, mapFor, scaleTop, thumbs } from './maps.js';
+import { blockOf, mapFor, scaleTop, thumbs } from './maps.js';
 import { addressOf, D, ENTROPY, HEADS, indexOf, isAligned, kindOf, kindsOf, layerOf, longName, numbered, roleOf, shortName, STATISTICS, WIDEST } from './record.js';
 
 // The current choice: one kind or all, the order of the table, the colour scale, and the head in the inspector.
@@ -54,18 +54,16 @@ function dim() {
 }
 
 export function grid() {
-  const box = $('grid'), held = box.contains(document.activeElement), short = innerWidth <= 640;
-  document.documentElement.style.setProperty('--H', WIDEST);
-  box.classList.toggle('many', WIDEST > 16);
-  box.classList.toggle('roles', D.layers.some(layer => layer.role));
-  // Limit the size of a cell: many layers make a long page, and few heads make large maps.
-  box.style.setProperty('--cell', D.layers.length > 12 ? '56px' : '110px');
-  box.closest('.work').classList.toggle('tight', D.layers.length > 12 ? WIDEST < 14 : WIDEST < 8);
-  const step = WIDEST > 16 && short ? 4 : 1;
-  const rows = [el('div', { className: 'gr', role: 'row' }, el('span', { role: 'columnheader' }),
-    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', role: 'columnheader', textContent: h % step ? '' : (short || WIDEST > 24 ? '' : 'H') + h })))];
+  const box = $('grid'), held = box.contains(document.activeElement), phone = innerWidth <= 640, roles = D.layers.some(layer => layer.role);
+  const shape = fitted({ layers: D.layers.length, heads: WIDEST, roles }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .95 }), { cell, perColumn } = shape;
+  applied(box, shape, WIDEST, roles);
+  const step = cell < 17 ? 4 : 1, brief = cell < 30 || phone ? '' : 'H', rows = [];
+  // Each column of layers has its own heading; readers of the page hear the first one.
+  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
+    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : brief + h })));
   D.layers.forEach((layer, l) => {
-    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (short ? '' : 'L') + layer.number, ...(layer.role ? [el('small', { textContent: roleName(layer.role) })] : [])));
+    if (l % perColumn === 0) rows.push(heading(!l));
+    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (cell < 30 || phone ? '' : 'L') + layer.number, ...(layer.role ? [el('small', { textContent: roleName(layer.role) })] : [])));
     for (let h = 0; h < layer.heads; h++) {
       const i = indexOf(l, h), label = [longName(i), roleName(layer.role), kindNames(kindsOf(i)), isAligned(i) ? translate('alignment') : ''].filter(Boolean).join(', ') + (ENTROPY ? `, ${ENTROPY.label} ${ENTROPY.text(i)} ${ENTROPY.unit}` : '');
       const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': label, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, frame(i));
@@ -82,7 +80,7 @@ export function grid() {
 }
 
 export function headStatistics(i) {
-  return el('table', { className: 'mt' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
+  return el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(STATISTICS, i)));
 }
 
 export const marks = i => isAligned(i) ? [alignmentTag()] : [];
@@ -93,15 +91,13 @@ export async function inspect(i) {
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
   const { map, block } = await mapFor(i, ($('insp').clientWidth || 300) * (devicePixelRatio || 1));
   if (turn !== inspected) return;  // another head was chosen meanwhile
-  const top = topOf(block), note = map ? [el('p', { className: 'note', textContent: cellNote(block) + translate('join.sentences') + scaleNote(top) })] : [];
+  const top = topOf(block), note = map ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
   $('insp').replaceChildren(frame(i, map, top), ...note, el('h3', {}, longName(i), kindTags(kindsOf(i))), ...marks(i), pathLine(roleOf(i), layerOf(i).name), headStatistics(i));
   sharpen($('insp'));
 }
 
 // Where the scale of a map with cells of this size ends: single weights share one scale on every page, means theirs.
 export const topOf = block => isSingle(block) ? 1 : scaleTop.value;
-const cellNote = ([rows, columns]) => isSingle([rows, columns]) ? translate('cell.weight') : translate('cell.mean', { rows, columns });
-const scaleNote = top => state.scale === 'log' ? '' : translate('scale.end', { end: exact(top) });
 
 // What the legend of means says about the end of their scale.
 export const endNote = () => state.scale === 'log' ? [] : [translate('scale.by means')];
@@ -112,7 +108,7 @@ export function legend(width, note, choose, top = scaleTop.value) {
 
 export function gridNote() {
   const notes = thumbs.length ? [translate('one scale')] : [], means = thumbs.length ? D.layers.map(blockOf).filter(block => !isSingle(block)) : [];
-  if (means.length) notes.push(...new Set(means.map(cellNote)), ...endNote());
+  if (means.length) notes.push(...new Set(means.map(blockNote)), ...endNote());
   if (thumbs.length || D.sight.hides) notes.push(D.sight.hides ? translate(D.sight.later ? 'hidden later' : 'hidden') : translate('nothing hidden'));
   if (HEADS.some((_, i) => isAligned(i))) notes.push(translate('alignment note'));
   if (D.sight.blind) notes.push(D.sight.blind === 1 ? translate('blind queries in 1 layer') : translate('blind queries', { layers: D.sight.blind }));

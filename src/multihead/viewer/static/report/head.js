@@ -3,11 +3,14 @@ import { bitmap, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { kindNames, kindTags, roleName } from '../shared/kinds.js';
 import { exact, percent } from '../shared/numbers.js';
+import { blockNote, isSingle } from '../shared/legend.js';
 import { setText } from '../shared/tokens.js';
 import { drawMap, geometry } from './bigmap.js';
+import { comparison, similar } from './compare.js';
 import { endNote, headStatistics, legend, marks, state, topOf } from './grid.js';
-import { isSingle, openHead, rowOf, thumbs } from './maps.js';
+import { openHead, rowOf, thumbs } from './maps.js';
 import { addressOf, D, HEADS, kindOf, kindsOf, layerOf, longName, roleOf, shortName, tokensOf, WIDEST } from './record.js';
+import { firstButton, textEnd, withoutFirst } from './text.js';
 
 const WINDOW = 1500;  // tokens of a long text that are shown around the query
 let opened = -1, view = null, pinned = 1, opening = 0;
@@ -17,15 +20,18 @@ export function closeHead() {
   opening++;
 }
 
+// All heads as small boxes. Many layers stand in several columns, so that the map below stays in sight.
 function navigator(i) {
-  const nav = el('nav', { className: 'nav', 'aria-label': translate('all heads', { n: HEADS.length }) });
-  const rows = D.layers.length;
-  if (rows > 12) nav.style.setProperty('--navh', Math.max(3, Math.floor(150 / rows) - 2) + 'px');
-  if (WIDEST > 16) nav.style.setProperty('--navw', Math.max(5, Math.floor(300 / WIDEST)) + 'px');
+  const nav = el('nav', { className: 'nav', 'aria-label': translate('all heads', { n: HEADS.length }) }), layers = D.layers.length;
+  const columns = Math.ceil(layers / 10), rows = Math.ceil(layers / columns), width = Math.max(4, Math.min(15, Math.floor(420 / columns / WIDEST) - 2));
+  nav.style.setProperty('--rows', rows);
+  nav.style.setProperty('--navw', width + 'px');
+  nav.style.setProperty('--navh', Math.max(5, Math.min(11, Math.floor(90 / rows) - 2)) + 'px');
+  nav.style.gridTemplateColumns = Array(columns).fill(`repeat(${WIDEST}, var(--navw))`).join(' 6px ');
   HEADS.forEach((head, n) => {
     const link = el('a', { href: addressOf(n), 'aria-label': `${longName(n)}, ${kindNames(kindsOf(n))}`, title: `${shortName(n)}, ${kindNames(kindsOf(n))}`, tabIndex: n === i ? 0 : -1, k: kindOf(n) });
-    link.style.gridRow = head.l + 1;
-    link.style.gridColumn = head.h + 1;
+    link.style.gridRow = head.l % rows + 1;
+    link.style.gridColumn = Math.floor(head.l / rows) * (WIDEST + 1) + head.h + 1;
     if (n === i) link.setAttribute('aria-current', 'page');
     nav.append(link);
   });
@@ -33,11 +39,9 @@ function navigator(i) {
 }
 
 function headTitle(i) {
-  const key = (...names) => names.map(name => el('kbd', { textContent: name }));
-  const steps = el('div', { className: 'steps' }, el('span', {}, ...key('←', '→'), ' ' + translate('step.head')), el('span', {}, ...key('↑', '↓'), ' ' + translate('step.layer')), el('span', {}, ...key('Esc'), ' ' + translate('step.back')));
   const title = el('div', {}, el('a', { className: 'back', href: '#', textContent: '← ' + translate('all heads', { n: HEADS.length }) }), el('h1', { textContent: longName(i) }),
     el('p', { className: 'sub' }, kindTags(kindsOf(i)), ...marks(i), ...(roleOf(i) ? [el('span', { textContent: roleName(roleOf(i)) })] : []), el('span', { className: 'path', textContent: layerOf(i).name })));
-  return el('div', { className: 'hh' }, title, el('div', {}, steps, navigator(i)));
+  return el('div', { className: 'hh' }, title, navigator(i));
 }
 
 // Show a head; `mapState` is the reason why there is no map, choose(scale) is called for another colour scale.
@@ -57,15 +61,15 @@ export async function headPage(i, { mapState, choose }) {
   const head = await openHead(i);
   if (turn !== opening) return;  // another head was opened meanwhile
   const canvas = el('canvas', { id: 'big', tabIndex: 0, role: 'application', 'aria-label': translate('map label', { layer: number, head: h }) });
-  const single = isSingle([head.rowBlock, head.colBlock]), note = single ? translate('map note') : [translate('map note pooled', { rows: head.rowBlock, columns: head.colBlock }), ...endNote()].join(translate('join.sentences'));
+  const single = isSingle([head.rowBlock, head.colBlock]), note = [blockNote([head.rowBlock, head.colBlock]), translate('map note'), ...(single ? [] : endNote())].join(translate('join.sentences'));
   const top = topOf([head.rowBlock, head.colBlock]);
-  left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note, choose, top)));
+  left.replaceChildren(canvas, el('div', { className: 'scale' }, ...legend(240, note, choose, top)), ...comparison(i));
   const crosses = head.layer.queryTokens.text !== head.layer.keyTokens.text, rows = head.whole || head.largest;
   pane.append(el('div', { className: 'read', id: 'read', role: 'status', 'aria-live': 'polite' }));
-  if (rows && tokensOf(head.layer.keyTokens).text) pane.append(el('h2', { textContent: translate(crosses ? 'over the keys' : 'over the text') }), el('p', { className: 'reading', id: 'keytext', dir: 'auto', tabIndex: 0 }));
+  if (rows && tokensOf(head.layer.keyTokens).text) pane.append(el('h2', {}, translate(crosses ? 'over the keys' : 'over the text'), firstButton(show)), el('p', { className: 'reading', id: 'keytext', dir: 'auto', tabIndex: 0 }));
   if (rows && crosses && tokensOf(head.layer.queryTokens).text) pane.append(el('h2', { textContent: translate('the queries') }), el('p', { className: 'reading', id: 'querytext', dir: 'auto', tabIndex: 0 }));
   if (rows) pane.append(el('h2', { textContent: translate('largest weights') }), el('div', { className: 'bars', id: 'bars' }), el('p', { className: 'note', id: 'keptshare', hidden: true }));
-  pane.append(...whole);
+  pane.append(...similar(i), ...whole);
   pinned = Math.max(0, Math.min(pinned, head.layer.queries - 1));
   view = { head, canvas, pixels: bitmap(head.map, 'ink', state.scale, top), hover: null, crosses, texts: {} };
   listen(canvas);
@@ -91,7 +95,9 @@ export function show() { cancelAnimationFrame(waiting); waiting = requestAnimati
 function showNow() {
   if (!view || !view.canvas.isConnected) return;
   const at = place(), { head } = view;
-  view.g = geometry(head, $('mapbox').clientWidth);
+  // The map and its legend end above the fold; on a phone they are as wide as the page.
+  const above = view.canvas.getBoundingClientRect().top + scrollY, legendHeight = view.canvas.nextElementSibling.offsetHeight + 16;
+  view.g = geometry(head, $('mapbox').clientWidth, innerHeight - above - legendHeight);
   drawMap(view.canvas, head, view.pixels, view.g, at);
   readOut(at);
   if ($('keytext')) textUnder('keytext', head.layer.keyTokens, head.layer.keys, view.crosses ? -1 : at.q + head.layer.queryStart, at.row);
@@ -135,13 +141,13 @@ function textUnder(id, source, length, on, row) {
     box.onclick = event => { const q = pick(event); if (selectable && fits(q)) { pinned = q; view.hover = null; view.still = id; show(); } };
     box.onmouseleave = () => { view.hover = null; show(); };
   }
-  const alone = D.store.number === 1 ? ' 1' : '';
+  const alone = D.store.number === 1 ? ' 1' : '', hidden = row && withoutFirst() ? 0 : -1, end = row ? textEnd(row) : 1;
   for (const span of view.texts[id].spans) {
     const p = span.dataset.p - from, w = row ? row[p] : 0;
     span.classList.toggle('on', p === on);
     if (!row) continue;
     span.classList.toggle('no', w !== w);
-    paint(span, w !== w ? 0 : tone(state.scale, w, 1));
+    paint(span, w !== w || p === hidden ? 0 : tone(state.scale, w, end));
     span.title = w !== w ? translate('masked') : w < 0 ? translate(`not stored${alone}`, { n: D.store.number }) : exact(w);
   }
   const mark = view.texts[id].spans.find(span => span.classList.contains('on'));
@@ -150,14 +156,14 @@ function textUnder(id, source, length, on, row) {
 
 function strongestKeys({ q, row }) {
   const keys = tokensOf(view.head.layer.keyTokens), best = [];
-  for (let k = 0; k < row.length; k++) {
+  for (let k = withoutFirst() ? 1 : 0; k < row.length; k++) {
     if (!(row[k] >= 0) || (best.length === 6 && row[k] <= row[best[5]])) continue;
     const at = best.findIndex(other => row[other] < row[k]);
     best.splice(at < 0 ? best.length : at, 0, k);
     best.length = Math.min(best.length, 6);
   }
   $('bars').replaceChildren(...best.flatMap(k => [
-    el('span', {}, keys.text ? keys.label(k) + ' ' : '', el('small', { textContent: k })), el('span', {}, el('i', { v: row[k] })),
+    el('span', {}, keys.text ? keys.label(k) + ' ' : '', el('small', { textContent: k })), el('span', {}, el('i', { v: row[k] / textEnd(row) })),
     el('span', { textContent: exact(row[k]) })]));
   if (!best.length) $('bars').replaceChildren(el('span', { textContent: translate('no keys visible') }));
   if (view.head.largest && best.length) {

@@ -1,6 +1,7 @@
 // Decode the maps stored in the page: base64 in script tags, raw deflate, planes of bytes.
 import { rootEnd } from '../shared/colour.js';
 import { $ } from '../shared/dom.js';
+import { isSingle } from '../shared/legend.js';
 import { D, HEADS, indexOf, layerOf } from './record.js';
 
 const cache = new Map();  // the most recently opened heads
@@ -56,7 +57,6 @@ export async function loadThumbs() {
 
 // The small maps hold single weights, or means over blocks; all of them share one colour scale.
 export const blockOf = layer => layer.direct ? [1, 1] : [layer.rowBlock, layer.colBlock];
-export const isSingle = ([rows, columns]) => rows * columns === 1;
 function scaleThumbs() {
   let largest = 0;
   for (const map of thumbs) for (const w of map?.values ?? []) if (w > largest) largest = w;

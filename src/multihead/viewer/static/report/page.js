@@ -1,6 +1,8 @@
 // Start the page, handle the keyboard, and show one of two views: all heads, or one head.
 import { dark, palette } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
+import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
+import { keys } from '../shared/keys.js';
 import { showRows } from '../shared/table.js';
 import { chips, defined, findings, grid, gridNote, headsTable, inspect, legend, state } from './grid.js';
 import { closeHead, headPage, shownHead, show } from './head.js';
@@ -47,7 +49,7 @@ function route() {
   state.lit = before;
   overview();
   const link = $('grid').querySelector(`[data-i="${before}"]`);
-  link.focus({ preventScroll: true });
+  if (keys.used) link.focus({ preventScroll: true });
   link.scrollIntoView({ block: 'center' });
 }
 
@@ -77,7 +79,7 @@ dark.addEventListener('change', draw);
 let width = innerWidth;
 addEventListener('resize', () => {
   if (shownHead() >= 0) show();
-  else if (innerWidth <= 640 !== width <= 640) grid();
+  else if (innerWidth !== width) { grid(); inspect(state.lit); }
   width = innerWidth;
 });
 $('filter').oninput = headsTable;
@@ -87,6 +89,8 @@ addEventListener('afterprint', () => { showRows(false); headsTable(); });
 async function start() {
   palette();
   defined();
+  const press = (names, key) => [names, translate('press.' + key)];
+  $('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'neighbour'), press(['Enter'], 'open'), press(['Esc'], 'back'), press(['?'], 'help')], [...scaleWords(), ...firstTokenWords(), [translate('chance', { n: '' }).trim(), translate('chance why')]]));
   if (D.store.mode !== 'none' && typeof DecompressionStream === 'undefined') failure = translate('old browser');
   else await loadThumbs();
   state.lit = D.findings.length ? numbered(D.findings[0].layer, D.findings[0].head) : 0;

@@ -8,7 +8,7 @@ const GLYPHS = {
   induction: 'M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z', local: 'M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z',
   broad: 'M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z',
 };
-// Kinds that were measured on repeated random tokens look like those of the text.
+// Kinds that were measured on repeated random tokens are the outlines of those of the text.
 for (const kind of ['induction', 'duplicate', 'previous', 'first']) GLYPHS['repeated_' + kind] = GLYPHS[kind];
 GLYPHS.mixed = 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z';
 export const KINDS = Object.keys(GLYPHS);
@@ -19,7 +19,8 @@ export function glyph(kind) {
   svg.setAttribute('viewBox', '0 0 12 12');
   svg.setAttribute('aria-hidden', 'true');
   path.setAttribute('d', Object.hasOwn(GLYPHS, kind) ? GLYPHS[kind] : GLYPHS.mixed);
-  path.setAttribute('fill', 'currentColor');
+  if (kind.startsWith('repeated_')) Object.entries({ fill: 'none', stroke: 'currentColor', 'stroke-width': 1.4, transform: 'translate(.8 .8) scale(.87)' }).forEach(([name, value]) => path.setAttribute(name, value));
+  else path.setAttribute('fill', 'currentColor');
   svg.append(path);
   return svg;
 }

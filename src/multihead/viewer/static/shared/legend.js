@@ -1,6 +1,7 @@
-// The legend of the colours, with numbers, and the choice of the scale.
+// The legend of the colours, with numbers, the choice of the scale, and what a cell of a map is.
 import { rgb, SCALES, sized, tone } from './colour.js';
 import { el, NBSP, translate } from './dom.js';
+import { exact } from './numbers.js';
 
 export function ramp(lut, width, height = 10) {
   const canvas = el('canvas', { 'aria-hidden': 'true' }), pen = sized(canvas, width, height);
@@ -22,8 +23,22 @@ export function tickedRamp(width, scale, top) {
   return el('div', {}, ramp('ink', width), marks);
 }
 
+// The ramp of a difference A − B, from −end to +end.
+export const signedRamp = (width, end) => el('div', {}, ramp('apart', width), el('div', { className: 'ticks' }, ...[[0, '−' + exact(end)], [50, '0'], [100, '+' + exact(end)]].map(([left, textContent]) => {
+  const mark = el('span', { textContent });
+  mark.style.left = left + '%';
+  return mark;
+})));
+
 export function scaleChoice(chosen, choose) {
   return el('span', { className: 'seg', role: 'group', 'aria-label': translate('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {
     textContent: translate('scale.' + name), 'aria-pressed': String(name === chosen), title: translate('scale.hint.' + name), onclick: () => choose(name),
   })));
 }
+
+// What a cell of a map is: one weight, or the mean of a block of weights [rows, columns].
+export const isSingle = ([rows, columns]) => rows * columns === 1;
+export const blockNote = ([rows, columns]) => isSingle([rows, columns]) ? translate('cell.weight') : translate('cell.mean', { rows, columns });
+
+// The note on one map: its cells, and where its scale ends; the log scale ends at 100 % always.
+export const cellNote = (block, scale, top) => [blockNote(block), ...(scale === 'log' ? [] : [translate('scale.end', { end: exact(top) })])].join(translate('join.sentences'));

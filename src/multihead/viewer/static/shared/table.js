@@ -4,7 +4,7 @@ import { KINDS, kindCell } from './kinds.js';
 import { count } from './numbers.js';
 import { chanceOf, withUnit } from './statistics.js';
 
-const FIRST = 12, MORE = 500, LONG = 20;
+const FIRST = 12, MORE = 500;
 let shown = FIRST;
 export function showRows(all) { shown = all ? Infinity : FIRST; }
 
@@ -21,7 +21,8 @@ export function table({ kinds, statistics, link, path, passes, order, reorder, w
       again(next);
       $('cols').querySelector('[aria-sort] button').focus();
     };
-    const head = el('th', { scope: 'col', className: words ? 't' : label.length > LONG ? 'long' : '' }, el('button', { textContent: label, onclick: turn }), ...(note ? [el('small', { textContent: note })] : []));
+    const head = el('th', { scope: 'col', className: words ? 't' : '' }, el('button', { textContent: label, onclick: turn }), ...(note ? [el('small', { textContent: note })] : []));
+    head.dataset.label = label;  // printed: a browser leaves buttons out where it repeats a heading
     if (by === id) head.setAttribute('aria-sort', falling ? 'descending' : 'ascending');
     return head;
   };

@@ -7,9 +7,12 @@ const SPECIAL = 1;
 export const UNKNOWN = 2;
 export const PART = 4;
 
+// A token joins the one before it if the text between them is empty and neither is special, as pieces of a word do.
+const joins = (text, p) => p > 0 && p < text.shown.length && !text.gaps[p] && !((text.flags[p] | text.flags[p - 1]) & SPECIAL) && !/^\s|\s$/.test(text.shown[p - 1].slice(-1) + text.shown[p].slice(0, 1));
+
 function span(text, p) {
   const flags = text.flags[p], token = text.shown[p];
-  const made = el('bdi', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : ''), textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token });
+  const made = el('bdi', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : '') + (joins(text, p) ? ' joined' : '') + (joins(text, p + 1) ? ' joins' : ''), textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token });
   made.dataset.p = p;
   return made;
 }

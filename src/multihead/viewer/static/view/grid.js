@@ -3,13 +3,13 @@ import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
+import { applied, fitted } from '../shared/layout.js';
+import { isSingle } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
 import { size } from './host.js';
 import { state, toHead } from './permalink.js';
 
-const LABEL = 30, ROLE_LABEL = 84;
-const hasRoles = record => record.layers.some(layer => layer.role);
 const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
 let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
 export const topWeight = { value: 0, single: true };  // the largest weight or mean of the small maps
@@ -17,7 +17,6 @@ const largestSmall = () => {
   const shown = current.layers.map(({ number }) => maps.get(nameOf(current, number))).filter(Boolean);
   Object.assign(topWeight, { value: Math.max(0, ...shown.map(one => one.top)), single: shown.every(one => isSingle(one.block)) });
 };
-export const isSingle = ([rows, columns]) => rows * columns === 1;
 // Where a scale of maps ends; the log scale ends at 100 % always.
 const endOf = ({ value, single }) => state.scale === 'linear' && single ? value : rootEnd(value, single);
 export const scaleTop = () => endOf(topWeight);
@@ -61,27 +60,15 @@ async function next() {
 }
 export function retryMaps(record) { for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l); }
 
-// Choose the columns of layers and the size of a cell: as large as fits into one window and a half, with a minimum.
-function fitted(record, width) {
-  const room = size(), phone = room.width <= 640, layers = record.layers.length, heads = record.widest, high = Math.max(520, room.height * 1.05);
-  let best = { score: 0 };
-  for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
-    const gap = heads > 16 || phone ? 3 : 5, across = ((width - (columns - 1) * 28) / columns - (hasRoles(record) ? ROLE_LABEL : LABEL)) / heads - gap, down = high / Math.ceil(layers / columns) - gap;
-    const score = Math.min(110, across, down);
-    if (score > best.score * 1.15) best = { columns, gap, score, cell: Math.floor(Math.min(110, across, Math.max(down, 40))) };
-  }
-  return { columns: best.columns ?? 1, gap: best.gap ?? 3, cell: Math.max(phone ? 20 : 16, best.cell ?? 0), phone };
-}
-
 export function grid(record, passes, goTo) {
   current = record;
   largestSmall();
-  shape = fitted(record, $('gridbox').clientWidth);
+  const across = record.widest, roles = record.layers.some(layer => layer.role);
+  shape = fitted({ layers: record.layers.length, heads: across, roles }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
-  const box = $('grid'), held = box.contains(root.activeElement), { cell, gap, columns, phone } = shape, perColumn = Math.ceil(record.layers.length / columns);
-  Object.entries({ '--cell': `${cell}px`, '--gap': `${gap}px`, '--H': record.widest, '--rows': perColumn + 1, '--columns': columns }).forEach(([name, value]) => box.style.setProperty(name, value));
-  box.classList.toggle('small', cell < 30);
-  box.classList.toggle('roles', hasRoles(record));
+  const box = $('grid'), held = box.contains(root.activeElement), { cell, perColumn, phone } = shape;
+  applied(box, shape, across, roles);
+  box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
   const step = cell < 17 ? 4 : 1, rows = [];
   const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}),
     ...Array.from({ length: record.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : (cell < 30 || phone ? '' : 'H') + h })));
@@ -212,6 +199,13 @@ export const litHead = () => lit;
 export function focusHead(i, options) {
   point(i);
   $('grid').querySelector(`[data-i="${i}"]`)?.focus(options);
+}
+
+// Return from the page of a head: it is selected and in sight, and focused if the keyboard is in use.
+export function returnTo(i, focus) {
+  if (focus) { focusHead(i); return; }
+  point(i);
+  $('grid').querySelector(`[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
 // The neighbour of a head in the grid; layers may have different numbers of heads.

@@ -53,7 +53,7 @@ export function headPage(record, other) {
   $('numbers').replaceChildren(...numberRows(record.metrics, i));
   if (listed !== `${record.run} ${record.sample} ${i}`) { listed = `${record.run} ${record.sample} ${i}`; nearest(scene); }
   navigator(scene);
-  for (const part of ['scales', 'sink', 'compare']) $(part).hidden = !drawable;
+  for (const part of ['scales', 'sink', 'share', 'compare']) $(part).hidden = !drawable;
   $('blank').hidden = drawable;
   $('blank').textContent = translate('no maps');
   redraw();
@@ -82,7 +82,7 @@ function drawAll() {
   const level = shown.span?.level ?? 0, block = 2 ** level, words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
   $('level').textContent = [shown.span ? (block === 1 ? translate('single weights') : translate('means', { n: block })) + (state.compare ? '' : translate('exact')) + (state.masked ? translate('first key hidden') : '') : '', words, scene.strange ? translate('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(translate('join.parts'));
-  $('where').textContent = `1 : ${block}`;
+  $('where').textContent = block === 1 ? '' : translate('block', { n: block });
   $('map').dataset.level = String(level);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));
   exportLinks();

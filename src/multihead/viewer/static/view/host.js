@@ -13,7 +13,6 @@ export const place = {
 
 export const size = () => ({ width: innerWidth, height: innerHeight });
 export const resized = changed => addEventListener('resize', changed);
-export const pressed = act => addEventListener('keydown', act);
 export const isOutside = target => target === document.body;  // a key was pressed while no element had the focus
 export const zooms = () => true;  // the wheel zooms wherever the focus is
 export const showKind = map => { document.body.classList.toggle('map', map); };

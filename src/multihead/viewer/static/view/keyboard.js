@@ -1,8 +1,10 @@
-// The keyboard: on the map it moves and zooms, among the heads it walks, and each key is listed on the page.
-import { $, el, translate } from '../shared/dom.js';
+// The keyboard: on the map it moves and zooms, among the heads it walks; `?` lists the keys.
+import { $, translate } from '../shared/dom.js';
+import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
+import { pressed } from '../shared/host.js';
 import { focusHead, litHead, neighbour } from './grid.js';
 import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
-import { isOutside, pressed } from './host.js';
+import { isOutside } from './host.js';
 import { state } from './permalink.js';
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -13,9 +15,10 @@ export function keyboard(page) {
     const handled = state.a ? onHead(event, page) : onAll(event, page);
     if (handled) event.preventDefault();
   });
-  const key = (...names) => names.flatMap(name => [el('kbd', { textContent: name }), ' ']), line = (names, words) => [...key(...names), translate(words), el('br')];
-  $('keys').replaceChildren(...line(['+', '−'], 'press.zoom'), ...line(['0'], 'press.whole'), ...line(['1'], 'press.one'), ...line(['←', '→', '↑', '↓'], 'press.move'),
-    ...line(['⇧', '←'], 'press.cell'), ...line(['Enter'], 'press.keep'), ...line(['[', ']'], 'press.heads'), ...line(['l'], 'press.log'), ...line(['s'], 'press.first key'), ...line(['c'], 'press.compare'), ...line(['Esc'], 'press.back'));
+  const press = (names, key) => [names, translate('press.' + key)];
+  $('helps').append(helpButton([press(['+', '−'], 'zoom'), press(['0'], 'whole'), press(['1'], 'one'), press(['←', '→', '↑', '↓'], 'move'), press(['⇧', '←'], 'cell'), press(['Enter'], 'keep'), press(['[', ']'], 'heads'),
+    press(['l'], 'log'), press(['s'], 'first key'), press(['c'], 'compare'), press(['/'], 'filter'), press(['Esc'], 'back'), press(['?'], 'help')],
+  [...scaleWords(), ...firstTokenWords(), [translate('zoom one'), translate('zoom one why')], [translate('chance', { n: '' }).trim(), translate('chance why')]]));
 }
 
 function onHead(event, page) {

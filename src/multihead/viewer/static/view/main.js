@@ -2,10 +2,12 @@
 import { dark, palette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
+import { keys } from '../shared/keys.js';
 import { kindName } from '../shared/kinds.js';
 import { count } from '../shared/numbers.js';
+import { remember } from '../shared/remembered.js';
 import { json, sampleAt, server } from './api.js';
-import { retryMaps, focusHead } from './grid.js';
+import { retryMaps, focusHead, returnTo } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
 import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
@@ -14,6 +16,7 @@ import { forgetPanel, readingPanel } from './panel.js';
 import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
 import { sampleOf, view } from './record.js';
 import { loaded } from './rows.js';
+import { sharing } from './share.js';
 import { forget } from './tiles.js';
 
 let record = null, other = null, turn = 0, drawnWidth = 0, begun = false;
@@ -60,13 +63,13 @@ function show(shown, second, wasHead) {
   if (all) {
     leaveHead();
     overview(record, i => { place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h)); });
-    if (wasHead && root.activeElement) focusHead(record.index(wasHead.l, wasHead.h) < 0 ? 0 : record.index(wasHead.l, wasHead.h));
+    if (wasHead && root.activeElement) returnTo(Math.max(0, record.index(wasHead.l, wasHead.h)), keys.used);
     drawnWidth = size().width;
     save();
   } else {
     if (!wasHead) toTop();
     headPage(record, other);
-    if (begun && !wasHead && root.activeElement && $('map').offsetParent) $('map').focus({ preventScroll: true });
+    if (begun && keys.used && !wasHead && root.activeElement && $('map').offsetParent) $('map').focus({ preventScroll: true });
   }
   begun = true;
   watchLevels(record);
@@ -78,7 +81,7 @@ let optioned = {};
 function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
-  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate('text n', { n: n + 1, tokens: count(one.keys) })), state.sample);
+  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate(one.opening ? 'text n' : 'text without words', { n: n + 1, opening: one.opening, tokens: count(one.keys) })), state.sample);
   $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), patternOf(record)] : [])].filter(Boolean).join(translate('join.facts'));
   if (!head) return;
   $('back').textContent = translate('all heads', { n: count(record.heads.length) });
@@ -119,7 +122,7 @@ const page = {
   setHead: async (i, then) => { await again({ a: { ...record.heads[i] } }); then?.(); },
   stepHead: by => page.setHead((record.index(state.a.l, state.a.h) + by + record.heads.length) % record.heads.length),
   setSecond: (r, { l, h }) => again({ b: { r, l, h } }),
-  flipSink: () => { state.masked = !state.masked; forgetPanel(); redraw(); },
+  flipSink: () => { state.masked = !state.masked; remember('without first', state.masked); forgetPanel(); redraw(); },
   flipCompare: () => again({ compare: !state.compare, b: state.b ?? secondFor(record, state.a) }),
   nextScale: () => { state.scale = state.scale === 'log' ? 'linear' : 'log'; redraw(); },
   toAll: () => go(toAll()),
@@ -182,6 +185,7 @@ async function start() {
   buttons();
   listen();
   readingPanel(redraw);
+  sharing();
   loaded.notify = redraw;
   place.listen(route);
   resized(() => { if (sceneNow()) { forgetPanel(); redraw(); } else if (size().width !== drawnWidth && record) { drawnWidth = size().width; route(); } });

@@ -1,14 +1,15 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
+import { frame } from '../shared/host.js';
 import { alignmentTag, kindChips, KINDS, kindTags, pathLine } from '../shared/kinds.js';
-import { scaleChoice, tickedRamp } from '../shared/legend.js';
-import { count, exact } from '../shared/numbers.js';
+import { cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
+import { count } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { table } from '../shared/table.js';
 import { sampleAt } from './api.js';
 import { changed } from './changed.js';
-import { drawRow, fade, grid, headLink, inspected, isSingle, listeners, litHead, mapsMissing, redrawRows, scaleTop, topWeight } from './grid.js';
+import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
 import { address } from './host.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
@@ -40,6 +41,7 @@ export function overview(shown, openHead) {
   };
   inspect(litHead());
   scale();
+  findings();
   statisticsTable();
   links();
   changed(record);
@@ -51,12 +53,20 @@ export function overview(shown, openHead) {
 let waiting = 0;
 function later() {
   clearTimeout(waiting);
-  waiting = setTimeout(() => { inspect(litHead()); statisticsTable(); }, 150);
+  waiting = setTimeout(() => { inspect(litHead()); findings(); statisticsTable(); }, 150);
 }
 
 export function patternOf(of) {
   const found = [...new Set(of.layers.map(layer => layer.crosses ? 'cross' : layer.pattern))];
   return found.map(name => translate('pattern.' + name)).join(translate('join.parts'));
+}
+
+function findings() {
+  $('findsec').hidden = !record.findings.length;
+  $('finds').replaceChildren(...record.findings.map(({ layer, head, sentence, count: number }) => {
+    const i = record.index(layer, head), words = el('p', {}, el('b', { textContent: record.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: number }));
+    return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head) }, el('span', { className: 'framed', k: record.kinds[i] }, thumb(record, i, 56)), words));
+  }));
 }
 
 function chips() {
@@ -84,7 +94,7 @@ function scale() {
   if (record.heads.some((_, i) => record.aligned(i))) notes.push(translate('alignment note'));
   $('scale').hidden = missing;
   $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
-  const words = missing ? translate('no maps') : building();
+  const words = missing ? translate(frame.dataset.shared ? 'share absent' : 'no maps') : building();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
 }
@@ -96,8 +106,7 @@ export function building(of = record) {
 export const progressed = () => scale();
 
 function inspect(i) {
-  const { picture, block, top } = inspected(record, i, 300), end = state.scale === 'log' ? '' : translate('join.sentences') + translate('scale.end', { end: exact(top) });
-  const note = block ? [el('p', { className: 'note', textContent: (isSingle(block) ? translate('cell.weight') : translate('cell.mean', { rows: block[0], columns: block[1] })) + end })] : [];
+  const { picture, block, top } = inspected(record, i, 300), note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
   const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', `var(--${record.kinds[i]})`);

@@ -1,5 +1,5 @@
 // The side panel: the weight, the strip along the text, the strongest keys in context, the text around the query.
-import { css, hatching, paint, rgb, sized, tone } from '../shared/colour.js';
+import { css, hatching, paint, rgb, rootEnd, sized, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { count, exact, short } from '../shared/numbers.js';
 import { phrase, setText } from '../shared/tokens.js';
@@ -58,7 +58,9 @@ function summary(a, scene) {
       best.length = Math.min(best.length, STRONGEST);
     }
   }
-  return { best, top, sees, last, keys: Math.exp(entropy), tone: w => tone(state.scale, w, state.scale === 'linear' ? top : 1), causal: scene.layer.pattern === 'causal' };
+  // Without the first key the others get the whole scale.
+  const end = state.scale === 'linear' ? top : state.masked ? rootEnd(top, false) : 1;
+  return { best, top, sees, last, keys: Math.exp(entropy), end, tone: w => tone(state.scale, w, end), causal: scene.layer.pattern === 'causal' };
 }
 
 function valueOf(scene, q, key, { a, b, shares }) {
@@ -83,7 +85,7 @@ function blockMean(q, key) {
 }
 
 function strip(scene, q, a, shares) {
-  const canvas = $('strip'), width = Math.max(120, $('right').clientWidth - 32), high = 36, pen = sized(canvas, width, 44), bins = Math.min(a.length, Math.floor(width / 2));
+  const canvas = $('strip'), width = Math.max(120, $('right').clientWidth - 32), high = 36, pen = sized(canvas, width, 58), bins = Math.min(a.length, Math.floor(width / 2));
   const size = width / bins, from = b => Math.floor(b * a.length / bins);
   canvas.scene = scene;
   canvas.setAttribute('aria-label', translate('strip label', { query: count(q) }));
@@ -101,7 +103,10 @@ function strip(scene, q, a, shares) {
   pen.fillStyle = css('ink');
   pen.fillRect(state.x / a.length * width, high + 3, Math.max(3, Math.min(state.n, a.length) / a.length * width), 2);
   if (!scene.layer.crosses) { pen.fillStyle = css('mark'); pen.fillRect((q + (scene.layer.queryStart ?? 0) + .5) / a.length * width - .75, 0, 1.5, high + 2); }
-  $('rowtop').textContent = state.scale === 'linear' ? `0–${short(shares.top)}` : translate('scale.' + state.scale);
+  pen.fillStyle = css('faint');
+  pen.font = `11px ${css('sans')}`;
+  for (const [align, x, key] of [['left', 0, 0], ['right', width, a.length - 1]]) { pen.textAlign = align; pen.fillText(translate('key n', { n: count(key) }), x, 52); }
+  $('rowtop').textContent = state.scale === 'log' ? translate('scale.log') : `0–${short(shares.end)}, ${translate('scale.' + state.scale)}`;
 }
 
 // List the largest weights with the text around their keys, one per line, which shows an induction head best.

@@ -1,5 +1,6 @@
 // The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
 // Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
+import { remembered } from '../shared/remembered.js';
 import { mark, place } from './host.js';
 
 export const state = {
@@ -17,7 +18,7 @@ export function read(hash) {
     run, sample: Math.floor(number(given.get('t'), 0)), a: headIn(given.get('a')),
     b: b && { r: Math.floor(number(given.get('rb'), run)), ...b }, compare: given.get('v') === 'ab',
     x: number(given.get('x'), 0), y: number(given.get('y'), 0), n: number(given.get('n'), 0), q: Math.floor(number(given.get('q'), -1)),
-    scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '', masked: given.get('s') === '1',
+    scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '', masked: given.has('s') ? given.get('s') === '1' : remembered('without first'),
     filter: given.get('f') ?? '', kind: given.get('k') ?? '', order: given.get('o') ?? '',
   };
 }

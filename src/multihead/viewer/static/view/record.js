@@ -8,8 +8,8 @@ const BUILT = 6;
 export const view = { version: '', lang: 'en', runs: [] };
 
 class Sample {
-  constructor(run, sample, { layers, kinds, thresholds, columns, unrecorded, metrics, chance, texts }) {
-    Object.assign(this, { run, sample, layers, thresholds, unrecorded, texts });
+  constructor(run, sample, { layers, kinds, thresholds, columns, unrecorded, metrics, chance, findings, full, texts }) {
+    Object.assign(this, { run, sample, layers, thresholds, unrecorded, findings, texts });
     this.allKinds = kinds;
     this.kinds = kinds.map(([first]) => first);  // the colour of each head
     this.name = view.runs[run].name;
@@ -23,8 +23,8 @@ class Sample {
     this.widest = Math.max(...layers.map(layer => layer.heads));
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
-    const full = { entropy: () => Math.log(this.keys) };
-    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(full, column.id) ? full[column.id] : undefined, Object.hasOwn(chance, column.id) ? chance[column.id] : []));
+    const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys };  // of these the bars end at what the masks allow
+    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(largest, column.id) ? largest[column.id] : undefined, Object.hasOwn(chance, column.id) ? chance[column.id] : []));
     // Levels from 6 on are not requested until the server has built them.
     this.progress = { state: this.layers.some(layer => layer.levels > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }

@@ -62,23 +62,21 @@ function above(pen, pane, layer, side, pointed) {
   }
 }
 
-// The names of the axes; where tokens label an axis, the range in view.
+// The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map.
 export function captions(pen, pane, layer, sides) {
   const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
   face(pen, false, 'faint');
-  if (pane.phone || pane.which === 'b') return;
+  if (pane.which === 'b') return;
   const to = (from, size, n) => `${count(Math.ceil(from))}–${count(Math.min(n, Math.floor(from + size)) - 1)}`;
-  if (worded.x) {
+  if (worded.x || worded.y || pane.phone) {
     pen.textAlign = 'left';
-    pen.fillText(translate('keys range', { range: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12);
-  } else if (pane.which === 'a') {
+    pen.fillText(translate('ranges', { queries: to(state.y, pane.height / pane.y, layer.queries), keys: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12);
+  }
+  if (!worded.x && pane.which === 'a' && !pane.phone) {
     pen.textAlign = 'left';
     pen.fillText(translate('key axis'), pane.left, pane.above - (pane.two ? 30 : 34));
   }
-  if (worded.y) {
-    pen.textAlign = 'right';
-    pen.fillText(translate('queries range', { range: to(state.y, pane.height / pane.y, layer.queries) }), pane.left - 8, pane.above + pane.height + 12);
-  } else if (pane.which === 'a') {
+  if (!worded.y && pane.which === 'a' && !pane.phone) {
     pen.save();
     pen.translate(pane.left - 66, pane.above + 2);
     pen.rotate(-Math.PI / 2);

@@ -1,0 +1,22 @@
+"""Write the rows of a command as JSON and CSV files, or print one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from multihead.files import write_whole
+
+
+def write_tables(rows: Sequence[Mapping[str, Any]], *, json_file: str | None, csv_file: str | None) -> None:
+    """Write rows to the files that were chosen; "-" prints them, None leaves a form out."""
+    # Imported here, so that --help does not load torch.
+    from multihead.viewer.downloads import table_csv, table_json
+
+    for target, write in ((json_file, table_json), (csv_file, table_csv)):
+        if target == "-":
+            click.echo(b"".join(write(rows)), nl=False)
+        elif target is not None:
+            write_whole(target, b"".join(write(rows)))

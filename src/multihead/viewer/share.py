@@ -1,0 +1,267 @@
+"""Write a view as one file: the chosen heads, their maps down to a level, and the place; it opens without a server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode
+
+import numpy as np
+import torch
+from markupsafe import Markup
+
+from multihead.errors import ArgumentError
+from multihead.locale.texts import section, text
+from multihead.viewer.levels import TILE, count
+from multihead.viewer.maps import pack
+from multihead.viewer.page import allowed, json_in_script, script, static, template, version
+from multihead.viewer.report_data import size
+from multihead.viewer.responses import STYLES
+from multihead.viewer.tiles import rows_of, tiles_of
+
+if TYPE_CHECKING:
+    from multihead.record.sample import SampleRecord
+    from multihead.viewer.levels import Array
+
+MAX_BYTES = 20_000_000
+"""Maximum size of a shared file."""
+
+ROWS = 64
+"""Queries around the chosen one whose weights are in the file even where single weights are not."""
+
+MOST_TILES = 16  # tiles per level and head around the place in view
+_NUMBERS = ("x", "y", "n", "q")
+
+
+@dataclass(frozen=True, eq=False)
+class SharedHead:
+    """One head of the file.
+
+    Attributes:
+        run: index of its record in the file: 0, or 1 for that of the second head.
+        layer: the number of its layer.
+        head: its index in the layer.
+        sample: the layer's record of the text.
+        tile: returns a tile of its map, given level, row, column, and sink=: whether the first key is included.
+    """
+
+    run: int
+    layer: int
+    head: int
+    sample: SampleRecord
+    tile: Callable[..., Array]
+
+    @property
+    def name(self) -> str:
+        """The head's name in the file, as its requests spell it."""
+        return f"{self.run}/{self.layer}/{self.head}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place in view: keys from x, queries from y, n keys across (0: the whole map), and the chosen query."""
+
+    x: float = 0
+    y: float = 0
+    n: float = 0
+    q: int = -1
+
+
+@dataclass(eq=False)
+class _Held:
+    """The arrays of a file and their size in it."""
+
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def put(self, packed: Mapping[str, dict[str, Any]]) -> None:
+        self.arrays |= packed
+        self.num_bytes += _size(packed)
+
+
+def shared_page(
+    heads: Sequence[SharedHead],
+    *,
+    runs: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
+    place: str,
+    lang: str,
+    max_bytes: int = MAX_BYTES,
+) -> bytes:
+    """Write the file.
+
+    It holds every number of all heads, and of the chosen ones the whole map down to the finest level that fits, the
+    tiles in view down to single weights, and the weights of the queries near the chosen one. All values are those
+    that the viewer shows, bit for bit.
+
+    Args:
+        heads: the head in view, and the one it is compared with.
+        runs: the description of each record, see `payload.listed`.
+        samples: the description of its text, see `payload.described`.
+        small: returns the small maps of a layer of a record (heads, rows, columns), and the rows and columns of weights
+            per cell; None if they are not ready.
+        place: the part of the page's address after "#", which the file opens with.
+        lang: the language of the page.
+        max_bytes: maximum size of the file.
+
+    Raises:
+        ArgumentError: the view does not fit into max_bytes, even without any finer level.
+    """
+    place, view = _place(place, second_run=len(runs) > 1)
+    held = _Held()
+    plain: dict[str, Any] = {"view": {"version": version(), "lang": lang, "runs": list(runs)}}
+    for run, described in enumerate(samples):
+        plain[f"runs/{run}/samples/0"] = described
+        plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
+    bare = len(json_in_script(plain)) + sum(len(static(f"viewer/static/{name}")) for name in STYLES) + 200_000
+    room = max_bytes - bare
+    for one in heads:
+        held.put(_rows(one, view.q))
+        for level in range(count(one.sample.num_queries, one.sample.num_keys)):
+            held.put(_tiles(one, level, _near(one.sample, level, view)))
+    if held.num_bytes > room:
+        raise ArgumentError(
+            f"This view needs {size(held.num_bytes + bare, 'en')}, and a shared file holds at most "
+            f"{size(max_bytes, 'en')}.",
+            "Zoom in, or share one head at a time.",
+        )
+    for run, layer, maps in _small_maps(heads, samples, small):
+        packed = {f"runs/{run}/samples/0/layers/{layer}/maps": maps}
+        if held.num_bytes + _size(packed) < room / 2:
+            held.put(packed)
+    level = _finer_levels(heads, held, room)
+    names = [f"L{one.layer} H{one.head}" for one in heads]
+    depth = text("viewer.share level all" if level == 0 else "viewer.share level", lang, n=1 << level)
+    note = text("viewer.share file", lang, heads=text("common.join.comma", lang).join(names), level=depth)
+    data = {
+        "plain": plain,
+        "arrays": held.arrays,
+        "keys": {one.name: one.sample.num_keys for one in heads},
+        "tile": TILE,
+        "place": place,
+        "absent": text("viewer.share absent", lang),
+    }
+    return _rendered(data, note, str(runs[0]["title"] or runs[0]["name"]), lang)
+
+
+def file_name(title: str, heads: Sequence[SharedHead]) -> str:
+    """Name a shared file after its record and its heads.
+
+    >>> file_name("a model/of mine", [])
+    'a-model-of-mine'
+    """
+    plain = re.sub(r"[^\w.-]+", "-", title, flags=re.ASCII).strip("-.")[:60] or "view"
+    return "-".join([plain, *(f"L{one.layer}H{one.head}" for one in heads)])
+
+
+def _place(given: str, *, second_run: bool) -> tuple[str, Place]:
+    """Return the address of the place in the file, whose records and texts are numbered anew, and the place."""
+    kept = {name: value for name, value in parse_qsl(given.removeprefix("#")) if name in {"a", "b", "v", "c", "s"}}
+    numbers: dict[str, float] = {}
+    for name, value in parse_qsl(given.removeprefix("#")):
+        if name in _NUMBERS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
+            numbers[name] = float(value)
+    address = kept | {name: f"{value:.0f}" for name, value in numbers.items()} | ({"rb": "1"} if second_run else {})
+    view = Place(numbers.get("x", 0), numbers.get("y", 0), numbers.get("n", 0), int(numbers.get("q", -1)))
+    return f"#{urlencode(address)}", view
+
+
+def _near(one: SampleRecord, level: int, view: Place) -> list[tuple[int, int]]:
+    """List the tiles of a level in view, row and column; none where they are too many."""
+    width = TILE << level
+    rows, columns = tiles_of(one.num_queries, level), tiles_of(one.num_keys, level)
+    n = view.n or max(one.num_keys, one.num_queries)
+
+    def across(start: float, tiles: int) -> range:
+        return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
+
+    found = [(row, column) for row in across(view.y, rows) for column in across(view.x, columns)]
+    return found if len(found) <= MOST_TILES else []
+
+
+def _tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """Pack tiles of a head. Without the first key only means in the tiles of the first column differ."""
+    return {
+        f"{one.name} {level} {row} {column} {int(sink)}": _packed(one.tile(level, row, column, sink=sink))
+        for row, column in places
+        for sink in ((True, False) if column == 0 and level > 0 else (True,))
+    }
+
+
+def _rows(one: SharedHead, query: int) -> dict[str, dict[str, Any]]:
+    """Pack the weights of the queries around the chosen one: `{head} rows`, with the first query."""
+    chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
+    first = max(0, chosen - ROWS // 2)
+    queries = slice(first, min(first + ROWS, one.sample.num_queries))
+    return {f"{one.name} rows": _packed(rows_of(one.sample, one.head, queries)) | {"first": first}}
+
+
+def _small_maps(
+    heads: Sequence[SharedHead],
+    samples: Sequence[Mapping[str, Any]],
+    small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the small maps of all layers that have them, those of the chosen heads first."""
+    chosen = [(one.run, one.layer) for one in heads]
+    every = [(run, layer["number"]) for run, one in enumerate(samples) for layer in one["layers"] if layer["maps"]]
+    for run, layer in dict.fromkeys([*chosen, *every]):
+        found = small(run, layer)
+        if found is not None:
+            maps, block = found
+            yield run, layer, _packed(maps) | {"block": list(block)}
+
+
+def _finer_levels(heads: Sequence[SharedHead], held: _Held, room: int) -> int:
+    """Add whole levels, the coarsest first, as long as they fit; returns the finest level that all heads have."""
+    deepest = [count(one.sample.num_queries, one.sample.num_keys) for one in heads]
+    for level in reversed(range(max(deepest))):
+        added: dict[str, dict[str, Any]] = {}
+        for place, one in enumerate(heads):
+            if level >= deepest[place]:
+                continue
+            # An exact float32 takes about three bytes as base64 of deflated planes; more is not even computed.
+            if 3 * (one.sample.num_queries >> level) * (one.sample.num_keys >> level) > 2 * room:
+                return level + 1
+            rows, columns = (tiles_of(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
+            places = [(row, column) for row in range(rows) for column in range(columns)]
+            added |= _tiles(
+                one, level, [at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in held.arrays]
+            )
+        if held.num_bytes + _size(added) > room:
+            return level + 1
+        held.put(added)
+    return 0
+
+
+def _packed(values: Array) -> dict[str, Any]:
+    """Pack float32 exactly: one plane per byte, the exponents first, deflated."""
+    octets = torch.from_numpy(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4))
+    return {"shape": list(values.shape), "data": pack(*(octets[:, place] for place in (3, 2, 1, 0)))}
+
+
+def _size(packed: Mapping[str, dict[str, Any]]) -> int:
+    return sum(len(name) + len(each["data"]) + 60 for name, each in packed.items())
+
+
+def _rendered(data: Mapping[str, Any], note: str, title: str, lang: str) -> bytes:
+    words = section(lang, "common", "page", "viewer")
+    # Two bundles, each in a block of its own: the first answers the requests of the second.
+    source = "".join(f"{{\n{script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
+    html = template("viewer/static/view/index.html").render(
+        lang="zh-CN" if lang == "zh" else lang,
+        words=words,
+        texts=Markup(json_in_script(words)),
+        styles=[],
+        shared={
+            "title": title,
+            "note": note,
+            "style": Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
+            "script": Markup(source),
+            "script_hash": allowed(source),
+            "data": Markup(json_in_script(data)),
+        },
+    )
+    return html.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate in a title

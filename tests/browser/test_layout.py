@@ -1,0 +1,318 @@
+"""What every page owes its reader: it fits the window and the paper, shows the map at once, and is accessible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pypdfium2
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from multihead.lab.page import write_page
+from multihead.viewer import write_report
+from tests.browser.records import HOSTILE, causal, deep, hostile, painted, repeated, words
+from tests.browser.shown import Shown
+from tests.lab.few import few_answers
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+Opened = Callable[..., Shown]
+WIDTHS = (1440, 1024, 390)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Write the pages that are files; returns their addresses by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {name: folder / f"{name}.html" for name in ("report", "long report", "painted", "layers", "lab")}
+    write_report(repeated(), made["report"], title="a model", tokens=words(60))
+    write_report(causal(), made["long report"], title="a model")
+    write_report(painted(), made["painted"], title="a model", tokens=words(240))
+    write_report(deep(), made["layers"], title="a model")
+    write_page(few_answers(), made["lab"])
+    return {name: path.as_uri() for name, path in made.items()}
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """Open a window for files; fails at the end if a page requested anything else or complained."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, bypass_csp=True)
+    page = context.new_page()
+    requests: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert complaints == []
+
+
+def visit(page: Page, address: str) -> None:
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_load_state()
+
+
+def overflow(page: Page) -> int:
+    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+@pytest.mark.parametrize("name", ["report", "report#L1H0", "long report", "long report#L2H1", "layers", "lab"])
+def test_a_file_fits_windows_of_every_width(page: Page, files: dict[str, str], name: str) -> None:
+    file, _, place = name.partition("#")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        visit(page, files[file] + (f"#{place}" if place else ""))
+        if place:
+            page.wait_for_selector("#big")
+        assert overflow(page) <= 0, width
+
+
+def test_the_viewer_fits_windows_of_every_width(opened: Opened) -> None:
+    shown = opened("repeated", "causal")
+    for width in WIDTHS:
+        shown.page.set_viewport_size({"width": width, "height": 900})
+        for place in ("", "#a=L1H0", "#a=L1H0&b=L1H1&v=ab"):
+            shown.visit(place)
+            assert overflow(shown.page) <= 0, (width, place)
+
+
+@pytest.mark.parametrize("place", ["report#L1H0", "long report#L2H1", "layers#L15H1"])
+def test_the_map_of_a_head_is_above_the_fold_in_the_report(page: Page, files: dict[str, str], place: str) -> None:
+    file, _, head = place.partition("#")
+    visit(page, f"{files[file]}#{head}")
+    page.wait_for_function("() => document.getElementById('big')?.style.height")
+    box = page.locator("#big").bounding_box()
+    legend = page.locator("#mapbox .scale").bounding_box()
+    assert box is not None
+    assert legend is not None
+    assert box["height"] > 500
+    assert legend["y"] + legend["height"] <= 900
+
+
+def test_the_map_of_a_head_is_above_the_fold_in_the_viewer(opened: Opened) -> None:
+    shown = opened(place="#a=L1H0")
+    pane, stage = shown.pane(), shown.at("#stage").bounding_box()
+    assert stage is not None
+    assert stage["y"] + stage["height"] <= 900
+    assert pane["top"] + pane["height"] <= stage["y"] + stage["height"]
+    assert pane["height"] > 500
+
+
+def test_the_first_screen_of_a_long_text_shows_heads(page: Page, files: dict[str, str]) -> None:
+    visit(page, files["long report"])
+    box = page.locator("#grid [data-i='2']").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < 900
+
+
+def test_many_layers_use_the_width_of_the_page(page: Page, files: dict[str, str]) -> None:
+    visit(page, files["layers"])
+    lefts = page.eval_on_selector_all("#grid .gr:not(.head)", "all => all.map(row => row.offsetLeft)")
+    assert len(lefts) == 20
+    assert len(set(lefts)) > 1
+
+
+def test_the_table_with_all_statistics_needs_no_scrolling_at_1440(page: Page, files: dict[str, str]) -> None:
+    visit(page, files["report"])
+    assert page.locator("#cols th").count() > 8
+    assert page.eval_on_selector(".scroll", "box => box.scrollWidth - box.clientWidth") <= 0
+
+
+@pytest.mark.parametrize("file", ["report", "long report"])
+def test_a4_paper_shows_every_column_and_the_whole_grid(page: Page, files: dict[str, str], file: str) -> None:
+    visit(page, files[file])
+    labels = page.eval_on_selector_all("#cols th", "all => all.map(head => head.dataset.label)")
+    heads = page.locator("#grid [role=gridcell] a").count()
+    page.emulate_media(media="print")
+    bottom = page.eval_on_selector_all("#grid .fr", "all => all.map(each => each.getBoundingClientRect().height)")
+    document = pypdfium2.PdfDocument(page.pdf(format="A4", print_background=True, prefer_css_page_size=True))
+    found: dict[str, float] = {}
+    for sheet in document:
+        wide, text = sheet.get_width(), sheet.get_textpage()
+        for label in labels:
+            for word in label.split():  # a heading may wrap
+                search = text.search(word, match_case=True, match_whole_word=False)
+                while (hit := search.get_next()) is not None:
+                    right = max(text.get_charbox(hit[0] + place)[2] for place in range(hit[1]))
+                    assert right < wide, (label, right, wide)
+                    found[label] = right
+    assert set(found) == set(labels)
+    assert len(bottom) == heads
+    assert min(bottom) > 5
+
+
+def test_no_focus_ring_is_shown_before_a_key_is_pressed(opened: Opened) -> None:
+    shown = opened(place="#a=L1H0")
+    ringed = "() => document.querySelector(':focus-visible')?.id ?? ''"
+    assert shown.page.evaluate(ringed) == ""
+    shown.at("#back").click()
+    shown.settle()
+    assert shown.page.evaluate(ringed) == ""
+    shown.at("#grid [data-i='4']").click()
+    shown.settle()
+    assert shown.page.evaluate(ringed) == ""
+    shown.press("Tab")
+    assert shown.page.evaluate("() => !!document.querySelector(':focus-visible')")
+
+
+def test_the_question_mark_lists_the_keys_and_explains_the_words(opened: Opened, page: Page, files: Any) -> None:
+    shown = opened(place="#a=L1H0")
+    shown.press("?")
+    assert shown.at("dialog.help").is_visible()
+    text = shown.text("dialog.help")
+    assert "Colour follows the square root of the weight" in text
+    assert "The first token often receives most of the attention" in text
+    assert "Zoom in until each cell is one weight." in text
+    before = shown.page.evaluate("location.hash")
+    shown.page.keyboard.press("s")  # the page's keys rest
+    shown.page.keyboard.press("Escape")
+    assert not shown.at("dialog.help").is_visible()
+    assert shown.page.evaluate("location.hash") == before
+    visit(page, files["report"])
+    page.click("#helps button")
+    assert page.locator("dialog.help kbd").count() > 4
+
+
+def serious(page: Page) -> list[str]:
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {each['html'][:120]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for each in one["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["report", "report#L1H0", "long report", "lab"])
+def test_axe_finds_nothing_serious_in_a_file(page: Page, files: dict[str, str], name: str, scheme: Any) -> None:
+    page.emulate_media(color_scheme=scheme)
+    file, _, place = name.partition("#")
+    visit(page, files[file] + (f"#{place}" if place else ""))
+    if place:
+        page.wait_for_selector("#big")
+    if file == "long report":
+        page.click("#unfold")
+    assert serious(page) == []
+
+
+@pytest.mark.parametrize("place", ["", "#a=L1H0", "#a=L1H0&b=L1H1&v=ab"])
+def test_axe_finds_nothing_serious_in_the_viewer(opened: Opened, place: str) -> None:
+    shown = opened("causal", place=place, bypass_csp=True)
+    assert serious(shown.page) == []
+    shown.press("?")
+    assert serious(shown.page) == []
+
+
+def share(shown: Shown, path: Path) -> str:
+    with shown.page.expect_download() as saved:
+        shown.at("#share").click()
+    saved.value.save_as(path)
+    return saved.value.suggested_filename
+
+
+def test_a_shared_view_opens_offline_at_its_place_with_the_viewers_own_weights(
+    opened: Opened, page: Page, tmp_path: Path
+) -> None:
+    shown = opened(place="#a=L1H1&x=100&y=120&n=40&q=130&c=log")
+    name = share(shown, tmp_path / "view.html")
+    assert name == "ModuleList-L1H1.html"
+    weight, place = shown.weight(), shown.place
+    visit(page, (tmp_path / "view.html").as_uri())
+    page.wait_for_function("() => document.getElementById('map').dataset.whole === 'true'")
+    page.wait_for_function("() => document.getElementById('read').ariaBusy === 'false'")
+    there = page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")
+    assert there == place
+    assert float(page.locator("#read data").get_attribute("value") or "nan") == weight
+    assert "every weight" in page.inner_text("#shared")
+    page.keyboard.press("0")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#rows tr")
+    assert page.locator("#grid [role=gridcell] a").count() == 12
+    assert not page.locator("#link").is_visible()
+
+
+def test_a_shared_view_of_two_records_compares_them_offline(opened: Opened, page: Page, tmp_path: Path) -> None:
+    shown = opened("causal", "other", place="#a=L1H1&b=L2H0&rb=1&v=ab&x=100&y=120&n=40&q=130")
+    share(shown, tmp_path / "view.html")
+    visit(page, (tmp_path / "view.html").as_uri())
+    page.wait_for_function("() => document.getElementById('map').dataset.whole === 'true'")
+    assert page.input_value("#runb") == "1"
+    assert page.inner_text("#shared").startswith("This file holds L1 H1, L2 H0")
+
+
+def test_hostile_tokens_stay_text_in_a_shared_view(opened: Opened, page: Page, tmp_path: Path) -> None:
+    assert len(hostile().layers) == 2
+    shown = opened("hostile", place="#a=L0H0")
+    share(shown, tmp_path / "view.html")
+    visit(page, (tmp_path / "view.html").as_uri())
+    page.wait_for_function("() => document.querySelectorAll('#text .tk').length > 10")
+    assert page.evaluate("window.broken") is None
+    assert page.locator("#text img, #text script").count() == 0
+    assert HOSTILE[1] in page.inner_text("#text")
+
+
+def test_the_first_token_can_be_hidden_and_this_is_remembered(page: Page, files: dict[str, str]) -> None:
+    visit(page, files["painted"])
+    first, other = page.locator("#text .tk").nth(0), page.locator("#text .tk").nth(1)
+    background = "span => getComputedStyle(span).backgroundColor"
+    before = other.evaluate(background)
+    page.click("#under .first")
+    assert first.evaluate("span => span.style.background") == ""
+    assert "is hidden" in page.inner_text("#textnote")
+    page.reload()
+    assert page.get_attribute("#under .first", "aria-pressed") == "true"
+    assert first.evaluate("span => span.style.background") == ""
+    page.click("#under .first")
+    assert first.evaluate("span => span.style.background") != ""
+    assert other.evaluate(background) == before
+
+
+def test_similar_heads_of_a_report_are_those_of_the_record(page: Page, files: dict[str, str]) -> None:
+    visit(page, files["report"] + "#L1H0")
+    page.click("#nearest button")
+    page.wait_for_selector("#nearest li")
+    shown = [each.replace("\u00a0", " ").split() for each in page.locator("#nearest a").all_inner_texts()]
+    expected = repeated().nearest(1, 0)
+    assert [(each[0], each[1]) for each in shown] == [(f"L{one.layer}", f"H{one.head}") for one in expected]
+    assert [float(each[-1]) for each in shown] == pytest.approx([one.divergence for one in expected], abs=1e-3)
+
+
+def test_a_report_compares_a_head_with_another(page: Page, files: dict[str, str]) -> None:
+    visit(page, files["report"] + "#L1H0")
+    page.wait_for_selector("#second")
+    page.select_option("#second", "1")
+    page.wait_for_selector(".second canvas >> nth=1")
+    colours = page.eval_on_selector_all(
+        ".second canvas.map",
+        """all => all.map(canvas => {
+          const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height), seen = new Set();
+          for (let i = 0; i < data.length; i += 4) seen.add(data.slice(i, i + 4).join());
+          return seen.size;
+        })""",
+    )
+    assert min(colours) > 20
+
+
+def test_the_viewer_shows_the_findings_and_a_click_opens_the_head(opened: Opened) -> None:
+    shown = opened("repeated")
+    assert shown.text("#finds li >> nth=0").startswith("Layer 1 head 0 is an induction head")
+    shown.at("#finds a").first.click()
+    shown.settle()
+    assert shown.place["a"] == "L1H0"
+
+
+def test_kinds_on_random_repeats_have_marks_of_their_own(opened: Opened) -> None:
+    shown = opened("repeated")
+    marks = shown.page.eval_on_selector_all("#chips path", "all => all.map(path => path.getAttribute('fill'))")
+    kinds = shown.page.eval_on_selector_all("#chips button", "all => all.map(each => each.dataset.kind)")
+    assert {kind.startswith("repeated_"): mark for kind, mark in zip(kinds, marks, strict=True)} == {
+        True: "none",
+        False: "currentColor",
+    }
