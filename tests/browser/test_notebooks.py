@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from tests.browser.records import IMAGE, causal, hostile
 
@@ -94,8 +95,11 @@ def server(folder: Path, *command: str) -> Iterator[str]:
                 time.sleep(0.2)
             yield address
         finally:
-            process.terminate()
-            process.wait(20)
+            process.terminate()  # it stops its kernels first
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def responds(address: str) -> bool:
@@ -243,6 +247,8 @@ def test_the_widget_shows_the_viewer_and_both_sides_select(
     assert "queries=slice(100, 200, None), keys=slice(100, 200, None), query=150" in cells.printed()
     assert [each.is_visible() for each in cells.static().all()] == [False] * 3
 
+    assert serious(cells.page) == []
+
     # The wheel zooms once the map has the focus; the ruler, the level and Python's selection follow.
     cells.widget().locator("#map").scroll_into_view_if_needed()
     cells.widget().locator("#map").click()
@@ -296,6 +302,17 @@ def test_the_widget_shows_the_viewer_and_both_sides_select(
     assert cells.static().nth(0).locator("table tr").count() == 1 + 12
     assert not cells.page.get_by_text("Error displaying widget").first.is_visible()
     assert cells.page.evaluate("window.broken") is None
+
+
+def serious(page: Page) -> list[str]:
+    """Return what keeps readers with a screen reader or a keyboard from the first widget, by the rules of axe."""
+    found = Axe().run(page, context=".multihead-view").response["violations"]
+    return [
+        f"{one['id']}: {each['html'][:120]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for each in one["nodes"]
+    ]
 
 
 def wait_for_saved(path: Path) -> list[str]:
