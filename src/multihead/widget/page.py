@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from markupsafe import Markup
-
-from multihead.locale.texts import section
-from multihead.viewer.page import json_in_script, script, static, template
+from multihead.viewer.page import script, static
+from multihead.viewer.responses import page
 
 _MAIN = "viewer/static/view/main.js"
 _HEAD = "viewer/static/view/head.js"
@@ -28,9 +26,9 @@ def module() -> str:
     The modules of the viewer become a function that makes a page, so that each view in a notebook has variables of its
     own.
     """
-    page = script(_MAIN, given=tuple((path, "host") for path in _HOSTS))
+    bundle = script(_MAIN, given=tuple((path, "host") for path in _HOSTS))
     return (
-        f"function viewer(host) {{\n{page}\nreturn {{ ...modules['{_HEAD}'], ...modules['{_MAIN}'] }};\n}}\n"
+        f"function viewer(host) {{\n{bundle}\nreturn {{ ...modules['{_HEAD}'], ...modules['{_MAIN}'] }};\n}}\n"
         f"{static('widget/static/widget.js')}"
     )
 
@@ -58,6 +56,5 @@ def within_box(css: str) -> str:
 @cache
 def markup(lang: str) -> str:
     """Return what the viewer's page has between <body> and </body>, in a language."""
-    texts = section(lang, "common", "page", "viewer")
-    page = template("viewer/static/view/index.html").render(lang=lang, words=texts, texts=Markup(json_in_script(texts)))
-    return page.partition("<body>")[2].partition("</body>")[0]
+    html = bytes(page(lang).body).decode()
+    return html.partition("<body>")[2].partition("</body>")[0]

@@ -78,7 +78,7 @@ function render({ model, el }) {
   const { html, css, texts, lang, height, mark } = model.get('_page');
   const shadow = el.attachShadow({ mode: 'open' }), box = document.createElement('div'), page = document.createElement('div'), style = document.createElement('style');
   style.textContent = css;
-  page.innerHTML = html;  // the markup of the page, which has no text of a record
+  page.append(...new DOMParser().parseFromString(html, 'text/html').body.childNodes);  // it has no text of a record
   page.lang = lang;
   page.className = 'page';
   page.setAttribute('role', 'region');
@@ -95,7 +95,7 @@ function render({ model, el }) {
 
   const kernel = transport(model, silent => { if (silent || notice.textContent === texts.silent) notify(silent ? texts.silent : ''); });
   const colours = theme(el, page), sizes = [], observer = new ResizeObserver(sized);
-  let viewed = null, hash = '', moved = () => {}, sent = JSON.stringify(model.get('selection'));
+  let viewed = null, engaged = false, hash = '', moved = () => {}, sent = JSON.stringify(model.get('selection'));
 
   const host = {
     root: shadow,
@@ -114,7 +114,7 @@ function render({ model, el }) {
     resized: changed => sizes.push(changed),
     pressed: act => shadow.addEventListener('keydown', event => { act(event); if (!isCommand(event)) event.stopPropagation(); }),
     isOutside: () => false,
-    zooms: event => isCommand(event) || shadow.activeElement !== null,  // else the wheel scrolls the notebook
+    zooms: event => isCommand(event) || engaged,  // else the wheel scrolls the notebook
     showKind: map => page.classList.toggle('map', map),
     entitle: title => page.setAttribute('aria-label', title),
     toTop: () => { box.scrollTop = 0; },
@@ -178,12 +178,17 @@ function render({ model, el }) {
     setTimeout(() => URL.revokeObjectURL(address), 60000);
   }
 
+  // The wheel zooms from a click into the page to a click outside of it.
+  const engage = event => { engaged = event.composedPath().includes(el); };
+  addEventListener('pointerdown', engage, true);
+
   // JupyterLab acts on keys before or after the page, according to its version; this attribute keeps it from both.
   const suppress = event => el.toggleAttribute('data-lm-suppress-shortcuts', !isCommand(event));
   addEventListener('keydown', suppress, true);
 
   return () => {
     removeEventListener('keydown', suppress, true);
+    removeEventListener('pointerdown', engage, true);
     model.off('change:selection', follow);
     observer.disconnect();
     late.disconnect();
