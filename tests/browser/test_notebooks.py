@@ -94,8 +94,11 @@ def server(folder: Path, *command: str) -> Iterator[str]:
                 time.sleep(0.2)
             yield address
         finally:
-            process.terminate()
-            process.wait(20)
+            process.terminate()  # it stops its kernels first
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def responds(address: str) -> bool:
