@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from types import SimpleNamespace
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -42,6 +42,19 @@ def test_a_request_is_answered_in_messages_with_its_id(monkeypatch: pytest.Monke
     assert head == {"id": "one 1", "status": 200, "headers": {"content-type": "application/json"}, "last": True}
     (sample,) = json.loads(body)["runs"][0]["samples"]
     assert (sample["queries"], sample["keys"]) == (40, 40)
+
+
+def test_a_request_that_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = small().view()
+    ended: Future[None] = Future()
+    ended.set_result(None)
+    waiting: Future[None] = Future()
+    asked = {"one": ended, "two": waiting}
+    monkeypatch.setattr(view._requests, "ask", lambda path, send: asked[path])
+    for key in asked:
+        view._handle_custom_msg({"id": key, "path": key}, [])
+    assert view._asked == {"two": waiting}
+    waiting.set_result(None)
     assert view._asked == {}
 
 
@@ -49,13 +62,12 @@ def test_a_request_is_cancelled_by_its_id(monkeypatch: pytest.MonkeyPatch) -> No
     view = small().view()
     page = Page(view, monkeypatch)
     monkeypatch.setattr(view._requests, "ask", lambda path, send: asked)
-    cancelled: list[str] = []
-    asked = SimpleNamespace(cancel=lambda: cancelled.append("one 1"))
+    asked: Future[None] = Future()
     view._handle_custom_msg({"id": "one 1", "path": "api/view"}, [])
     view._handle_custom_msg({"cancel": "another"}, [])
-    assert cancelled == []
+    assert not asked.cancelled()
     view._handle_custom_msg({"cancel": "one 1"}, [])
-    assert cancelled == ["one 1"]
+    assert asked.cancelled()
     assert page.messages == []
 
 

@@ -178,11 +178,10 @@ class View(anywidget.AnyWidget):
             return
 
         def send(part: dict[str, Any], body: bytes) -> None:
-            if part["last"]:
-                self._asked.pop(key, None)
             self.send({"id": key, **part}, [body])
 
-        self._asked[key] = requests.ask(content["path"], send)
+        asked = self._asked[key] = requests.ask(content["path"], send)
+        asked.add_done_callback(lambda _: self._asked.pop(key, None))  # called at once if it has ended already
 
 
 def _names(records: Sequence[Record]) -> list[str]:
