@@ -1,7 +1,8 @@
 """Run the notebooks of examples/ and store their outputs, without anything that belongs to one machine.
 
 A notebook X.ipynb and its translation X.zh.ipynb have the same code, so the code runs once, in a new kernel, and both
-store the same outputs: text, and drawings as SVG; no binary data, no path, no time of day.
+store the same outputs: text, tables, and drawings as SVG or as the picture of a widget; no path, no time of day, and
+not the model of a widget, which ends with its kernel.
 
     python -m tools.notebooks [examples/split.ipynb ...]
 """
@@ -28,6 +29,8 @@ SECONDS = 120  # the longest a cell may take
 _KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 _LANGUAGE = {"language_info": {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}}
 _SIGNATURE = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_MARK = re.compile(r'(data-multihead-static=")\w+')  # a random name
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 
 
@@ -123,6 +126,9 @@ def _clean_output(output: Any) -> None:
         output.metadata = _nodes({})
         if "image/svg+xml" in output.data:  # its text, <Figure size 640x480 with 2 Axes>, adds nothing
             output.data = _nodes({"image/svg+xml": slim(output.data["image/svg+xml"])})
+        output.data.pop(_WIDGET, None)
+        if "text/html" in output.data:
+            output.data["text/html"] = _MARK.sub(r"\1", output.data["text/html"])
 
 
 def slim(drawing: str) -> str:

@@ -5,6 +5,7 @@ from multihead.heads import merge_heads, split_heads
 from multihead.hooks.use import use
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
+from multihead.looking import look
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.watch import Watch, qk_clip_factors
@@ -26,6 +27,7 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "look",
     "masks",
     "merge_heads",
     "observe",

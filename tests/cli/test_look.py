@@ -170,7 +170,7 @@ def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
         ),
         (
             [MODEL, "--prompt", "hi", "--layers", "0,9"],
-            "error: --layers contains 9, and the model has 6 layers. Give numbers from 0 to 5.\n",
+            "error: layers contains 9, and the model has 6 layers. Give numbers from 0 to 5.\n",
         ),
         (
             [MODEL, "--prompt", "hi", "--device", "cuda"],

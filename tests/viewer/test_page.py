@@ -49,6 +49,12 @@ def test_a_bundle_holds_each_module_once_after_the_modules_it_imports() -> None:
     assert all(bundle.count(f"modules['{path}'] = ") == 1 for path in found)
 
 
+def test_a_module_can_be_given_in_place_of_its_file() -> None:
+    bundle = script("viewer/static/view/main.js", given=(("viewer/static/view/host.js", "host"),))
+    assert "modules['viewer/static/view/host.js'] = host;" in bundle
+    assert "location" not in bundle.replace("location.href", "")  # the host alone reads and sets the address
+
+
 def test_a_form_of_export_that_a_bundle_does_not_know_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multihead.viewer.page.static", lambda path: "export default 3;\n")
     sentence = (

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from multihead.cli.audio import read_audio
-from multihead.cli.look_output import COLUMNS, Run, print_files, print_heads, print_textbook_heads
+from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
 from multihead.cli.progress import Steps
 from multihead.cli.tables import write_tables
-from multihead.errors import ModelError, MultiheadError
 from multihead.escaping import visible
 from multihead.files import check_writable, readable_text
 from multihead.locale.texts import text as locale
 from multihead.optional import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
-
-    from multihead.analysis.highlights import LayerProfile
-    from multihead.models import Encoded, LoadedModel
-    from multihead.observation.record import Record
-    from multihead.record.repeated import RepeatedTokens
-    from multihead.viewer.report import ReportSummary
 
 EXAMPLES = """
 \b
@@ -45,7 +34,6 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
 SORTS = ["layer", *COLUMNS]
 
 
@@ -135,6 +123,7 @@ def look(
     # Imported here, so that --help does not load torch.
     from multihead.analysis.highlights import layer_profiles
     from multihead.analysis.roles import marked
+    from multihead.looking import check_layers, measured_repeats, prepared, recorded, written_page
     from multihead.models import check_text, encode, load
     from multihead.observation.textbook import add_repeated
     from multihead.record.memory_use import memory_of
@@ -150,13 +139,14 @@ def look(
             dtype=dtype,
             stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=visible(model))),
         )
-        _check_layers(chosen, loaded)
+        check_layers(chosen, loaded)
         encoded = None if sound is not None else encode(loaded, text, tokens=tokens)
         if tokens is not None and encoded is not None and encoded.stop:
             text = text[: encoded.stop]
-        repeated = _repeated(loaded, steps, lang) if textbook else {}  # first, because it may reject the model
-        run = _run(loaded, encoded, sound, decoder_text, steps, lang)
-        record = _recorded(loaded, run, chosen, steps, lang)
+        # First, because it may reject the model.
+        repeated = measured_repeats(loaded, steps.show, lang) if textbook else {}
+        run = prepared(loaded, encoded, sound, decoder_text, steps.show, lang)
+        record = recorded(loaded, run, chosen, steps.show, lang)
         add_repeated(record, repeated)
         memory = memory_of(record.layers)
         if record_file is not None:
@@ -164,7 +154,17 @@ def look(
             record.save(record_file)
         steps.show(locale("look.doing.reading", lang))
         profiles = layer_profiles(record.layers)
-        page = _written_page(record, profiles, run, text=text, out=out, lang=lang, steps=steps)
+        storing = locale("look.doing.storing", lang)
+        steps.show(storing)
+        page = written_page(
+            record,
+            profiles,
+            run,
+            text=text,
+            out=out,
+            lang=lang,
+            progress=lambda done, total: steps.show(storing, done, total),
+        )
     table = record.table(sort=sort, top=top)
     read = {profile.number: profile for profile in profiles}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
@@ -189,187 +189,6 @@ def _input(
     if audio is not None:
         return "", read_audio(audio)
     return prompt or "" if text_file is None else readable_text(text_file), None
-
-
-def _run(
-    loaded: LoadedModel,
-    encoded: Encoded | None,
-    sound: tuple[NDArray[np.float32], int] | None,
-    decoder_text: str | None,
-    steps: Steps,
-    lang: str,
-) -> Run:
-    """Prepare the inputs of a model; for an encoder-decoder model its decoder's text is generated if there is none.
-
-    Raises:
-        ModelError: the model has no decoder, or reads audio and got a text.
-    """
-    from multihead.models import decoder_input
-
-    if decoder_text is not None and not loaded.has_decoder:
-        raise ModelError(f"{loaded.title} is no encoder-decoder model.", "Leave out --decoder-text.")
-    if sound is not None and not loaded.has_decoder:
-        raise ModelError(
-            f"{loaded.title} does not write text from audio.", "Give a text, or a speech model such as Whisper."
-        )
-    if sound is not None:
-        arguments = loaded.audio_arguments(*sound)
-    elif loaded.feature_extractor is not None:
-        raise ModelError(f"{loaded.title} reads audio.", "Give --audio FILE in place of the text.")
-    else:
-        assert encoded is not None
-        arguments = loaded.arguments(encoded)
-    if not loaded.has_decoder:
-        return Run(encoded, None, generated=False, arguments=arguments)
-    if decoder_text is None:
-        steps.show(locale("look.doing.generating", lang))
-    with _text_alone(loaded):
-        decoder = decoder_input(loaded, arguments, decoder_text)
-    ids = decoder.ids.to(next(loaded.model.parameters()).device)
-    return Run(
-        encoded,
-        decoder,
-        generated=decoder_text is None,
-        arguments={**arguments, "decoder_input_ids": ids, "use_cache": False},
-    )
-
-
-def _recorded(loaded: LoadedModel, run: Run, layers: Sequence[int] | None, steps: Steps, lang: str) -> Record:
-    """Run the model, record its heads, and name the tokens of its texts."""
-    import torch
-
-    from multihead.observation.observe import observe
-    from multihead.probes import DEFAULT
-    from multihead.record.texts import Text
-
-    with (
-        torch.no_grad(),
-        observe(
-            loaded.model,
-            layers=layers,
-            probes=(*DEFAULT, "received", "pooled_map"),
-            special_ids=sorted({id_ for each in run.texts for id_ in each.special_ids}),
-        ) as record,
-        _counted_calls(steps, locale("look.doing.watching", lang), _num_layers(loaded)),
-        _text_alone(loaded),
-    ):
-        loaded.model(**run.arguments)
-    record.title = loaded.title
-    for each in run.texts:
-        record.name_text(Text(each.ids[0], each.tokens, each.special, each.gaps))
-    return record
-
-
-@contextmanager
-def _counted_calls(steps: Steps, step: str, total: int | None) -> Iterator[None]:
-    """Count the attention calls of a model as the parts of a step."""
-    from multihead.listeners import listen
-
-    done = 0
-
-    class Counter:
-        wanted: frozenset[Any] = frozenset()
-
-        def hear(self, call: Any) -> None:
-            nonlocal done
-            done += 1
-            steps.show(step, done, total)
-
-    steps.show(step, 0, total)
-    with listen(Counter()):
-        yield
-
-
-def _written_page(
-    record: Record,
-    profiles: Sequence[LayerProfile],
-    run: Run,
-    *,
-    text: str,
-    out: str,
-    lang: str,
-    steps: Steps,
-) -> ReportSummary:
-    """Write the page."""
-    from multihead.viewer.report import write_report
-
-    one = record.layers[0].sample()
-    facts = {
-        locale("report.fact.head size", lang): str(one.head_dim),
-        locale("report.fact.precision", lang): str(one.dtype).removeprefix("torch."),
-    }
-    storing, main = locale("look.doing.storing", lang), run.texts[0]
-    steps.show(storing)
-    return write_report(
-        record,
-        out,
-        tokens=main.tokens,
-        special=main.special,
-        text=text,
-        offsets=main.offsets if any(stop for _, stop in main.offsets) else None,
-        unknown=main.unknown,
-        facts=facts,
-        lang=lang,
-        profiles=profiles,
-        progress=lambda done, total: steps.show(storing, done, total),
-    )
-
-
-def _repeated(loaded: LoadedModel, steps: Steps, lang: str) -> dict[str, RepeatedTokens]:
-    """Measure the heads that read the text on repeated random tokens, by the layers' names in the whole model."""
-    from multihead.observation.textbook import measure_repeated, start_of, words_of
-
-    total = None if loaded.has_decoder else _num_layers(loaded)  # only the encoder runs
-    with _counted_calls(steps, locale("look.doing.textbook", lang), total), _text_alone(loaded):
-        found = measure_repeated(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
-    part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
-    return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
-
-
-@contextmanager
-def _text_alone(loaded: LoadedModel) -> Iterator[None]:
-    """Explain the failure of a model that needs other inputs than the tokens of a text.
-
-    Raises:
-        ModelError: the model failed, and its forward has parameters for images, audio or the like.
-    """
-    try:
-        yield
-    except MultiheadError:
-        raise
-    except Exception as error:
-        others = [name for name in signature(loaded.reader.forward).parameters if name in OTHER_INPUTS]
-        if not others:
-            raise
-        raise ModelError(
-            f"{loaded.title} does not run on text alone: it takes {' and '.join(others)}.",
-            "Give a model that reads text, or call this one from Python, inside multihead.observe(model).",
-        ) from error
-
-
-def _num_layers(loaded: LoadedModel) -> int | None:
-    """Return the number of attention layers, or None where the configuration does not show it."""
-    config: Any = loaded.model.config
-    if loaded.has_decoder:
-        names = ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")
-        both = next(([getattr(config, name) for name in pair] for pair in names if hasattr(config, pair[1])), None)
-        return None if both is None else both[0] + 2 * both[1]  # each layer of a decoder has cross-attention too
-    count = getattr(config, "num_hidden_layers", None)
-    return count if isinstance(count, int) and not getattr(config, "sub_configs", None) else None
-
-
-def _check_layers(chosen: Sequence[int] | None, loaded: LoadedModel) -> None:
-    """Reject layers that the model does not have before it reads the text; `observe` checks those that ran."""
-    from multihead.errors import ArgumentError
-
-    count = _num_layers(loaded)
-    if count is None:
-        return
-    beyond = [layer for layer in chosen or () if layer >= count]
-    if beyond:
-        raise ArgumentError(
-            f"--layers contains {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
-        )
 
 
 def _parsed(layers: str) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from multihead.locale.texts import section, short_statistic_label, text, unit_la
 
 if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
+    from multihead.looking import Run
     from multihead.models import Encoded
     from multihead.observation.record import Record
     from multihead.probes.probe import Statistic
@@ -38,28 +38,6 @@ NARROW = 90
 NAMED = 4  # textbook heads listed per kind
 MOST_LEVELS = 4  # lines of the table that list chance
 HEAVY = 1_000_000_000  # from this many bytes of weights on, memory is reported
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """What a model reads.
-
-    Attributes:
-        text: the text it reads; None for audio.
-        decoder: of an encoder-decoder model, the text of its decoder; else None.
-        generated: whether the model generated that.
-        arguments: those of its forward.
-    """
-
-    text: Encoded | None
-    decoder: Encoded | None
-    generated: bool
-    arguments: dict[str, Any]
-
-    @property
-    def texts(self) -> list[Encoded]:
-        """All texts, that of the page first."""
-        return [each for each in (self.text, self.decoder) if each is not None]
 
 
 def print_heads(

@@ -17,6 +17,7 @@ from multihead.analysis.highlights import Finding, findings, layer_profiles
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.escaping import visible
+from multihead.observation.presentation import presenter
 from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
@@ -436,6 +437,46 @@ class Record:
         if not self.layers:
             raise ArgumentError("Nothing was recorded.", "Run the model in the context of observe first.")
         return plots.plot_grid(self.layers, sample)
+
+    def view(self, *others: Record, lang: str = "en", height: int = 640, linked: Any = None) -> Any:
+        """Show the viewer in a notebook: all heads, the map of each down to single weights, its text, comparison.
+
+        It is shown where it is the last line of a cell. `view.selection` is the head, the part of its map in view and
+        the chosen query; setting it moves the picture: `view.selection = (17, 4)`. See docs/observing.md.
+
+        Args:
+            others: further records, such as other checkpoints on the same text, to compare heads with.
+            lang: the language of the page, "en" or "zh".
+            height: the height of the widget in pixels.
+            linked: another view, which then selects what this one selects, and the reverse.
+
+        Returns:
+            the widget, a `multihead.widget.view.View`.
+
+        Raises:
+            ArgumentError: nothing was recorded, or an invalid argument.
+            MissingPackageError: anywidget is not installed.
+        """
+        return presenter("view")(self, *others, lang=lang, height=height, linked=linked)
+
+    def report(self, path: str | os.PathLike[str], *, sample: int = 0, lang: str = "en", **options: Any) -> Any:
+        """Write one page that shows every head, and opens without a server.
+
+        Args:
+            path: the file to write, such as "page.html"; an existing one is replaced.
+            sample: which text.
+            lang: the language of the page, "en" or "zh".
+            options: further arguments of `multihead.viewer.write_report`, such as `max_bytes`.
+
+        Returns:
+            path, size and contents of the page; `print` shows them in one line.
+
+        Raises:
+            ArgumentError: sample, lang or an option is invalid.
+            InputError: the path cannot be written, or nothing was recorded.
+            MissingPackageError: the packages of the extra "view" are not installed.
+        """
+        return presenter("report")(self, path, sample=sample, lang=lang, **options)
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record to one safetensors file, completely or not at all.

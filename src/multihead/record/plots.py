@@ -60,7 +60,7 @@ def plot_map(
     block = math.ceil((rows[1] - rows[0]) / CELLS), math.ceil((columns[1] - columns[0]) / CELLS)
     if ax is None:
         ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
-    image = _draw(ax, weights, end := _end(weights, block), extent=(*columns, rows[1], rows[0]))
+    image = _draw(ax, weights, end := scale_end(weights, single=max(block) <= 1), extent=(*columns, rows[1], rows[0]))
     for axis, (first, last), tokens in (
         (ax.yaxis, rows, sample.query_text.tokens if sample.crosses else sample.text.tokens),
         (ax.xaxis, columns, sample.text.tokens),
@@ -133,7 +133,7 @@ def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
     ones = [layer.sample(sample) for layer in layers]
     longest = max(one.num_queries for one in ones), max(one.num_keys for one in ones)
     block = math.ceil(longest[0] / GRID_CELLS), math.ceil(longest[1] / GRID_CELLS)
-    end = _end(np.concatenate([each.ravel() for each in maps]), block)
+    end = scale_end(np.concatenate([each.ravel() for each in maps]), single=max(block) <= 1)
     for row, (layer, weights) in enumerate(zip(layers, maps, strict=True)):
         for head, ax in enumerate(axes[row]):
             ax.set(xticks=[], yticks=[])
@@ -168,11 +168,11 @@ def colors() -> Any:
     return ramp.with_extremes(bad=_HIDDEN)  # of cells that no query may see
 
 
-def _end(weights: Any, block: tuple[int, int]) -> float:
+def scale_end(weights: Any, *, single: bool) -> float:
     """Return the weight at which the scale ends: 1 for single weights, else the largest mean, rounded up."""
     finite = weights[np.isfinite(weights)]
     largest = float(finite.max()) if finite.size else 0.0
-    if max(block) <= 1 or largest <= 0:
+    if single or largest <= 0:
         return 1.0
     ten = 10.0 ** math.floor(math.log10(largest))
     return min(1.0, next(step for step in (1, 2, 5, 10) if step * ten >= largest * 0.999) * ten)

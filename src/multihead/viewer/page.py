@@ -53,15 +53,21 @@ def template(path: str) -> jinja2.Template:
 
 
 @cache
-def script(path: str) -> str:
+def script(path: str, given: tuple[tuple[str, str], ...] = ()) -> str:
     """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
 
     Each module becomes a function that runs after the modules it imports and returns its exports.
 
+    Args:
+        path: the module that is imported by no other.
+        given: (module, expression) for modules that are not bundled: the value of the expression has their exports.
+
     Raises:
         ValueError: a module uses a form of import or export that cannot be bundled.
     """
-    return "\n".join(["'use strict';", "const modules = {};", *(_bundled(each) for each in modules(path))])
+    replaced = dict(given)
+    lines = [f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundled(each) for each in modules(path)]
+    return "\n".join(["'use strict';", "const modules = {};", *lines])
 
 
 def modules(path: str) -> list[str]:

@@ -56,16 +56,28 @@ def application(
     async def to_the_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
 
-    made = Starlette(
+    return _application(
+        viewer,
         routes=[Route(f"/{token}", to_the_page), Mount(f"/{token}", routes=viewer.routes())],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
+        lifespan=working,
+    )
+
+
+def in_process(viewer: Viewer) -> Starlette:
+    """Build the same application without a port and without a token, for callers in this process."""
+    return _application(viewer, routes=viewer.routes())
+
+
+def _application(viewer: Viewer, **options: Any) -> Starlette:
+    made = Starlette(
         exception_handlers={
             MultiheadError: error_response,
             CancelledError: gone,
             HTTPException: no_such_address,
             Exception: failed,
         },
-        lifespan=working,
+        **options,
     )
     made.state.viewer = viewer
     return made

@@ -1,5 +1,7 @@
 // Two colour ramps, three scales, and fast bitmaps of many cells. `top` is the weight at which a scale ends.
-export const dark = matchMedia('screen and (prefers-color-scheme: dark)');  // paper is never dark
+import { frame, scheme } from './host.js';
+
+export const dark = scheme;
 const RAMPS = {
   ink: {
     light: '#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C',
@@ -43,7 +45,7 @@ export function palette() {
 
 const roles = new Map();
 export function css(role) {
-  if (!roles.has(role)) roles.set(role, getComputedStyle(document.documentElement).getPropertyValue('--' + role).trim());
+  if (!roles.has(role)) roles.set(role, getComputedStyle(frame).getPropertyValue('--' + role).trim());
   return roles.get(role);
 }
 

@@ -1,12 +1,13 @@
 // Elements of a page and its texts. Strings become textContent, so that no token can act as markup.
-const TEXTS = JSON.parse(document.getElementById('texts').textContent);
+import { root, texts } from './host.js';
+
 export const NBSP = '\u00a0';
-export const $ = id => document.getElementById(id);
-export const knows = key => Object.hasOwn(TEXTS, key);
+export const $ = id => root.getElementById(id);
+export const knows = key => Object.hasOwn(texts, key);
 
 // Return a text of the page in its language, with its {placeholders} filled in.
 export function translate(key, values = {}) {
-  return (knows(key) ? TEXTS[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) => Object.hasOwn(values, name) ? String(values[name]) : placeholder);
+  return (knows(key) ? texts[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) => Object.hasOwn(values, name) ? String(values[name]) : placeholder);
 }
 
 // Create an element with properties or attributes and children. k is a colour of the style sheet, v a share, 0 to 1.

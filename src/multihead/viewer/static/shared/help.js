@@ -1,5 +1,6 @@
 // The list of keys and words of a page: opened by `?` and by a button.
 import { el, translate } from './dom.js';
+import { pressed } from './host.js';
 
 // Return a button that opens the list. lines: [keys, text] for each key; words: [word, text] for each word to explain.
 export function helpButton(lines, words) {
@@ -10,7 +11,7 @@ export function helpButton(lines, words) {
   const button = el('button', { className: 'btn', textContent: '?', title: translate('help'), 'aria-label': translate('help'), 'aria-haspopup': 'dialog', 'aria-keyshortcuts': '?', onclick: () => open() });
   const open = () => { if (!box.isConnected) button.after(box); if (!box.open) box.showModal(); };
   box.addEventListener('keydown', event => event.stopPropagation());  // the page's keys rest while the list is open
-  addEventListener('keydown', event => {
+  pressed(event => {
     if (event.key !== '?' || /INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey || !button.isConnected) return;
     event.preventDefault();
     open();

@@ -1,8 +1,9 @@
 // Format numbers.
 import { NBSP } from './dom.js';
+import { frame } from './host.js';
 
 export const known = value => value !== null && value !== undefined && Number.isFinite(value);
-export const count = n => Math.round(n).toLocaleString(document.documentElement.lang);
+export const count = n => Math.round(n).toLocaleString(frame.lang);
 
 // A share in per cent for tables: one decimal below ten, none above.
 export const share = w => (w * 100).toFixed(Math.abs(w) < .0995 ? 1 : 0);

@@ -1,17 +1,17 @@
 // Send requests to the server, and detect when it no longer responds.
-const BASE = new URL('.', document.baseURI);
+import { request } from './host.js';
+
 export const sampleAt = (run, sample) => `api/runs/${run}/samples/${sample}`;
 export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l}/${h}`;
-export const address = path => new URL(path, BASE).href;
 
 // The response is not ready yet (503): retry later.
 export class Later extends Error {}
 
 export const server = { gone: false, changed: () => {} };
-async function request(path, signal) {
+async function answer(path, signal) {
   let response;
   try {
-    response = await fetch(address(path), { signal, referrerPolicy: 'no-referrer' });
+    response = await request(path, signal);
   } catch (error) {
     if (error.name !== 'AbortError') lost();
     throw error;
@@ -25,12 +25,12 @@ async function request(path, signal) {
 }
 
 export async function json(path, signal) {
-  return (await request(path, signal)).json();
+  return (await answer(path, signal)).json();
 }
 
 // Fetch an array of float32, its shape, and the weights per cell of a map (rows, columns); NaN = absent cell.
 export async function floats(path, signal) {
-  const response = await request(path, signal), numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
+  const response = await answer(path, signal), numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
   return { shape: numbers('X-Shape'), block: numbers('X-Block'), values: new Float32Array(await response.arrayBuffer()) };
 }
 
@@ -40,7 +40,7 @@ function lost() {
   server.gone = true;
   server.changed();
   const again = setInterval(async () => {
-    const back = await fetch(address('api/view')).then(response => response.ok, () => false);
+    const back = await request('api/view').then(response => response.ok, () => false);
     if (!back) return;
     clearInterval(again);
     server.gone = false;

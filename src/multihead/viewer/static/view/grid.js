@@ -1,11 +1,13 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
+import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
 import { applied, fitted } from '../shared/layout.js';
 import { isSingle } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
+import { size } from './host.js';
 import { state, toHead } from './permalink.js';
 
 const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
@@ -62,9 +64,9 @@ export function grid(record, passes, goTo) {
   current = record;
   largestSmall();
   const across = record.widest, roles = record.layers.some(layer => layer.role);
-  shape = fitted({ layers: record.layers.length, heads: across, roles }, $('gridbox').clientWidth, { phone: innerWidth <= 640, high: innerHeight * 1.05 });
+  shape = fitted({ layers: record.layers.length, heads: across, roles }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
   if (lit < 0 || lit >= record.heads.length) lit = sharpest(record);
-  const box = $('grid'), held = box.contains(document.activeElement), { cell, perColumn, phone } = shape;
+  const box = $('grid'), held = box.contains(root.activeElement), { cell, perColumn, phone } = shape;
   applied(box, shape, across, roles);
   box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
   const step = cell < 17 ? 4 : 1, rows = [];

@@ -1,12 +1,14 @@
 // The page of one head, or of two compared: its layout, and the pointer on the map.
 import { $, el, translate } from '../shared/dom.js';
+import { root } from '../shared/host.js';
 import { kindNames, roleName } from '../shared/kinds.js';
 import { scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
-import { address, headAt, server } from './api.js';
+import { headAt, server } from './api.js';
 import { differences } from './compare.js';
 import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
+import { address, zooms } from './host.js';
 import { legend } from './legend.js';
 import { draw, mini, shown } from './map.js';
 import { navigator } from './navigator.js';
@@ -89,14 +91,21 @@ function drawAll() {
 function controls() {
   $('compare').setAttribute('aria-pressed', String(state.compare));
   $('sink').setAttribute('aria-pressed', String(state.masked));
-  const held = $('scales').contains(document.activeElement);
+  const held = $('scales').contains(root.activeElement);
   $('scales').replaceChildren(scaleChoice(state.scale, name => { state.scale = name; redraw(); }));
   if (held) $('scales').querySelector('[aria-pressed=true]').focus();
 }
 
+// The head in view, the queries and keys of the part of its map in view, and the chosen query; null without a head.
+export function inView() {
+  if (!scene) return null;
+  const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], high = pane ? pane.py / pane.y : view.rows;
+  const ends = (from, size, n) => [Math.floor(from), Math.min(n, Math.ceil(from + size))];
+  return { layer: a.l, head: a.h, queries: ends(view.y, high, layer.queries), keys: ends(view.x, view.cols, layer.keys), query: state.q };
+}
+
 function exportLinks() {
-  const { layer, a } = scene, view = viewOf(layer), pane = shown.panes[0], rows = Math.min(layer.queries, Math.ceil(view.y + pane.py / pane.y)), cols = Math.min(layer.keys, Math.ceil(view.x + view.cols));
-  const q = [Math.floor(view.y), rows], k = [Math.floor(view.x), cols], cells = (q[1] - q[0]) * (k[1] - k[0]);
+  const { a } = scene, { queries: q, keys: k } = inView(), cells = (q[1] - q[0]) * (k[1] - k[0]);
   if (cells > MAX_CELLS) { $('export').textContent = translate('export too many', { n: count(MAX_CELLS) }); return; }
   const to = form => el('a', { href: address(`${headAt(a.run, a.sample, a.l, a.h)}/weights.${form}?queries=${q.join(':')}&keys=${k.join(':')}`), download: '', textContent: form.toUpperCase() });
   $('export').replaceChildren(translate('export view', { n: count(cells) }) + ' ', to('csv'), ' ', to('json'));
@@ -114,7 +123,7 @@ const within = cell => cell && [Math.min(scene.layer.queries - 1, Math.floor(cel
 
 export function listen() {
   const map = $('map');
-  map.addEventListener('wheel', event => { event.preventDefault(); if (scene) { zoom(Math.exp(event.deltaY * (event.deltaMode ? .05 : .0016)), scene.layer, at(event)); redraw(); } }, { passive: false });
+  map.addEventListener('wheel', event => { if (!zooms(event)) return; event.preventDefault(); if (scene) { zoom(Math.exp(event.deltaY * (event.deltaMode ? .05 : .0016)), scene.layer, at(event)); redraw(); } }, { passive: false });
   map.onpointerdown = event => {
     fingers.set(event.pointerId, event);
     map.setPointerCapture(event.pointerId);

@@ -1,14 +1,16 @@
 // The keyboard: on the map it moves and zooms, among the heads it walks; `?` lists the keys.
 import { $, translate } from '../shared/dom.js';
 import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
+import { pressed } from '../shared/host.js';
 import { focusHead, litHead, neighbour } from './grid.js';
 import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { isOutside } from './host.js';
 import { state } from './permalink.js';
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export function keyboard(page) {
-  addEventListener('keydown', event => {
+  pressed(event => {
     if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
     const handled = state.a ? onHead(event, page) : onAll(event, page);
     if (handled) event.preventDefault();
@@ -30,7 +32,7 @@ function onHead(event, page) {
   const maps = sceneNow()?.layer.levels > 0;
   const does = {
     '[': () => page.stepHead(-1), ']': () => page.stepHead(1), l: () => page.nextScale(), s: () => page.flipSink(), c: () => page.flipCompare(), Escape: () => page.toAll(),
-    ...(maps ? { '+': () => zoomBy(.5), '=': () => zoomBy(.5), '-': () => zoomBy(2), 0: zoomWhole, 1: zoomOne, ...(event.target.id === 'map' || event.target === document.body ? { Enter: keep } : {}) } : {}),
+    ...(maps ? { '+': () => zoomBy(.5), '=': () => zoomBy(.5), '-': () => zoomBy(2), 0: zoomWhole, 1: zoomOne, ...(event.target.id === 'map' || isOutside(event.target) ? { Enter: keep } : {}) } : {}),
   }[event.key];
   if (does) does();
   else if (arrow && maps) (event.shiftKey ? step : pan)(...arrow);

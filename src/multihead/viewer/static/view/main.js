@@ -1,6 +1,7 @@
 // Start the page and show one of two views: all heads, or the map of one.
 import { dark, palette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
+import { root } from '../shared/host.js';
 import { keys } from '../shared/keys.js';
 import { kindName } from '../shared/kinds.js';
 import { count } from '../shared/numbers.js';
@@ -8,10 +9,11 @@ import { remember } from '../shared/remembered.js';
 import { json, sampleAt, server } from './api.js';
 import { retryMaps, focusHead, returnTo } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
 import { overview, patternOf, progressed } from './overview.js';
 import { forgetPanel, readingPanel } from './panel.js';
-import { read, save, saveNow, state, toAll, toHead, unsaved } from './permalink.js';
+import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
 import { sampleOf, view } from './record.js';
 import { loaded } from './rows.js';
 import { sharing } from './share.js';
@@ -22,7 +24,7 @@ const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
 // The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
-  const mine = ++turn, target = read(location.hash), wasHead = state.a;
+  const mine = ++turn, target = read(place.read()), wasHead = state.a;
   unsaved();
   target.run = clampTo(target.run, view.runs.length);
   target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
@@ -53,21 +55,21 @@ function show(shown, second, wasHead) {
   const all = !state.a;
   $('all').hidden = !all;
   $('one').hidden = all;
-  document.body.classList.toggle('map', !all);
-  for (const part of document.querySelectorAll('.ofmap')) part.hidden = all;
+  showKind(!all);
+  for (const part of root.querySelectorAll('.ofmap')) part.hidden = all;
   $('home').href = toAll();
   bar();
-  document.title = (all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead';
+  entitle((all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead');
   if (all) {
     leaveHead();
-    overview(record, i => { location.hash = toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h); });
-    if (wasHead) returnTo(Math.max(0, record.index(wasHead.l, wasHead.h)), keys.used);
-    drawnWidth = innerWidth;
+    overview(record, i => { place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h)); });
+    if (wasHead && root.activeElement) returnTo(Math.max(0, record.index(wasHead.l, wasHead.h)), keys.used);
+    drawnWidth = size().width;
     save();
   } else {
-    if (!wasHead) scrollTo(0, 0);
+    if (!wasHead) toTop();
     headPage(record, other);
-    if (begun && keys.used && !wasHead && $('map').offsetParent) $('map').focus({ preventScroll: true });
+    if (begun && keys.used && !wasHead && root.activeElement && $('map').offsetParent) $('map').focus({ preventScroll: true });
   }
   begun = true;
   watchLevels(record);
@@ -110,7 +112,7 @@ function heads(id, of, chosen) {
 }
 
 // ---- actions of the buttons and keys; they stay on the same page, so the address is replaced
-const go = hash => { if (hash === location.hash || hash === '#' && !location.hash) route(); else location.hash = hash; };
+const go = hash => { if (hash === place.read() || hash === '#' && !place.read()) route(); else place.go(hash); };
 async function again(change) {
   Object.assign(state, change);
   saveNow();
@@ -170,6 +172,13 @@ server.changed = () => {
   if (!server.gone) { forget(); if (record) { retryMaps(record); watchLevels(record); } redraw(); }
 };
 
+// Show a head and a part of its map, as `inView` describes them; parts may be missing. Without a head, show all heads.
+export function select(chosen) {
+  if (!chosen) { go(toAll()); return; }
+  const { layer: l, head: h, queries, keys, query } = chosen;
+  go(write({ ...state, a: { l, h }, x: keys?.[0] ?? 0, y: queries?.[0] ?? 0, n: keys ? keys[1] - keys[0] : 0, q: query ?? -1 }));
+}
+
 async function start() {
   Object.assign(view, await json('api/view'));
   palette();
@@ -179,8 +188,8 @@ async function start() {
   readingPanel(redraw);
   sharing();
   loaded.notify = redraw;
-  addEventListener('hashchange', route);
-  addEventListener('resize', () => { if (sceneNow()) { forgetPanel(); redraw(); } else if (innerWidth !== drawnWidth && record) { drawnWidth = innerWidth; route(); } });
+  place.listen(route);
+  resized(() => { if (sceneNow()) { forgetPanel(); redraw(); } else if (size().width !== drawnWidth && record) { drawnWidth = size().width; route(); } });
   dark.addEventListener('change', () => { palette(); forgetPanel(); if (sceneNow()) redraw(); else if (record) route(); });
   await route();
 }

@@ -1,14 +1,16 @@
 // The page of all heads: title, filter and kinds, the grid with its inspector, the table, the definitions.
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
+import { frame } from '../shared/host.js';
 import { alignmentTag, kindChips, KINDS, kindTags, pathLine } from '../shared/kinds.js';
 import { cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
-import { address, sampleAt } from './api.js';
+import { sampleAt } from './api.js';
 import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
+import { address, printed } from './host.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
@@ -77,7 +79,7 @@ function narrowed() {
   save();
 }
 // Paper shows every row.
-for (const [event, all] of [['beforeprint', true], ['afterprint', false]]) addEventListener(event, () => { showRows(all); if (record) statisticsTable(); });
+printed(all => { showRows(all); if (record) statisticsTable(); });
 
 $('filter').oninput = () => { state.filter = $('filter').value; narrowed(); };
 
@@ -95,7 +97,7 @@ function scale() {
   if (record.heads.some((_, i) => record.aligned(i))) notes.push(translate('alignment note'));
   $('scale').hidden = missing;
   $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
-  const words = missing ? translate(document.documentElement.dataset.shared ? 'share absent' : 'no maps') : building();
+  const words = missing ? translate(frame.dataset.shared ? 'share absent' : 'no maps') : building();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
 }

@@ -1,20 +1,21 @@
 // The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
 // Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
 import { remembered } from '../shared/remembered.js';
+import { mark, place } from './host.js';
 
 export const state = {
   run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', usual: '', masked: false,
   filter: '', kind: '', order: '',
 };
 
-const place = text => { const found = /^L(\d+)H(\d+)$/.exec(text ?? ''); return found && { l: +found[1], h: +found[2] }; };
+const headIn = text => { const found = /^L(\d+)H(\d+)$/.exec(text ?? ''); return found && { l: +found[1], h: +found[2] }; };
 const number = (text, otherwise) => text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise;
 const name = ({ l, h }) => `L${l}H${h}`;
 
 export function read(hash) {
-  const given = new URLSearchParams(hash.replace(/^#/, '')), run = Math.floor(number(given.get('r'), 0)), b = place(given.get('b'));
+  const given = new URLSearchParams(hash.replace(/^#/, '')), run = Math.floor(number(given.get('r'), 0)), b = headIn(given.get('b'));
   return {
-    run, sample: Math.floor(number(given.get('t'), 0)), a: place(given.get('a')),
+    run, sample: Math.floor(number(given.get('t'), 0)), a: headIn(given.get('a')),
     b: b && { r: Math.floor(number(given.get('rb'), run)), ...b }, compare: given.get('v') === 'ab',
     x: number(given.get('x'), 0), y: number(given.get('y'), 0), n: number(given.get('n'), 0), q: Math.floor(number(given.get('q'), -1)),
     scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '', masked: given.has('s') ? given.get('s') === '1' : remembered('without first'),
@@ -47,7 +48,6 @@ export const toAll = () => write({ ...state, a: null });
 
 // The address follows 120 ms after the last change; until then the page is marked as not saved.
 let timer = 0;
-const mark = saved => { document.documentElement.dataset.saved = String(saved); };
 export function unsaved() { mark(false); }
 export function save() {
   unsaved();
@@ -56,6 +56,6 @@ export function save() {
 }
 export function saveNow() {
   clearTimeout(timer);
-  if (write() !== location.hash) history.replaceState(null, '', write());
+  if (write() !== place.read()) place.replace(write());
   mark(true);
 }

@@ -1,12 +1,14 @@
 // "Share this view": one file with the heads in view, their maps and the place, made by the server and saved by the browser.
 import { $, translate } from '../shared/dom.js';
-import { address, sampleAt } from './api.js';
+import { frame } from '../shared/host.js';
+import { sampleAt } from './api.js';
+import { place, request } from './host.js';
 import { saveNow, state } from './permalink.js';
 
 // What the file shall hold, as the server reads it: the heads, and the place in view, which it opens with.
 function wanted() {
   saveNow();
-  const given = new URLSearchParams({ a: `${state.a.l}.${state.a.h}`, place: location.hash });
+  const given = new URLSearchParams({ a: `${state.a.l}.${state.a.h}`, place: place.read() });
   if (state.compare) given.set('b', `${state.b.l}.${state.b.h}`);
   if (state.compare && state.b.r !== state.run) given.set('run', state.b.r);
   return `${sampleAt(state.run, state.sample)}/share?${given}`;
@@ -16,7 +18,7 @@ async function share() {
   const say = words => { $('shared').hidden = !words; $('shared').textContent = words; };
   say(translate('sharing'));
   try {
-    const response = await fetch(address(wanted()), { referrerPolicy: 'no-referrer' });
+    const response = await request(wanted());
     if (!response.ok) throw new Error((await response.json().catch(() => ({}))).error ?? `${response.status} ${response.statusText}`);
     const name = /filename="([^"]+)"/.exec(response.headers.get('Content-Disposition') ?? '')?.[1] ?? 'view.html', url = URL.createObjectURL(await response.blob());
     Object.assign(document.createElement('a'), { href: url, download: name }).click();
@@ -27,6 +29,6 @@ async function share() {
 
 export function sharing() {
   $('share').onclick = share;
-  const note = document.documentElement.dataset.shared;  // this page is such a file
+  const note = frame.dataset.shared;  // this page is such a file
   if (note) { $('shared').hidden = false; $('shared').textContent = note; }
 }

@@ -1,0 +1,131 @@
+"""Answer the requests of the viewer's page without a port: each answer is sent as messages of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from multihead.viewer.routes import Viewer
+from multihead.viewer.server import in_process
+
+if TYPE_CHECKING:
+    from multihead.viewer.payload import Run
+
+MAX_BYTES = 512 << 10
+"""The most bytes of a body in one message."""
+
+HEADERS = ("content-type", "content-disposition", "x-shape", "x-block")
+"""The headers of an answer that its page reads."""
+
+Send = Callable[[dict[str, Any], bytes], None]
+"""Sends a part of an answer: {"status", "headers", "last"} and the next bytes of its body."""
+
+
+class Requests:
+    """Answers requests for some records with the routes of the viewer's server.
+
+    It has a thread with an event loop, because kernels differ in the thread and the loop in which messages arrive.
+    Widgets of the same records share one object, so that they share its tiles. Its threads end when it is deleted.
+
+    Args:
+        runs: the records.
+        lang: the language of the page, "en" or "zh".
+    """
+
+    def __init__(self, runs: Sequence[Run], lang: str) -> None:
+        viewer = Viewer(runs, lang=lang, progress=lambda done, total: None)
+        self._app = in_process(viewer)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=(self._loop,), name="multihead widget", daemon=True).start()
+        weakref.finalize(self, _stop, viewer, self._loop).atexit = False
+
+    def ask(self, path: str, send: Send) -> Future[None]:
+        """Answer a request; cancelling the result cancels the computation.
+
+        Args:
+            path: the address below the page's, such as "api/view".
+            send: called with each part of the answer, in the thread of this object.
+        """
+        asked = asyncio.run_coroutine_threadsafe(self._answer(path, send), self._loop)
+        asked.add_done_callback(_print_failure)
+        return asked
+
+    async def _answer(self, path: str, send: Send) -> None:
+        address, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": unquote(f"/{address}"),
+            "raw_path": f"/{address}".encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [],
+        }
+        received = False
+        head: dict[str, Any] = {}
+        body = bytearray()
+
+        async def receive() -> dict[str, Any]:
+            nonlocal received
+            if received:
+                await asyncio.Event().wait()  # a page that no longer waits cancels the whole task
+            received = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def part(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                found = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+                head["status"] = message["status"]
+                head["headers"] = {name: found[name] for name in HEADERS if name in found}
+                return
+            body.extend(message.get("body", b""))
+            while len(body) > MAX_BYTES:
+                send({**head, "last": False}, bytes(body[:MAX_BYTES]))
+                del body[:MAX_BYTES]
+            if not message.get("more_body", False):
+                send({**head, "last": True}, bytes(body))
+
+        await self._app(scope, receive, part)
+
+
+_SHARED: weakref.WeakValueDictionary[tuple[object, ...], Requests] = weakref.WeakValueDictionary()
+
+
+def shared(runs: Sequence[Run], lang: str) -> Requests:
+    """Return the object that answers for these records; a new one only if no widget shows the same records."""
+    key = (*(id(run.record) for run in runs), lang)  # the object keeps the records, so the ids are not reused
+    found = _SHARED.get(key)
+    if found is None:
+        found = _SHARED[key] = Requests(runs, lang)
+    return found
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    # In a thread of its own, because this one may be a worker, which cannot wait for itself.
+    threading.Thread(target=viewer.close, name="multihead widget closing", daemon=True).start()
+
+
+def _print_failure(asked: Future[None]) -> None:
+    try:
+        asked.result()
+    except CancelledError:
+        return
+    except Exception:  # noqa: BLE001 - the page shows that the viewer failed; this is the reason
+        traceback.print_exc()

@@ -1,0 +1,124 @@
+"""What a notebook shows where the widget cannot run: a picture and a table, as HTML without scripts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from multihead.locale.texts import statistic_label, text
+from multihead.record.plots import colors, pyplot, scale_end
+
+if TYPE_CHECKING:
+    from multihead.observation.record import Record
+
+CELLS = 32
+"""Rows and columns of the largest small map in the picture."""
+
+MAX_WEIGHTS = 1 << 27
+"""The most weights that are computed for the picture: about a tenth of a second."""
+
+# A saved notebook has no widget any more, and JupyterLab shows an error in its place, which this style hides.
+_STYLE = (
+    "<style>.jp-OutputArea-child:not(:has(.multihead-view)):has(+ .jp-OutputArea-child [data-multihead-static])"
+    "{display:none}</style>"
+)
+_ACROSS = 8  # small maps in a row, where only some heads are shown
+
+
+def html(record: Record, *, mark: str, lang: str) -> str:
+    """Return a picture of the heads and the table of their numbers.
+
+    Args:
+        record: the record.
+        mark: a name by which the widget finds this output, to hide it as long as the widget is shown.
+        lang: the language of the captions, "en" or "zh".
+    """
+    shown, caption = picture(record, lang=lang)
+    source = base64.b64encode(shown).decode()
+    return (
+        f'<div data-multihead-static="{escape(mark)}">{_STYLE}'
+        f'<p>{escape(caption)}</p><img alt="{escape(caption)}" src="data:image/png;base64,{source}">'
+        f"{record._repr_html_()}</div>"
+    )
+
+
+def picture(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
+    """Draw the small maps of all heads; of a long text those of the most focused heads; without maps, the entropy.
+
+    Returns:
+        the picture as PNG, and its caption.
+    """
+    plt = pyplot()
+    heads = [(place, head) for place, layer in enumerate(record.layers) for head in range(layer.num_heads)]
+    ones = [layer.sample() if layer.samples else None for layer in record.layers]
+    cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
+    number = MAX_WEIGHTS // max(1, cells) if record.keeps_weights else 0
+    if all(one is not None and "pooled_map" in one.statistics for one in ones):
+        number = len(heads)  # nothing is left to compute
+    if number < min(len(heads), _ACROSS // 2):
+        means = {place: layer.summary("mean") for place, layer in enumerate(record.layers)}
+        name = "entropy" if all("entropy" in each for each in means.values()) else next(iter(means[0]))
+        figure = record.plot(name).figure
+        label = statistic_label(name, lang, record.statistic(name).label)
+        return _png(figure), text("widget.statistic", lang, label=label)
+    whole = number >= len(heads)
+    if not whole:
+        entropy = [layer.summary("mean").get("entropy") for layer in record.layers]
+        values = {at: math.inf if (found := entropy[at[0]]) is None else float(found[at[1]]) for at in heads}
+        heads.sort(key=values.__getitem__)
+        heads = sorted(heads[: max(number // _ACROSS * _ACROSS, _ACROSS // 2)])
+    rows = len(record.layers) if whole else math.ceil(len(heads) / _ACROSS)
+    across = max(layer.num_heads for layer in record.layers) if whole else min(_ACROSS, len(heads))
+    maps = {at: _small(ones[at[0]], at[1]) for at in heads}
+    side = max(max(each.shape) for each in maps.values())
+    high, wide = side + (2 if whole else 7), side + 2  # a name stands above each map of some heads
+    tiles = np.full((rows * high, across * wide), np.nan)
+    inside = np.zeros(tiles.shape, dtype=bool)
+    places = {}
+    for count, at in enumerate(heads):
+        row, column = at if whole else divmod(count, across)
+        places[at] = row * high + high - side - 1, column * wide + 1
+        part = tuple(slice(start, start + length) for start, length in zip(places[at], maps[at].shape, strict=True))
+        tiles[part], inside[part] = maps[at], True
+    single = all(one is None or max(one.num_queries, one.num_keys) <= CELLS for one in ones)
+    end = scale_end(tiles, single=single)
+    size = min(1.0, 10 / across)
+    figure, ax = plt.subplots(figsize=(0.6 + across * size, 0.4 + rows * size), layout="constrained")
+    shades = colors()(np.sqrt(np.clip(np.nan_to_num(tiles) / end, 0, 1)))
+    shades[np.isnan(tiles)] = colors().get_bad()
+    shades[~inside] = 1
+    ax.imshow(shades, interpolation="nearest")
+    ax.set_axis_off()
+    for (place, head), (top, left) in places.items():
+        layer = record.layers[place].number
+        if not whole:
+            ax.text(left, top - 1, f"L{layer} H{head}", fontsize=7, va="bottom", ha="left")
+            continue
+        if head == 0:
+            ax.text(-1, top + side / 2, f"L{layer}", fontsize=7, va="center", ha="right")
+        if place == 0:
+            ax.text(left + side / 2, -1, f"H{head}", fontsize=7, va="bottom", ha="center")
+    key = "widget.maps" if whole else "widget.some maps"
+    return _png(figure), text(key, lang, n=len(heads), end=f"{100 * end:.3g} %")
+
+
+def _small(sample: Any, head: int) -> Any:
+    if "pooled_map" in sample.statistics:
+        return sample.statistics["pooled_map"][head].float().numpy()
+    return sample.map(head, bins=CELLS).numpy()
+
+
+def _png(figure: Any) -> bytes:
+    """Return a picture in few colours, which takes a fifth of the bytes."""
+    from PIL import Image  # matplotlib needs it
+
+    drawn, written = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=80)
+    pyplot().close(figure)
+    Image.open(drawn).convert("RGB").quantize(48).save(written, format="png", optimize=True)
+    return written.getvalue()

@@ -1,0 +1,17 @@
+"""The functions that show a record exist and take what its methods pass on."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+
+from multihead.observation.presentation import PRESENTERS, presenter
+from multihead.observation.record import Record
+
+
+@pytest.mark.parametrize("method", PRESENTERS)
+def test_a_method_of_a_record_finds_its_function(method: str) -> None:
+    found = signature(presenter(method)).parameters
+    passed = set(signature(getattr(Record, method)).parameters) - {"self", "others", "options"}
+    assert passed <= set(found)
