@@ -180,7 +180,7 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
             split = sequence.active()
             assert isinstance(split, sequence._Split)
             shape = sequence.AttentionShape.of(q, q, q)
-            found[name] = split._chosen(shape, sequence.ring_plan(mask, 16, split.layout, rank))
+            found[name] = split._chosen(shape, sequence.ring_plan(mask, 16, split.layout, rank)).strategy
             torch.testing.assert_close(mh.attention(q, q, q, mask=mask), q)
     return found
 
@@ -251,11 +251,6 @@ def _layer_call(group: Any, **options: Any) -> Tensor:
     with context_parallel(group):
         output: Tensor = mh.MultiHeadAttention(4, 2)(torch.zeros(1, 4, 4), **options)
     return output
-
-
-def _explained(group: Any) -> None:
-    with context_parallel(group):
-        mh.MultiHeadAttention(4, 2).explain(torch.zeros(1, 4, 4))
 
 
 def _observed(group: Any) -> None:
@@ -389,11 +384,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         lambda group: _measured(group, mh.attention_weights),
         ArgumentError,
         f"attention_weights {_ELSEWHERE} Compute them outside, from all tokens.",
-    ),
-    "an explanation": (
-        _explained,
-        ArgumentError,
-        f"explain {_ELSEWHERE} Explain the call outside, with all tokens.",
     ),
     "statistics": (
         lambda group: _measured(group, mh.statistics),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import multihead as mh
@@ -25,16 +23,6 @@ from multihead.parallel.exchange import (
 )
 from multihead.parallel.layout import Layout
 from tests.parallel.processes import Processes, processes
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
 
 
 def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:

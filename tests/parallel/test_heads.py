@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,14 @@ import multihead as mh
 from multihead import masks, scores
 from multihead.errors import ArgumentError
 from multihead.parallel import context_parallel, parallelize, shard, unshard
-from tests.parallel.processes import Processes, processes
+from tests.parallel.processes import Processes
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
 MASK = masks.Causal() & masks.Lengths((8, 5))
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all terms": {"num_kv_heads": 4, "rotary": mh.Rotary(), "qk_norm": mh.QKNorm("l2"), "sinks": True, "softcap": 2.0},
     "fewer key/value heads than ranks": {"num_kv_heads": 2, "head_gates": True, "position_bias": scores.ALiBi},
 }
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
 
 
 def model(name: str) -> tuple[nn.Module, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +14,12 @@ from multihead import masks
 from multihead.errors import ArgumentError, ModelError
 from multihead.parallel import context_parallel, shard, unshard
 from tests.families import VOCABULARY, family
-from tests.parallel.processes import Processes, processes
+from tests.parallel.processes import Processes
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
 LENGTH = 16
 WAYS = (("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "balanced"))
 FLOAT32 = ("gemma2", "gpt_oss")  # they convert to it, or multiply in it only
 LENGTHS = masks.Lengths((LENGTH, 11))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
 
 
 def ids() -> Tensor:
@@ -60,19 +50,19 @@ def split(group: Any, rank: int, name: str, strategy: Any, layout: Any, padded: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "bert", "modernbert"])
-def test_outputs_and_gradients_are_those_of_one_process(two: Processes, name: str) -> None:
+def test_outputs_and_gradients_are_those_of_one_process(four: Processes, name: str) -> None:
     output, gradients, _ = trained(name, input_ids=ids())
     tolerance = 1e-3 if name in FLOAT32 else 1e-8
     for strategy, layout in WAYS:
-        for found in two.results(split, name, strategy, layout, False, ranks=2):
+        for found in four.results(split, name, strategy, layout, False, ranks=2):
             expected = {"output": output, **gradients}
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_padding_is_a_mask_of_the_whole_text(two: Processes) -> None:
+def test_padding_is_a_mask_of_the_whole_text(four: Processes) -> None:
     attention_mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [11]])).long()
     output = trained("llama", input_ids=ids(), attention_mask=attention_mask)[0]
-    for found in two.results(split, "llama", "ring", "balanced", True, ranks=2):
+    for found in four.results(split, "llama", "ring", "balanced", True, ranks=2):
         for sample, length in enumerate((LENGTH, 11)):
             torch.testing.assert_close(found["output"][sample, :length], output[sample, :length], rtol=1e-8, atol=1e-8)
 
@@ -93,9 +83,9 @@ def loss_of_shifted_labels(group: Any, rank: int) -> Tensor:
     return total
 
 
-def test_the_loss_of_shifted_labels_is_that_of_one_process(two: Processes) -> None:
+def test_the_loss_of_shifted_labels_is_that_of_one_process(four: Processes) -> None:
     expected = trained("llama", input_ids=ids(), labels=ids())[2].loss.detach() * 2 * (LENGTH - 1)
-    for found in two.results(loss_of_shifted_labels, ranks=2):
+    for found in four.results(loss_of_shifted_labels, ranks=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -105,10 +95,10 @@ def refused(group: Any, rank: int, inputs: dict[str, Any]) -> None:
         model(input_ids=ids()[:, :8], **inputs)
 
 
-def test_local_padding_is_rejected(two: Processes) -> None:
+def test_local_padding_is_rejected(four: Processes) -> None:
     attention_mask = torch.ones(2, 8, dtype=torch.int64)
     attention_mask[1, 6:] = 0
-    for found in two.run(refused, {"attention_mask": attention_mask}, ranks=2):
+    for found in four.run(refused, {"attention_mask": attention_mask}, ranks=2):
         assert type(found) is ModelError
         assert str(found) == (
             "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence. "
@@ -116,9 +106,9 @@ def test_local_padding_is_rejected(two: Processes) -> None:
         )
 
 
-def test_documents_that_a_model_reads_from_positions_are_rejected(two: Processes) -> None:
+def test_documents_that_a_model_reads_from_positions_are_rejected(four: Processes) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 12, 13, 14, 15]])  # of a balanced layout
-    for found in two.run(refused, {"position_ids": positions, "use_cache": False}, ranks=2):
+    for found in four.run(refused, {"position_ids": positions, "use_cache": False}, ranks=2):
         assert type(found) is ModelError
         assert str(found) == (
             "The model's mask of this rank's tokens is Documents(<int64 tensor (2, 2)>) & Causal(), which does not say "
@@ -127,8 +117,8 @@ def test_documents_that_a_model_reads_from_positions_are_rejected(two: Processes
         )
 
 
-def test_weights_of_a_model_are_rejected(two: Processes) -> None:
-    for found in two.run(refused, {"output_attentions": True}, ranks=2):
+def test_weights_of_a_model_are_rejected(four: Processes) -> None:
+    for found in four.run(refused, {"output_attentions": True}, ranks=2):
         assert type(found) is ArgumentError
         assert str(found) == (
             "output_attentions=True cannot be used in context_parallel, where a rank has part of the tokens. Compute "

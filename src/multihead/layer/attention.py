@@ -44,7 +44,7 @@ from multihead.quantised import Scales, expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
-from multihead.sequence_split import active, reject_in_split
+from multihead.sequence_split import active
 from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, reject_unknown
 
 _FULL = Full()
@@ -469,7 +469,6 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... besides q, k and v
         """
-        reject_in_split("explain", "Explain the call outside, with all tokens.")
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters
         stopping.__dict__["_attend"] = stopping._stop  # noqa: SLF001 - a copy of this layer
