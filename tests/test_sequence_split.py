@@ -31,6 +31,14 @@ class Recorded:
         self.requests.append(request)
         return Attended(request.q + 1, request.q[..., 0])
 
+    place = (0, 1)
+
+    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+        return ((0, length),)
+
+    def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor
+
     def work(self, request: AttentionRequest, *, kernel: str | None) -> sequence_split.RankWork:
         parts = [request, replace(request, mask=masks.Causal())]
         return sequence_split.RankWork(parts, 2 * request.shape.cells, 9, 1024, (("ranks", "two"),))

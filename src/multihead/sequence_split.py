@@ -51,6 +51,19 @@ class SequenceSplit(Protocol):
         """Compute the queries of this rank, together with the other ranks."""
         ...
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of this rank, and the number of ranks that share the sequence."""
+        ...
+
+    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of positions that this rank holds, of a sequence of `length` tokens."""
+        ...
+
+    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the whole sequence of a tensor whose dimension `dim` has this rank's tokens; all ranks call it."""
+        ...
+
     def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
         """Return what this rank would do, without computing or sending anything."""
         ...

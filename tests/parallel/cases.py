@@ -253,11 +253,6 @@ def _layer_call(group: Any, **options: Any) -> Tensor:
     return output
 
 
-def _observed(group: Any) -> None:
-    with mh.observe(mh.MultiHeadAttention(4, 2)):
-        _call(group)
-
-
 def _nested(group: Any) -> None:
     with context_parallel(group), context_parallel(group):
         pass
@@ -321,14 +316,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         (
             "bias has shape (1, 1, 4, 4), and it is added to (batch, heads, queries, keys) = (1, 3, 8, 8). Give four "
             "dimensions, each of that size or 1."
-        ),
-    ),
-    "an observer": (
-        _observed,
-        ArgumentError,
-        (
-            "A call in context_parallel is observed, and its queries and keys are on several ranks. Observe the model "
-            "on one rank, with a shorter text."
         ),
     ),
     "two contexts": (_nested, ArgumentError, "This is inside of another context_parallel. Leave that one first."),

@@ -207,6 +207,22 @@ class LocalHeads:
         return normed
 
 
+def held_heads(layer: nn.Module) -> tuple[range, range] | None:
+    """Return the query heads and the key/value heads of this process; None where no other one has more.
+
+    Args:
+        layer: a module with the attributes of a `ShardableLayer`.
+    """
+    group = _group_of("q_proj", layer.get_submodule("q_proj"))
+    if group is None:
+        return None
+    heads, kv_heads = int(layer.num_heads), int(layer.num_kv_heads)  # type: ignore[arg-type]
+    own = heads // group.size
+    queries = range(group.rank * own, (group.rank + 1) * own)
+    per_group = heads // kv_heads
+    return queries, range(queries.start // per_group, -(-queries.stop // per_group))
+
+
 def local_part(
     layer: L,
     q: Tensor,

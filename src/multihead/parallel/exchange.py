@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, RankError
 from multihead.parallel.layout import Layout, Range
 
+V = TypeVar("V")
 _Change = Callable[[Tensor, "Ranks", Layout], Tensor]
 
 
@@ -110,6 +111,17 @@ def from_first(number: Tensor, ranks: Ranks) -> Tensor:
     with errors_of_ranks(f"Receiving a number of rank 0 on rank {ranks.rank}"):
         dist.broadcast(sent, ranks.peer(0), group=ranks.group)
     return sent.cpu()
+
+
+def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:
+    """Return the objects of all ranks on rank `to`, or on every rank for None; None elsewhere."""
+    found: list[Any] = [None] * ranks.size
+    with errors_of_ranks(f"Gathering records on rank {ranks.rank}"):
+        if to is None:
+            dist.all_gather_object(found, value, group=ranks.group)
+        else:
+            dist.gather_object(value, found if ranks.rank == to else None, ranks.peer(to), group=ranks.group)
+    return found if to in (None, ranks.rank) else None
 
 
 def gather(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:

@@ -9,21 +9,24 @@ Source: Ring Attention, arXiv:2310.01889; the merge is equation 2 of arXiv:2205.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead.call import AttentionRequest, DropoutPart, DropoutPlace
+from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.functional import attend
 from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_tensors, working_dtype
 from multihead.kernels.native import kernel as native
+from multihead.kernels.native.statistics import first_keys
 from multihead.parallel.exchange import Ranks, Transfer, message_size, packed_ranges, unpacked_ranges
 from multihead.parallel.layout import Range
+from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
+from multihead.parts import Part
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import with_sinks
@@ -48,14 +51,16 @@ class Ring:
     plan: RingPlan
     request: AttentionRequest
     kernel: str | None
+    statistics: dict[Part, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
-    def attend(self) -> tuple[Tensor, Tensor]:
-        """Compute the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries)."""
+    def attend(self) -> Attended:
+        """Compute the queries of this rank, and the statistics that the request wants."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
         # The tensors are arguments of the function, which saves them; the ring itself holds none.
         ring = replace(self, request=replace(request, bias=_without_values(request.bias), sinks=None))
-        return _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-any-return, no-untyped-call]
+        output, logsumexp = _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
+        return Attended(output, logsumexp, ring.statistics)
 
     def start(self, step: int, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the keys and values of a step; None where nothing moves."""
@@ -114,7 +119,11 @@ class Terms(NamedTuple):
         q, k, v, bias = self
         shape = AttentionShape.of(q, k, v)
         part = part_of_dropout(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
-        return replace(ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part)
+        # Statistics measure distances; nothing else depends on the position of the queries.
+        start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
+        return replace(
+            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part, query_start=start
+        )
 
 
 class _Ring(torch.autograd.Function):
@@ -127,6 +136,7 @@ class _Ring(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        merged = MergedParts(ring.request.wanted, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
             following = ring.start(index + 1, k, v)  # it moves while this step is computed
@@ -135,14 +145,18 @@ class _Ring(torch.autograd.Function):
                 for piece in step.pieces:
                     part = terms_of(ring, piece, q, *held, bias).request(ring, piece)
                     with split(None):
-                        found = attend(part, kernel=ring.kernel)
+                        found = attend(part, kernel=ring.kernel, publish=False)
+                    if part.wanted:
+                        measures = measured(part, found, first_keys(ring.plan.bounds) - piece.keys[0])
+                        merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
                     merge(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
             transfer = following
         if sinks is not None:
             output, logsumexp = with_sinks(output, logsumexp, sinks)
+        ring.statistics.update(merged.results(logsumexp))
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.ring = replace(ring, request=without_tensors(ring.request))
+        ctx.ring = replace(ring, request=replace(without_tensors(ring.request), wanted=frozenset()))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 

@@ -11,17 +11,19 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
+from multihead import listeners
+from multihead.call import Attended, AttentionCall, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.errors import ArgumentError, ShapeError
 from multihead.explanation import readable_bytes
 from multihead.functional import attend
 from multihead.kernels.native import kernel as native
-from multihead.listeners import listeners
+from multihead.kernels.native.statistics import first_keys
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
 from multihead.parallel.exchange import Ranks, compare, from_first, gather, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, Range, check_kind
+from multihead.parallel.measuring import MergedParts, measured, stacked, unstacked
 from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
 from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout, terms_of
 from multihead.parallel.traffic import Strategy, bytes_of_keys, copies_for_ulysses, traffic
@@ -29,6 +31,7 @@ from multihead.plan.bounds import key_bounds
 from multihead.scores.bias import values_of, with_values
 from multihead.sequence_split import RankWork, active, split
 from multihead.shapes import AttentionShape
+from multihead.tracing import runs_backward, traced
 
 _FULL = Full()
 
@@ -216,6 +219,16 @@ class _Split:
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.ranks.rank, self.ranks.size
+
+    def chunks(self, length: int) -> tuple[Range, ...]:
+        return self.layout.chunks(self.ranks.rank, length)
+
+    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        return gather(tensor, self.ranks, self.layout, dim)
+
     def whole(self, shape: AttentionShape) -> AttentionShape:
         if shape.query_length != shape.key_length:
             raise ArgumentError(
@@ -227,20 +240,22 @@ class _Split:
         return shape._replace(query_length=length, key_length=length)
 
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
-        if listeners():
-            raise ArgumentError(
-                "A call in context_parallel is observed, and its queries and keys are on several ranks.",
-                "Observe the model on one rank, with a shorter text.",
-            )
+        observed = bool(listeners.listeners()) and not traced() and not runs_backward()
         request, planned, chosen = self._planned(request, kernel)
-        self._compare(request, planned, chosen.strategy)
+        if observed:
+            request = replace(request, wanted=listeners.wanted())
+        self._compare(request, planned, chosen.strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, part=self._drawn()), "native"
         if chosen.strategy == "ring":
-            return Attended(*Ring(self.ranks, planned, request, kernel).attend())
-        if chosen.strategy == "ulysses":
-            return self._by_heads(request, kernel)
-        return self._by_gathering(request, planned, kernel)
+            found = Ring(self.ranks, planned, request, kernel).attend()
+        elif chosen.strategy == "ulysses":
+            found = self._by_heads(request, planned, kernel)
+        else:
+            found = self._by_gathering(request, planned, kernel)
+        if observed:
+            listeners.publish(AttentionCall(request, found))
+        return found
 
     def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
         request, planned, chosen = self._planned(request, kernel)
@@ -318,7 +333,7 @@ class _Split:
         seed = torch.randint(1 << 62, (), device="cpu")  # on every rank, so that generators stay alike
         return DropoutPart(int(from_first(seed, self.ranks)), DropoutPlace())
 
-    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy) -> None:
+    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool) -> None:
         """Compare the first call in this context with those of the other ranks."""
         if self.compared or self.ranks.size == 1:
             return
@@ -335,6 +350,7 @@ class _Split:
             "The strategy, as a number,": get_args(Strategy).index(strategy),
             "The layout, as a number,": get_args(Kind).index(self.layout.kind),
             "The mask, as a checksum,": seen,
+            "Whether the call is observed, as a number,": int(observed),
         }
         compare(self.ranks, sizes, shape.device)
         self.compared = True
@@ -343,9 +359,21 @@ class _Split:
         """Compute with the keys of the whole sequence, which every rank receives."""
         k = gather(request.k, self.ranks, self.layout, 2)
         v = gather(request.v, self.ranks, self.layout, 2)
-        with split(None):
-            found = [attend(part, kernel=kernel) for part, _ in self._parts_of_rows(request, planned, k, v)]
-        return Attended(torch.cat([each.output for each in found], 2), torch.cat([each.logsumexp for each in found], 2))
+        merged = MergedParts(request.wanted, request.q[..., 0])
+        outputs: list[Tensor] = []
+        logsumexps: list[Tensor] = []
+        for part, (first_key, _) in self._parts_of_rows(request, planned, k, v):
+            with split(None):
+                found = attend(part, kernel=kernel, publish=False)
+            first = sum(each.shape[2] for each in outputs)
+            outputs.append(found.output)
+            logsumexps.append(found.logsumexp)
+            if request.wanted:
+                at = slice(first, first + found.output.shape[2])
+                parts = measured(part, found, first_keys(planned.bounds) - first_key)
+                merged.add(at, first_key, found.logsumexp.detach(), parts)
+        logsumexp = torch.cat(logsumexps, 2)
+        return Attended(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
 
     def _parts_of_rows(
         self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
@@ -367,21 +395,27 @@ class _Split:
                 mask=MapBlock(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
                 part=part_of_dropout(request, query_start=rows[0], key_start=keys[0]),
+                query_start=rows[0] - keys[0] if request.wanted else 0,  # statistics measure distances
             )
             yield part, keys
 
-    def _by_heads(self, request: AttentionRequest, kernel: str | None) -> Attended:
+    def _by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
         """Compute some heads on the whole sequence."""
         copies = copies_for_ulysses(request.shape, self.ranks.size) or 1
         q, k, v = request.q, request.k, request.v
         if copies != 1:  # the ranks that share a key/value head receive a copy each
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
+        part = self._part_of_heads(request, q, k, v)
         with split(None):
-            found = attend(self._part_of_heads(request, q, k, v), kernel=kernel)
+            found = attend(part, kernel=kernel, publish=False)
         output = tokens_for_heads(found.output, self.ranks, self.layout)
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
-        return Attended(output, logsumexp)
+        if not request.wanted:
+            return Attended(output, logsumexp)
+        parts = measured(part, found, first_keys(planned.bounds))
+        exchanged = tokens_for_heads(stacked(parts), self.ranks, self.layout)
+        return Attended(output, logsumexp, unstacked(exchanged, parts))
 
     def _part_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
         """Return the call of this rank's heads, with their queries, keys and values of the whole sequence."""
