@@ -139,7 +139,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no layer": (
         lambda: nn.Linear(2, 2),
         (
-            "Linear contains no MultiHeadAttention. Split the layers of other libraries with "
+            "Linear contains no MultiHeadAttention, and no attention layer of transformers with q_proj, k_proj, v_proj "
+            "and o_proj. Split the layers of other libraries with "
             "torch.distributed.tensor.parallel.parallelize_module."
         ),
     ),

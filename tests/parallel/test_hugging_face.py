@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, ModelError
-from multihead.parallel import context_parallel, shard, unshard
+from multihead.observation.record import Record
+from multihead.parallel import context_parallel, parallelize, shard, unshard
 from tests.families import VOCABULARY, family
 from tests.parallel.processes import Processes
+from tests.parallel.test_observation import agree
 
 LENGTH = 16
 WAYS = (("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "balanced"))
@@ -124,3 +128,70 @@ def test_weights_of_a_model_are_rejected(four: Processes) -> None:
             "output_attentions=True cannot be used in context_parallel, where a rank has part of the tokens. Compute "
             "the weights outside, from all tokens."
         )
+
+
+def by_heads(group: Any, rank: int, name: str) -> dict[str, Tensor]:
+    model = parallelize(family(name).double(), DeviceMesh.from_group(group, "cpu"))
+    with mh.use(model):
+        output = model(input_ids=ids())[0]
+        output.square().sum().backward()
+    found = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in found.items()}
+    return {"output": output.detach(), **whole}
+
+
+def test_heads_are_split_over_ranks(four: Processes) -> None:
+    output, gradients, _ = trained("llama", input_ids=ids())
+    for found in four.results(by_heads, "llama", ranks=2):
+        torch.testing.assert_close(found, {"output": output, **gradients}, rtol=1e-8, atol=1e-8)
+
+
+def heads_of(group: Any, rank: int, name: str) -> None:
+    parallelize(family(name), DeviceMesh.from_group(group, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gpt_oss",
+            (
+                "model.layers.0.self_attn has sinks, and only the projections of a layer of transformers can be split. "
+                "Split the sequence instead, with context_parallel."
+            ),
+        ),
+        (
+            "llama",
+            (
+                "model.layers.0.self_attn has 4 heads and 2 key/value heads, which cannot be divided over 4 ranks. "
+                "Take a number of ranks of 1, 2."
+            ),
+        ),
+    ],
+)
+def test_heads_that_cannot_be_split_are_rejected(four: Processes, name: str, message: str) -> None:
+    for found in four.run(heads_of, name):
+        assert type(found) is ArgumentError
+        assert str(found) == message
+
+
+def observed(group: Any, rank: int, by: str) -> Record | None:
+    model = family("llama").double()
+    if by == "heads":
+        parallelize(model, DeviceMesh.from_group(group, "cpu"))
+        with mh.observe(model, special_ids=(3, 4)) as seen, torch.no_grad():
+            model(input_ids=ids())
+        return seen.reduce(group)
+    part = shard(group, layout="balanced", input_ids=ids(), attention_mask=torch.ones_like(ids()))
+    with mh.observe(model, special_ids=(3, 4)) as seen, torch.no_grad(), context_parallel(group, layout="balanced"):
+        model(**part.tensors, position_ids=part.position_ids)
+    return seen.reduce(group)
+
+
+@pytest.mark.parametrize("by", ["heads", "tokens"])
+def test_the_joined_record_is_that_of_one_process(four: Processes, by: str) -> None:
+    model = family("llama").double()
+    with mh.observe(model, special_ids=(3, 4)) as seen, torch.no_grad():
+        model(input_ids=ids())
+    found = four.results(observed, by, ranks=2)[0]
+    agree(found, seen)

@@ -16,8 +16,7 @@ from multihead.errors import ModelError, ProbeError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
 from multihead.kernels.native.statistics import first_keys
-from multihead.layer import MultiHeadAttention
-from multihead.layer.sharding import held_heads
+from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
@@ -585,14 +584,12 @@ def _of_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
 
 def _split_of(module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None) -> LayerSplit | None:
     """Return which part of a layer this process computes; None where it computes all of it."""
-    held = held_heads(module) if isinstance(module, MultiHeadAttention) else None
+    held = held_heads(module, request.shape.head_dim)
     rank, ranks = (0, 1) if sequence is None else sequence.place
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
-        return None if ranks == 1 else LayerSplit((0, heads), heads, (0, kv_heads), kv_heads, rank, ranks)
-    of_queries, of_keys = ((each.start, each.stop) for each in held)
-    total, kv_total = int(module.num_heads), int(module.num_kv_heads)  # type: ignore[arg-type]
-    split = LayerSplit(of_queries, total, of_keys, kv_total, rank, ranks)
+        held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)
+    split = LayerSplit(*held, rank, ranks)
     return None if split.is_whole else split
 
 
