@@ -140,8 +140,8 @@ def _trained(
     layer: mh.MultiHeadAttention, x: Tensor, gradient: Tensor, *, recomputed: bool = False
 ) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
-    mask = masks.Causal() & masks.Lengths((13, LENGTH))
-    output = checkpoint(layer, x, mask=mask, use_reentrant=False) if recomputed else layer(x, mask=mask)
+    call = {"mask": masks.Causal(), "lengths": (13, LENGTH)}
+    output = checkpoint(layer, x, use_reentrant=False, **call) if recomputed else layer(x, **call)
     (output * gradient[..., : output.shape[2]]).sum().backward()
     found = {"output": output.detach(), "gradient of x": x.grad}
     return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
@@ -352,10 +352,20 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         ArgumentError,
         "The ranks are 'cp'. Give a process group, or a DeviceMesh of one dimension.",
     ),
-    "lengths": (
-        lambda group: _layer_call(group, lengths=(3,)),
+    "lengths of a memory": (
+        lambda group: _layer_call(group, memory_lengths=(3,)),
         ArgumentError,
-        f"lengths= {_ELSEWHERE} Give mask=masks.Lengths(lengths), with the lengths of the whole sequences.",
+        f"memory_lengths= {_ELSEWHERE} Give lengths=, with the lengths of the whole sequences.",
+    ),
+    "padding in front": (
+        lambda group: _layer_call(group, lengths=(3,), padding_side="left"),
+        ArgumentError,
+        f"padding_side='left' {_ELSEWHERE} Put the padding after the tokens of each sample.",
+    ),
+    "packed tokens": (
+        lambda group: _layer_call(group, packing=mh.pack(torch.zeros(1, 4, 4), (4,))[1]),
+        ArgumentError,
+        f"packing= {_ELSEWHERE} Give mask=masks.Documents(lengths), with the lengths of all documents.",
     ),
     "a cache": (
         lambda group: _layer_call(group, cache=mh.KeyValueCache()),

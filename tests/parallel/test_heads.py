@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -90,31 +88,6 @@ def test_heads_and_tokens_are_split_together(four: Processes, name: str, strateg
     expected = trained(*model(name))
     for found in four.results(by_heads_and_tokens, name, strategy):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def saved(group: Any, rank: int, folder: Path) -> None:
-    module, *_ = model("all terms")
-    parallelize(module, DeviceMesh.from_group(group, "cpu"))
-    checkpoints.save(module.state_dict(), checkpoint_id=folder, process_group=group)
-
-
-def loaded(group: Any, rank: int, folder: Path) -> dict[str, Tensor]:
-    module, x, gradient = model("all terms")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    parallelize(module, DeviceMesh.from_group(group, "cpu"))
-    state = module.state_dict()
-    checkpoints.load(state, checkpoint_id=folder, process_group=group)
-    module.load_state_dict(state)
-    return {"output": trained(module, x, gradient)["output"]}
-
-
-def test_a_checkpoint_of_four_ranks_loads_on_two(four: Processes, tmp_path: Path) -> None:
-    four.results(saved, tmp_path)
-    expected = trained(*model("all terms"))["output"]
-    for found in four.results(loaded, tmp_path, ranks=2):
-        torch.testing.assert_close(found["output"], expected, rtol=1e-9, atol=1e-9)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

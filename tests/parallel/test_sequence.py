@@ -78,7 +78,7 @@ def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy:
 
 @pytest.mark.parametrize("layer", cases.LAYERS)
 def test_a_layer_has_the_positions_of_the_whole_sequence(four: Processes, layer: str) -> None:
-    """Rotary embedding, position biases, norms, sinks and gates, with the gradients of all parameters."""
+    """Rotary embedding, position biases, norms, sinks and gates, padding, with the gradients of all parameters."""
     expected = cases.whole_layer(layer)
     for strategy, layout in KINDS:
         for found in four.results(cases.split_layer, strategy, layout, layer):
