@@ -84,7 +84,7 @@ def measure_rank(rank: int, ranks: int, folder: str, length: int, *, training: b
 
 def measured(ranks: int, folder: str, length: int, *, training: bool) -> list[tuple[int, dict[str, Tensor]]]:
     """Run all ranks in processes of their own; return the peak memory and the results of each."""
-    # The C library keeps freed blocks of up to 32 MiB otherwise, so that smaller blocks would count after they are freed.
+    # Otherwise the C library keeps freed blocks of up to 32 MiB, and the blocks of ranks are smaller.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     context = mp.get_context("spawn")
     options = {"training": training}
@@ -162,7 +162,7 @@ def scenes(length: int) -> list[Scene]:
     ]
 
 
-def fastest(run: Callable[[], object], times: int = 5) -> float:
+def fastest(run: Callable[[], object], times: int = 20) -> float:
     """Return the seconds of the fastest of some runs, after one that is not timed."""
     run()
     found = []
