@@ -274,7 +274,10 @@ class Recorder:
         for index, span in enumerate(places.found):
             queries, own_keys = (_overlaps(sequence.chunks(length), each) for each in (span.queries, span.keys))
             sample = SampleRecord(layer.name, self.map_size, self.map_pool)
-            sample.split = SampleSplit(tuple(each.moved for each in queries), tuple(each.moved for each in own_keys))
+            if sequence.place[1] > 1:
+                sample.split = SampleSplit(
+                    tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
+                )
             ids.add_to(sample, span, index, -span.keys[0])
             sample.segments = [Segment(replace(part_of(bare, span, packed=False), sinks=bare.sinks))]
             rows = [slice(*each.own) for each in queries]
