@@ -31,9 +31,9 @@ class Model(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.out = nn.Linear(WIDTH, TOKENS)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         """Return the scores of the next token: (batch, tokens, TOKENS)."""
-        x = self.embed(ids)
+        x = self.embed(input_ids)
         for layer, norm in zip(self.layers, self.norms, strict=False):
             x = x + layer(norm(x), mask=CAUSAL)
         return self.out(self.norms[2](x))
@@ -61,11 +61,18 @@ def main() -> None:
         dist.all_reduce(loss, group=mesh["cp"].get_group())
         if dist.get_rank() == 0 and step % 20 == 19:
             print(f"step {step + 1}: loss {loss.item():.3f} nats")
-    if dist.get_rank() == 0:  # the heads of a text that one rank holds
-        ids = torch.randint(TOKENS, (1, LENGTH // 2), device=DEVICE).repeat(1, 2)
-        with mh.observe(model, probes=("previous_mass", "effective_keys")) as seen, torch.no_grad():
-            model(ids)
-        for layer in seen.layers:
+    ids = torch.randint(TOKENS, (1, LENGTH // 2), device=DEVICE).repeat(1, 2)
+    part = shard(mesh["cp"], mask=CAUSAL, input_ids=ids)
+    watched = ("previous_mass", "induction_mass", "effective_keys")
+    with (
+        mh.observe(model, probes=watched) as seen,
+        torch.no_grad(),
+        context_parallel(mesh["cp"], layout=part.layout),
+    ):
+        model(part["input_ids"])  # each rank measures its queries
+    whole = seen.reduce(mesh["cp"])  # the record of all of them, on rank 0
+    if whole is not None:
+        for layer in whole.layers:
             print(layer.name, {name: [round(x, 2) for x in each.tolist()] for name, each in layer.means().items()})
 
 

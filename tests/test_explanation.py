@@ -21,7 +21,7 @@ Q = torch.zeros(2, 4, 100, 16)
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")],
 )
 def test_memory_is_said_in_units_one_can_read(count: int, said: str) -> None:
-    assert explanation._bytes(count) == said
+    assert explanation.readable_bytes(count) == said
 
 
 def test_each_line_says_one_thing() -> None:

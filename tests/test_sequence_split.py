@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,18 @@ class Recorded:
         self.requests.append(request)
         return Attended(request.q + 1, request.q[..., 0])
 
+    place = (0, 1)
+
+    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+        return ((0, length),)
+
+    def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor
+
+    def work(self, request: AttentionRequest, *, kernel: str | None) -> sequence_split.RankWork:
+        parts = [request, replace(request, mask=masks.Causal())]
+        return sequence_split.RankWork(parts, 2 * request.shape.cells, 9, 1024, (("ranks", "two"),))
+
 
 def test_calls_and_layers_are_computed_by_the_active_split() -> None:
     split = Recorded()
@@ -47,6 +60,18 @@ def test_masks_and_biases_are_checked_against_the_whole_sequence() -> None:
     x = torch.randn(1, 2, 3, 4)
     with sequence_split.split(Recorded()), pytest.raises(mh.errors.MaskError):
         mh.attention(x, x, x, mask=masks.Lengths((7,)))
+
+
+def test_an_explanation_is_that_of_the_calls_of_a_rank() -> None:
+    x = torch.randn(1, 2, 3, 4)
+    with sequence_split.split(Recorded()):
+        found = mh.explain(x, x, x, kernel="reference")
+    assert str(found).splitlines() == [
+        "kernel   reference",
+        "skipped  0.0% of the score matrix; its intervals hide 75.0%",
+        "memory   about 1.2 KiB besides q, k and v",
+        "ranks    two",
+    ]
 
 
 def test_the_split_ends_where_an_error_leaves_it() -> None:

@@ -285,7 +285,6 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB besides q, k and v
     """
-    reject_in_split("explain", "Explain the call outside, with all tokens.")
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
     request, _ = _request(explain, unknown, q, k, v, *given)
     return explained(request, kernel=kernel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,24 @@ from torch import Tensor
 from multihead.call import Attended, AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.shapes import AttentionShape
+
+
+class RankWork(NamedTuple):
+    """What one rank does in a call on a split sequence.
+
+    Attributes:
+        parts: the calls that it computes; their tensors have the right shapes and no values.
+        cells: the cells of its part of the map, over batch and heads.
+        shown: how many of them the mask's intervals show.
+        received: bytes of keys and values of other ranks that it holds at once.
+        lines: what it does, what it sends and why, each with a name of one word.
+    """
+
+    parts: list[AttentionRequest]
+    cells: int
+    shown: int
+    received: int
+    lines: tuple[tuple[str, str], ...]
 
 
 class SequenceSplit(Protocol):
@@ -31,6 +49,23 @@ class SequenceSplit(Protocol):
 
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
         """Compute the queries of this rank, together with the other ranks."""
+        ...
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of this rank, and the number of ranks that share the sequence."""
+        ...
+
+    def chunks(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of positions that this rank holds, of a sequence of `length` tokens."""
+        ...
+
+    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the whole sequence of a tensor whose dimension `dim` has this rank's tokens; all ranks call it."""
+        ...
+
+    def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
+        """Return what this rank would do, without computing or sending anything."""
         ...
 
 

@@ -22,6 +22,8 @@ from click.testing import CliRunner, Result
 from multihead import masks
 from multihead.cli import main, view
 from multihead.observation.record import Record
+from multihead.viewer.payload import Run
+from tests.record.test_merging import of_heads
 from tests.viewer.watching import watch
 
 
@@ -237,3 +239,27 @@ def test_a_files_name_cannot_act_on_the_terminal(file: Path, tmp_path: Path, mon
     target = tmp_path / "\x1b[2J[red]\u202erun"
     target.write_bytes(file.read_bytes())
     assert run(str(target), "--no-browser").stdout.startswith("Showing \\x1b[2J[red]\\u202erun at\n")
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+def test_the_files_of_ranks_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, quoted: bool) -> None:
+    """Also where the shell has expanded the pattern."""
+    shown: list[object] = []
+    monkeypatch.setattr("multihead.viewer.server.serve", lambda runs, **options: shown.extend(runs))
+    files = [tmp_path / f"run.{rank}.safetensors" for rank in (0, 1)]
+    for rank, file in enumerate(files):
+        of_heads(2 * rank).save(file)
+    result = run(str(tmp_path / "run.*.safetensors")) if quoted else run(*map(str, files))
+    assert result.exit_code == 0, result.output
+    (one,) = shown
+    assert isinstance(one, Run)
+    assert (one.record.layers[0].num_heads, one.keeps(0)) == (4, True)
+    assert one.folder is not None
+    assert one.folder.parent == tmp_path
+    assert "*" not in one.folder.name
+    alone = run(str(files[1]))
+    assert alone.exit_code != 0
+    assert "together they hold heads 2 to 3 of 4" in alone.output
+    watch(4).save(tmp_path / "whole.safetensors")
+    mixed = run(str(files[1]), str(tmp_path / "whole.safetensors"))
+    assert "Some of the records are those of single ranks, and others are whole." in mixed.output

@@ -140,8 +140,8 @@ def _trained(
     layer: mh.MultiHeadAttention, x: Tensor, gradient: Tensor, *, recomputed: bool = False
 ) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
-    mask = masks.Causal() & masks.Lengths((13, LENGTH))
-    output = checkpoint(layer, x, mask=mask, use_reentrant=False) if recomputed else layer(x, mask=mask)
+    call = {"mask": masks.Causal(), "lengths": (13, LENGTH)}
+    output = checkpoint(layer, x, use_reentrant=False, **call) if recomputed else layer(x, **call)
     (output * gradient[..., : output.shape[2]]).sum().backward()
     found = {"output": output.detach(), "gradient of x": x.grad}
     return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
@@ -180,7 +180,7 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
             split = sequence.active()
             assert isinstance(split, sequence._Split)
             shape = sequence.AttentionShape.of(q, q, q)
-            found[name] = split._chosen(shape, sequence.ring_plan(mask, 16, split.layout, rank))
+            found[name] = split._chosen(shape, sequence.ring_plan(mask, 16, split.layout, rank)).strategy
             torch.testing.assert_close(mh.attention(q, q, q, mask=mask), q)
     return found
 
@@ -253,16 +253,6 @@ def _layer_call(group: Any, **options: Any) -> Tensor:
     return output
 
 
-def _explained(group: Any) -> None:
-    with context_parallel(group):
-        mh.MultiHeadAttention(4, 2).explain(torch.zeros(1, 4, 4))
-
-
-def _observed(group: Any) -> None:
-    with mh.observe(mh.MultiHeadAttention(4, 2)):
-        _call(group)
-
-
 def _nested(group: Any) -> None:
     with context_parallel(group), context_parallel(group):
         pass
@@ -328,14 +318,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
             "dimensions, each of that size or 1."
         ),
     ),
-    "an observer": (
-        _observed,
-        ArgumentError,
-        (
-            "A call in context_parallel is observed, and its queries and keys are on several ranks. Observe the model "
-            "on one rank, with a shorter text."
-        ),
-    ),
     "two contexts": (_nested, ArgumentError, "This is inside of another context_parallel. Leave that one first."),
     "an unknown strategy": (
         lambda group: _call(group, strategy="rings"),
@@ -370,10 +352,20 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         ArgumentError,
         "The ranks are 'cp'. Give a process group, or a DeviceMesh of one dimension.",
     ),
-    "lengths": (
-        lambda group: _layer_call(group, lengths=(3,)),
+    "lengths of a memory": (
+        lambda group: _layer_call(group, memory_lengths=(3,)),
         ArgumentError,
-        f"lengths= {_ELSEWHERE} Give mask=masks.Lengths(lengths), with the lengths of the whole sequences.",
+        f"memory_lengths= {_ELSEWHERE} Give lengths=, with the lengths of the whole sequences.",
+    ),
+    "padding in front": (
+        lambda group: _layer_call(group, lengths=(3,), padding_side="left"),
+        ArgumentError,
+        f"padding_side='left' {_ELSEWHERE} Put the padding after the tokens of each sample.",
+    ),
+    "packed tokens": (
+        lambda group: _layer_call(group, packing=mh.pack(torch.zeros(1, 4, 4), (4,))[1]),
+        ArgumentError,
+        f"packing= {_ELSEWHERE} Give mask=masks.Documents(lengths), with the lengths of all documents.",
     ),
     "a cache": (
         lambda group: _layer_call(group, cache=mh.KeyValueCache()),
@@ -389,11 +381,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         lambda group: _measured(group, mh.attention_weights),
         ArgumentError,
         f"attention_weights {_ELSEWHERE} Compute them outside, from all tokens.",
-    ),
-    "an explanation": (
-        _explained,
-        ArgumentError,
-        f"explain {_ELSEWHERE} Explain the call outside, with all tokens.",
     ),
     "statistics": (
         lambda group: _measured(group, mh.statistics),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 120  # seconds until a test fails that waits for a process
+PATIENCE = 90  # seconds until a test fails that waits for a process
 
 
 class Processes:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import multihead as mh
@@ -17,24 +15,14 @@ from multihead.errors import RankError
 from multihead.parallel import context_parallel
 from multihead.parallel.exchange import (
     Ranks,
+    by_token,
     gather,
     heads_for_tokens,
-    packed_ranges,
+    of_ranges,
     tokens_for_heads,
-    unpacked_ranges,
 )
 from multihead.parallel.layout import Layout
 from tests.parallel.processes import Processes, processes
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
 
 
 def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:
@@ -61,15 +49,21 @@ def test_gathered_and_exchanged_tokens_have_their_gradients(four: Processes, kin
             torch.testing.assert_close(difference, torch.zeros_like(difference))
 
 
-def test_ranges_of_keys_and_values_are_one_message() -> None:
-    k, v = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 5)
-    ranges = ((1, 3), (6, 8))
-    message = packed_ranges((k, v), ranges)
-    assert message is not None
-    assert message.numel() == 2 * 3 * 4 * (4 + 5)
-    for found, x in zip(unpacked_ranges(message, (k, v), ranges), (k, v), strict=True):
-        assert torch.equal(found, x[:, :, [1, 2, 6, 7]])
-    assert packed_ranges((k, v), ()) is None
+def test_tokens_of_one_projected_sample_are_sent_without_a_copy() -> None:
+    projected = torch.randn(1, 8, 3, 4).transpose(1, 2)  # (batch, heads, tokens, dim)
+    for found, (first, stop) in zip(by_token((projected,), ((1, 3), (6, 8))), ((1, 3), (6, 8)), strict=True):
+        assert found.is_contiguous()
+        assert found.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()
+        assert torch.equal(found.permute(1, 2, 0, 3), projected[:, :, first:stop])
+    (copied,) = by_token((torch.randn(2, 3, 8, 4),), ((1, 3),))
+    assert copied.is_contiguous()
+
+
+def test_ranges_that_follow_one_another_are_a_view() -> None:
+    x = torch.randn(2, 3, 8, 4)
+    assert of_ranges(x, ((1, 3), (3, 6)))._is_view()
+    assert torch.equal(of_ranges(x, ((1, 3), (3, 6))), x[:, :, 1:6])
+    assert torch.equal(of_ranges(x, ((1, 3), (6, 8))), x[:, :, [1, 2, 6, 7]])
 
 
 def of_other_sizes(group: Any, rank: int, strategy: Any) -> None:

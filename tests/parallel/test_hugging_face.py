@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, ModelError
-from multihead.parallel import context_parallel, shard, unshard
+from multihead.observation.record import Record
+from multihead.parallel import context_parallel, parallelize, shard, unshard
 from tests.families import VOCABULARY, family
-from tests.parallel.processes import Processes, processes
+from tests.parallel.processes import Processes
+from tests.parallel.test_observation import agree
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
 LENGTH = 16
 WAYS = (("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "balanced"))
 FLOAT32 = ("gemma2", "gpt_oss")  # they convert to it, or multiply in it only
 LENGTHS = masks.Lengths((LENGTH, 11))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
 
 
 def ids() -> Tensor:
@@ -60,19 +54,19 @@ def split(group: Any, rank: int, name: str, strategy: Any, layout: Any, padded: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "bert", "modernbert"])
-def test_outputs_and_gradients_are_those_of_one_process(two: Processes, name: str) -> None:
+def test_outputs_and_gradients_are_those_of_one_process(four: Processes, name: str) -> None:
     output, gradients, _ = trained(name, input_ids=ids())
     tolerance = 1e-3 if name in FLOAT32 else 1e-8
     for strategy, layout in WAYS:
-        for found in two.results(split, name, strategy, layout, False, ranks=2):
+        for found in four.results(split, name, strategy, layout, False, ranks=2):
             expected = {"output": output, **gradients}
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_padding_is_a_mask_of_the_whole_text(two: Processes) -> None:
+def test_padding_is_a_mask_of_the_whole_text(four: Processes) -> None:
     attention_mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [11]])).long()
     output = trained("llama", input_ids=ids(), attention_mask=attention_mask)[0]
-    for found in two.results(split, "llama", "ring", "balanced", True, ranks=2):
+    for found in four.results(split, "llama", "ring", "balanced", True, ranks=2):
         for sample, length in enumerate((LENGTH, 11)):
             torch.testing.assert_close(found["output"][sample, :length], output[sample, :length], rtol=1e-8, atol=1e-8)
 
@@ -93,9 +87,9 @@ def loss_of_shifted_labels(group: Any, rank: int) -> Tensor:
     return total
 
 
-def test_the_loss_of_shifted_labels_is_that_of_one_process(two: Processes) -> None:
+def test_the_loss_of_shifted_labels_is_that_of_one_process(four: Processes) -> None:
     expected = trained("llama", input_ids=ids(), labels=ids())[2].loss.detach() * 2 * (LENGTH - 1)
-    for found in two.results(loss_of_shifted_labels, ranks=2):
+    for found in four.results(loss_of_shifted_labels, ranks=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -105,10 +99,10 @@ def refused(group: Any, rank: int, inputs: dict[str, Any]) -> None:
         model(input_ids=ids()[:, :8], **inputs)
 
 
-def test_local_padding_is_rejected(two: Processes) -> None:
+def test_local_padding_is_rejected(four: Processes) -> None:
     attention_mask = torch.ones(2, 8, dtype=torch.int64)
     attention_mask[1, 6:] = 0
-    for found in two.run(refused, {"attention_mask": attention_mask}, ranks=2):
+    for found in four.run(refused, {"attention_mask": attention_mask}, ranks=2):
         assert type(found) is ModelError
         assert str(found) == (
             "attention_mask hides tokens of this rank, and in context_parallel masks are those of the whole sequence. "
@@ -116,9 +110,9 @@ def test_local_padding_is_rejected(two: Processes) -> None:
         )
 
 
-def test_documents_that_a_model_reads_from_positions_are_rejected(two: Processes) -> None:
+def test_documents_that_a_model_reads_from_positions_are_rejected(four: Processes) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 12, 13, 14, 15]])  # of a balanced layout
-    for found in two.run(refused, {"position_ids": positions, "use_cache": False}, ranks=2):
+    for found in four.run(refused, {"position_ids": positions, "use_cache": False}, ranks=2):
         assert type(found) is ModelError
         assert str(found) == (
             "The model's mask of this rank's tokens is Documents(<int64 tensor (2, 2)>) & Causal(), which does not say "
@@ -127,10 +121,77 @@ def test_documents_that_a_model_reads_from_positions_are_rejected(two: Processes
         )
 
 
-def test_weights_of_a_model_are_rejected(two: Processes) -> None:
-    for found in two.run(refused, {"output_attentions": True}, ranks=2):
+def test_weights_of_a_model_are_rejected(four: Processes) -> None:
+    for found in four.run(refused, {"output_attentions": True}, ranks=2):
         assert type(found) is ArgumentError
         assert str(found) == (
             "output_attentions=True cannot be used in context_parallel, where a rank has part of the tokens. Compute "
             "the weights outside, from all tokens."
         )
+
+
+def by_heads(group: Any, rank: int, name: str) -> dict[str, Tensor]:
+    model = parallelize(family(name).double(), DeviceMesh.from_group(group, "cpu"))
+    with mh.use(model):
+        output = model(input_ids=ids())[0]
+        output.square().sum().backward()
+    found = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in found.items()}
+    return {"output": output.detach(), **whole}
+
+
+def test_heads_are_split_over_ranks(four: Processes) -> None:
+    output, gradients, _ = trained("llama", input_ids=ids())
+    for found in four.results(by_heads, "llama", ranks=2):
+        torch.testing.assert_close(found, {"output": output, **gradients}, rtol=1e-8, atol=1e-8)
+
+
+def heads_of(group: Any, rank: int, name: str) -> None:
+    parallelize(family(name), DeviceMesh.from_group(group, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gpt_oss",
+            (
+                "model.layers.0.self_attn has sinks, and only the projections of a layer of transformers can be split. "
+                "Split the sequence instead, with context_parallel."
+            ),
+        ),
+        (
+            "llama",
+            (
+                "model.layers.0.self_attn has 4 heads and 2 key/value heads, which cannot be divided over 4 ranks. "
+                "Take a number of ranks of 1, 2."
+            ),
+        ),
+    ],
+)
+def test_heads_that_cannot_be_split_are_rejected(four: Processes, name: str, message: str) -> None:
+    for found in four.run(heads_of, name):
+        assert type(found) is ArgumentError
+        assert str(found) == message
+
+
+def observed(group: Any, rank: int, by: str) -> Record | None:
+    model = family("llama").double()
+    if by == "heads":
+        parallelize(model, DeviceMesh.from_group(group, "cpu"))
+        with mh.observe(model, special_ids=(3, 4)) as seen, torch.no_grad():
+            model(input_ids=ids())
+        return seen.reduce(group)
+    part = shard(group, layout="balanced", input_ids=ids(), attention_mask=torch.ones_like(ids()))
+    with mh.observe(model, special_ids=(3, 4)) as seen, torch.no_grad(), context_parallel(group, layout="balanced"):
+        model(**part.tensors, position_ids=part.position_ids)
+    return seen.reduce(group)
+
+
+@pytest.mark.parametrize("by", ["heads", "tokens"])
+def test_the_joined_record_is_that_of_one_process(four: Processes, by: str) -> None:
+    model = family("llama").double()
+    with mh.observe(model, special_ids=(3, 4)) as seen, torch.no_grad():
+        model(input_ids=ids())
+    found = four.results(observed, by, ranks=2)[0]
+    agree(found, seen)

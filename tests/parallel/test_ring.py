@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import multihead as mh
 from multihead import masks
 from multihead.parallel import context_parallel, exchange, ring
-from tests.parallel.processes import Processes, processes
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
+from tests.parallel.processes import Processes
 
 
 def drawn(tokens: int, *, heads: int = 2, kv_heads: int = 1, value_dim: int = 3) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -17,20 +16,10 @@ from multihead.kernels.native.library import absence
 from multihead.masks.place import Place
 from multihead.parallel import context_parallel
 from tests.parallel import cases
-from tests.parallel.processes import Processes, processes
+from tests.parallel.processes import Processes
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this build of PyTorch has no gloo",
-)
 whole_call = lru_cache(maxsize=None)(cases.whole_call)
 KINDS = [(strategy, layout) for strategy in ("gather", "ulysses", "ring") for layout in ("contiguous", "balanced")]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with processes() as started:
-        yield started
 
 
 def agree(found: list[Any], todo: list[tuple[Any, ...]], *, tolerance: float = 1e-9) -> None:
@@ -89,7 +78,7 @@ def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy:
 
 @pytest.mark.parametrize("layer", cases.LAYERS)
 def test_a_layer_has_the_positions_of_the_whole_sequence(four: Processes, layer: str) -> None:
-    """Rotary embedding, position biases, norms, sinks and gates, with the gradients of all parameters."""
+    """Rotary embedding, position biases, norms, sinks and gates, padding, with the gradients of all parameters."""
     expected = cases.whole_layer(layer)
     for strategy, layout in KINDS:
         for found in four.results(cases.split_layer, strategy, layout, layer):

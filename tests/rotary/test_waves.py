@@ -95,7 +95,7 @@ def test_the_same_positions_are_looked_up_once() -> None:
 def test_a_table_grows_by_doubling() -> None:
     kept, made = tables(), []
     plain = kept._compute
-    kept._compute = lambda low, high: (made.append((low, high)), plain(low, high))[1]  # type: ignore[method-assign]
+    kept._compute = lambda of: (made.append((int(of[0]), int(of[-1]) + 1)), plain(of))[1]  # type: ignore[method-assign]
     for position in range(600):
         kept.between(position, position + 1)
     assert made == [(0, 128), (0, 256), (0, 512), (0, 1024)]
@@ -151,3 +151,16 @@ def test_adjacent_pairs_are_rotated_whatever_their_strides(start: int) -> None:
     for x in (odd_start, odd_steps, apart):
         expected = rotate_columns(x.clone(memory_format=torch.contiguous_format), waves, interleaved=True)
         assert torch.equal(rotate_columns(x, waves, interleaved=True), expected)
+
+
+def test_positions_of_a_rank_are_computed_without_the_table_of_the_whole_text() -> None:
+    tables = Tables((1.0, 0.01), 1.0, torch.float32, torch.device("cpu"), interleaved=False)
+    positions = torch.cat([torch.arange(512), torch.arange(7680, 8192)])[None]
+    found = tables.at(positions)
+    assert tables._cached is None
+    assert isinstance(found, Waves)
+    table = tables.between(0, 8192)
+    assert isinstance(table, Waves)
+    for one, other in zip(found[:2], table[:2], strict=True):
+        assert torch.equal(one, other[positions])
+    assert found.from_table

@@ -25,6 +25,7 @@ from multihead.optional import require
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from multihead.observation.record import Record
     from multihead.viewer.payload import Run
 
 EXAMPLES = """
@@ -32,6 +33,7 @@ EXAMPLES = """
 Examples:
   multihead view run.safetensors
   multihead view before.safetensors after.safetensors     two runs, side by side
+  multihead view run.*.safetensors                        the ranks of one run, joined
   multihead view run.safetensors --no-browser --port 8000
   multihead view run.safetensors --sample 3 --lang zh
   multihead view run.safetensors --import my_masks        masks of your own, defined in my_masks.py
@@ -175,14 +177,31 @@ def _loaded(files: Sequence[str]) -> list[Run]:
     from multihead.observation.record import Record
     from multihead.viewer.payload import Run
 
-    paths = [Path(file) for file in files]
-    names = [path.name for path in paths]
+    groups = _runs([(Path(file), Record.load(file, mapped=False)) for file in files])
+    names = [path.name for path, _ in groups]
     return [
         # Files with the same name are shown with their folders.
-        Run(
-            path.name if names.count(path.name) == 1 else str(path),
-            Record.load(path, mapped=False),
-            path.with_name(f"{path.name}.levels"),
-        )
-        for path in paths
+        Run(path.name if names.count(path.name) == 1 else str(path), record, _levels(path, record))
+        for path, record in groups
     ]
+
+
+def _runs(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
+    """Join the records of ranks, each given as a file of its own, as a shell expands run.*.safetensors."""
+    from multihead.observation.record import Record
+
+    parts = [record for _, record in records if record.is_part]
+    if not parts:
+        return records
+    if len(parts) < len(records):
+        raise InputError(
+            "Some of the records are those of single ranks, and others are whole.",
+            'Give the ranks of one run as a pattern: multihead view "run.*.safetensors" other.safetensors.',
+        )
+    return [(records[0][0], Record.joined(parts))]
+
+
+def _levels(path: Path, record: Record) -> Path:
+    """Return the folder of the coarse levels: next to the file, or to the first of the files that a pattern matches."""
+    name = path.name if path.exists() else f"{record.id}.safetensors"
+    return path.with_name(f"{name}.levels")

@@ -33,7 +33,7 @@ from multihead.layer.checks import (
     dtype_of,
 )
 from multihead.layer.gates import gate, prepend
-from multihead.layer.positions import extend, first_position, map_lengths, normalise, rotate
+from multihead.layer.positions import extend, first_position, map_lengths, normalise, padding_of_rank, rotate
 from multihead.layer.sharding import LayerPart, local_part
 from multihead.listeners import listeners
 from multihead.masks import Full, Mask
@@ -44,7 +44,7 @@ from multihead.quantised import Scales, expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
-from multihead.sequence_split import active, reject_in_split
+from multihead.sequence_split import active
 from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, reject_unknown
 
 _FULL = Full()
@@ -250,6 +250,12 @@ class MultiHeadAttention(nn.Module):
             reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         if cache is not None:
             check_is_cache(cache)
+        if lengths is not None and (sequence := active()) is not None:
+            hidden, mask = padding_of_rank(sequence, x, mask, lengths, padding_side)
+            options: Any = {"memory_lengths": memory_lengths, "packing": packing, "cache": cache}
+            options |= {"bias": bias, "head_gates": head_gates, "query_start": query_start}
+            output = self.forward(x.masked_fill(hidden, 0), memory, values, mask=mask, **options)
+            return output.masked_fill(hidden, 0)
         with _NOTHING if cache is None else cache.rollback_on_error():
             given = (mask, bias, lengths, memory_lengths, padding_side, packing, cache, head_gates, query_start)
             x, memory, values, padding, batched = self._inputs(x, memory, values, *given)
@@ -329,7 +335,7 @@ class MultiHeadAttention(nn.Module):
             x, memory, values, batched = check_inputs(widths, mask, x, memory, values, lengths, memory_lengths)
         within = memory is None or memory is x
         if active() is not None:
-            check_split(lengths, memory_lengths, packing, cache, within=within, added_key=self.bias_k is not None)
+            check_split(memory_lengths, packing, cache, within=within, added_key=self.bias_k is not None)
         of_distance = getattr(self.position_bias, "of_distance", True)
         if packing is not None:
             check_packing(packing, x, memory, lengths, cache)
@@ -469,7 +475,6 @@ class MultiHeadAttention(nn.Module):
         skipped  ...% of the score matrix; its intervals hide 27.8%
         memory   about ... besides q, k and v
         """
-        reject_in_split("explain", "Explain the call outside, with all tokens.")
         call["cache"] = deepcopy(call.get("cache"))
         stopping = copy(self)  # shares the parameters
         stopping.__dict__["_attend"] = stopping._stop  # noqa: SLF001 - a copy of this layer

@@ -175,21 +175,18 @@ def check_cache(
         cache.check_same_memory(memory)
 
 
-def check_split(
-    lengths: object, memory_lengths: object, packing: object, cache: object, *, within: bool, added_key: bool
-) -> None:
+def check_split(memory_lengths: object, packing: object, cache: object, *, within: bool, added_key: bool) -> None:
     """Reject what a layer cannot compute where a sequence is split over ranks.
 
     Args:
-        lengths: the argument of the call, as the three after it.
-        memory_lengths: see above.
+        memory_lengths: the argument of the call, as the two after it.
         packing: see above.
         cache: see above.
         within: whether this is self-attention.
         added_key: whether the layer has a learned key.
     """
-    if lengths is not None or memory_lengths is not None:
-        reject_in_split("lengths=", "Give mask=masks.Lengths(lengths), with the lengths of the whole sequences.")
+    if memory_lengths is not None:
+        reject_in_split("memory_lengths=", "Give lengths=, with the lengths of the whole sequences.")
     if packing is not None:
         reject_in_split("packing=", "Give mask=masks.Documents(lengths), with the lengths of all documents.")
     if cache is not None:

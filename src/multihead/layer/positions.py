@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from multihead.cache import KeyValueCache
-from multihead.masks import Mask
-from multihead.packing import Padding
+from multihead.masks import Lengths, Mask
+from multihead.packing import Padding, Side
 from multihead.quantised import Scales
 from multihead.rotary import Rotary
-from multihead.sequence_split import active
+from multihead.sequence_split import SequenceSplit, active, reject_in_split
 from multihead.shapes import AttentionShape, resolved_query_start
 
 
@@ -40,6 +40,31 @@ def map_lengths(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         return q.shape[2], k.shape[2]
     whole = sequence.whole(AttentionShape.of(q, k, v))
     return whole.query_length, whole.key_length
+
+
+def padding_of_rank(
+    sequence: SequenceSplit, x: Tensor, mask: Mask, lengths: Sequence[int] | Tensor, side: Side
+) -> tuple[Tensor, Mask]:
+    """Find the padding among the tokens of a rank, where a sequence is split over ranks.
+
+    Args:
+        sequence: the split.
+        x: (batch, tokens of this rank, features), or (tokens, features).
+        mask: the mask of the whole sequence.
+        lengths: (batch,) tokens of each whole sample.
+        side: on which side the padding is.
+
+    Returns:
+        (batch, tokens, 1) bool, which tokens of this rank are padding; and the mask that hides padding on all ranks.
+    """
+    if side != "right":
+        reject_in_split(f"padding_side={side!r}", "Put the padding after the tokens of each sample.")
+    count = torch.as_tensor(lengths, device=x.device).view(-1, 1)
+    tokens = x.shape[-2]
+    whole = torch.arange(tokens * sequence.place[1], device=x.device)
+    hidden = sequence.positions(tokens, x.device) >= count  # (batch, tokens)
+    shown = Lengths(count * (whole < count))  # (batch, whole tokens): queries of padding see no key
+    return (hidden if x.dim() == 3 else hidden[0])[..., None], mask & shown
 
 
 def normalise(

@@ -207,6 +207,41 @@ class LocalHeads:
         return normed
 
 
+class HeldHeads(NamedTuple):
+    """The heads of a layer that one process computes.
+
+    Attributes:
+        queries: the query heads, [first, stop).
+        num_heads: how many query heads the layer has.
+        keys: the key/value heads.
+        num_kv_heads: how many of them the layer has.
+    """
+
+    queries: tuple[int, int]
+    num_heads: int
+    keys: tuple[int, int]
+    num_kv_heads: int
+
+
+def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
+    """Return the heads of this process; None where the projections of the layer are not split over processes.
+
+    Args:
+        layer: an attention layer, whose projections are called q_proj and k_proj if they are split.
+        head_dim: width of a head.
+    """
+    q_proj, k_proj = (getattr(layer, name, None) for name in ("q_proj", "k_proj"))
+    if not isinstance(q_proj, nn.Module) or not isinstance(k_proj, nn.Module):
+        return None
+    group = _group_of("q_proj", q_proj)
+    if group is None:
+        return None
+    heads, kv_heads = (int(each.weight.shape[0]) // head_dim for each in (q_proj, k_proj))  # type: ignore[index]
+    own, per_group = heads // group.size, heads // kv_heads
+    first, stop = group.rank * own, (group.rank + 1) * own
+    return HeldHeads((first, stop), heads, (first // per_group, -(-stop // per_group)), kv_heads)
+
+
 def local_part(
     layer: L,
     q: Tensor,

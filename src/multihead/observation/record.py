@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from multihead.observation.presentation import presenter
 from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record import loading, notebook, plots, saving
+from multihead.record import loading, merging, notebook, plots, saving
 from multihead.record.batch import CUTTING, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordParts, texts_of
 from multihead.record.notebook import many
@@ -359,6 +359,9 @@ class Record:
         tokens = max((one.num_keys for layer in self.layers for one in layer.samples), default=0)
         caption = f"{many(len(heads), 'layer')}, {many(sum(heads), 'head')}, {many(samples, 'text')}"
         caption += f" of up to {many(tokens, 'token')}" if tokens else ""
+        parts = dict.fromkeys(layer.split.describe() for layer in self.layers if layer.split is not None)
+        if parts:
+            return f"{caption}; {' and '.join(parts)}"
         return caption + ("" if self.keeps_weights else "; statistics only" if tokens else "; sums only")
 
     def add(self, layer: LayerRecord, samples: Iterable[SampleRecord]) -> None:
@@ -478,6 +481,52 @@ class Record:
         """
         return presenter("report")(self, path, sample=sample, lang=lang, **options)
 
+    def reduce(self, group: Any, *, to: int | None = 0) -> Record | None:
+        """Join the records of ranks that observed heads or tokens of one model each; all ranks of the group call it.
+
+        Args:
+            group: a process group, or a DeviceMesh of one dimension: the ranks that share a sequence, those that share
+                the heads, or all of them.
+            to: the rank of the group that gets the joined record; None gives it to every rank.
+
+        Returns:
+            the joined record, or None on the other ranks. A record larger than the memory of one rank can be saved by
+            each rank and opened with `Record.load("run.*.safetensors")`.
+
+        Raises:
+            ArgumentError: the records do not belong together, or parts are missing.
+            RankError: a rank stopped.
+
+        >>> import torch, torch.distributed as dist, tempfile
+        >>> import multihead as mh
+        >>> store = dist.FileStore(tempfile.mktemp(), 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+        >>> with mh.observe(layer) as seen, mh.parallel.context_parallel(dist.group.WORLD):
+        ...     y = layer(torch.randn(1, 6, 8))
+        >>> seen.reduce(dist.group.WORLD)
+        <Record of MultiHeadAttention: 1 layer, 2 heads, 1 text of up to 6 tokens>
+        >>> dist.destroy_process_group()
+        """
+        from multihead.parallel.exchange import Ranks, gather_objects
+
+        found = gather_objects(self._parts, Ranks.of(group), to=to)
+        return None if found is None else Record(*merging.merged(found))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it holds some heads or tokens only, those of one of several ranks."""
+        return any(layer.split is not None for layer in self.layers)
+
+    @staticmethod
+    def joined(records: Sequence[Record]) -> Record:
+        """Join the records of all ranks that observed one model together, see `reduce`.
+
+        Raises:
+            ArgumentError: they do not belong together, or a part is missing.
+        """
+        return Record(*merging.of_all([record._parts for record in records]))  # noqa: SLF001 - records too
+
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record to one safetensors file, completely or not at all.
 
@@ -497,7 +546,8 @@ class Record:
         """Open a saved record. Nothing in a file is executed; all of it is checked.
 
         Args:
-            file: the path.
+            file: the path; or a pattern such as "run.*.safetensors" for the files of ranks that observed one model
+                together, which are opened as one record.
             mapped: map the file into memory, so that its tensors stay in the file until they are read. Truncating the
                 file while it is mapped kills the process; replacing it by a new file does no harm. False reads q and
                 k from the file where they are needed and everything else at once; if the file is changed later,
@@ -506,4 +556,6 @@ class Record:
         Raises:
             InputError: there is no such file, it is truncated, it is not a record, or its version is newer.
         """
-        return Record(*loading.load(file, mapped=mapped))
+        files = loading.matching(file)
+        found = [loading.load(each, mapped=mapped) for each in files]
+        return Record(*(found[0] if len(found) == 1 else merging.of_all(found)))

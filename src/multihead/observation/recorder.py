@@ -5,30 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall, AttentionRequest
-from multihead.errors import ModelError
+from multihead import sequence_split
+from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.errors import ModelError, ProbeError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
+from multihead.kernels.native.statistics import first_keys
+from multihead.layer.sharding import HeldHeads, held_heads
+from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
 from multihead.observation.record import Record
 from multihead.parts import Part
+from multihead.plan.bounds import bounds_of
+from multihead.probes.catalogue import PROBES
 from multihead.probes.context import Pool, ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.statistics import from_kernel, of_call, possible, token_parts, without_positions
 from multihead.probes.tile import tile
-from multihead.record.batch import RecordedBatch, SampleSpans, cut, moved_together, new_samples, spans, without_queries
+from multihead.record.batch import (
+    RecordedBatch,
+    SampleSpans,
+    cut,
+    moved_together,
+    new_samples,
+    part_of,
+    spans,
+    without_queries,
+)
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
-from multihead.record.sample import SampleRecord
+from multihead.record.sample import PER_KEY, SampleRecord
 from multihead.record.segments import Rows, Segment, grow_keys, kept
+from multihead.record.split import LayerSplit, SampleSplit
 from multihead.record.token_ids import Ids
 from multihead.scores.bias import values_of, with_values
+from multihead.sequence_split import SequenceSplit
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
 OF_TOKENS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
@@ -90,6 +107,7 @@ class Recorder:
     _counts: dict[str, int] = field(default_factory=dict)
     _pass: int = -1
     _spans: SampleSpans | None = None  # of the previous call in this forward pass
+    _gathered_ids: tuple[Tensor, Tensor] | None = None  # of this rank and of all ranks, where a sequence is split
     _pass_continues: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
@@ -113,15 +131,21 @@ class Recorder:
         crosses = huggingface.crosses(module, self.names[id(module)])
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
-        sequence = name, None if continued is None else continued.text
-        previous = self._previous.get(sequence)
+        text = name, None if continued is None else continued.text
+        sequence = sequence_split.active()
+        previous = self._previous.get(text)
         if previous is not None and not self._continues(call, previous, offset, crosses=crosses):
             previous = None
         self._pass_continues |= previous is not None and not crosses
         if name not in self._layers:
             summary = RunningSummary(request.shape.num_heads) if self.keep == "summary" else None
-            self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers))
+            split = _split_of(module, request, sequence)
+            self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
         layer = self._layers[name]
+        if sequence is not None:
+            if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
+                self._add_part(call, sequence, module, layer)
+            return
         if crosses and not request.mask.uses_positions:
             # Queries have no position among the keys of another sequence: they are counted from its beginning.
             start: int | Tensor = 0 if previous is None else previous.query_stop
@@ -132,7 +156,7 @@ class Recorder:
         state = _PreviousCall.of(call, offset, crosses=crosses)
         if previous is not None:
             state.samples, state.key_starts = previous.samples, previous.key_starts
-        self._previous[sequence] = state
+        self._previous[text] = state
         if self.layer_filter is None or self.layer_filter.takes(name, layer.number):
             self._add(call, module, layer, state, offset, crosses=crosses)
 
@@ -218,6 +242,126 @@ class Recorder:
             start = 0 if request.packed_lengths is not None else key_start
             self._add_sample(layer, sample, alone, start, module, first=first)
         self.record.add(layer, samples)
+
+    def _add_part(self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord) -> None:
+        """Add the queries of this rank, where a sequence is split over ranks; its samples begin with this call."""
+        request, attended, name = call.request, call.attended, self.names[id(module)]
+        device = request.shape.device if self.keep == "device" else torch.device("cpu")
+        length = sequence.whole(request.shape).query_length
+        bare = self._bare(request, device)
+        bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
+        if self._spans is None or not self._spans.fits(bare, None, None):
+            self._spans = SampleSpans(bare, packed=False, real=None, padding=None, found=spans(bare))
+        places = self._spans
+        # What is kept may lack the bias, which measures need.
+        whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
+        ids = Ids(self._whole_ids(request, sequence, name), None, crosses=False, packed=False, query_start=0)
+        parts = dict(attended.statistics)
+        if request.sinks is not None:
+            parts["sink_mass"] = (request.sinks.detach()[:, None] - attended.logsumexp.detach()).exp()
+        left_out = places.not_sliceable
+        shared = moved_together(parts, places)
+        ready = [
+            probe
+            for probe in self.probes
+            if left_out is not None and probe.parts <= shared.keys() and not probe.parts & left_out
+        ]
+        statistics = {probe.name: from_kernel(probe, shared, attended.logsumexp.detach()) for probe in ready}
+        others = self._with_all_keys([probe for probe in self.probes if probe not in ready])
+        keys = sequence.gathered(request.k, 2) if others else None
+        values = sequence.gathered(request.v, 2) if any("values" in probe.needs for probe in others) else keys
+        samples = []
+        for index, span in enumerate(places.found):
+            queries, own_keys = (_overlaps(sequence.chunks(length), each) for each in (span.queries, span.keys))
+            sample = SampleRecord(layer.name, self.map_size, self.map_pool)
+            if sequence.place[1] > 1:
+                sample.split = SampleSplit(
+                    tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
+                )
+            ids.add_to(sample, span, index, -span.keys[0])
+            sample.segments = [Segment(replace(part_of(bare, span, packed=False), sinks=bare.sinks))]
+            rows = [slice(*each.own) for each in queries]
+            sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
+            sample.logsumexp.add(_of_rows(attended.logsumexp, span, rows).to(device))
+            found = {key: _of_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
+            if keys is not None and values is not None:
+                more = self._measured_with(keys, values, call, whole, span, queries, sample, module, others)
+                found |= {key: value.cpu() for key, value in more.items()}
+            sample.put(found)
+            if self.keep in ("cpu", "device"):
+                sample.q = Rows(2, [kept(_of_rows(request.q, span, rows), device)])
+                sample.k = Rows(2, [kept(_of_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)])
+            samples.append(sample)
+        if layer.running_summary is None:
+            layer.samples.extend(samples)
+        else:
+            for sample in samples:
+                layer.running_summary.add(sample.measured(), samples=1)
+        self.record.add(layer, samples)
+
+    def _whole_ids(self, request: AttentionRequest, sequence: SequenceSplit, name: str) -> Tensor | None:
+        """Return the token ids of the whole sequence, (batch, tokens) int64; they are gathered once per input."""
+        own = self.inputs.queries_of(name).ids if self.inputs.any_ids else None
+        if own is None or own.shape != (request.shape.batch, request.shape.query_length):
+            return None
+        if self._gathered_ids is None or self._gathered_ids[0] is not own:
+            self._gathered_ids = own, sequence.gathered(own.to(request.shape.device), 1).cpu()
+        return self._gathered_ids[1]
+
+    @staticmethod
+    def _with_all_keys(probes: list[Probe]) -> list[Probe]:
+        """Return the probes that are measured with the keys of all ranks; coverage is made of what keys receive."""
+        if any("pooled_map" in probe.parts for probe in probes):
+            raise ProbeError(
+                "pooled_map is a part of the whole map, and this rank has some of its queries.",
+                "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
+            )
+        if any("received" in probe.parts for probe in probes) and PROBES["received"] not in probes:
+            return [*probes, PROBES["received"]]
+        return probes
+
+    def _measured_with(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        call: AttentionCall,
+        whole: AttentionRequest,
+        span: Span,
+        queries: list[_Overlap],
+        sample: SampleRecord,
+        module: nn.Module,
+        probes: list[Probe],
+    ) -> dict[str, Tensor]:
+        """Measure a sample's queries of this rank with the keys of all ranks.
+
+        Returns:
+            (heads, its queries of this rank) each; (heads, keys) of what keys receive from them.
+        """
+        request, attended = call.request, call.attended
+        one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
+        first_key = first_keys(bounds_of(part_of(whole, span, packed=False)))
+        found: list[dict[str, Tensor]] = []
+        for each in queries:
+            rows = slice(*each.own)
+            part = replace(
+                part_of(whole, replace(span, queries=each.positions), packed=False),
+                q=request.q[one, :, rows],
+                k=keys[one, :, columns],
+                v=values[one, :, columns],
+                sinks=request.sinks,
+            )
+            result = Attended(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
+            context = self._context(sample, AttentionCall(part, result), 0, module, first=True)
+            context = replace(context, first_key=first_key)
+            chosen = possible(probes, part, context)
+            found.append(of_call(AttentionCall(part, result), chosen, context))
+        joined = {}
+        for key in found[0] if found else ():
+            each_chunk = [measured[key][0] for measured in found]
+            joined[key] = torch.stack(each_chunk).sum(0) if key in PER_KEY else torch.cat(each_chunk, 1)
+        if "coverage" in joined:
+            joined["coverage"] = joined["received"].clamp(max=1)
+        return joined
 
     def _places(self, request: AttentionRequest, name: str) -> SampleSpans:
         """Find the samples in a call, or take those of the previous call if they are at the same places."""
@@ -407,6 +551,49 @@ class Recorder:
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
+
+
+class _Overlap(NamedTuple):
+    """The tokens that a rank holds of a range of a sequence.
+
+    Attributes:
+        positions: their positions in the sequence, [first, stop).
+        moved: their positions counted from the first of the range.
+        own: where they are among the tokens of the rank.
+    """
+
+    positions: tuple[int, int]
+    moved: tuple[int, int]
+    own: tuple[int, int]
+
+
+def _overlaps(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_Overlap]:
+    """Return the tokens of a range that a rank holds, one overlap per chunk that has some."""
+    found, before = [], 0
+    for first, stop in chunks:
+        low, high = max(first, ends[0]), min(stop, ends[1])
+        if low < high:
+            own = low - first + before, high - first + before
+            found.append(_Overlap((low, high), (low - ends[0], high - ends[0]), own))
+        before += stop - first
+    return found
+
+
+def _of_rows(tensor: Tensor, span: Span, rows: list[slice]) -> Tensor:
+    """Return some rows of a sample: (1, heads, rows, ...) of (batch, heads, rows, ...)."""
+    one = tensor.detach()[span.sample : span.sample + 1]
+    return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
+
+
+def _split_of(module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None) -> LayerSplit | None:
+    """Return which part of a layer this process computes; None where it computes all of it."""
+    held = held_heads(module, request.shape.head_dim)
+    rank, ranks = (0, 1) if sequence is None else sequence.place
+    if held is None:
+        heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
+        held = HeldHeads((0, heads), heads, (0, kv_heads), kv_heads)
+    split = LayerSplit(*held, rank, ranks)
+    return None if split.is_whole else split
 
 
 def _after_dropped_key(sample: SampleRecord, call: AttentionCall, start: int) -> Tensor:

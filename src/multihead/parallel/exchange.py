@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, RankError
 from multihead.parallel.layout import Layout, Range
 
+V = TypeVar("V")
 _Change = Callable[[Tensor, "Ranks", Layout], Tensor]
 
 
@@ -112,6 +114,17 @@ def from_first(number: Tensor, ranks: Ranks) -> Tensor:
     return sent.cpu()
 
 
+def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:
+    """Return the objects of all ranks on rank `to`, or on every rank for None; None elsewhere."""
+    found: list[Any] = [None] * ranks.size
+    with errors_of_ranks(f"Gathering records on rank {ranks.rank}"):
+        if to is None:
+            dist.all_gather_object(found, value, group=ranks.group)
+        else:
+            dist.gather_object(value, found if ranks.rank == to else None, ranks.peer(to), group=ranks.group)
+    return found if to in (None, ranks.rank) else None
+
+
 def gather(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
     """Return the whole sequence from every rank's tokens; the gradient of a token is summed over the ranks."""
     return _Gather.apply(x, ranks, layout, dim)  # type: ignore[no-any-return, no-untyped-call]
@@ -190,59 +203,58 @@ class Transfer:
     """Tensors on their way to one rank and from another, while this rank computes.
 
     Attributes:
-        received: what arrives, valid after `wait`; None where nothing does.
+        received: what arrives, valid after `wait`: (batch, heads, tokens, dim) each; empty where nothing does.
     """
 
-    def __init__(self, ranks: Ranks, sent: Tensor | None, to: int, size: int, from_: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        sent: tuple[Tensor, ...],
+        to: int,
+        like: tuple[Tensor, ...],
+        lengths: tuple[int, ...],
+        from_: int,
+    ) -> None:
         """Start the transfer.
 
         Args:
             ranks: the ranks.
-            sent: the tensor for rank `to`, contiguous, or None.
+            sent: the tensors for rank `to`, as `by_token` returns them.
             to: the rank that receives.
-            size: how many numbers come from rank `from_`; 0 = no message.
+            like: tensors (batch, heads, tokens, dim), one for each that comes from rank `from_`, of any length.
+            lengths: how many tokens come, as the ranges that `from_` sends; none = no message.
             from_: the rank that sends.
-            like: a tensor with the dtype and the device of what arrives.
         """
-        self.received = like.new_empty(size) if size else None
-        self._ranks, self._sent = ranks, sent  # kept until it has left
-        operations = []
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent, ranks.peer(to), ranks.group))
-        if self.received is not None:
-            operations.append(dist.P2POp(dist.irecv, self.received, ranks.peer(from_), ranks.group))
+        self._ranks, self._sent = ranks, sent  # kept until they have left
+        tokens = sum(lengths)
+        buffers = [x.new_empty(tokens, *x.shape[:2], x.shape[3]) for x in like] if tokens else []
+        self.received = tuple(each.permute(1, 2, 0, 3) for each in buffers)
+        operations = [dist.P2POp(dist.isend, each, ranks.peer(to), ranks.group) for each in sent]
+        for buffer in buffers:
+            parts = buffer.split(list(lengths))  # tokens come first in memory, so that each is contiguous
+            operations += [dist.P2POp(dist.irecv, each, ranks.peer(from_), ranks.group) for each in parts]
         with errors_of_ranks(f"Starting a transfer on rank {ranks.rank}"):
             self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> tuple[Tensor, ...]:
         """Wait until everything has left and arrived; return what arrived."""
         with errors_of_ranks(f"A transfer of keys and values on rank {self._ranks.rank}"):
             for work in self._works:
                 work.wait()
-        self._works, self._sent = [], None
+        self._works, self._sent = [], ()
         return self.received
 
 
-def packed_ranges(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> Tensor | None:
-    """Copy ranges of the tokens of tensors (batch, heads, tokens, dim) into one message; None where there are none."""
-    if not ranges:
-        return None
-    return torch.cat([x[:, :, slice(*each)].flatten() for x in tensors for each in ranges])
+def by_token(tensors: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
+    """Return ranges of the tokens of tensors (batch, heads, tokens, dim): (tokens, batch, heads, dim), contiguous each.
+
+    Projections of one sample have this order in memory, so that nothing is copied.
+    """
+    return tuple(x.permute(2, 0, 1, 3)[slice(*each)].contiguous() for x in tensors for each in ranges)
 
 
-def unpacked_ranges(message: Tensor, like: tuple[Tensor, ...], ranges: tuple[Range, ...]) -> tuple[Tensor, ...]:
-    """Read `packed_ranges`: for each tensor (batch, heads, tokens of all ranges, dim)."""
-    sizes = [x.shape[0] * x.shape[1] * (stop - first) * x.shape[3] for x in like for first, stop in ranges]
-    parts = message.split(sizes)
-    count = len(ranges)
-    found = []
-    for index, x in enumerate(like):
-        of_tensor = parts[index * count : (index + 1) * count]
-        views = [part.view(x.shape[0], x.shape[1], -1, x.shape[3]) for part in of_tensor]
-        found.append(views[0] if count == 1 else torch.cat(views, 2))
-    return tuple(found)
-
-
-def message_size(like: tuple[Tensor, ...], keys: int) -> int:
-    """Return how many numbers a message with some keys has."""
-    return sum(x.shape[0] * x.shape[1] * keys * x.shape[3] for x in like)
+def of_ranges(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+    """Return ranges of the tokens of a tensor (batch, heads, tokens, dim): a view where one follows the other."""
+    if all(stop == first for (_, stop), (first, _) in pairwise(ranges)):
+        return x[:, :, ranges[0][0] : ranges[-1][1]]
+    return torch.cat([x[:, :, slice(*each)] for each in ranges], 2)

@@ -16,7 +16,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def parallelize(module: M, mesh: Any) -> M:
-    """Split the heads of every `MultiHeadAttention` in a module over ranks, in place.
+    """Split the heads of every attention layer in a module over ranks, in place.
+
+    These are the `MultiHeadAttention` in it, and the layers of Hugging Face models whose projections are q_proj,
+    k_proj, v_proj and o_proj, such as those of Llama, Mistral and Qwen 2.
 
     q_proj, k_proj and v_proj are split by columns and out_proj by rows, as PyTorch's own plans do
     (arXiv:1909.08053). With fewer key/value heads than ranks, k_proj and v_proj stay whole, and each rank uses its
@@ -32,7 +35,8 @@ def parallelize(module: M, mesh: Any) -> M:
         number of ranks.
 
     Raises:
-        ArgumentError: the module has no such layer, or the heads of one cannot be divided; nothing is changed then.
+        ArgumentError: the module has no such layer, a layer of transformers has other parameters, or the heads of one
+            cannot be divided; nothing is changed then.
 
     >>> import torch.distributed as dist, tempfile
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
@@ -47,16 +51,55 @@ def parallelize(module: M, mesh: Any) -> M:
     ranks = Ranks.of(mesh)
     if not hasattr(mesh, "get_group"):
         raise ArgumentError("The ranks are a process group.", 'Give a DeviceMesh, for example mesh["tp"].')
-    layers = {name: each for name, each in module.named_modules() if isinstance(each, MultiHeadAttention)}
-    if not layers:
+    plans = {}
+    for name, each in module.named_modules():
+        if isinstance(each, MultiHeadAttention):
+            plans[name] = _plan(name, each, ranks.size)
+        elif _is_of_hugging_face(each):
+            plans[name] = _plan_of_hugging_face(name, each, ranks.size)
+    if not plans:
         raise ArgumentError(
-            f"{type(module).__name__} contains no MultiHeadAttention.",
+            f"{type(module).__name__} contains no MultiHeadAttention, and no attention layer of transformers with "
+            "q_proj, k_proj, v_proj and o_proj.",
             "Split the layers of other libraries with torch.distributed.tensor.parallel.parallelize_module.",
         )
-    plans = {name: _plan(name, layer, ranks.size) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        parallelize_module(layer, mesh, plans[name])
+    for name, plan in plans.items():
+        parallelize_module(module.get_submodule(name), mesh, plan)
     return module
+
+
+def _is_of_hugging_face(module: nn.Module) -> bool:
+    """Whether a module is an attention layer of transformers whose projections have these names."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return hasattr(module, "config") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+
+
+def _plan_of_hugging_face(name: str, layer: nn.Module, ranks: int) -> dict[str, Any]:
+    """Return how the projections of a layer of transformers are split, or raise an error."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    head_dim: Any = getattr(layer, "head_dim", None)
+    projections = {each: layer.get_submodule(each) for each in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    others = [each for each, _ in layer.named_parameters() if each.partition(".")[0] not in projections]
+    if others or not isinstance(head_dim, int):
+        raise ArgumentError(
+            f"{name} has {others[0] if others else 'no head_dim'}, and only the projections of a layer of transformers "
+            "can be split.",
+            "Split the sequence instead, with context_parallel.",
+        )
+    heads, kv_heads = (int(projections[each].out_features) // head_dim for each in ("q_proj", "k_proj"))  # type: ignore[arg-type]
+    if heads % ranks or kv_heads % ranks:
+        fitting = [n for n in head_counts(heads) if kv_heads % n == 0]
+        raise _undivided(name, heads, kv_heads, ranks, fitting)
+    of_heads = {each: ColwiseParallel() for each in ("q_proj", "k_proj", "v_proj")}
+    return {**of_heads, "o_proj": RowwiseParallel()}
+
+
+def _undivided(name: str, heads: int, kv_heads: int, ranks: int, fitting: list[int]) -> ArgumentError:
+    return ArgumentError(
+        f"{name} has {heads} heads and {kv_heads} key/value heads, which cannot be divided over {ranks} ranks.",
+        f"Take a number of ranks of {', '.join(str(n) for n in fitting)}.",
+    )
 
 
 def _plan(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
@@ -66,11 +109,7 @@ def _plan(name: str, layer: MultiHeadAttention, ranks: int) -> dict[str, Any]:
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         fitting = [n for n in head_counts(heads) if kv_heads % n == 0 or n % kv_heads == 0]
-        raise ArgumentError(
-            f"{name or type(layer).__name__} has {heads} heads and {kv_heads} key/value heads, which cannot be divided "
-            f"over {ranks} ranks.",
-            f"Take a number of ranks of {', '.join(str(n) for n in fitting)}.",
-        )
+        raise _undivided(name or type(layer).__name__, heads, kv_heads, ranks, fitting)
     if ranks > 1:
         check_splittable(layer, ranks)
     plan: dict[str, Any] = {"q_proj": ColwiseParallel()}

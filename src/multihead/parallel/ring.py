@@ -9,21 +9,25 @@ Source: Ring Attention, arXiv:2310.01889; the merge is equation 2 of arXiv:2205.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead.call import AttentionRequest, DropoutPart, DropoutPlace
+from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.functional import attend
 from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_tensors, working_dtype
 from multihead.kernels.native import kernel as native
-from multihead.parallel.exchange import Ranks, Transfer, message_size, packed_ranges, unpacked_ranges
+from multihead.kernels.native.statistics import first_keys
+from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
 from multihead.parallel.layout import Range
+from multihead.parallel.measuring import MergedParts, measured
 from multihead.parallel.plan import Piece, RingPlan, Step
+from multihead.parts import Part
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import RelativeBias
 from multihead.scores.sinks import with_sinks
@@ -48,14 +52,16 @@ class Ring:
     plan: RingPlan
     request: AttentionRequest
     kernel: str | None
+    statistics: dict[Part, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
-    def attend(self) -> tuple[Tensor, Tensor]:
-        """Compute the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries)."""
+    def attend(self) -> Attended:
+        """Compute the queries of this rank, and the statistics that the request wants."""
         request = self.request
         bias = None if request.bias is None else values_of(request.bias)
         # The tensors are arguments of the function, which saves them; the ring itself holds none.
         ring = replace(self, request=replace(request, bias=_without_values(request.bias), sinks=None))
-        return _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-any-return, no-untyped-call]
+        output, logsumexp = _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
+        return Attended(output, logsumexp, ring.statistics)
 
     def start(self, step: int, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the keys and values of a step; None where nothing moves."""
@@ -65,9 +71,10 @@ class Ring:
         if not todo.sent and not todo.received:
             return None
         rank, count = self.ranks.rank, self.ranks.size
-        size = message_size((k, v), todo.keys_received)
-        message = packed_ranges((k, v), todo.sent)
-        return Transfer(self.ranks, message, (rank + step) % count, size, (rank - step) % count, k)
+        message = by_token((k, v), todo.sent)
+        return Transfer(
+            self.ranks, message, (rank + step) % count, (k, v), _lengths(todo.received), (rank - step) % count
+        )
 
     def start_return(self, step: int, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the gradients of a step back to the rank of its keys; None where nothing moves."""
@@ -75,23 +82,26 @@ class Ring:
         if step == 0 or not (todo.sent or todo.received):
             return None
         rank, count = self.ranks.rank, self.ranks.size
-        size = message_size((k, v), todo.keys_sent)
-        message = None if gradients is None else torch.cat([each.to(k.dtype).flatten() for each in gradients])
-        return Transfer(self.ranks, message, (rank - step) % count, size, (rank + step) % count, k)
+        message = () if gradients is None else by_token(tuple(x.to(k.dtype) for x in gradients), _packed(todo.received))
+        return Transfer(self.ranks, message, (rank - step) % count, (k, v), _lengths(todo.sent), (rank + step) % count)
 
     def arrived(self, step: int, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a step, after waiting for them; None where the rank needs none."""
-        message = None if transfer is None else transfer.wait()
-        if step == 0:
-            todo = self.plan.steps[0]
-            if not todo.received:
-                return None
-            found = tuple(torch.cat([x[:, :, slice(*each)] for each in todo.received], 2) for x in (k, v))
-            return found[0], found[1]
-        if message is None:
+        found = () if transfer is None else transfer.wait()
+        ranges = self.plan.steps[step].received
+        if not ranges:
             return None
-        k, v = unpacked_ranges(message, (k, v), self.plan.steps[step].received)
-        return k, v
+        return (of_ranges(k, ranges), of_ranges(v, ranges)) if step == 0 else (found[0], found[1])
+
+
+def _lengths(ranges: tuple[Range, ...]) -> tuple[int, ...]:
+    return tuple(stop - first for first, stop in ranges)
+
+
+def _packed(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Return where some ranges lie once they follow one another."""
+    ends = list(accumulate(_lengths(ranges), initial=0))
+    return tuple(pairwise(ends))
 
 
 class Terms(NamedTuple):
@@ -114,7 +124,11 @@ class Terms(NamedTuple):
         q, k, v, bias = self
         shape = AttentionShape.of(q, k, v)
         part = part_of_dropout(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
-        return replace(ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part)
+        # Statistics measure distances; nothing else depends on the position of the queries.
+        start = piece.rows[0] - piece.keys[0] if ring.request.wanted else 0
+        return replace(
+            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, part=part, query_start=start
+        )
 
 
 class _Ring(torch.autograd.Function):
@@ -127,6 +141,7 @@ class _Ring(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        merged = MergedParts(ring.request.wanted, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
             following = ring.start(index + 1, k, v)  # it moves while this step is computed
@@ -135,14 +150,19 @@ class _Ring(torch.autograd.Function):
                 for piece in step.pieces:
                     part = terms_of(ring, piece, q, *held, bias).request(ring, piece)
                     with split(None):
-                        found = attend(part, kernel=ring.kernel)
+                        found = attend(part, kernel=ring.kernel, publish=False)
+                    if part.wanted:
+                        measures = measured(part, found, first_keys(ring.plan.bounds) - piece.keys[0])
+                        merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
                     merge(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
-            transfer = following
+                    del part, found  # before the next one is computed
+            transfer, held = following, None
         if sinks is not None:
             output, logsumexp = with_sinks(output, logsumexp, sinks)
+        ring.statistics.update(merged.results(logsumexp))
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.ring = replace(ring, request=without_tensors(ring.request))
+        ctx.ring = replace(ring, request=replace(without_tensors(ring.request), wanted=frozenset()))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
@@ -198,18 +218,26 @@ class _Backward:
         for index, step in enumerate(self.ring.plan.steps):
             following = self.ring.start(index + 1, k, v)  # it moves while this step is computed
             held = self.ring.arrived(index, transfer, k, v)
-            gradients = None if held is None else self.step(step, *held)
+            gradients = None if held is None else self.step(step, *held, own=index == 0)
+            held = None
             self.add_returned(before, returning)
             returning, before = self.ring.start_return(index, gradients, k, v), index
-            if index == 0 and gradients is not None:
-                self.add(step.received, gradients)
-            transfer = following
+            transfer, gradients = following, None
         self.add_returned(before, returning)
 
-    def step(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the pieces of a step: add the gradients of q and the bias, return those of k and v."""
+    def step(self, step: Step, k: Tensor, v: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
+        """Compute the pieces of a step: add the gradients of q and the bias, return those of k and v.
+
+        Args:
+            step: the step.
+            k: its keys.
+            v: its values.
+            own: whether they are those of this rank: then their gradients are added to the sums at once.
+        """
         dtype = self.logsumexp.dtype
-        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        views = [of_ranges(each, step.received) for each in self.sums[1:]] if own else []
+        at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - a copy would be lost
+        dk, dv = views if at_once else (torch.zeros_like(each, dtype=dtype) for each in (k, v))
         for piece in step.pieces:
             of_q, of_k, of_v, of_bias = self.piece(piece, k, v)
             self.sums[0][:, :, piece.at] += of_q
@@ -217,6 +245,9 @@ class _Backward:
             dv[:, :, piece.among] += of_v
             if of_bias is not None and self.of_bias is not None:
                 _add_to_bias(self.of_bias, self.ring, piece, of_bias)
+            del of_q, of_k, of_v, of_bias  # before the next piece is computed
+        if own and not at_once:
+            self.add(step.received, (dk, dv))
         return dk, dv
 
     def piece(self, piece: Piece, k: Tensor, v: Tensor) -> Gradients:
@@ -273,11 +304,9 @@ class _Backward:
 
     def add_returned(self, step: int, transfer: Transfer | None) -> None:
         """Add the gradients that another rank computed of this rank's keys and values."""
-        message = None if transfer is None else transfer.wait()
-        if message is not None:
-            ranges = self.ring.plan.steps[step].sent
-            whole = ((0, self.ring.plan.steps[step].keys_sent),)
-            self.add(ranges, unpacked_ranges(message, self.tensors[1:], whole))
+        found = () if transfer is None else transfer.wait()
+        if found:
+            self.add(self.ring.plan.steps[step].sent, found)
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""
@@ -299,7 +328,7 @@ def merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tenso
     total = torch.logaddexp(logsumexp, part_logsumexp)
     empty = total == -torch.inf
     before, added = ((each - total).exp().masked_fill(empty, 0)[..., None] for each in (logsumexp, part_logsumexp))
-    output.mul_(before).add_(part.to(output.dtype) * added)
+    output.mul_(before).addcmul_(part.to(output.dtype), added)
     logsumexp.copy_(total)
 
 

@@ -6,30 +6,41 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from multihead.call import Attended, AttentionRequest, DropoutPart, DropoutPlace
+from multihead import listeners
+from multihead.call import Attended, AttentionCall, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.errors import ArgumentError, ShapeError
+from multihead.explanation import readable_bytes
 from multihead.functional import attend
 from multihead.kernels.native import kernel as native
-from multihead.listeners import listeners
+from multihead.kernels.native.statistics import first_keys
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
 from multihead.parallel.exchange import Ranks, compare, from_first, gather, heads_for_tokens, tokens_for_heads
-from multihead.parallel.layout import Kind, Layout, check_kind
+from multihead.parallel.layout import Kind, Layout, Range, check_kind
+from multihead.parallel.measuring import MergedParts, measured, stacked, unstacked
 from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
-from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout
+from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout, terms_of
+from multihead.parallel.traffic import Strategy, bytes_of_keys, copies_for_ulysses, traffic
 from multihead.plan.bounds import key_bounds
 from multihead.scores.bias import values_of, with_values
-from multihead.sequence_split import active, split
+from multihead.sequence_split import RankWork, active, split
 from multihead.shapes import AttentionShape
+from multihead.tracing import runs_backward, traced
 
-Strategy = Literal["gather", "ulysses", "ring"]
 _FULL = Full()
+
+
+class Chosen(NamedTuple):
+    """A strategy, and why it was chosen, in one line."""
+
+    strategy: Strategy
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +219,16 @@ class _Split:
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.ranks.rank, self.ranks.size
+
+    def chunks(self, length: int) -> tuple[Range, ...]:
+        return self.layout.chunks(self.ranks.rank, length)
+
+    def gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        return gather(tensor, self.ranks, self.layout, dim)
+
     def whole(self, shape: AttentionShape) -> AttentionShape:
         if shape.query_length != shape.key_length:
             raise ArgumentError(
@@ -219,11 +240,56 @@ class _Split:
         return shape._replace(query_length=length, key_length=length)
 
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
-        if listeners():
-            raise ArgumentError(
-                "A call in context_parallel is observed, and its queries and keys are on several ranks.",
-                "Observe the model on one rank, with a shorter text.",
-            )
+        observed = bool(listeners.listeners()) and not traced() and not runs_backward()
+        request, planned, chosen = self._planned(request, kernel)
+        if observed:
+            request = replace(request, wanted=listeners.wanted())
+        self._compare(request, planned, chosen.strategy, observed=observed)
+        if request.dropout:
+            request, kernel = replace(request, part=self._drawn()), "native"
+        if chosen.strategy == "ring":
+            found = Ring(self.ranks, planned, request, kernel).attend()
+        elif chosen.strategy == "ulysses":
+            found = self._by_heads(request, planned, kernel)
+        else:
+            found = self._by_gathering(request, planned, kernel)
+        if observed:
+            listeners.publish(AttentionCall(request, found))
+        return found
+
+    def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
+        request, planned, chosen = self._planned(request, kernel)
+        shape, ranks, rank = request.shape, self.ranks.size, self.ranks.rank
+        whole, strategy = self.whole(shape), chosen.strategy
+        sent = traffic(strategy, shape, planned, ranks)
+        length = whole.query_length
+        k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
+        if strategy == "ring":
+            ring = Ring(self.ranks, planned, request, kernel)
+            bias = None if request.bias is None else values_of(request.bias)
+            pieces = [piece for step in planned.steps for piece in step.pieces]
+            parts = [terms_of(ring, piece, request.q, k, v, bias).request(ring, piece) for piece in pieces]
+        elif strategy == "ulysses":
+            parts = [self._part_of_heads(request, *self._blank_heads(request, length))]
+        else:
+            parts = [part for part, _ in self._parts_of_rows(request, planned, k, v)]
+        shown = work_per_rank(planned.bounds, self.layout)
+        own = sum(shown) / ranks if strategy == "ulysses" else shown[rank]
+        per_cell = shape.batch * shape.num_heads / len(planned.bounds.start)
+        calls = f"{len(parts)} call{'' if len(parts) == 1 else 's'}"
+        lines = (
+            ("ranks", f"{strategy}: rank {rank} of {ranks} computes its part in {calls}; {self.layout.kind} layout"),
+            ("sends", f"{readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward"),
+            ("because", chosen.reason),
+        )
+        return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.held, lines)
+
+    def _planned(self, request: AttentionRequest, kernel: str | None) -> tuple[AttentionRequest, RingPlan, Chosen]:
+        """Check a call, plan it and choose the strategy, without talking to other ranks.
+
+        Returns:
+            the call with the mask of this context, its plan as a ring, and the strategy with its reason.
+        """
         if not isinstance(request.query_start, int) or request.query_start:
             raise ArgumentError(
                 f"query_start is {request.query_start!r}, and context_parallel knows the position of each token.",
@@ -242,43 +308,32 @@ class _Split:
                 f"ranks; {reason or f'kernel is {kernel!r}'}.",
                 "Give dropout=0.0, or call model.eval().",
             )
-        strategy = self._chosen(request.shape, planned)
-        self._compare(request, planned, strategy)
-        if request.dropout:
-            request, kernel = replace(request, part=self._drawn()), "native"
-        if strategy == "ring":
-            return Attended(*Ring(self.ranks, planned, request, kernel).attend())
-        if strategy == "ulysses":
-            return self._by_heads(request, whole, kernel)
-        return self._by_gathering(request, planned, kernel)
+        return request, planned, self._chosen(request.shape, planned)
 
-    def _chosen(self, shape: AttentionShape, planned: RingPlan) -> Strategy:
+    def _chosen(self, shape: AttentionShape, planned: RingPlan) -> Chosen:
         """Choose the strategy, the same one on all ranks."""
-        ranks = self.ranks.size
-        divides = shape.num_heads % ranks == 0 and _copies(shape, ranks) is not None
-        if self.strategy == "ulysses" and not divides:
+        ranks, copies = self.ranks.size, copies_for_ulysses(shape, self.ranks.size)
+        if self.strategy == "ulysses" and copies is None:
             raise ArgumentError(
                 f'strategy is "ulysses", and {shape.num_heads} heads with {shape.num_kv_heads} key/value heads cannot '
                 f"be divided over {ranks} ranks.",
                 'Take a number of ranks that divides the heads, or strategy="ring".',
             )
         if self.strategy != "auto":
-            return self.strategy
-        copies = _copies(shape, ranks)
-        if not divides or copies is None:
-            return "ring"
-        per_key = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-        per_token = shape.num_heads * (shape.head_dim + shape.value_dim) + copies * per_key
-        by_ring = keys_of_ring(planned.bounds, self.layout) * per_key
-        by_heads = shape.query_length * (ranks - 1) * per_token
-        return "ring" if by_ring <= by_heads else "ulysses"
+            return Chosen(self.strategy, f'strategy="{self.strategy}" was given')
+        if copies is None:
+            return Chosen("ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it")
+        by_ring = keys_of_ring(planned.bounds, self.layout) * bytes_of_keys(shape, 1)
+        by_heads = traffic("ulysses", shape, planned, ranks).forward * ranks
+        sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
+        return Chosen("ring" if by_ring <= by_heads else "ulysses", sums)
 
     def _drawn(self) -> DropoutPart:
         """Draw the seed of a call's dropout, the same one on all ranks and in one process."""
         seed = torch.randint(1 << 62, (), device="cpu")  # on every rank, so that generators stay alike
         return DropoutPart(int(from_first(seed, self.ranks)), DropoutPlace())
 
-    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy) -> None:
+    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool) -> None:
         """Compare the first call in this context with those of the other ranks."""
         if self.compared or self.ranks.size == 1:
             return
@@ -295,6 +350,7 @@ class _Split:
             "The strategy, as a number,": get_args(Strategy).index(strategy),
             "The layout, as a number,": get_args(Kind).index(self.layout.kind),
             "The mask, as a checksum,": seen,
+            "Whether the call is observed, as a number,": int(observed),
         }
         compare(self.ranks, sizes, shape.device)
         self.compared = True
@@ -303,41 +359,73 @@ class _Split:
         """Compute with the keys of the whole sequence, which every rank receives."""
         k = gather(request.k, self.ranks, self.layout, 2)
         v = gather(request.v, self.ranks, self.layout, 2)
-        outputs, logsumexps, first = [], [], 0
+        merged = MergedParts(request.wanted, request.q[..., 0])
+        outputs: list[Tensor] = []
+        logsumexps: list[Tensor] = []
+        for part, (first_key, _) in self._parts_of_rows(request, planned, k, v):
+            with split(None):
+                found = attend(part, kernel=kernel, publish=False)
+            first = sum(each.shape[2] for each in outputs)
+            outputs.append(found.output)
+            logsumexps.append(found.logsumexp)
+            if request.wanted:
+                at = slice(first, first + found.output.shape[2])
+                parts = measured(part, found, first_keys(planned.bounds) - first_key)
+                merged.add(at, first_key, found.logsumexp.detach(), parts)
+        logsumexp = torch.cat(logsumexps, 2)
+        return Attended(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
+
+    def _parts_of_rows(
+        self, request: AttentionRequest, planned: RingPlan, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[AttentionRequest, Range]]:
+        """Yield a call for each chunk of this rank's queries and the keys that they see, with the range of the keys."""
+        first = 0
         for rows in self.layout.chunks(self.ranks.rank, planned.length):
             q = request.q[:, :, first : first + rows[1] - rows[0]]
             first += rows[1] - rows[0]
             seen = visible_rectangle(planned.bounds, rows, (0, planned.length))
             keys = (0, 1) if seen is None else seen[1]  # one key that nobody sees
+            of_k, of_v = k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             part = replace(
                 request,
                 q=q,
-                k=k[:, :, slice(*keys)],
-                v=v[:, :, slice(*keys)],
+                k=of_k,
+                v=of_v,
+                shape=AttentionShape.of(q, of_k, of_v),
                 mask=MapBlock(request.mask, planned.bounds, rows, keys),
                 bias=None if request.bias is None else part_of_bias(request.bias, planned.length, rows, keys),
                 part=part_of_dropout(request, query_start=rows[0], key_start=keys[0]),
+                query_start=rows[0] - keys[0] if request.wanted else 0,  # statistics measure distances
             )
-            with split(None):
-                found = attend(replace(part, shape=AttentionShape.of(part.q, part.k, part.v)), kernel=kernel)
-            outputs.append(found.output)
-            logsumexps.append(found.logsumexp)
-        return Attended(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+            yield part, keys
 
-    def _by_heads(self, request: AttentionRequest, whole: AttentionShape, kernel: str | None) -> Attended:
+    def _by_heads(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
         """Compute some heads on the whole sequence."""
-        ranks, rank = self.ranks.size, self.ranks.rank
-        copies = _copies(request.shape, ranks) or 1
+        copies = copies_for_ulysses(request.shape, self.ranks.size) or 1
         q, k, v = request.q, request.k, request.v
         if copies != 1:  # the ranks that share a key/value head receive a copy each
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
-        count = whole.num_heads // ranks
-        own = slice(rank * count, (rank + 1) * count)
+        part = self._part_of_heads(request, q, k, v)
+        with split(None):
+            found = attend(part, kernel=kernel, publish=False)
+        output = tokens_for_heads(found.output, self.ranks, self.layout)
+        logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
+        if not request.wanted:
+            return Attended(output, logsumexp)
+        parts = measured(part, found, first_keys(planned.bounds))
+        exchanged = tokens_for_heads(stacked(parts), self.ranks, self.layout)
+        return Attended(output, logsumexp, unstacked(exchanged, parts))
+
+    def _part_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
+        """Return the call of this rank's heads, with their queries, keys and values of the whole sequence."""
+        total = request.shape.num_heads
+        count = total // self.ranks.size
+        own = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
         bias = request.bias
         if bias is not None and values_of(bias).shape[1] > 1:
             bias = with_values(bias, values_of(bias)[:, own])
-        part = replace(
+        return replace(
             request,
             q=q,
             k=k,
@@ -346,18 +434,16 @@ class _Split:
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=bias,
             sinks=None if request.sinks is None else request.sinks[own],
-            part=part_of_dropout(request, head_start=own.start, total_heads=whole.num_heads),
+            part=part_of_dropout(request, head_start=own.start, total_heads=total),
         )
-        with split(None):
-            found = attend(part, kernel=kernel)
-        output = tokens_for_heads(found.output, self.ranks, self.layout)
-        logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
-        return Attended(output, logsumexp)
 
-
-def _copies(shape: AttentionShape, ranks: int) -> int | None:
-    """Return how many copies of each key/value head Ulysses needs; None where the heads cannot be divided."""
-    for copies in range(1, shape.group + 1):
-        if shape.num_kv_heads * copies % ranks == 0 and shape.group % copies == 0:
-            return copies
-    return None
+    def _blank_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of this rank's heads that hold no values."""
+        ranks, blank = self.ranks.size, request.q.new_empty(())
+        kv_heads = request.shape.num_kv_heads * (copies_for_ulysses(request.shape, ranks) or 1) // ranks
+        counts = (request.shape.num_heads // ranks, kv_heads, kv_heads)
+        widths = (request.shape.head_dim, request.shape.head_dim, request.shape.value_dim)
+        q, k, v = (
+            blank.expand(request.shape.batch, heads, length, width) for heads, width in zip(counts, widths, strict=True)
+        )
+        return q, k, v

@@ -242,7 +242,9 @@ def measured(
     probes = chosen(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.of(request, logsumexp, context, output=output)
-        all_parts = _measured(call, probes, parts)
+        wanted_parts = parts_of(probes)
+        all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
+        all_parts |= measured_parts(call, wanted_parts - all_parts.keys(), _key_sets(call, probes))
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:
@@ -300,12 +302,20 @@ def _masked(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
     return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
 
 
-def _measured(call: MeasuredCall, probes: Sequence[Probe], known: Parts) -> dict[Part, Tensor]:
-    """Measure the parts of the probes that are not known, each in the way that takes the least work."""
-    parts = parts_of(probes)
-    found: dict[Part, Tensor] = {part: known[part] for part in parts & known.keys()}
-    sets = {part: keys for part, keys in _key_sets(call, probes).items() if part not in found}
-    found |= {part: lookups.on_set(call, keys) for part, keys in sets.items() if lookups.is_small(keys)}
+def measured_parts(
+    call: MeasuredCall, parts: frozenset[Part], key_sets: Mapping[Part, Tensor] = MappingProxyType({})
+) -> dict[Part, Tensor]:
+    """Measure parts, each in the way that takes the least work.
+
+    Args:
+        call: the call; gradients are not followed.
+        parts: the parts.
+        key_sets: (batch, keys) bool for each part that counts a set of keys.
+    """
+    sets = {part: keys for part, keys in key_sets.items() if part in parts}
+    found: dict[Part, Tensor] = {
+        part: lookups.on_set(call, keys) for part, keys in sets.items() if lookups.is_small(keys)
+    }
     if from_native.supports(call.request, call.bounds):
         found |= from_native.measure(call, from_native.available(call.context, parts - found.keys()))
     for part in parts - found.keys():

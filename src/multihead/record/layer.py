@@ -17,6 +17,7 @@ from multihead.record.notebook import many
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
+from multihead.record.split import LayerSplit
 from multihead.record.summaries import Of
 from multihead.record.table import head_rows
 from multihead.record.texts import Text
@@ -34,6 +35,7 @@ class LayerRecord:
         batches: calls whose samples come after the others, and are cut out when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
         repeated: what its heads do on repeated random tokens, if that was measured.
+        split: which heads and tokens these are, where it was observed on one of several ranks.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LayerRecord:
     batches: list[RecordedBatch] = field(default_factory=list)
     alignment_heads: tuple[int, ...] = ()
     repeated: RepeatedTokens | None = None
+    split: LayerSplit | None = None
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""

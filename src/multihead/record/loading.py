@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from multihead.record.sample import OF_MAPS, PER_KEY, SampleRecord
 from multihead.record.saving import FORMAT, HEADER, STORED, VERSION
 from multihead.record.segments import Rows, Segment
 from multihead.record.serialization import read_bias, read_mask
+from multihead.record.split import LayerSplit, SampleSplit, length_of
 from multihead.record.stored import Held, StoredRows, bytes_of
 from multihead.record.texts import Reading, Text
 
@@ -93,6 +95,21 @@ def load(file: str | os.PathLike[str], *, mapped: bool = True) -> RecordParts:
         raise _damaged(target, error.finding.rstrip(".")) from error
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
         raise _damaged(target, "its parts do not fit together") from error
+
+
+def matching(file: str | os.PathLike[str]) -> list[str]:
+    """Return the files that a pattern such as "run.*.safetensors" matches, in order; a file of that name alone.
+
+    Raises:
+        InputError: there is none.
+    """
+    target = os.fspath(file)
+    if not glob.has_magic(target) or Path(target).exists():
+        return [target]
+    found = sorted(glob.glob(target))  # noqa: PTH207 - a pattern may begin at the root
+    if not found:
+        raise InputError(f"No file matches {target!r}.", "Check the pattern, and the folder.")
+    return found
 
 
 class _WrongError(Exception):
@@ -200,6 +217,9 @@ def _record(
             LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
         )
         layers[-1].alignment_heads = _alignment(each, layers[-1].num_heads)
+        layers[-1].split = _layer_split(each.get("split"), layers[-1].num_heads)
+        if any(one.split is not None and layers[-1].split is None for one in samples):
+            raise _WrongError("a sample of a layer that is no part is one")
         layers[-1].repeated = _repeated(each.get("repeated"), tensors, layers[-1].num_heads)
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
@@ -213,6 +233,32 @@ def _record(
         chosen = one[_within(sample, len(one))]
         calls.append((chosen, _within(call, len(chosen.calls))))
     return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, _statistics(data))
+
+
+def _layer_split(data: Any, heads: int) -> LayerSplit | None:
+    """Read which part of a layer one rank holds; layers of one process have no such entry."""
+    if data is None:
+        return None
+    numbers = [_count(each, "a part of a layer") for each in _of(data, list, "the part of a layer")]
+    if len(numbers) != 8:
+        raise _WrongError(f"the part of a layer has {len(numbers)} numbers")
+    first, stop, count, first_kv, stop_kv, kv_count, rank, ranks = numbers
+    within = 0 <= first < stop <= count <= MOST_HEADS and 0 <= first_kv < stop_kv <= kv_count <= count
+    if not within or stop - first != heads or not 0 <= rank < ranks:
+        raise _WrongError("the part of a layer is not one")
+    return LayerSplit((first, stop), count, (first_kv, stop_kv), kv_count, rank, ranks)
+
+
+def _ranges(data: Any, length: int) -> tuple[tuple[int, int], ...]:
+    """Read ranges of tokens: in order, within a text of `length` tokens."""
+    found, place = [], 0
+    for each in _of(data, list, "the tokens of a rank"):
+        first, stop = (_count(end, "a token of a rank") for end in _of(each, list, "the tokens of a rank"))
+        if not place <= first < stop <= length:
+            raise _WrongError("the tokens of a rank are not in order")
+        found.append((first, stop))
+        place = stop
+    return tuple(found)
 
 
 def _alignment(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
@@ -354,6 +400,12 @@ class _Sample:
             one.segments.append(self.segment(_of(each, dict, "a piece"), rows))
         if not one.segments:
             raise _WrongError("a sample has no calls")
+        if self.data.get("split") is not None:
+            both = _of(self.data["split"], list, "the tokens of a rank")
+            lengths = (one.segments[0].num_queries, one.num_keys)
+            if len(both) != 2 or len(one.segments) > 1 or one.crosses:
+                raise _WrongError("the tokens of a rank are not those of one call")
+            one.split = SampleSplit(*(_ranges(each, length) for each, length in zip(both, lengths, strict=True)))
         queries, keys = one.num_queries, one.num_keys
         self.read_tensors(one, queries, keys)
         one.calls = self.calls(one)
@@ -406,8 +458,9 @@ class _Sample:
         if _of(self.data["kept"], bool, "kept"):
             one.q = self.rows(f"{name}.q", (1, self.heads, queries, self.head_dim), "q")
             one.k = self.rows(f"{name}.k", (1, self.kv_heads, None, self.head_dim), "k")
-            if one.k.length < keys:
-                raise _WrongError(f"k has {one.k.length} keys of {keys}")
+            held = keys if one.split is None else length_of(one.split.keys)
+            if one.k.length < held:
+                raise _WrongError(f"k has {one.k.length} keys of {held}")
 
     def rows(self, name: str, shape: tuple[int | None, ...], what: str) -> Rows:
         stored = self.stored.get(name)

@@ -23,6 +23,7 @@ from multihead.record import notebook, summaries
 from multihead.record.blocks import both, ends, indices, joined_blocks, one_or_all
 from multihead.record.notebook import many
 from multihead.record.segments import Rows, Segment, joined
+from multihead.record.split import SampleSplit, length_of
 from multihead.record.summaries import Measured, Of
 from multihead.record.table import head_rows
 from multihead.record.texts import Reading, Text
@@ -48,6 +49,8 @@ class SampleRecord:
         crosses: whether keys come from another text than queries (cross-attention).
         keys_read: the text of the keys.
         queries_read: the text of the queries, if it is another one.
+        split: the tokens that this rank holds, where a sequence is split over ranks; None = all of them. `q`,
+            `logsumexp` and statistics are then those of its queries, and `k` has its keys.
     """
 
     name: str
@@ -61,6 +64,7 @@ class SampleRecord:
     crosses: bool = False
     keys_read: Reading = field(default_factory=Reading)
     queries_read: Reading = field(default_factory=Reading)
+    split: SampleSplit | None = None
     _per_query: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
     _others: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
     _pooled: tuple[int, Tensor] | None = None
@@ -82,8 +86,8 @@ class SampleRecord:
 
     @property
     def num_queries(self) -> int:
-        """Number of queries."""
-        return self.segments[-1].row_stop
+        """Number of queries; of this rank, where a sequence is split."""
+        return self.segments[-1].row_stop if self.split is None else length_of(self.split.queries)
 
     @property
     def num_keys(self) -> int:
@@ -98,6 +102,8 @@ class SampleRecord:
     @property
     def positions(self) -> Tensor:
         """The position of each query among the keys: (queries,) int64."""
+        if self.split is not None:
+            return self.query_start + torch.cat([torch.arange(*each) for each in self.split.queries])
         return torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
 
     @property
@@ -108,7 +114,7 @@ class SampleRecord:
     @property
     def keeps_weights(self) -> bool:
         """Whether q and k were kept, so that any part of the map can be computed."""
-        return self.q is not None
+        return self.q is not None and self.split is None
 
     @property
     def text(self) -> Text:
@@ -120,6 +126,8 @@ class SampleRecord:
         """The text of the queries, one token per query."""
         if self.crosses:
             return self.queries_read.text(self.num_queries)
+        if self.split is not None:
+            return self.text.of(self.positions.tolist())
         return self.text.part(self.query_start, self.query_start + self.num_queries)
 
     @property
@@ -242,6 +250,8 @@ class SampleRecord:
 
     def call(self, index: int) -> SampleRecord:
         """Return one call as a sample of its own."""
+        if self.split is not None:  # it has one call
+            return self
         rows, keys = self.calls[index]
         segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
         alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses)
@@ -288,6 +298,7 @@ class SampleRecord:
         Returns:
             (queries, keys) bool; (heads, queries, keys) if heads may see different keys.
         """
+        self._check_all_tokens()
         found = [
             seen(segment.request, rows, self._columns(segment, keys))[0].cpu() for segment, rows in self._rows(queries)
         ]
@@ -315,6 +326,7 @@ class SampleRecord:
             index of the first key and index after the last, (queries,) int64 each, equal if a query sees no key;
             None if some query sees something other than an interval, or if heads differ.
         """
+        self._check_all_tokens()
         starts, stops = [], []
         for segment in self.segments:
             bias = segment.request.bias
@@ -420,7 +432,17 @@ class SampleRecord:
         request = replace(segment.request, q=self.q.between(segment.row_start, segment.row_stop, heads=of_q), k=k, v=k)
         return request, self.logsumexp.between(segment.row_start, segment.row_stop)
 
+    def _check_all_tokens(self) -> None:
+        if self.split is not None:
+            raise ProbeError(
+                f"{self.name} was observed on one of several ranks, which has {many(self.num_queries, 'query')} of the "
+                "text and not all keys.",
+                'Join the records of all ranks: seen.reduce(group), or Record.load("run.*.safetensors") after each '
+                "rank has saved its own.",
+            )
+
     def _check_kept(self) -> None:
+        self._check_all_tokens()
         if not self.keeps_weights:
             raise ProbeError(
                 f'{self.name} was observed with keep="statistics", so its weights cannot be computed.',

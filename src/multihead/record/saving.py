@@ -108,6 +108,9 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
             "summed": running_summary,
             "repeated": _written_repeated(layer.repeated, tensors, index),
         }
+        if layer.split is not None:
+            heads, count, kv_heads, kv_count, rank, ranks = layer.split
+            data["split"] = [*heads, count, *kv_heads, kv_count, rank, ranks]
         if layer.alignment_heads:
             data["alignment"] = list(layer.alignment_heads)
         layers.append(data)
@@ -181,15 +184,14 @@ class _Texts:
 
 def _written_sample(one: SampleRecord, tensors: Tensors, texts: _Texts, name: str, *, kept: bool) -> dict[str, Any]:
     shape = one.segments[0].request.shape
-    kept = kept and one.keeps_weights
-    if kept:
-        assert one.q is not None
-        assert one.k is not None
+    kept = kept and one.q is not None
+    if one.q is not None and one.k is not None and kept:
         tensors.put(f"{name}.q", one.q.whole())
         tensors.put(f"{name}.k", one.k.whole())
     tensors.put(f"{name}.logsumexp", one.logsumexp.whole())
     statistics = one.statistics
-    return {
+    split = {} if one.split is None else {"split": [list(map(list, each)) for each in one.split]}
+    return split | {
         "name": name,
         "heads": shape.num_heads,
         "kv_heads": shape.num_kv_heads,

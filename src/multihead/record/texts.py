@@ -41,6 +41,14 @@ class Text:
             None if self.gaps is None else self.gaps[cut],
         )
 
+    def of(self, positions: list[int]) -> Text:
+        """Return the tokens at some positions."""
+        return Text(
+            None if self.ids is None else self.ids[positions],
+            None if self.tokens is None else [self.tokens[each] for each in positions],
+            None if self.special is None else [self.special[each] for each in positions],
+        )
+
 
 @dataclass(eq=False)
 class Reading:

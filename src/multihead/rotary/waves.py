@@ -161,6 +161,10 @@ class Tables:
         low, high = (int(end) for end in positions.aminmax())
         if low < 0 or high >= MAX_POSITIONS:
             return None
+        if (
+            _MIN_RANGE <= 2 * positions.numel() <= high + 1
+        ):  # a rank's part of a text: a table would be that of the text
+            return self._compute(positions.numpy())
         cached = self._range_with(0, high + 1)
         return _rows(cached.waves, positions.long() - cached.low)
 
@@ -174,12 +178,12 @@ class Tables:
                         ends = 0, max(128, 1 << (high - 1).bit_length())
                     else:
                         ends = low, max(high, low + _MIN_RANGE)
-                    cached = self._cached = _Range(*ends, self._compute(*ends))
+                    cached = self._cached = _Range(*ends, self._compute(np.arange(*ends)))
         return cached
 
-    def _compute(self, low: int, high: int) -> Waves | Tensor:
-        """Compute the factors with numpy, which no active torch mode or transform intercepts."""
-        angles = np.arange(low, high)[:, None, None] * self._frequencies  # (length, 1, pairs)
+    def _compute(self, positions: np.ndarray) -> Waves | Tensor:
+        """Compute the factors of positions with numpy, which no active torch mode or transform intercepts."""
+        angles = positions[..., None, None] * self._frequencies  # (..., length, 1, pairs)
         cosine, sine = np.cos(angles) * self._gain, np.sin(angles) * self._gain
         if self._interleaved:
             return self._tensor(

@@ -1,0 +1,287 @@
+"""Join the records of several ranks into one: their heads, and the tokens of a sequence that is split over them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from multihead.call import AttentionRequest
+from multihead.errors import ArgumentError
+from multihead.masks import Mask
+from multihead.record.layer import LayerRecord, RecordParts
+from multihead.record.running_summary import RunningSummary, Sketch
+from multihead.record.sample import SampleRecord
+from multihead.record.segments import Rows, Segment
+from multihead.record.serialization import Tensors, written_mask
+from multihead.record.split import JoinedRows, LayerSplit, Piece, Range, length_of
+from multihead.scores.bias import Bias, values_of, with_values
+from multihead.shapes import AttentionShape
+
+
+def merged(records: Sequence[RecordParts]) -> RecordParts:
+    """Join records of ranks.
+
+    Args:
+        records: one per rank, in any order; what several of them hold, such as the heads of a sequence that is split,
+            must be equal.
+
+    Returns:
+        one record. Where heads are split as well as tokens, the ranks of one of both may be joined before the others.
+
+    Raises:
+        ArgumentError: they do not belong together, or a part is missing.
+    """
+    first = records[0]
+    if len(records) == 1:
+        return first
+    names = [[(layer.number, layer.name, layer.num_samples) for layer in each.layers] for each in records]
+    if any(each != names[0] for each in names):
+        raise _unlike("they have different layers or numbers of texts")
+    layers = [_layer([each.layers[index] for each in records]) for index in range(len(first.layers))]
+    samples = {
+        id(old): new
+        for before, after in zip(first.layers, layers, strict=True)
+        for old, new in zip(before.samples, after.samples, strict=True)
+    }
+    calls = [(samples[id(sample)], call) for sample, call in first.calls]
+    # The same name for the same parts, in any order: it names the files that a viewer keeps.
+    name = hashlib.sha256("".join(sorted(each.id for each in records)).encode()).hexdigest()[:32]
+    return RecordParts(layers, first.title, name, calls, first.statistics)
+
+
+def of_all(records: Sequence[RecordParts]) -> RecordParts:
+    """Join records that together hold all parts of one.
+
+    Raises:
+        ArgumentError: they do not belong together, or a part is missing.
+    """
+    found = merged(records)
+    missing = [layer.split.describe() for layer in found.layers if layer.split is not None]
+    if missing:
+        raise _unlike(f"together they hold {missing[0]}")
+    return found
+
+
+def _unlike(reason: str) -> ArgumentError:
+    return ArgumentError(
+        f"The records of the ranks do not belong together: {reason}.",
+        "Give those of one run, one of each rank, whose layers and options are equal.",
+    )
+
+
+def _layer(layers: Sequence[LayerRecord]) -> LayerRecord:
+    splits = [layer.split for layer in layers]
+    if any(split is None for split in splits):
+        raise _unlike(f"{layers[0].name} of one of them is not a part")
+    of_heads: dict[Range, list[tuple[LayerSplit, LayerRecord]]] = {}
+    for split, layer in zip(splits, layers, strict=True):
+        assert split is not None
+        of_heads.setdefault(split.heads, []).append((split, layer))
+    by_heads = []
+    for heads in sorted(of_heads):
+        by_rank = sorted(of_heads[heads], key=lambda each: each[0].rank)
+        by_heads.append(_all_tokens([split for split, _ in by_rank], [layer for _, layer in by_rank]))
+    return by_heads[0] if len(by_heads) == 1 else _all_heads(by_heads)
+
+
+def _all_tokens(splits: list[LayerSplit], layers: list[LayerRecord]) -> LayerRecord:
+    """Join the tokens of ranks with the same heads."""
+    split, layer = splits[0], layers[0]
+    if len(layers) == 1:
+        return layer
+    if split.ranks == 1:
+        raise _unlike("several of them hold the same heads")
+    if [each.rank for each in splits] != list(range(split.ranks)):
+        listed = ", ".join(str(each.rank) for each in splits)
+        raise _unlike(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
+    found = replace(
+        layer,
+        _samples=[_tokens_of_sample(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
+        split=_left(split._replace(rank=0, ranks=1)),
+        running_summary=None,
+    )
+    summaries = [each.running_summary for each in layers if each.running_summary is not None]
+    if summaries:
+        found.running_summary = _summary(summaries, sum)
+    return found
+
+
+def _left(split: LayerSplit) -> LayerSplit | None:
+    return None if split.is_whole else split
+
+
+def _all_heads(layers: list[LayerRecord]) -> LayerRecord:
+    """Join the heads of ranks with the same tokens."""
+    splits = [layer.split for layer in layers if layer.split is not None]
+    split = splits[0]
+    if len({(each.num_heads, each.rank, each.ranks) for each in splits}) > 1:
+        raise _unlike("they hold different tokens, or heads of different layers")
+    ends = [each.heads for each in splits]
+    if [first for first, _ in ends] != [0, *(stop for _, stop in ends[:-1])] or ends[-1][1] != split.num_heads:
+        listed = ", ".join(f"{first} to {stop - 1}" for first, stop in ends)
+        raise _unlike(f"{layers[0].name} has {split.num_heads} heads, and these are {listed}")
+    # Ranks may share a key/value head: one copy of each is kept.
+    kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
+    whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
+    found = replace(
+        layers[0],
+        _samples=[_heads_of_sample(each, whole, kv) for each in zip(*(x.samples for x in layers), strict=True)],
+        split=_left(whole),
+        running_summary=None,
+        alignment_heads=(),
+    )
+    summaries = [each.running_summary for each in layers if each.running_summary is not None]
+    if summaries:
+        found.running_summary = _summary(summaries, lambda each: torch.cat(list(each)))
+    return found
+
+
+def _summary(summaries: list[RunningSummary], joined: Callable[[Iterable[Tensor]], Tensor | int]) -> RunningSummary:
+    """Join the sums of ranks: added over tokens, concatenated over heads."""
+    first = summaries[0]
+    found = RunningSummary(first.num_heads, first.num_samples)
+    for name in first.statistics:
+        of_ranks = [each.statistics[name] for each in summaries if name in each.statistics]
+        if len(of_ranks) == len(summaries):
+            parts = (joined(getattr(each, part) for each in of_ranks) for part in ("total", "count", "bins"))
+            found.statistics[name] = Sketch(*(torch.as_tensor(part) for part in parts))
+            found.num_heads = len(found.statistics[name].total)
+    return found
+
+
+def _tokens_of_sample(ranks: Sequence[SampleRecord]) -> SampleRecord:
+    """Join the tokens of one sample."""
+    first = ranks[0]
+    splits = [each.split for each in ranks if each.split is not None]
+    segment = first.segments[0]
+    if len(splits) < len(ranks) or any(each.segments[0].request.shape != segment.request.shape for each in ranks):
+        raise _unlike(f"the sizes of {first.name} differ")
+    _check_same_text(ranks)
+    shape = segment.request.shape
+    of_queries, of_keys = (_places([split[index] for split in splits]) for index in (0, 1))
+    for name, places, length in (("queries", of_queries, shape.query_length), ("keys", of_keys, shape.key_length)):
+        ends = [0, *(stop for _, (_, stop), _ in places)]
+        if [start for _, (start, _), _ in places] != ends[:-1] or ends[-1] != length:
+            raise _unlike(f"their {name} are not those of a text with {length}")
+
+    def in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
+        parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]
+        return torch.cat(parts, dim) if parts else tensors[0]
+
+    found = replace(first, split=None, _pooled=None)
+    found.logsumexp = Rows(2, [in_order([each.logsumexp.whole() for each in ranks], 2)])
+    if all(each.q is not None and each.k is not None for each in ranks):
+        found.q = _joined([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
+        found.k = _joined([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
+    common = set(first.per_query).intersection(*(each.per_query for each in ranks))
+    statistics = {
+        name: in_order([each.per_query[name] for each in ranks], 1) for name in first.per_query if name in common
+    }
+    received = [each.statistics["received"] for each in ranks if "received" in each.statistics]
+    if len(received) == len(ranks):
+        statistics["received"] = torch.stack(received).sum(0)
+        if "coverage" in first.statistics:
+            statistics["coverage"] = statistics["received"].clamp(max=1)
+    found.calls = [((0, shape.query_length), (segment.key_start, segment.key_stop))]
+    found.put(statistics)
+    return found
+
+
+def _places(of_ranks: list[tuple[Range, ...]]) -> list[tuple[int, Range, int]]:
+    """Return the ranges of all ranks in order: the rank, the range, and its first token among those of the rank."""
+    found = [
+        (rank, each, length_of(ranges[:index]))
+        for rank, ranges in enumerate(of_ranks)
+        for index, each in enumerate(ranges)
+        if each[0] < each[1]
+    ]
+    return sorted(found, key=lambda each: each[1])
+
+
+def _joined(
+    rows: Sequence[Rows | None], places: list[tuple[int, Range, int]], heads: int, length: int, shape: AttentionShape
+) -> JoinedRows:
+    pieces = []
+    for rank, (start, stop), at in places:
+        source = rows[rank]
+        assert source is not None
+        pieces.append(Piece(source, (at, at + stop - start), start, (0, heads)))
+    return JoinedRows(pieces, heads=heads, length=length, width=shape.head_dim, dtype=shape.dtype)
+
+
+def _check_same_text(ranks: Sequence[SampleRecord]) -> None:
+    known = [each.keys_read.ids.whole() for each in ranks if each.keys_read.ids is not None]
+    if any(not torch.equal(each, known[0]) for each in known):
+        raise _unlike("they read different texts")
+
+
+def _heads_of_sample(ranks: Sequence[SampleRecord], whole: LayerSplit, kv: list[int]) -> SampleRecord:
+    """Join the heads of one sample; `kv` are the ranks whose key/value heads are taken."""
+    first = ranks[0]
+    sizes = {(each.num_queries, each.num_keys, len(each.segments), each.split) for each in ranks}
+    if len(sizes) > 1:
+        raise _unlike(f"the sizes of {first.name} differ")
+    _check_same_text(ranks)
+    found = replace(first, _pooled=None)
+    found.segments = [_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
+    found.logsumexp = Rows(2, [torch.cat([each.logsumexp.whole() for each in ranks], 1)])
+    if all(each.q is not None and each.k is not None for each in ranks):
+        shape = found.segments[0].request.shape
+        found.q = _stacked([each.q for each in ranks], shape.num_heads, shape)
+        found.k = _stacked([ranks[index].k for index in kv], shape.num_kv_heads, shape)
+    of_ranks = [each.statistics for each in ranks]
+    common = set(of_ranks[0]).intersection(*of_ranks)
+    found.put({name: torch.cat([each[name] for each in of_ranks]) for name in of_ranks[0] if name in common})
+    return found
+
+
+def _stacked(rows: Sequence[Rows | None], heads: int, shape: AttentionShape) -> JoinedRows:
+    pieces, first, length = [], 0, 0
+    for source in rows:
+        assert source is not None
+        count, length = heads // len(rows), source.length
+        pieces.append(Piece(source, (0, length), 0, (first, first + count)))
+        first += count
+    return JoinedRows(pieces, heads=heads, length=length, width=shape.head_dim, dtype=shape.dtype)
+
+
+def _segment(ranks: Sequence[Segment], whole: LayerSplit) -> Segment:
+    """Join the heads of one call."""
+    requests = [each.request for each in ranks]
+    first = requests[0]
+    if not all(_alike(each.mask, first.mask) for each in requests):
+        raise ArgumentError(
+            f"The mask {first.mask!r} differs between heads, which are split over ranks.",
+            "Observe with a mask that all heads share, or read each rank's record alone.",
+        )
+    return replace(
+        ranks[0],
+        request=replace(
+            first,
+            shape=first.shape._replace(num_heads=whole.num_heads, num_kv_heads=whole.num_kv_heads),
+            bias=_bias(requests),
+            sinks=None if first.sinks is None else torch.cat([x.sinks for x in requests if x.sinks is not None]),
+        ),
+    )
+
+
+def _alike(mask: Mask, other: Mask) -> bool:
+    """Whether two masks have equal fields; masks of two processes hold different tensors with equal values."""
+    if mask == other:
+        return True
+    tensors, others = Tensors(), Tensors()
+    fields = written_mask(mask, tensors, "mask") == written_mask(other, others, "mask")
+    return fields and all(torch.equal(each, others.named[name]) for name, each in tensors.named.items())
+
+
+def _bias(requests: list[AttentionRequest]) -> Bias | None:
+    biases = [each.bias for each in requests if each.bias is not None]
+    if len(biases) < len(requests):
+        return None
+    values = [values_of(each) for each in biases]
+    shared = all(each.shape[1] == 1 and torch.equal(each, values[0]) for each in values)
+    return biases[0] if shared else with_values(biases[0], torch.cat(values, 1))

@@ -1,0 +1,105 @@
+"""Statistics over keys on several ranks are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import multihead as mh
+from multihead import listeners, probes
+from multihead.call import AttentionCall
+from multihead.kernels.native.library import absence
+from multihead.parallel import context_parallel, measuring, unshard
+from multihead.parallel.layout import Layout
+from multihead.parts import Part
+from multihead.probes.statistics import parts_of, resolved
+from tests.parallel import cases
+from tests.parallel.processes import Processes
+
+PROBES = (
+    *("entropy", "mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass", "first_mass"),
+    *("largest_weight", "largest_key", "largest_score", probes.offset_mass(-5), probes.first_keys_mass(3)),
+)
+WANTED = parts_of(resolved(PROBES))
+CASES = (
+    *(("full", "all"), ("causal", "none"), ("window", "none"), ("lengths", "all")),
+    *(("prefix", "all"), ("user-defined", "none"), ("a tensor", "all")),
+)
+
+
+class Heard:
+    """Keeps the statistics of the calls."""
+
+    wanted = WANTED
+
+    def __init__(self) -> None:
+        self.found: list[dict[Part, Tensor]] = []
+
+    def hear(self, call: AttentionCall) -> None:
+        self.found.append(call.attended.statistics)
+
+
+def options(given: dict[str, Tensor], terms: str) -> dict[str, Any]:
+    return {"sinks": given["sinks"], "softcap": 2.0, "bias": given["bias"]} if terms == "all" else {}
+
+
+def split(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, dtype: torch.dtype) -> list[dict[Any, Tensor]]:
+    """Return the statistics of all tokens, and the difference of the outputs of observed and other calls."""
+    found = []
+    given, taken = cases.tensors(dtype), Layout(layout, ranks)
+    q, k, v = (taken.take(given[name], rank, 2) for name in "qkv")
+    for mask, terms in CASES:
+        heard, call = Heard(), {"mask": cases.MASKS[mask](), **options(given, terms)}
+        with context_parallel(group, strategy=strategy, layout=layout):
+            alone = mh.attention(q, k, v, **call)
+        with listeners.listen(heard), context_parallel(group, strategy=strategy, layout=layout):
+            assert torch.equal(mh.attention(q, k, v, **call), alone)
+        (each,) = heard.found
+        found.append({part: unshard(group, value, layout=layout, dim=2) for part, value in each.items()})
+    return found
+
+
+def whole(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    given = cases.tensors(dtype)
+    return [
+        mh.statistics(given["q"], given["k"], mask=cases.MASKS[mask](), probes=PROBES, **options(given, terms))
+        for mask, terms in CASES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "dtype"),
+    [
+        ("ring", "contiguous", torch.float64),
+        ("ring", "balanced", torch.float64),
+        ("ulysses", "balanced", torch.float64),
+        ("gather", "balanced", torch.float64),
+        pytest.param("ring", "balanced", torch.float32, marks=pytest.mark.skipif(absence() is not None, reason="slow")),
+    ],
+)
+def test_statistics_are_those_of_one_process(four: Processes, strategy: str, layout: str, dtype: torch.dtype) -> None:
+    expected = whole(dtype)
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    for of_rank in four.results(split, 4, strategy, layout, dtype):
+        for case, parts, statistics in zip(CASES, of_rank, expected, strict=True):
+            for probe in resolved(PROBES):
+                found = probe.of(parts).nan_to_num(neginf=0)  # the largest score of a query without keys
+                torch.testing.assert_close(
+                    found,
+                    statistics[probe.name],
+                    rtol=tolerance,
+                    atol=tolerance,
+                    msg=lambda text, at=(*case, probe.name): f"{at}: {text}",
+                )
+
+
+def test_equal_largest_weights_take_the_first_key() -> None:
+    like = torch.zeros(1, 1, 1)
+    merged = measuring.MergedParts(("largest_key",), like)
+    part = {"largest_weight": torch.full_like(like, 0.5), "largest_key": torch.ones_like(like, dtype=torch.int64)}
+    for first_key in (8, 4):
+        merged.add(slice(0, 1), first_key, torch.zeros_like(like), part)  # type: ignore[arg-type]
+    assert merged.results(torch.full_like(like, 2.0).log())["largest_key"].item() == 5

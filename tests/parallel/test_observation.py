@@ -1,0 +1,240 @@
+"""Heads that are observed over ranks, whose joined record is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import multihead as mh
+from multihead import masks, probes, scores
+from multihead.errors import ArgumentError, ProbeError
+from multihead.observation.record import Record
+from multihead.parallel import context_parallel, parallelize, shard
+from tests.parallel.processes import Processes
+
+LENGTH = 16
+PROBES = (
+    *(*mh.probes.DEFAULT, "largest_score", "duplicate_mass", "induction_mass", "contribution", "output_norm"),
+    *("received", "coverage", probes.offset_mass(-3), probes.first_keys_mass(2), probes.tokens_mass("odd", (3, 5))),
+)
+MASKS = {"padded": masks.Causal() & masks.Lengths((LENGTH, 9)), "documents": masks.Causal() & masks.Documents((6, 10))}
+STRATEGIES = [("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "contiguous")]
+
+
+class Model(nn.Module):
+    """Two layers over token ids, as models of this library are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(8, 16)
+        self.first = mh.MultiHeadAttention(16, 4, num_kv_heads=2, rotary=mh.Rotary(), sinks=True)
+        self.second = mh.MultiHeadAttention(16, 4, position_bias=scores.ALiBi(4), head_gates=True)
+        self.double()
+
+    def forward(self, input_ids: Tensor, mask: masks.Mask) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + self.first(x, mask=mask)
+        output: Tensor = x + self.second(x, mask=mask)
+        return output
+
+
+def ids() -> Tensor:
+    return torch.randint(8, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def one_process(name: str, keep: Any = "cpu") -> Record:
+    model = Model()
+    with mh.observe(model, probes=PROBES, special_ids=(0, 1), keep=keep) as seen, torch.no_grad():
+        model(ids(), MASKS[name])
+    return seen
+
+
+def split(mesh: Any, name: str, strategy: Any, layout: Any, keep: Any, model: Model | None = None) -> Record:
+    model = Model() if model is None else model
+    part = shard(mesh, input_ids=ids(), layout=layout)
+    with (
+        mh.observe(model, probes=PROBES, special_ids=(0, 1), keep=keep) as seen,
+        context_parallel(mesh, strategy=strategy, layout=layout),
+    ):
+        model(part["input_ids"], MASKS[name])
+    return seen
+
+
+def agree(found: Record, expected: Record) -> None:
+    """Compare what two records hold: statistics, summaries, weights, texts and calls."""
+    assert [(each.name, each.number, each.split) for each in found.layers] == [
+        (each.name, each.number, None) for each in expected.layers
+    ]
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert ours.means().keys() == theirs.means().keys()
+        torch.testing.assert_close(ours.means(), theirs.means(), rtol=1e-9, atol=1e-9)
+        assert len(ours.samples) == len(theirs.samples)
+        for one, other in zip(ours.samples, theirs.samples, strict=True):
+            assert one.statistics.keys() == other.statistics.keys()
+            torch.testing.assert_close(one.statistics, other.statistics, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(one.logsumexp.whole(), other.logsumexp.whole(), rtol=1e-9, atol=1e-9)
+            assert (one.calls, one.positions.tolist()) == (other.calls, other.positions.tolist())
+            assert torch.equal(one.visible(), other.visible())
+            if other.keeps_weights:
+                torch.testing.assert_close(one.weights(), other.weights(), rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(one.weights(1), other.weights(1), rtol=1e-9, atol=1e-9)
+    assert [None if text.ids is None else text.ids.tolist() for text in found.texts] == [
+        None if text.ids is None else text.ids.tolist() for text in expected.texts
+    ]
+    if found.layers[0].samples:
+        assert [one.num_queries for one in found] == [one.num_queries for one in expected]
+
+
+def reduced(group: Any, rank: int, *options: Any) -> Record | None:
+    return split(group, *options).reduce(group)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("strategy", "layout"), STRATEGIES)
+def test_the_joined_record_of_tokens_is_that_of_one_process(
+    four: Processes, strategy: str, layout: str, mask: str
+) -> None:
+    found, *others = four.results(reduced, mask, strategy, layout, "cpu")
+    assert others == [None] * 3
+    agree(found, one_process(mask))
+
+
+def test_sums_of_ranks_are_those_of_one_process(four: Processes) -> None:
+    agree(four.results(reduced, "padded", "ring", "balanced", "summary")[0], one_process("padded", "summary"))
+
+
+def by_heads(group: Any, rank: int, keep: Any) -> tuple[str, Record | None]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = parallelize(Model(), mesh["tp"])
+    with mh.observe(model, probes=PROBES, special_ids=(0, 1), keep=keep) as seen, torch.no_grad():
+        model(ids(), MASKS["padded"])
+    return repr(seen), seen.reduce(mesh["tp"], to=2)
+
+
+@pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
+def test_the_joined_record_of_heads_is_that_of_one_process(four: Processes, keep: str) -> None:
+    found = four.results(by_heads, keep)
+    assert [record is None for _, record in found] == [True, True, False, True]
+    agree(found[2][1], one_process("padded", keep))
+    assert "; head 3 of 4>" in found[3][0]
+
+
+def by_both(group: Any, rank: int, first: str) -> tuple[str, Record | None, Record | None]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = parallelize(Model(), mesh["tp"])
+    seen = split(mesh["cp"], "padded", "ring", "balanced", "cpu", model)
+    at_once = seen.reduce(group)
+    half = seen.reduce(mesh[first], to=None)
+    assert half is not None
+    return repr(half), at_once, half.reduce(mesh["tp" if first == "cp" else "cp"])
+
+
+@pytest.mark.parametrize("first", ["cp", "tp"])
+def test_heads_and_tokens_are_joined_at_once_or_one_after_the_other(four: Processes, first: str) -> None:
+    part, at_once, in_steps = four.results(by_both, first)[0]
+    left = "heads 0 to 1 of 4" if first == "cp" else "rank 0 of 2 of the sequence"
+    assert part == f"<Record of Model: 2 layers, {4 if first == 'cp' else 8} heads, 2 texts of up to 16 tokens; {left}>"
+    agree(at_once, one_process("padded"))
+    agree(in_steps, one_process("padded"))
+
+
+def saved(group: Any, rank: int, folder: Path, keep: Any) -> None:
+    split(group, "padded", "ring", "balanced", "cpu").save(folder / f"run.{rank}.safetensors", keep=keep)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("keep", ["all", "statistics"])
+def test_the_files_of_the_ranks_open_as_one_record(four: Processes, tmp_path: Path, keep: str, mapped: bool) -> None:
+    four.results(saved, tmp_path, keep, ranks=2)
+    found = Record.load(tmp_path / "run.*.safetensors", mapped=mapped)
+    agree(found, one_process("padded", "cpu" if keep == "all" else "statistics"))
+    assert found.id == Record.load(tmp_path / "run.[01].safetensors").id
+    found.save(tmp_path / "joined.safetensors")
+    agree(Record.load(tmp_path / "joined.safetensors"), one_process("padded", "cpu" if keep == "all" else "statistics"))
+    alone = Record.load(tmp_path / "run.0.safetensors", mapped=mapped)
+    assert repr(alone).endswith("; rank 0 of 2 of the sequence>")
+    (tmp_path / "run.0.safetensors").unlink()
+    (tmp_path / "run.1.safetensors").rename(tmp_path / "run.7.safetensors")
+    alone.save(tmp_path / "run.8.safetensors")
+    alone.save(tmp_path / "run.9.safetensors")
+    with pytest.raises(ArgumentError) as error:
+        Record.load(tmp_path / "run.*.safetensors")
+    assert str(error.value) == (
+        "The records of the ranks do not belong together: the sequence is split over 2 ranks, and these are 0, 0, 1. "
+        "Give those of one run, one of each rank, whose layers and options are equal."
+    )
+
+
+def alone(group: Any, rank: int, function: Callable[[Record], Any]) -> Any:
+    return function(split(group, "padded", "ring", "balanced", "cpu"))
+
+
+def own(seen: Record) -> tuple[list[int], list[int], str, float]:
+    sample = seen.layers[0].samples[1]
+    return sample.positions.tolist(), [sample.num_queries, sample.num_keys], repr(sample), len(seen.table().rows)
+
+
+def test_a_rank_sees_its_queries(four: Processes) -> None:
+    found = four.results(alone, own)
+    assert [each[0] for each in found] == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert [each[1] for each in found] == [[4, 9]] * 4
+    assert found[0][2] == "<SampleRecord of first: 4 heads, 4 queries and 9 keys; statistics only>"
+    assert found[0][3] == 8
+
+
+@pytest.mark.parametrize(
+    "function", [lambda seen: seen.layers[0].weights(0), lambda seen: seen.layers[0].samples[0].visible()]
+)
+def test_a_rank_alone_has_no_map(four: Processes, function: Any) -> None:
+    record = four.results(whole_record, "padded")[1]
+    with pytest.raises(ProbeError) as error:
+        function(record)
+    assert str(error.value) == (
+        "first was observed on one of several ranks, which has 4 queries of the text and not all keys. Join the "
+        'records of all ranks: seen.reduce(group), or Record.load("run.*.safetensors") after each rank has saved its '
+        "own."
+    )
+
+
+def whole_record(group: Any, rank: int, mask: str) -> Record:
+    return split(group, mask, "ring", "balanced", "cpu")
+
+
+def with_map(group: Any, rank: int) -> None:
+    layer = mh.MultiHeadAttention(8, 2)
+    with mh.observe(layer, probes="pooled_map"), context_parallel(group):
+        layer(torch.zeros(1, 2, 8))
+
+
+def test_a_map_of_blocks_is_made_of_the_joined_record(four: Processes) -> None:
+    for found in four.run(with_map):
+        assert type(found) is ProbeError
+        assert str(found) == (
+            "pooled_map is a part of the whole map, and this rank has some of its queries. Leave it out, join the "
+            "records with seen.reduce(group), and call seen.layers[0].map()."
+        )
+
+
+def only_one(group: Any, rank: int) -> None:
+    layer, x = mh.MultiHeadAttention(8, 2), torch.zeros(1, 2, 8)
+    if rank == 0:
+        with mh.observe(layer), context_parallel(group):
+            layer(x)
+    else:
+        with context_parallel(group):
+            layer(x)
+
+
+def test_all_ranks_observe_or_none(four: Processes) -> None:
+    for found in four.run(only_one, ranks=2):
+        assert str(found) == (
+            "Whether the call is observed, as a number, differs between ranks: 1 on rank 0, 0 on rank 1. Give all "
+            "ranks equal sizes and options."
+        )

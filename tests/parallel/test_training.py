@@ -1,0 +1,142 @@
+"""Split sequences and heads under DistributedDataParallel, FSDP2, torch.compile and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import multihead as mh
+from multihead import masks
+from multihead.parallel import context_parallel, parallelize, shard, unshard
+from tests.parallel.processes import Processes
+
+MASK = masks.Causal() & masks.Window(5)
+
+
+class Model(nn.Module):
+    """Two layers with a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        options: dict[str, Any] = {"num_kv_heads": 2, "rotary": mh.Rotary(), "sinks": True}
+        self.layers = nn.ModuleList(mh.MultiHeadAttention(16, 4, **options) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, mask=MASK)
+        return x
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x, gradient = torch.randn(2, 4, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
+    return x, gradient
+
+
+def in_one_process() -> dict[str, Tensor]:
+    model, (x, gradient) = Model(), data()
+    output = model(x)
+    (output * gradient).sum().backward()
+    return {"output": output.detach()} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wrapped(group: Any, rank: int, way: str) -> dict[str, Tensor]:
+    """Train on two halves of the batch, each split over two ranks; or on the whole batch, with heads split too."""
+    names = ("cp", "tp") if way == "FSDP2 and heads" else ("dp", "cp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model, (x, gradient) = Model(), data()
+    module: Any = model
+    averaged = 4  # ranks over which gradients are averaged
+    if way == "FSDP2 and heads":
+        parallelize(model, mesh["tp"])
+        averaged = 2
+    else:
+        samples = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+        x, gradient = x[samples], gradient[samples]
+    if way == "DistributedDataParallel":
+        module = DistributedDataParallel(model, process_group=group)
+    else:
+        over = mesh["cp"] if way == "FSDP2 and heads" else DeviceMesh.from_group(group, "cpu")
+        for layer in model.layers:
+            fully_shard(layer, mesh=over)
+        fully_shard(model, mesh=over)
+    part = shard(mesh["cp"], mask=MASK, x=x, gradient=gradient)
+    with context_parallel(mesh["cp"], layout=part.layout):
+        output = module(part["x"])
+        ((output * part["gradient"]).sum() * averaged).backward()
+    joined = unshard(mesh["cp"], output.detach(), layout=part.layout)
+    if way != "FSDP2 and heads":
+        halves = [torch.empty_like(joined) for _ in range(2)]
+        dist.all_gather(halves, joined, group=mesh["dp"].get_group())
+        joined = torch.cat(halves)
+    return {"output": joined} | {key: whole(each.grad) for key, each in model.named_parameters()}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["DistributedDataParallel", "FSDP2", "FSDP2 and heads"])
+@pytest.mark.filterwarnings("ignore")
+def test_wrapped_models_train_as_in_one_process(four: Processes, way: str) -> None:
+    expected = in_one_process()
+    for found in four.results(wrapped, way):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def saved(group: Any, rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = parallelize(Model(), mesh["tp"])
+    fully_shard(model, mesh=mesh["cp"])
+    checkpoints.save(model.state_dict(), checkpoint_id=folder)
+
+
+def loaded(group: Any, rank: int, folder: Path) -> Tensor:
+    model, (x, _) = Model(), data()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    parallelize(model, DeviceMesh.from_group(group, "cpu"))
+    state = model.state_dict()
+    checkpoints.load(state, checkpoint_id=folder, process_group=group)
+    model.load_state_dict(state)
+    output: Tensor = model(x)
+    return output.detach()
+
+
+def test_a_checkpoint_of_fsdp2_and_heads_on_four_ranks_loads_on_two(four: Processes, tmp_path: Path) -> None:
+    four.results(saved, tmp_path)
+    for found in four.results(loaded, tmp_path, ranks=2):
+        torch.testing.assert_close(found, in_one_process()["output"], rtol=1e-9, atol=1e-9)
+
+
+def compiled(group: Any, rank: int, strategy: Any) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model, (x, gradient) = Model(), data()
+    part = shard(group, layout="balanced", x=x, gradient=gradient)
+    module: Any = torch.compile(model, backend="aot_eager")
+    with context_parallel(group, strategy=strategy, layout=part.layout):
+        output = module(part["x"])
+        (output * part["gradient"]).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    joined = unshard(group, output.detach(), layout=part.layout)
+    return {"output": joined} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_compiled_models_train_as_in_one_process(four: Processes, strategy: str) -> None:
+    expected = in_one_process()
+    for found in four.results(compiled, strategy, ranks=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
