@@ -30,11 +30,15 @@ def llama(**options: Any) -> Any:
     return hf.LlamaModel(hf.LlamaConfig(**DECODER, **TEXT, **options)).eval()
 
 
+def t5_encoder() -> Any:
+    return family("t5").encoder.eval()
+
+
 def gpt2() -> Any:
     return family("gpt2").eval()
 
 
-MODELS = {"bert": bert, "llama": llama, "gpt2, which runs padded": gpt2, "t5": lambda: family("t5").encoder.eval()}
+MODELS = {"bert": bert, "llama": llama, "gpt2, which runs padded": gpt2, "t5": t5_encoder}
 
 
 def texts_of(lengths: tuple[int, ...] = LENGTHS) -> Batch:
@@ -95,7 +99,8 @@ def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
 def test_layers_are_chosen_as_in_observe() -> None:
     assert list(tallied(bert(), texts_of(), layer_filter=LayerFilter.of([1])).layers) == [1]
     missed = tallied(bert(), texts_of(), layer_filter=LayerFilter.of([7]))
-    sentence = "No layer that ran matches 7. Choose among 0: encoder.layer.0.attention.self, 1: encoder.layer.1.attention.self."
+    names = "0: encoder.layer.0.attention.self, 1: encoder.layer.1.attention.self"
+    sentence = f"No layer that ran matches 7. Choose among {names}."
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         missed.check_complete()
 

@@ -26,13 +26,13 @@ class Lease:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._renewed = time.time()
+        self.renewed = time.time()
 
     def renew(self) -> None:
         """Extend the lease; to be called after each batch."""
         now = time.time()
-        if now - self._renewed > EXPIRY / 10:
-            self._renewed = now
+        if now - self.renewed > EXPIRY / 10:
+            self.renewed = now
             with suppress(OSError):  # another process may have taken a lease that had expired
                 os.utime(self.file)
 

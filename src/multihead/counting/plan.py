@@ -126,11 +126,10 @@ class Plan:
                     f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
                     "Give another directory with out=, or delete this one.",
                 )
-        changed = [
-            file
-            for file in {**self.files, **other.files}
-            if file not in self.files or other.files.get(file) not in (None, self.files[file])
-        ]
+        # A file that is missing in either may come back.
+        changed = [file for file in other.files if file not in self.files]
+        known = {file: size for file, size in other.files.items() if size is not None}
+        changed += [file for file, size in self.files.items() if size is not None and known.get(file, size) != size]
         if changed:
             raise ArgumentError(
                 f"{changed[0]} is not the file that the census in the directory was planned with.",

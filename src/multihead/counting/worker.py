@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -23,10 +23,17 @@ def main(argument: str) -> int:
     Returns:
         the exit status.
     """
-    options = json.loads(argument)
     # What the libraries of a model print must not mix with the messages.
-    messages = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
+        os.dup2(2, 1)
+        try:
+            return _run(json.loads(argument), messages)
+        except BrokenPipeError:  # the process that started this one has ended
+            return 1
+
+
+def _run(options: dict[str, Any], messages: TextIO) -> int:
+    """Count shards, and print what happens."""
 
     def send(**message: Any) -> None:
         messages.write(json.dumps(message) + "\n")
@@ -43,8 +50,6 @@ def main(argument: str) -> int:
     except MultiheadError as error:
         send(error=error.finding, mend=error.mend, kind=type(error).__name__)
         return 2
-    except BrokenPipeError:  # the process that started this one has ended
-        return 1
     return 0
 
 
