@@ -51,9 +51,11 @@ class Shard(NamedTuple):
 
     def __str__(self) -> str:
         """The file and the place in it, for messages."""
+        if self.stop < 0 and not self.start:
+            return self.file
         if self.kind == "parquet":
             return f"{self.file} row group {self.group}, rows from {self.start}"
-        return self.file if self.stop < 0 and not self.start else f"{self.file} bytes from {self.start}"
+        return f"{self.file} bytes from {self.start}"
 
 
 @dataclass(frozen=True)

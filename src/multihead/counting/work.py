@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,24 +228,22 @@ class _Worker:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:  # a library of the model printed something
-                continue
-            if isinstance(message, dict):
-                self._messages.put((self.number, message))
+        with self._process.stdout as lines:
+            for line in lines:
+                with suppress(ValueError):  # the process was ended within a line
+                    self._messages.put((self.number, json.loads(line)))
         self._messages.put((self.number, None))
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors = [*self._errors[-20:], line]
+        with self._process.stderr as lines:
+            for line in lines:
+                self._errors = [*self._errors[-20:], line]
 
     def end(self) -> str:
         """Wait for the process, and return why it failed; "" if it did not."""
         status = self._process.wait()
-        self._threads[1].join()
+        self._join()
         if not status:
             return ""
         if status < 0:
@@ -257,6 +255,12 @@ class _Worker:
         """End the process."""
         self._process.terminate()
         self._process.wait()
+        self._join()
+
+    def _join(self) -> None:
+        """Wait until the pipes of the ended process are read and closed."""
+        for thread in self._threads:
+            thread.join()
 
 
 def loaded_for(folder: Path, model: str, device: str) -> Counter:
