@@ -14,6 +14,9 @@ from multihead.counting.on_ray import EMBEDDED
 from multihead.errors import MissingPackageError
 
 
+@pytest.mark.skipif(
+    "MULTIHEAD_RAY" not in os.environ, reason="Ray takes a quarter of a minute to start: set MULTIHEAD_RAY=1"
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # those of Ray
 def test_an_embedded_ray_writes_the_same_bytes(model: str, corpus: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")

@@ -105,15 +105,6 @@ def test_counts_sums_quantiles_and_examples_are_those_of_every_query(tmp_path: P
                 assert strongest == [place[1:] for place in sorted(queries)[:4]]
 
 
-def test_other_numbers_of_threads_agree_within_rounding(
-    model: str, corpus: str, counted: mh.Census, tmp_path: Path
-) -> None:
-    other = mh.census(model, corpus, out=tmp_path / "out", shard_bytes=1000, threads=2)
-    for name in ("mean", "squares"):
-        one, two = (torch.tensor(each.heads[name].to_pylist()) for each in (counted, other))
-        assert torch.allclose(one, two, rtol=1e-5, atol=1e-5)
-
-
 def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_path: Path) -> None:
     found = [
         mh.census(model, corpus, out=tmp_path / str(number), share=0.5, seed=seed, threads=1)

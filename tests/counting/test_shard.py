@@ -9,9 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from multihead.counting.plan import read_plan
 from multihead.counting.shard import Counter, parquet_of, read_metadata, schema
+from multihead.counting.work import threads_of_torch
 from multihead.models import load
 
 
@@ -27,6 +29,16 @@ def table_of(content: bytes) -> Any:
 
 def test_the_same_shard_is_the_same_bytes(counter: Counter, folder: Path) -> None:
     assert counter.count(2) == counter.count(2) == counter.plan.shard_file(folder, 2).read_bytes()
+
+
+def test_another_number_of_threads_agrees_within_rounding(counter: Counter) -> None:
+    found = []
+    for threads in (1, 2):
+        with threads_of_torch(threads):
+            found.append(table_of(counter.count(1)))
+    for name in ("mean", "squares"):
+        one, two = (torch.tensor(each[name].to_pylist()) for each in found)
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-5)
 
 
 def test_its_metadata_is_what_was_read(counter: Counter) -> None:

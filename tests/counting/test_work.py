@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +14,39 @@ import pytest
 import multihead as mh
 from multihead.counting import work
 from multihead.counting.leases import claim
-from multihead.counting.merge import HEADS, missing_shards
+from multihead.counting.merge import HEADS, missing_shards, write_merged
 from multihead.counting.plan import LEASES, read_plan
 from multihead.counting.shard import Counter
-from multihead.counting.work import Progress, count_shards, loaded_for, worker_order
+from multihead.counting.work import Progress, count_in_processes, count_shards, loaded_for, worker_order
 from multihead.errors import ArgumentError, ModelError
 from multihead.models import LoadedModel, load
 from tests.counting.tiny import bert, saved_bert
 
 
-def test_processes_one_of_which_is_killed_write_the_same_bytes(
-    model: str, corpus: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[int] = []
-    start = work.subprocess.Popen
+    processes: list[int] = []
+    start = subprocess.Popen
 
     def kept(*args: Any, **options: Any) -> Any:
         process = start(*args, **options)
-        started.append(process.pid)
+        processes.append(process.pid)
         return process
 
-    killed: list[int] = []
-
     def kill_first(progress: Progress) -> None:
-        if progress.texts and not killed:
-            killed.append(started[0])
-            os.kill(started[0], signal.SIGKILL)
+        if progress.shards == 2 and len(processes) == 1 and not killed:
+            killed.append(processes[0])
+            os.kill(processes[0], signal.SIGKILL)
 
-    monkeypatch.setattr(work.subprocess, "Popen", kept)
-    options: dict[str, Any] = {"shard_bytes": 1000, "workers": 2, "threads": 1}
-    found = mh.census(model, corpus, out=tmp_path / "out", **options, progress=kill_first)
-    assert (found.texts, found.missing) == (60, [])
-    assert found.problems in ([], ["Worker 0 was ended by signal 9."])
-    assert killed
-    assert (tmp_path / "out" / HEADS).read_bytes() == (folder / HEADS).read_bytes()
+    killed: list[int] = []
+    monkeypatch.setattr(subprocess, "Popen", kept)
+    plan = read_plan(folder).write(tmp_path)
+    outcome = count_in_processes(plan, tmp_path, 1, 1, kill_first)
+    assert (killed, outcome.failed, outcome.dead) == (processes[:1], {}, ["Worker 0 was ended by signal 9."])
+    assert len(processes) == 2
+    write_merged(tmp_path, plan)
+    assert (tmp_path / HEADS).read_bytes() == (folder / HEADS).read_bytes()
 
 
 @pytest.fixture
@@ -66,18 +67,12 @@ def started(model: str, corpus: str, tmp_path: Path) -> Counter:
 
 def test_a_shard_that_another_process_counts_is_left_to_it(started: Counter, tmp_path: Path) -> None:
     (tmp_path / LEASES / "000001.json").write_text(
-        f'{{"host": "{work_host()}", "process": {os.getppid()}}}', encoding="utf-8"
+        f'{{"host": "{socket.gethostname()}", "process": {os.getppid()}}}', encoding="utf-8"
     )
     found = [index for index, _ in count_shards(started, tmp_path, range(4))]
     assert found == [0, 2, 3]
     assert missing_shards(tmp_path, started.plan)[0] == 1
     assert claim(tmp_path / LEASES, 0) is not None  # its own leases were released
-
-
-def work_host() -> str:
-    import socket
-
-    return socket.gethostname()
 
 
 def test_the_lease_is_released_after_an_error(

@@ -222,7 +222,7 @@ def _parsed_shard(shard: str) -> tuple[int, int]:
                 first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0")) if "ARRAY" in number else 0
                 return int(os.environ[number]) - first, int(os.environ[count])
         raise click.UsageError("--shard is auto, and neither torchrun nor Slurm started this. Give it as 0/8.")
-    first, _, count = shard.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+    index, _, total = shard.partition("/")
+    if not (index.isdigit() and total.isdigit() and int(index) < int(total)):
         raise click.UsageError(f"--shard is {shard!r}. Give it as 0/8: from 0/8 to 7/8 for eight processes.")
-    return int(first), int(count)
+    return int(index), int(total)

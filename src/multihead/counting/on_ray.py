@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def count_on_ray(
     started = not ray.is_initialized()
     if started:
         options: dict[str, Any] = {"num_cpus": workers * threads} if address == EMBEDDED else {}
-        ray.init(address=address, include_dashboard=False, logging_level="error", log_to_driver=False, **options)
+        ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
     try:
         return _counted(plan, folder, workers, threads, report, gpus)
     finally:

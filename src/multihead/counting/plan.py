@@ -226,7 +226,7 @@ def model_id(loaded: LoadedModel) -> str:
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             whole = value.detach().cpu().contiguous().flatten()
-            digest.update(memoryview(whole.view(torch.uint8).numpy()) if whole.numel() else b"")
+            digest.update(whole.view(torch.uint8).numpy().data if whole.numel() else b"")
     return digest.hexdigest()
 
 

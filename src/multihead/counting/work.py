@@ -20,7 +20,7 @@ import torch
 from multihead.counting.leases import claim
 from multihead.counting.merge import missing_shards
 from multihead.counting.plan import LEASES, Plan, model_id, read_plan
-from multihead.counting.shard import Counter
+from multihead.counting.shard import Counter, Renew
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.models import LoadedModel, load
 
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def count_shards(
-    counter: Counter, folder: Path, order: Sequence[int], renew: Callable[[int, int], None] = lambda texts, tokens: None
+    counter: Counter, folder: Path, order: Sequence[int], renew: Renew = lambda texts, tokens: None
 ) -> Iterator[tuple[int, str]]:
     """Count the shards that have no result and that no other process is counting.
 
@@ -92,13 +92,8 @@ def count_shards(
             if index not in missing or counter.plan.shard_file(folder, index).exists():
                 continue
             try:
-                lease = claim(folder / LEASES, index)
-                if lease is None:
+                if not _count_claimed(counter, folder, index, renew):
                     continue
-                try:
-                    counter.write(folder, index, lambda texts, tokens: (lease.renew(), renew(texts, tokens)))  # noqa: B023
-                finally:
-                    lease.release()
             except (OSError, InputError) as error:
                 failed.add(index)
                 yield index, f"{counter.plan.shards[index]}: {_reason(error)}"
@@ -108,6 +103,23 @@ def count_shards(
         # A lease may have expired meanwhile; without progress the shards left are those of other processes.
         if not counted:
             return
+
+
+def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> bool:
+    """Claim a shard and count it; False if another process has claimed it."""
+    lease = claim(folder / LEASES, index)
+    if lease is None:
+        return False
+
+    def renew_both(texts: int, tokens: int) -> None:
+        lease.renew()
+        renew(texts, tokens)
+
+    try:
+        counter.write(folder, index, renew_both)
+    finally:
+        lease.release()
+    return True
 
 
 def _reason(error: OSError | InputError) -> str:
