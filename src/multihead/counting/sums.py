@@ -152,36 +152,42 @@ class LayerSums:
         """
         shape = values.shape
         flat, taken = values.flatten(0, 1), counted.flatten(0, 1)
-        finite = flat.isfinite()
-        if not bool(finite.all()):
+        if not bool(flat.sum().isfinite()):
+            finite = flat.isfinite()
             self.nonfinite += (taken & ~finite).sum(-1)
             taken &= finite
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        sketch = Sketch(total, count, self.bins)
-        sketch.add(flat[None], taken[None])
-        self._add_moments(flat, taken, sketch)
-        flat.masked_fill_(~taken, torch.inf)
+        Sketch(total, count, self.bins).add(flat[None], taken[None])
+        left_out = ~taken
+        self._add_moments(flat, left_out, total, count)
+        flat.masked_fill_(left_out, torch.inf)
         least = flat.amin(-1).double()
         self.minimum = torch.minimum(self.minimum, least)
         if bool((least < 0).any()):
             self._add_negative(flat, taken)
-        flat.masked_fill_(~taken, -torch.inf)
+        flat.masked_fill_(left_out, -torch.inf)
         self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
         self.strongest.add(flat.view(shape), batch, largest_keys)
 
-    def _add_moments(self, flat: Tensor, taken: Tensor, sketch: Sketch) -> None:
+    def _add_moments(self, flat: Tensor, left_out: Tensor, total: Tensor, number: Tensor) -> None:
         """Merge the mean and the squares about it with those of a batch.
+
+        Args:
+            flat: (rows, tokens).
+            left_out: (rows, tokens) bool.
+            total: (rows,) float64, the sums of the values that count.
+            number: (rows,) float64, how many count.
 
         Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
         """
-        count = sketch.count.long()
-        mean = sketch.total / sketch.count.clamp(min=1)
-        deviation = (flat.double() - mean[:, None]).masked_fill_(~taken, 0)
+        count = number.long()
+        mean = total / number.clamp(min=1)
+        deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
         squares = torch.linalg.vecdot(deviation, deviation)
-        total = (self.count + count).clamp(min=1)
+        both = (self.count + count).clamp(min=1)
         difference = mean - self.mean
-        self.mean = self.mean + difference * count / total
-        self.squares = self.squares + squares + difference.square() * self.count * count / total
+        self.mean = self.mean + difference * count / both
+        self.squares = self.squares + squares + difference.square() * self.count * count / both
         self.count = self.count + count
 
     def _add_negative(self, flat: Tensor, taken: Tensor) -> None:
