@@ -35,6 +35,15 @@ def test_the_plan_that_is_there_is_kept(plan: Plan, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
 
 
+def test_a_file_system_without_links_is_enough(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.link", refuse)
+    assert plan.write(tmp_path) == plan
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
+
+
 def test_the_name_of_the_model_and_its_device_do_not_change_the_result(plan: Plan) -> None:
     assert replace(plan, model="elsewhere", device="cuda", title="other").id == plan.id
     assert replace(plan, seed=1).id != plan.id

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,15 @@ class Actor:
 
     Args:
         folder: the directory of the census, which all machines share.
+        place: the working directory of the call, to which relative names belong.
         model: the MODEL argument.
         device: where the model runs.
         threads: threads of torch.
     """
 
-    def __init__(self, folder: str, model: str, device: str, threads: int) -> None:
+    def __init__(self, folder: str, place: str, model: str, device: str, threads: int) -> None:
+        with suppress(OSError):  # another machine may not have it: then names must be absolute
+            os.chdir(place)
         torch.set_num_threads(threads)
         self._folder = Path(folder)
         self._counter = loaded_for(self._folder, model, device)
@@ -101,7 +106,7 @@ def _counted(plan: Plan, folder: Path, workers: int, threads: int, report: Repor
     data = ray.data.from_items([{"shard": index} for index in missing], override_num_blocks=len(missing))
     counted = data.map_batches(
         Actor,
-        fn_constructor_args=(str(folder.resolve()), plan.model, plan.device, threads),
+        fn_constructor_args=(str(folder.resolve()), str(Path.cwd()), plan.model, plan.device, threads),
         batch_size=1,
         concurrency=(1, min(workers, len(missing))),
         num_cpus=threads,

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -158,9 +157,13 @@ class Plan:
             content = {"version": VERSION, "id": self.id, **asdict(self)}
             part = folder / f".{FILE}.{secrets.token_hex(4)}"
             write_whole(part, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-            with suppress(FileExistsError):
+            try:
                 os.link(part, file)  # does not replace a plan that another process has written
-            part.unlink()
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links: a process that starts at the same time writes the same plan
+                part.replace(file)
+            part.unlink(missing_ok=True)
         found = read_plan(folder)
         found.check_same(self)
         return replace(found, model=self.model or found.model, device=self.device)
