@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {  # name -> the module that defines it
+    "Census": "multihead.counting.result",
     "KeyValueCache": "multihead.cache",
     "MultiHeadAttention": "multihead.layer",
     "QKNorm": "multihead.qk_norm",
@@ -17,6 +18,7 @@ _MODULES = {  # name -> the module that defines it
     "attention": "multihead.functional",
     "attention_weights": "multihead.functional",
     "attention_with_logsumexp": "multihead.functional",
+    "census": "multihead.counting.run",
     "explain": "multihead.functional",
     "look": "multihead.looking",
     "merge_heads": "multihead.heads",
@@ -32,6 +34,7 @@ _MODULES = {  # name -> the module that defines it
 _PACKAGES = ("compat", "errors", "export", "masks", "parallel", "probes", "scores")
 
 __all__ = [
+    "Census",
     "KeyValueCache",
     "MultiHeadAttention",
     "QKNorm",
@@ -41,6 +44,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "attention_with_logsumexp",
+    "census",
     "compat",
     "errors",
     "explain",

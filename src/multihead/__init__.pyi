@@ -1,5 +1,7 @@
 from multihead import compat, errors, export, masks, parallel, probes, scores
 from multihead.cache import KeyValueCache
+from multihead.counting.result import Census
+from multihead.counting.run import census
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
 from multihead.heads import merge_heads, split_heads
 from multihead.hooks.use import use
@@ -14,6 +16,7 @@ from multihead.qk_norm import QKNorm
 from multihead.rotary import Rotary
 
 __all__ = [
+    "Census",
     "KeyValueCache",
     "MultiHeadAttention",
     "QKNorm",
@@ -23,6 +26,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "attention_with_logsumexp",
+    "census",
     "compat",
     "errors",
     "explain",

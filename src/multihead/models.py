@@ -228,16 +228,33 @@ def encode(loaded: LoadedModel, text: str, *, tokens: int | None = None) -> Enco
         )
     special = [bool(each) for each in encoding["special_tokens_mask"]]
     unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
-    if fast:
-        offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]]
-        shown = _tokens_by_place(loaded.tokenizer, ids, offsets, special, text)
-    else:
-        offsets = [(0, 0)] * len(ids)
-        shown = tokens_of(loaded.tokenizer, ids, special)
+    offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]] if fast else None
+    shown = _tokens_as_read(loaded.tokenizer, ids, offsets, special, text)
+    offsets = offsets or [(0, 0)] * len(ids)
     rows = torch.tensor([ids])
     return Encoded(
         rows, torch.ones_like(rows), shown, special, unknown, offsets, _gaps(text, offsets) if fast else None
     )
+
+
+def tokens_of_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
+    """Return the part of each text that each of its tokens covers, with the gap before it, of many texts at once.
+
+    Joined they are the text, with its special tokens, wherever the tokenizer has offsets.
+
+    Args:
+        loaded: the model.
+        texts: the texts.
+        tokens: maximum number of tokens, special ones included, to which each text is truncated.
+    """
+    fast = bool(getattr(loaded.tokenizer, "is_fast", False))
+    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
+    with quiet():
+        found = loaded.tokenizer(list(texts), truncation=True, max_length=tokens, **options)
+    special = found["special_tokens_mask"]
+    offsets = found["offset_mapping"] if fast else [None] * len(texts)
+    rows = zip(found["input_ids"], offsets, special, texts, strict=True)
+    return [_tokens_as_read(loaded.tokenizer, ids, places, marks, text, gaps=True) for ids, places, marks, text in rows]
 
 
 def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> Encoded:
@@ -548,10 +565,34 @@ def _length(loaded: LoadedModel, tokens: int) -> int:
     return tokens
 
 
-def _tokens_by_place(
-    tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, int]], special: Sequence[bool], text: str
+def _tokens_as_read(
+    tokenizer: Any,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]] | None,
+    special: Sequence[bool],
+    text: str,
+    *,
+    gaps: bool = False,
 ) -> list[str]:
-    """Return the text of each token by its offsets; tokens of the same character have the same offsets."""
+    """Return the text of each token: by its offsets where the tokenizer has them, else decoded one by one."""
+    if offsets is None:
+        return tokens_of(tokenizer, ids, special)
+    return _tokens_by_place(tokenizer, ids, offsets, special, text, gaps=gaps)
+
+
+def _tokens_by_place(
+    tokenizer: Any,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    special: Sequence[bool],
+    text: str,
+    *,
+    gaps: bool,
+) -> list[str]:
+    """Return the text of each token by its offsets; tokens of the same character have the same offsets.
+
+    With `gaps` a token begins where the one before it ends.
+    """
     shown: list[str] = []
     reached = 0
     for id_, (start, end), mark in zip(ids, offsets, special, strict=True):
@@ -560,7 +601,7 @@ def _tokens_by_place(
         elif start == end:
             shown.append(str(tokenizer.decode([id_])))
         else:
-            shown.append(text[max(start, reached) : end] if end > reached else CONTINUED)
+            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUED)
             reached = max(reached, end)
     return shown
 

@@ -23,6 +23,7 @@ USERS = {
     "progress": ("cli/progress.py",),
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),
+    "census": ("cli/census.py",),
     "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
     "walk": ("cli/walk.py", "lab/chapters.py"),
 }

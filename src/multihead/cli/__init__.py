@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "Commands", "main"]
 COMMANDS = {
     "look": "Every head of a model on a text: a table, highlights, and one page.",
     "view": "Every head of a saved record in the browser, from the whole map to single weights.",
+    "census": "What every head of a model does over a whole corpus: sums, distributions, strongest examples.",
     "compare": "The heads of two saved records, ranked by how much their attention changed.",
     "walk": "The split of heads and a whole attention, step by step, every value printed.",
     "lab": "What the number of heads changes: counted, trained and measured.",

@@ -115,7 +115,7 @@ def look(
     text, sound = _input(text_file, prompt, audio, textbook=textbook)
     targets = [target for target in (out, json_file, csv_file) if target not in (None, "-")]
     check_writable([str(target) for target in (*targets, record_file) if target is not None])
-    chosen = None if layers is None else _parsed(layers)
+    chosen = None if layers is None else parsed_layers(layers)
     require("jinja2", purpose="Writing a page", extra="view")
     if record_file is not None:
         require("safetensors", purpose="Saving a record", extra="view")
@@ -191,7 +191,7 @@ def _input(
     return prompt or "" if text_file is None else readable_text(text_file), None
 
 
-def _parsed(layers: str) -> list[int]:
+def parsed_layers(layers: str) -> list[int]:
     """Parse "0,3-5" as [0, 3, 4, 5]."""
     found: list[int] = []
     for part in layers.replace("，", ",").split(","):

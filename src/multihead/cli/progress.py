@@ -47,15 +47,16 @@ class Steps:
             self.end()
         self._shown.close()
 
-    def show(self, step: str, done: float = 0, total: int | None = None) -> None:
+    def show(self, step: str, done: float = 0, total: int | None = None, *, detail: str = "") -> None:
         """Show how much of a step is done; a step with another name ends the one before.
 
         Args:
             step: its name, in the language of the command.
             done: the number of parts that are done.
             total: the number of all its parts, or None where that is unknown.
+            detail: what else changes while it runs, such as a rate.
         """
-        self._shown.show(step, done, total)
+        self._shown.show(step, done, total, detail)
 
     def end(self) -> None:
         """End the current step, if there is one."""
@@ -75,12 +76,13 @@ class _Bars:
         self._step: str | None = None
         self._task: TaskID | None = None
 
-    def show(self, step: str, done: float, total: int | None) -> None:
+    def show(self, step: str, done: float, total: int | None, detail: str) -> None:
         if self._task is None or step != self._step:
             self.end()
             self._progress.start()
             self._step, self._task = step, self._progress.add_task(step, total=total)
-        self._progress.update(self._task, completed=done, total=total)
+        described = f"{step}, {detail}" if detail else step
+        self._progress.update(self._task, completed=done, total=total, description=described)
 
     def end(self) -> None:
         if self._task is None:
@@ -103,12 +105,13 @@ class _Lines:
         self._step: str | None = None
         self._done: float = 0
         self._total: int | None = None
+        self._detail = ""
         self._began = self._due = 0.0
         self._printed = False
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def show(self, step: str, done: float, total: int | None) -> None:
+    def show(self, step: str, done: float, total: int | None, detail: str) -> None:
         with self._lock:
             if step != self._step:
                 self._end()
@@ -118,7 +121,7 @@ class _Lines:
                     self._thread = threading.Thread(target=self._watch, daemon=True)
                     self._thread.start()
                 self._lock.notify()
-            self._done, self._total = done, total
+            self._done, self._total, self._detail = done, total, detail
             self._print_if_due()
 
     def end(self) -> None:
@@ -150,7 +153,8 @@ class _Lines:
 
     def _print(self, *, finished: bool = False) -> None:
         now = time.monotonic()
-        values = {"step": self._step, "seconds": f"{now - self._began:.0f}"}
+        step = f"{self._step}, {self._detail}" if self._detail else self._step
+        values = {"step": step, "seconds": f"{now - self._began:.0f}"}
         if finished:
             line = text("progress.finished", self._lang, **values)
         elif self._total is not None and self._total > 1:

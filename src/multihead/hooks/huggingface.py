@@ -148,7 +148,8 @@ def attend_for(
     else:
         if start is None:  # the mask depends on no position, and listeners count distances
             start = 0 if not listeners() or crosses(module) else max(keys - query.shape[2], 0)
-        request = request_of(query, key, value, *terms, start, origin=CallOrigin(module))
+        packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
+        request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
         output, logsumexp = _published(request, attention_mask) if attended is None else attended
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).

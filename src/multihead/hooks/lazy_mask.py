@@ -27,6 +27,7 @@ class LazyMask(Tensor):
         query_start: position of the first query among the keys.
         key_offset: position of the first key in the sequence, tokens.
         padding: (batch, keys) bool, True = no padding; None where there is none.
+        packed_lengths: (samples,) int64, tokens per sample, where the one row holds packed samples; else None.
     """
 
     keys: int
@@ -34,6 +35,7 @@ class LazyMask(Tensor):
     query_start: int
     key_offset: int
     padding: Tensor | None
+    packed_lengths: Tensor | None = None
     # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
@@ -67,7 +69,7 @@ class LazyMask(Tensor):
         """Return the mask of the first keys."""
         batch, heads, queries, before = self.shape
         mask = self.mask if keys == before else self.mask.with_first_keys(keys)
-        return LazyMask(
+        made = LazyMask(
             (batch, heads, queries, keys),
             Keep(self.dense()[..., :keys]) if mask is None else mask,
             query_start=self.query_start,
@@ -75,6 +77,8 @@ class LazyMask(Tensor):
             padding=None if self.padding is None else self.padding[:, :keys],
             device=self.device,
         )
+        made.packed_lengths = self.packed_lengths if keys == before else None
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -291,7 +291,7 @@ def _row_mask(mask: Mask, packing: Packing) -> _RowMask:
     made = _RowMask(
         (1, 1, tokens, tokens), mask, query_start=0, key_offset=0, padding=None, device=packing.index.device
     )
-    made.packing = packing
+    made.packing, made.packed_lengths = packing, packing.lengths
     return made
 
 

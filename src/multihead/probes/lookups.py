@@ -18,14 +18,22 @@ def at_offset(call: MeasuredCall, offset: int) -> Tensor:
     """Return the weight on the key at an offset from each query's position: (batch, heads, queries), 0 if hidden."""
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ArgumentError(f"offset is {offset!r}.", "Give an integer, such as -1 for the key before the query.")
+    return at_keys(call, call.positions + offset)
+
+
+def at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
+    """Return the weight on one key of each query: (batch, heads, queries) of (batch, queries) int64, 0 if hidden."""
     request, shape = call.cleaned, call.request.shape
     if not shape.key_length:
         return torch.zeros_like(call.divisor)
-    keys = (call.positions + offset)[..., None]  # (batch, queries, 1)
+    keys = keys[..., None]
     clamped = keys.clamp(0, shape.key_length - 1)
     dtype = working_dtype(shape.dtype)
-    index = clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim)
-    k = request.k.to(dtype).gather(2, index)[:, :, None]  # (batch, kv_heads, 1, queries, head_dim)
+    if shape.batch == 1:  # copies whole rows, which takes less time than the same for single numbers
+        k = request.k.to(dtype).index_select(2, clamped.flatten())[:, :, None]  # (1, kv_heads, 1, queries, head_dim)
+    else:
+        index = clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim)
+        k = request.k.to(dtype).gather(2, index)[:, :, None]  # (batch, kv_heads, 1, queries, head_dim)
     q = request.q.to(dtype).unflatten(1, (shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
     return _weights(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
 

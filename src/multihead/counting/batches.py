@@ -1,0 +1,152 @@
+"""Batches of token ids: texts of similar length together, and where each token is in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some texts that run through the model together.
+
+    Attributes:
+        ids: (texts, length) int64, padded on the right with 0.
+        lengths: (texts,) int64, tokens of each text.
+        texts: (texts,) int64, index of each text in its shard, ascending.
+
+    >>> batch = Batch.of([np.array([7, 8]), np.array([5])], [4, 9])
+    >>> batch.ids.tolist(), batch.mask.tolist(), batch.text.tolist(), batch.position.tolist()
+    ([[7, 8], [5, 0]], [[True, True], [True, False]], [4, 4, 9], [0, 1, 0])
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    texts: Tensor
+
+    @staticmethod
+    def of(ids: Sequence[NDArray[np.int64]], texts: Sequence[int]) -> Batch:
+        """Pad the token ids of some texts, each of at least one token."""
+        lengths = torch.tensor([len(each) for each in ids])
+        padded = torch.zeros(len(ids), int(lengths.max()), dtype=torch.int64)
+        padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.from_numpy(np.concatenate(ids))
+        return Batch(padded, lengths, torch.tensor(texts))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, padding not counted."""
+        return len(self.row)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """(texts, length) bool, False for padding."""
+        return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    @cached_property
+    def row(self) -> Tensor:
+        """(tokens,) int64: the index in the batch of the text that each token belongs to."""
+        return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+
+    @cached_property
+    def text(self) -> Tensor:
+        """(tokens,) int64: the index in the shard of the text that each token belongs to."""
+        return self.texts[self.row]
+
+    @cached_property
+    def start(self) -> Tensor:
+        """(tokens,) int64: index of the first token of the same text."""
+        return (self.lengths.cumsum(0) - self.lengths)[self.row]
+
+    @cached_property
+    def stop(self) -> Tensor:
+        """(tokens,) int64: index after the last token of the same text."""
+        return self.lengths.cumsum(0)[self.row]
+
+    @cached_property
+    def position(self) -> Tensor:
+        """(tokens,) int64: the position of each token in its text."""
+        return torch.arange(len(self.row)) - self.start
+
+    @cached_property
+    def flat_ids(self) -> Tensor:
+        """(tokens,) int64: the token ids, text after text."""
+        return self.ids[self.mask]
+
+    @cached_property
+    def distinct_ids(self) -> Tensor:
+        """(tokens,) int64: numbers that are equal for equal tokens of one text, and differ between texts."""
+        return self.flat_ids + self.row * (int(self.ids.max()) + 1)
+
+    @cached_property
+    def occurred(self) -> Tensor:
+        """(tokens,) bool: whether the token has occurred before in its text."""
+        _, token = self.distinct_ids.unique(return_inverse=True)
+        place = torch.arange(len(token))
+        first = torch.full((int(token.max()) + 1,), len(token)).scatter_reduce(0, token, place, "amin")
+        return place > first[token]
+
+    def places_of(self, flags: Tensor) -> Tensor:
+        """Find some tokens of each token's text.
+
+        Args:
+            flags: (tokens,) bool, the tokens to find.
+
+        Returns:
+            (most, tokens) int64: the index of the first of them in the same text, of the second and so on; -1 for none.
+        """
+        place = flags.nonzero().flatten()
+        row = self.row[place]
+        count = row.bincount(minlength=len(self.lengths))
+        rank = torch.arange(len(place)) - (count.cumsum(0) - count)[row]
+        table = torch.full((int(count.max()), len(self.lengths)), -1)
+        table[rank, row] = place
+        return table[:, self.row]
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Leave out padding, and put text after text.
+
+        Args:
+            values: (1, heads, tokens) of a packed row, or (texts, heads, length).
+
+        Returns:
+            (heads, tokens).
+        """
+        if values.shape[0] == 1 and values.shape[2] == self.num_tokens:
+            return values[0]
+        return values.transpose(0, 1)[:, self.mask.to(values.device)]
+
+
+def batches(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool) -> Iterator[Batch]:
+    """Group texts by length into batches of at most some tokens, or of one text that has more.
+
+    Args:
+        ids: the token ids of each text, at least one.
+        texts: the index of each text in its shard.
+        tokens: the most tokens of a batch; where batches run padded, padding counts.
+        packed: whether the model leaves padding out.
+    """
+    lengths = np.array([len(each) for each in ids], np.int64)
+    group: list[int] = []
+    total = 0
+    for index in np.argsort(lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        after = total + length if packed else (len(group) + 1) * length
+        if group and after > tokens:
+            yield _batch(ids, texts, group)
+            group, total = [], 0
+        group.append(index)
+        total += length
+    if group:
+        yield _batch(ids, texts, group)
+
+
+def _batch(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> Batch:
+    """Return a batch whose texts are in the order of the shard: so are then its tokens, which decides ties."""
+    group = sorted(group)
+    return Batch.of([ids[index] for index in group], [texts[index] for index in group])

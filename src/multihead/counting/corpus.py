@@ -1,0 +1,329 @@
+"""Find the files of a corpus, divide them into shards, and read the texts of one shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import fsspec
+
+from multihead.errors import InputError
+from multihead.optional import require
+
+Kind = Literal["parquet", "jsonl", "lines"]
+
+LONGEST_LINE = 1 << 26
+"""Bytes; a longer line is a broken row."""
+
+SMALLEST_SHARD, LARGEST_SHARD, SHARDS = 1 << 18, 1 << 25, 128
+"""Bytes of text in a shard, and how many shards a corpus between these limits has."""
+
+_KINDS: dict[str, Kind] = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_ROWS = 1024  # of parquet that are decoded at once
+
+
+class Shard(NamedTuple):
+    """A part of a corpus.
+
+    Attributes:
+        file: the file's name or address.
+        kind: its format.
+        group: the row group of a parquet file; -1 otherwise.
+        start: the first row within the group, or the first byte: the shard has the lines that begin from here on.
+        stop: the row after the last one, or the byte at which later lines begin; -1 for the end.
+    """
+
+    file: str
+    kind: Kind
+    group: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        """The file and the place in it, for messages."""
+        if self.stop < 0 and not self.start:
+            return self.file
+        if self.kind == "parquet":
+            return f"{self.file} row group {self.group}, rows from {self.start}"
+        return f"{self.file} bytes from {self.start}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a corpus.
+
+    Attributes:
+        index: its index in the shard.
+        place: where it is, for messages.
+        text: its text, or None if it has none.
+        problem: why it has none.
+    """
+
+    index: int
+    place: str
+    text: str | None
+    problem: str = ""
+
+
+def find_files(patterns: Sequence[str]) -> list[str]:
+    """Return the files that match some names or globs, in the order of the patterns, each sorted by name.
+
+    A name without a match is kept, so that it is reported as missing where its texts are read.
+
+    Raises:
+        InputError: none of them exists.
+    """
+    found: dict[str, None] = {}
+    any_exists = False
+    for pattern in patterns:
+        system, path = _system(pattern)
+        matches = sorted(system.glob(path)) if any(sign in pattern for sign in "*?[") else []
+        matches = [each for each in matches if not system.isdir(each)]
+        if not matches and system.isdir(path):
+            raise InputError(
+                f"{pattern!r} is a folder.", f"Give its files, for example '{pattern.rstrip('/')}/*.parquet'."
+            )
+        any_exists |= bool(matches) or system.isfile(path)
+        found.update(dict.fromkeys([_named(system, pattern, each) for each in matches] or [pattern]))
+    if not any_exists:
+        raise InputError(f"There is no file {' or '.join(repr(each) for each in patterns)}.", "Check the names.")
+    return list(found)
+
+
+def _system(name: str) -> tuple[Any, str]:
+    """Return the file system of a name or address, and the path in it."""
+    try:
+        if "://" not in name:
+            return fsspec.filesystem("file"), name
+        system, path = fsspec.core.url_to_fs(name)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"{name!r} cannot be opened: {error}.", "Install what fsspec needs for this address."
+        ) from None
+    return system, path
+
+
+def _named(system: Any, pattern: str, path: str) -> str:
+    """Return the name of a match in the style of its pattern: with its protocol, relative where the pattern is."""
+    if "://" in pattern:
+        return str(system.unstrip_protocol(path))
+    if PurePosixPath(pattern).is_absolute():
+        return path
+    here = str(PurePosixPath(system._strip_protocol("."))) + "/"  # noqa: SLF001 - how fsspec makes a path absolute
+    return path.removeprefix(here)
+
+
+def sizes_of(files: Sequence[str]) -> dict[str, int | None]:
+    """Return the size of each file, bytes; None where it cannot be found."""
+    found: dict[str, int | None] = {}
+    for file in files:
+        system, path = _system(file)
+        try:
+            found[file] = int(system.size(path))
+        except OSError:
+            found[file] = None
+    return found
+
+
+def divide(sizes: dict[str, int | None], column: str, *, shard_bytes: int | None = None) -> list[Shard]:
+    """Divide files into shards: row groups of parquet, or parts of large ones, and ranges of lines.
+
+    A file that cannot be read is one shard, so that it is reported where its texts are read.
+
+    Args:
+        sizes: the files with their sizes.
+        column: the column or key of the texts.
+        shard_bytes: bytes of text in a shard; None chooses them by the size of the corpus.
+    """
+    total = sum(size or 0 for size in sizes.values())
+    most = shard_bytes or min(max(total // SHARDS, SMALLEST_SHARD), LARGEST_SHARD)
+    shards: list[Shard] = []
+    for file, size in sizes.items():
+        kind = _kind(file)
+        if size is None:
+            shards.append(Shard(file, kind, 0 if kind == "parquet" else -1, 0, -1))
+        elif kind == "parquet":
+            shards += _divide_parquet(file, column, most)
+        elif _compression(file):
+            shards.append(Shard(file, kind, -1, 0, -1))  # it cannot be read from its middle
+        else:
+            starts = range(0, max(size, 1), most)
+            shards += [Shard(file, kind, -1, start, start + most if start + most < size else -1) for start in starts]
+    return shards
+
+
+def _divide_parquet(file: str, column: str, most: int) -> list[Shard]:
+    require("pyarrow", purpose="A census", extra="census")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    shards: list[Shard] = []
+    try:
+        with _opened(file) as source:
+            metadata = pq.ParquetFile(source).metadata
+            for group in range(metadata.num_row_groups):
+                one = metadata.row_group(group)
+                columns = [one.column(index) for index in range(one.num_columns)]
+                size = sum(
+                    each.total_uncompressed_size for each in columns if each.path_in_schema.split(".")[0] == column
+                )
+                rows = max(1, -(-one.num_rows * most // max(size, most)))
+                shards += [
+                    Shard(file, "parquet", group, start, min(start + rows, one.num_rows))
+                    for start in range(0, one.num_rows, rows)
+                ]
+    except (OSError, pa.ArrowException):
+        return [Shard(file, "parquet", 0, 0, -1)]
+    return shards
+
+
+def _kind(file: str) -> Kind:
+    path = PurePosixPath(file)
+    if path.suffix in _COMPRESSED:
+        path = path.with_suffix("")
+    return _KINDS.get(path.suffix.lower(), "lines")
+
+
+def _compression(file: str) -> str | None:
+    return _COMPRESSED.get(PurePosixPath(file).suffix)
+
+
+def _opened(file: str) -> Any:
+    system, path = _system(file)
+    if system.isdir(path):
+        raise IsADirectoryError(f"{file} is a folder")
+    return system.open(path, "rb")
+
+
+def rows(shard: Shard, column: str) -> Iterator[Row]:
+    """Read the rows of a shard, one after the other.
+
+    Args:
+        shard: the shard.
+        column: the column or key of the texts.
+
+    Raises:
+        OSError: the file cannot be read.
+        InputError: it is no parquet file, or has no such column.
+    """
+    for row in _parquet_rows(shard, column) if shard.kind == "parquet" else _line_rows(shard, column):
+        text = row.text
+        if text is None:
+            yield row
+        elif not text.strip():
+            yield Row(row.index, row.place, None, "empty")
+        else:
+            try:
+                text.encode("utf-8")
+                yield row
+            except UnicodeEncodeError:
+                yield Row(row.index, row.place, None, "half of a surrogate pair, which is no character")
+
+
+def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
+    require("pyarrow", purpose="A census", extra="census")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with _opened(shard.file) as source:
+            file = pq.ParquetFile(source)
+            if column not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names)
+                raise InputError(f"{shard.file} has no column {column!r}.", f"Give one of its columns: {names}.")
+            kind = file.schema_arrow.field(column).type
+            if pa.types.is_dictionary(kind):
+                kind = kind.value_type
+            if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+                raise InputError(
+                    f"The column {column!r} of {shard.file} holds {kind}, no text.", "Give a column of strings."
+                )
+            index = 0
+            for batch in file.iter_batches(_ROWS, row_groups=[shard.group], columns=[column], use_threads=False):
+                stop = index + batch.num_rows
+                if stop > shard.start:
+                    # Bytes, because one value that is not UTF-8 would make all of them unreadable.
+                    values = batch.column(0).cast(kind).cast(pa.large_binary()).to_pylist()
+                    for place in range(max(index, shard.start), stop if shard.stop < 0 else min(stop, shard.stop)):
+                        where = f"{shard.file} row group {shard.group} row {place}"
+                        yield _decoded(place - shard.start, where, values[place - index])
+                index = stop
+                if 0 <= shard.stop <= index:
+                    return
+    except pa.ArrowException as error:
+        raise InputError(f"{shard.file} cannot be read: {str(error).splitlines()[0]}", "Write it again.") from None
+
+
+def _line_rows(shard: Shard, column: str) -> Iterator[Row]:
+    with _opened(shard.file) as raw:
+        source: Any = raw
+        if (compression := _compression(shard.file)) is not None:
+            source = fsspec.compression.compr[compression](raw, mode="rb")
+        place, index = shard.start, 0
+        if place:
+            place -= 1
+            source.seek(place)
+            place += _skip_line(source)  # a line that began in the shard before belongs to it
+        while shard.stop < 0 or place < shard.stop:
+            line = _line(source)
+            if not line:
+                return
+            where = f"{shard.file} byte {place}"
+            place += len(line)
+            if line.endswith(b"\n") or len(line) < LONGEST_LINE:
+                row = _decoded(index, where, line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
+                yield _parsed(row, column) if shard.kind == "jsonl" else row
+            else:
+                yield Row(index, where, None, f"longer than {LONGEST_LINE} bytes")
+                place += _skip_line(source)
+            index += 1
+
+
+def _line(source: BinaryIO) -> bytes:
+    return source.readline(LONGEST_LINE)
+
+
+def _skip_line(source: BinaryIO) -> int:
+    """Read to the end of a line, and return the number of bytes read."""
+    count = 0
+    while part := _line(source):
+        count += len(part)
+        if part.endswith(b"\n"):
+            break
+    return count
+
+
+def _decoded(index: int, where: str, value: bytes | None) -> Row:
+    if value is None:
+        return Row(index, where, None, "no text")
+    try:
+        return Row(index, where, value.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Row(index, where, None, "not UTF-8")
+
+
+def _parsed(row: Row, column: str) -> Row:
+    """Return the text of a line of JSON: its value under a key, or the line itself if it is a string."""
+    if row.text is None or not row.text.strip():
+        return row
+    try:
+        found = json.loads(row.text)
+    except (ValueError, RecursionError):
+        return Row(row.index, row.place, None, "not JSON")
+    if isinstance(found, dict):
+        if column not in found:
+            return Row(row.index, row.place, None, f"no key {column!r}")
+        found = found[column]
+    if not isinstance(found, str):
+        return Row(row.index, row.place, None, f"{type(found).__name__}, no text")
+    return Row(row.index, row.place, found)

@@ -1,0 +1,212 @@
+"""Merge the files of shards into one table of heads, always in the plan's order, so that the bytes are always equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multihead.counting.plan import Plan
+from multihead.counting.shard import parquet_of, read_metadata, schema
+from multihead.errors import InputError
+from multihead.files import write_whole
+
+HEADS = "heads.parquet"
+SHARDS = "shards.parquet"
+
+Numbers = NDArray[np.int64]
+Reals = NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class Merged:
+    """The sums of all shards so far: one row per layer, statistic and head.
+
+    Attributes:
+        examples: how many of the strongest examples are kept.
+        place: the row of each (layer, statistic, head).
+        names: the name of each layer.
+        shards: what was read of each shard.
+    """
+
+    examples: int
+    place: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    count: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    nonfinite: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    mean: Reals = field(default_factory=lambda: np.zeros(0))
+    squares: Reals = field(default_factory=lambda: np.zeros(0))
+    minimum: Reals = field(default_factory=lambda: np.zeros(0))
+    maximum: Reals = field(default_factory=lambda: np.zeros(0))
+    _bins: Any = None  # (row, value, count) of all bins that hold any
+    _best: Any = None  # the examples of all rows, and the row of each
+    _row_of_best: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def add(self, table: Any) -> None:
+        """Add the table of one shard; shards come in the order of the plan."""
+        self.shards.append(read_metadata(table.schema))
+        if not len(table):
+            return
+        keys = list(
+            zip(*(table[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
+        )  # (layer, statistic, head) of each row
+        rows = np.array([self.place.setdefault(key, len(self.place)) for key in keys])
+        self.names.update(zip((key[0] for key in keys), table["name"].to_pylist(), strict=True))
+        self._grow(len(self.place))
+        self._add_moments(table, rows)
+        self._add_bins(table, rows)
+        self._add_examples(table, rows)
+
+    def _grow(self, rows: int) -> None:
+        more = rows - len(self.count)
+        if more:
+            for name, value in (("count", 0), ("nonfinite", 0), ("mean", 0.0), ("squares", 0.0)):
+                setattr(self, name, np.append(getattr(self, name), np.full(more, value)))
+            self.minimum = np.append(self.minimum, np.full(more, np.inf))
+            self.maximum = np.append(self.maximum, np.full(more, -np.inf))
+
+    def _add_moments(self, table: Any, rows: Numbers) -> None:
+        count, mean, squares = (table[name].to_numpy() for name in ("count", "mean", "squares"))
+        before, total = self.count[rows], self.count[rows] + count
+        share = np.divide(count, total, out=np.zeros(len(total)), where=total > 0)
+        difference = mean - self.mean[rows]
+        self.squares[rows] += squares + difference**2 * before * share
+        self.mean[rows] += difference * share
+        self.count[rows] = total
+        self.nonfinite[rows] += table["nonfinite"].to_numpy()
+        least, most = (
+            table[name].fill_null(fill).to_numpy() for name, fill in (("minimum", np.inf), ("maximum", -np.inf))
+        )
+        self.minimum[rows] = np.minimum(self.minimum[rows], least)
+        self.maximum[rows] = np.maximum(self.maximum[rows], most)
+
+    def _add_bins(self, table: Any, rows: Numbers) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        values, counts = (table[name].combine_chunks() for name in ("bin_value", "bin_count"))
+        bins = pa.table(
+            {
+                "row": rows[pc.list_parent_indices(values).to_numpy()],
+                "value": pc.list_flatten(values),
+                "count": pc.list_flatten(counts),
+            }
+        )
+        if self._bins is not None:
+            bins = pa.concat_tables([self._bins, bins])
+        # Integers add up in any order.
+        summed = bins.group_by(["row", "value"], use_threads=False).aggregate([("count", "sum")])
+        self._bins = summed.rename_columns(["row", "value", "count"])
+
+    def _add_examples(self, table: Any, rows: Numbers) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        lists = table["examples"].combine_chunks()
+        best, row = pc.list_flatten(lists), rows[pc.list_parent_indices(lists).to_numpy()]
+        if self._best is not None:
+            best, row = pa.concat_arrays([self._best, best]), np.append(self._row_of_best, row)
+        shard, text, position = (best.field(name).to_numpy() for name in ("shard", "text", "position"))
+        order = np.lexsort((position, text, shard, -best.field("value").to_numpy(), row))
+        row = row[order]
+        rank = np.arange(len(row)) - np.searchsorted(row, row)
+        kept = rank < self.examples
+        self._best, self._row_of_best = best.take(pa.array(order[kept])), row[kept]
+
+    def table(self) -> Any:
+        """Return the table of heads, by layer, statistic and head: statistics in the order of the probes."""
+        import pyarrow as pa
+
+        rows = sorted(self.place, key=lambda key: (key[0], self.place[key]))
+        order = np.array([self.place[key] for key in rows], np.int64)
+        none = self.count[order] == 0
+        columns: dict[str, Any] = {
+            "layer": [key[0] for key in rows],
+            "name": [self.names[key[0]] for key in rows],
+            "head": [key[2] for key in rows],
+            "statistic": [key[1] for key in rows],
+        }
+        for name in ("count", "nonfinite", "mean", "squares"):
+            columns[name] = getattr(self, name)[order]
+        for name in ("minimum", "maximum"):
+            columns[name] = pa.array(getattr(self, name)[order], mask=none)
+        if self._bins is None:
+            return pa.Table.from_pydict({name: [] for name in schema().names}, schema=schema())
+        bins = self._bins.sort_by([("row", "ascending"), ("value", "ascending")])
+        columns["bin_value"] = _lists(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
+        columns["bin_count"] = _lists(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
+        columns["examples"] = _lists(self._row_of_best, self._best, order)
+        return pa.Table.from_pydict(columns, schema=schema())
+
+
+def _lists(row: Numbers, values: Any, order: Numbers) -> Any:
+    """Return values as one list per row: `row` is the row of each value, ascending, `order` that of the lists."""
+    import pyarrow as pa
+
+    first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
+    ends = np.cumsum(stop - first)
+    offsets = np.append(0, ends)
+    index = np.repeat(first - offsets[:-1], stop - first) + np.arange(offsets[-1])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(pa.array(index)))
+
+
+def missing_shards(folder: Path, plan: Plan) -> list[int]:
+    """Return the shards that have no file."""
+    present = {each.name for each in plan.shard_file(folder, 0).parent.iterdir()}
+    return [index for index in range(len(plan.shards)) if plan.shard_file(folder, index).name not in present]
+
+
+def merged(folder: Path, plan: Plan) -> Merged:
+    """Merge the shards that have a file.
+
+    Raises:
+        InputError: a file cannot be read, or belongs to another census.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    left_out, found = set(missing_shards(folder, plan)), Merged(plan.examples)
+    for index in range(len(plan.shards)):
+        if index in left_out:
+            continue
+        file = plan.shard_file(folder, index)
+        try:
+            table = pq.read_table(file, use_threads=False, partitioning=None)
+        except (OSError, pa.ArrowException) as error:
+            line = str(error).splitlines()[0]
+            raise InputError(f"{str(file)!r} cannot be read: {line}.", "Delete it and run the census again.") from None
+        if read_metadata(table.schema).get("plan") != plan.id:
+            raise InputError(f"{str(file)!r} is not a shard of this census.", "Delete it and run the census again.")
+        found.add(table)
+    return found
+
+
+def write_merged(folder: Path, plan: Plan) -> None:
+    """Write the table of heads and the table of shards of all shards that have a file."""
+    found = merged(folder, plan)
+    metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
+    write_whole(folder / HEADS, parquet_of(found.table(), metadata))
+    write_whole(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
+
+
+def shards_table(plan: Plan, shards: Sequence[dict[str, Any]]) -> Any:
+    """Return a table with a row per shard: where its texts are, and what was read of it."""
+    import pyarrow as pa
+
+    numbers = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")
+    fields = [("shard", pa.int32()), ("file", pa.string()), ("place", pa.string())]
+    columns = [*fields, *((name, pa.int64()) for name in numbers), ("problems", pa.list_(pa.string()))]
+    found = [
+        {
+            **{name: each[name] for name in ("shard", *numbers, "problems")},
+            "file": plan.shards[each["shard"]].file,
+            "place": str(plan.shards[each["shard"]]),
+        }
+        for each in shards
+    ]
+    return pa.Table.from_pylist(found, schema=pa.schema(columns))

@@ -1,0 +1,256 @@
+"""The plan of a census: what is counted with what, written before anything runs and checked by every process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead.counting.corpus import Shard
+from multihead.errors import ArgumentError, InputError
+from multihead.files import write_whole
+from multihead.models import LoadedModel
+from multihead.probes.catalogue import PROBES, first_keys_mass, offset_mass
+from multihead.probes.probe import Probe, Statistic
+
+VERSION = 1
+FILE = "plan.json"
+SHARDS = "shards"
+LEASES = "leases"
+
+_SAME = (
+    "model_id", "tokenizer_id", "probes", "seed", "texts", "column", "share", "tokens", "batch_tokens", "examples",
+    "layers", "dtype",
+)  # fmt: skip
+_NAMES = {"model_id": "model", "tokenizer_id": "tokenizer"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A census before it runs: each shard's result is a function of this and of the shard's texts.
+
+    Attributes:
+        model: the MODEL argument, from which workers load it; "" if it was given as a module.
+        model_id: a hash of its configuration and parameters.
+        title: its short name.
+        dtype: the dtype of its parameters.
+        device: where it runs.
+        tokenizer_id: a hash of the tokenizer.
+        special_ids: the token ids that `special_mass` counts.
+        probes: what identifies each probe: its name, how it is shown, its parts and its tokens.
+        layers: the layers that are measured, or None for all.
+        texts: the names and globs of the corpus.
+        column: the column or key of the texts.
+        share: the share of the texts that is read, drawn at random per text.
+        seed: the seed of that draw.
+        tokens: the most tokens of a text; longer ones are truncated.
+        batch_tokens: the most tokens of a batch.
+        examples: how many of the strongest examples are kept per head and statistic.
+        files: the files with their sizes, None where one was missing.
+        shards: the shards in order.
+    """
+
+    model: str
+    model_id: str
+    title: str
+    dtype: str
+    device: str
+    tokenizer_id: str
+    special_ids: tuple[int, ...]
+    probes: tuple[dict[str, Any], ...]
+    layers: tuple[int | str, ...] | None
+    texts: tuple[str, ...]
+    column: str
+    share: float
+    seed: int
+    tokens: int
+    batch_tokens: int
+    examples: int
+    files: dict[str, int | None]
+    shards: tuple[Shard, ...]
+
+    @cached_property
+    def id(self) -> str:
+        """A hash of all that decides the result; the device and the name of the model do not."""
+        content = {name: value for name, value in asdict(self).items() if name not in ("model", "device", "title")}
+        return _hash(json.dumps(content, sort_keys=True).encode())
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """The statistics by name, as they are shown."""
+        return {each["name"]: Statistic(each["name"], **each["shown"]) for each in self.probes}
+
+    def shard_file(self, folder: Path, index: int) -> Path:
+        """Return the file of a shard's result."""
+        return folder / SHARDS / f"{index:06d}.parquet"
+
+    def built_in_probes(self) -> tuple[Probe, ...]:
+        """Return the probes from their names, for a process that has only the plan.
+
+        Raises:
+            ArgumentError: one of them is a Python function of a script.
+        """
+        found = []
+        for each in self.probes:
+            probe = _probe_named(each["name"])
+            if probe is None or identity(probe) != each:
+                raise ArgumentError(
+                    f"The probe {each['name']} is defined in a script, and other processes cannot load it.",
+                    "Run the census with workers=1 and without ray, or give probes of multihead.",
+                )
+            found.append(probe)
+        return tuple(found)
+
+    def check_same(self, other: Plan) -> None:
+        """Reject a census that differs from the one in the directory.
+
+        Raises:
+            ArgumentError: names what differs.
+        """
+        for name in _SAME:
+            mine, wanted = getattr(self, name), getattr(other, name)
+            if mine != wanted:
+                shown = (f", {_shown(mine)}, not {_shown(wanted)}") if name not in _NAMES else ""
+                raise ArgumentError(
+                    f"The directory holds a census with another {_NAMES.get(name, name)}{shown}.",
+                    "Give another directory with out=, or delete this one.",
+                )
+        # A file that is missing in either may come back.
+        changed = [file for file in other.files if file not in self.files]
+        known = {file: size for file, size in other.files.items() if size is not None}
+        changed += [file for file, size in self.files.items() if size is not None and known.get(file, size) != size]
+        if changed:
+            raise ArgumentError(
+                f"{changed[0]} is not the file that the census in the directory was planned with.",
+                "Give another directory with out=, or delete this one.",
+            )
+
+    def write(self, folder: Path) -> Plan:
+        """Write the plan, or check the one that is there; of several processes one writes.
+
+        Returns:
+            the plan of the directory.
+
+        Raises:
+            ArgumentError: the directory holds another census.
+            InputError: the directory cannot be written.
+        """
+        try:
+            for each in (SHARDS, LEASES):
+                (folder / each).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{str(folder)!r} cannot be written: {error.strerror}.", "Choose another folder."
+            ) from None
+        file = folder / FILE
+        if not file.exists():
+            content = {"version": VERSION, "id": self.id, **asdict(self)}
+            part = folder / f".{FILE}.{secrets.token_hex(4)}"
+            write_whole(part, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            try:
+                os.link(part, file)  # does not replace a plan that another process has written
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links: a process that starts at the same time writes the same plan
+                part.replace(file)
+            part.unlink(missing_ok=True)
+        found = read_plan(folder)
+        found.check_same(self)
+        return replace(found, model=self.model or found.model, device=self.device)
+
+
+def read_plan(folder: Path) -> Plan:
+    """Read the plan of a directory.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    file = folder / FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{str(folder)!r} holds no census.", "Run multihead census with --out first.") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{str(file)!r} cannot be read: {error}.", "Delete the directory and run again.") from None
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise InputError(f"{str(file)!r} is no plan of this version of multihead.", "Run the census again elsewhere.")
+    try:
+        expected = content.pop("id")
+        del content["version"]
+        for name in ("special_ids", "probes", "texts"):
+            content[name] = tuple(content[name])
+        content["layers"] = None if content["layers"] is None else tuple(content["layers"])
+        content["shards"] = tuple(Shard(*each) for each in content["shards"])
+        plan = Plan(**content)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{str(file)!r} is incomplete: {error}.", "Delete the directory and run again.") from None
+    if plan.id != expected:
+        raise InputError(f"{str(file)!r} was changed after it was written.", "Delete the directory and run again.")
+    return plan
+
+
+def identity(probe: Probe) -> dict[str, Any]:
+    """Return what identifies a probe in a plan."""
+    parts = sorted(json.dumps(part) for part in probe.parts)
+    tokens = None if probe.tokens is None else sorted(probe.tokens)
+    return {"name": probe.name, "shown": probe.display(), "parts": parts, "tokens": tokens}
+
+
+def _probe_named(name: str) -> Probe | None:
+    """Return a built-in probe by its name, or one that `offset_mass` or `first_keys_mass` makes."""
+    if name in PROBES:
+        return PROBES[name]
+    if found := re.fullmatch(r"offset_(minus|plus)_(\d+)_mass", name):
+        return offset_mass(int(found[2]) * (-1 if found[1] == "minus" else 1))
+    if found := re.fullmatch(r"first_(\d+)_mass", name):
+        return first_keys_mass(int(found[1]))
+    return None
+
+
+def model_id(loaded: LoadedModel) -> str:
+    """Return a hash of a model's configuration and of every parameter and buffer."""
+    digest = hashlib.blake2b(digest_size=16)
+    config: Any = getattr(loaded.model, "config", None)
+    described: Mapping[str, Any] = config.to_dict() if config is not None else {}
+    left_out = ("_name_or_path", "transformers_version", "_attn_implementation", "dtype", "torch_dtype")
+    kept = {name: value for name, value in described.items() if name not in left_out}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, value in sorted(loaded.model.state_dict().items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            whole = value.detach().cpu().contiguous().flatten()
+            digest.update(whole.view(torch.uint8).numpy().data if whole.numel() else b"")
+    return digest.hexdigest()
+
+
+def tokenizer_id(tokenizer: Any) -> str:
+    """Return a hash of all that a tokenizer does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding are options of a call, which the last one leaves there.
+        content = {
+            name: each for name, each in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")
+        }
+    else:
+        content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    return _hash(json.dumps([content, sorted(tokenizer.all_special_ids)], sort_keys=True).encode())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(str(each["name"]) if isinstance(each, dict) else str(each) for each in value)
+    return repr(value)

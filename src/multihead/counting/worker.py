@@ -1,0 +1,57 @@
+"""A process of its own that counts shards and prints a line of JSON after each batch; `counting.work` starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from multihead.counting.work import count_shards, loaded_for, worker_order
+from multihead.errors import MultiheadError
+
+
+def main(argument: str) -> int:
+    """Count shards.
+
+    Args:
+        argument: a JSON object: folder, model, device, worker, workers, threads.
+
+    Returns:
+        the exit status.
+    """
+    # What the libraries of a model print must not mix with the messages.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
+        os.dup2(2, 1)
+        try:
+            return _run(json.loads(argument), messages)
+        except BrokenPipeError:  # the process that started this one has ended
+            return 1
+
+
+def _run(options: dict[str, Any], messages: TextIO) -> int:
+    """Count shards, and print what happens."""
+
+    def send(**message: Any) -> None:
+        messages.write(json.dumps(message) + "\n")
+        messages.flush()
+
+    torch.set_num_threads(options["threads"])
+    folder = Path(options["folder"])
+    try:
+        counter = loaded_for(folder, options["model"], options["device"])
+        order = worker_order(len(counter.plan.shards), options["worker"], options["workers"])
+        found = count_shards(counter, folder, order, lambda texts, tokens: send(texts=texts, tokens=tokens))
+        for index, problem in found:
+            send(shard=index, problem=problem)
+    except MultiheadError as error:
+        send(error=error.finding, mend=error.mend, kind=type(error).__name__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,110 @@
+"""The command `census`: what it prints, its options, and how bad input is answered."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import multihead as mh
+from multihead.cli import main
+from tests.counting.tiny import jsonl, random_texts, saved_bert
+
+
+def run(*args: str, **environment: str) -> Result:
+    variables = {"COLUMNS": "100", "NO_COLOR": "1", **environment}
+    return CliRunner().invoke(main, ["census", *args], prog_name="multihead", env=variables)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_bert(tmp_path_factory.mktemp("census") / "tiny-bert")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return jsonl(tmp_path_factory.mktemp("census") / "texts.jsonl", random_texts(12))
+
+
+def test_it_prints_what_was_read_and_the_heads_with_the_largest_means(model: str, corpus: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    result = run(model, "--texts", corpus, "--out", out, "--threads", "1", "--probes", "entropy,previous_mass")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    found = mh.Census.load(out)
+    assert lines[0] == (
+        f"tiny-bert: 12 texts with {found.tokens:,} tokens, in 1 of 1 shards "
+        "(0 truncated, 0 empty, 0 broken, 0 left out)."
+    )
+    assert re.fullmatch(rf"This run: {found.tokens:,} tokens in [\d,]+ s, [\d,]+ per second\.", lines[1])
+    best = found.table(sort="entropy").rows[0]
+    row = next(line for line in lines if line.startswith("entropy (nats)"))
+    assert f"L{best['layer']} H{best['head']} {best['entropy']:.2f}" in row
+    assert lines[-1] == f'The table: {out}/heads.parquet. In Python: mh.Census.load("{out}")'
+    again = run(model, "--texts", corpus, "--out", out, "--probes", "entropy,previous_mass", "--lang", "zh")
+    assert again.stdout.splitlines()[0].startswith("tiny-bert：1 个分片中的 1 个，12 篇文本，")
+    assert "本次运行" not in again.stdout  # nothing was left to count
+
+
+def test_what_cannot_be_read_is_printed_and_the_status_is_1(model: str, corpus: str, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.parquet")
+    out = ("--out", str(tmp_path / "out"))
+    result = run(model, "--texts", corpus, "--texts", gone, *out, "--threads", "1", "--probes", "entropy")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        f"{gone}: No such file or directory",
+        "Shards without a result: 1. Run the same command again to count them.",
+    ]
+
+
+def test_many_problems_are_cut_off(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("w1\x1b[31m\n" * 14 + '"w1"\n', encoding="utf-8")
+    result = run(model, "--texts", str(file), "--out", str(tmp_path / "out"), "--threads", "1", "--probes", "entropy")
+    lines = result.stderr.splitlines()
+    assert (result.exit_code, len(lines), lines[-1]) == (0, 11, "... and 4 more.")
+    assert "\x1b" not in result.output
+
+
+class TestTheNumberOfAProcess:
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+            {"SLURM_ARRAY_TASK_ID": "8", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "7"},
+        ],
+    )
+    def test_is_that_of_what_started_it(
+        self, model: str, corpus: str, tmp_path: Path, environment: dict[str, str]
+    ) -> None:
+        out = ("--out", str(tmp_path / "out"), "--threads", "1", "--probes", "entropy")
+        result = run(model, "--texts", corpus, *out, "--shard", "auto", **environment)
+        assert result.exit_code == 0, result.output
+        assert "12 texts" not in result.stdout  # the only shard is that of the other process
+        assert run(model, "--texts", corpus, *out, "--shard", "0/2").stdout.startswith("tiny-bert: 12 texts")
+
+    @pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2"])
+    def test_out_of_range_is_an_error(self, shard: str) -> None:
+        result = run("model", "--texts", "a", "--out", "b", "--shard", shard)
+        assert result.exit_code == 2
+        assert f"--shard is {shard!r}. Give it as 0/8: from 0/8 to 7/8 for eight processes." in result.stderr
+
+    def test_is_unknown_without_a_launcher(self) -> None:
+        result = run("model", "--texts", "a", "--out", "b", "--shard", "auto")
+        assert "--shard is auto, and neither torchrun nor Slurm started this. Give it as 0/8." in result.stderr
+
+
+def test_an_error_of_the_library_is_one_line(model: str, corpus: str, tmp_path: Path) -> None:
+    result = run(model, "--texts", corpus, "--out", str(tmp_path), "--probes", "entropie")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: There is no statistic 'entropie'. Give some of entropy, ")
+    result = run(model, "--texts", str(tmp_path / "*.parquet"), "--out", str(tmp_path))
+    assert result.stderr == f"error: There is no file '{tmp_path}/*.parquet'. Check the names.\n"
+
+
+def test_help_shows_examples_without_loading_torch() -> None:
+    result = run("--help")
+    assert "torchrun --nproc-per-node 8 -m multihead census" in result.stdout

@@ -1,0 +1,155 @@
+"""Every text of a corpus is in one shard, and a row that is no text is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from multihead.counting import corpus
+from multihead.counting.corpus import Shard, divide, find_files, rows, sizes_of
+from multihead.errors import InputError
+from tests.counting.tiny import jsonl, random_texts
+
+TEXTS = random_texts(60)
+
+
+def read(file: str, *, shard_bytes: int | None = None) -> tuple[list[Shard], list[str | None]]:
+    """Return the shards of a file, and the texts of all of them in order."""
+    shards = divide(sizes_of([file]), "text", shard_bytes=shard_bytes)
+    return shards, [row.text for shard in shards for row in rows(shard, "text")]
+
+
+class TestShards:
+    @pytest.mark.parametrize("size", [1, 7, 64, 100_000])
+    def test_each_line_is_in_the_shard_in_which_it_begins(self, tmp_path: Path, size: int) -> None:
+        file = tmp_path / "texts.txt"
+        file.write_text("\r\n".join(TEXTS), encoding="utf-8")  # no end of line after the last one
+        shards, found = read(str(file), shard_bytes=size)
+        assert found == TEXTS
+        assert len(shards) == -(-file.stat().st_size // size)
+
+    def test_rows_of_a_large_row_group_are_divided(self, tmp_path: Path) -> None:
+        file = str(tmp_path / "texts.parquet")
+        pq.write_table(pa.table({"number": range(60), "text": TEXTS}), file, row_group_size=25)
+        shards, found = read(file, shard_bytes=200)
+        assert found == TEXTS
+        assert {shard.group for shard in shards} == {0, 1, 2}
+        assert len(shards) > 6
+        assert len(read(file)[0]) == 3
+
+    @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+    def test_columns_of_text_of_any_type_are_read(self, tmp_path: Path, kind: pa.DataType) -> None:
+        file = str(tmp_path / "texts.parquet")
+        pq.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), file)
+        assert read(file)[1] == TEXTS
+
+    def test_a_compressed_file_is_one_shard(self, tmp_path: Path) -> None:
+        file = tmp_path / "texts.jsonl.gz"
+        file.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
+        shards, found = read(str(file), shard_bytes=10)
+        assert (len(shards), found) == (1, TEXTS)
+
+    def test_texts_are_read_from_an_address(self) -> None:
+        import fsspec
+
+        with fsspec.open("memory://corpus/a.txt", "w") as file:
+            file.write("\n".join(TEXTS))
+        files = find_files(["memory://corpus/*.txt"])
+        assert [row.text for shard in divide(sizes_of(files), "text") for row in rows(shard, "text")] == TEXTS
+
+    def test_the_size_of_a_shard_follows_from_that_of_the_corpus(self) -> None:
+        whole = divide({"a.txt": 1 << 40}, "text")
+        assert whole[1].start == corpus.LARGEST_SHARD
+        assert len(divide({"a.txt": 1 << 18}, "text")) == 1
+
+
+class TestRowsThatAreNoText:
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            (b"{", "not JSON"),
+            (b"[" * 100_000, "not JSON"),
+            (b'{"other": "a"}', "no key 'text'"),
+            (b'{"text": 3}', "int, no text"),
+            (b'{"text": null}', "NoneType, no text"),
+            (b'"\xff"', "not UTF-8"),
+            (b'{"text": "\\ud800"}', "half of a surrogate pair, which is no character"),
+            (b'{"text": "  "}', "empty"),
+            (b"", "empty"),
+        ],
+    )
+    def test_a_broken_line_is_named_and_the_next_one_read(self, tmp_path: Path, line: bytes, problem: str) -> None:
+        file = tmp_path / "texts.jsonl"
+        file.write_bytes(b'{"text": "first"}\n' + line + b'\n"last"\n')
+        found = list(rows(Shard(str(file), "jsonl", -1, 0, -1), "text"))
+        assert [row.text for row in found] == ["first", None, "last"]
+        assert (found[1].place, found[1].problem) == (f"{file} byte 18", problem)
+
+    def test_a_line_that_does_not_end_is_not_held_in_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(corpus, "LONGEST_LINE", 16)
+        file = tmp_path / "texts.txt"
+        file.write_bytes(b"a" * 100 + b"\nlast\n")
+        found = list(rows(Shard(str(file), "lines", -1, 0, -1), "text"))
+        assert [(row.text, row.problem) for row in found] == [(None, "longer than 16 bytes"), ("last", "")]
+        assert found[1].place == f"{file} byte 101"
+
+    def test_a_parquet_value_that_is_not_utf8_is_named(self, tmp_path: Path) -> None:
+        file = str(tmp_path / "texts.parquet")
+        broken = pa.array([b"first", b"\xff", None], pa.binary())
+        pq.write_table(pa.table({"text": broken.view(pa.string())}), file)
+        found = list(rows(Shard(file, "parquet", 0, 0, -1), "text"))
+        assert [(row.text, row.problem) for row in found] == [("first", ""), (None, "not UTF-8"), (None, "no text")]
+
+
+class TestFiles:
+    def test_they_are_in_the_order_of_the_patterns_and_then_of_names(self, tmp_path: Path) -> None:
+        for name in ("b.txt", "a.txt", "c.jsonl"):
+            (tmp_path / name).touch()
+        found = find_files([str(tmp_path / "*.jsonl"), str(tmp_path / "*.txt"), str(tmp_path / "a.txt")])
+        assert [Path(file).name for file in found] == ["c.jsonl", "a.txt", "b.txt"]
+
+    def test_relative_names_stay_relative(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "texts").mkdir()
+        jsonl(tmp_path / "texts" / "a.jsonl", TEXTS)
+        monkeypatch.chdir(tmp_path)
+        assert find_files(["texts/*.jsonl"]) == ["texts/a.jsonl"]
+
+    def test_a_missing_file_is_one_shard_that_cannot_be_read(self, tmp_path: Path) -> None:
+        there, gone = jsonl(tmp_path / "a.jsonl", TEXTS), str(tmp_path / "gone.parquet")
+        shards = divide(sizes_of(find_files([there, gone])), "text")
+        assert [shard.file for shard in shards] == [there, gone]
+        with pytest.raises(FileNotFoundError):
+            list(rows(shards[1], "text"))
+
+    def test_no_file_at_all_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=rf"^There is no file '{tmp_path}/\*\.parquet'\. Check the names\.$"):
+            find_files([str(tmp_path / "*.parquet")])
+
+    def test_a_folder_is_an_error(self, tmp_path: Path) -> None:
+        sentence = f"'{tmp_path}' is a folder. Give its files, for example '{tmp_path}/*.parquet'."
+        with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+            find_files([str(tmp_path)])
+
+    def test_a_parquet_file_without_the_column_is_an_error(self, tmp_path: Path) -> None:
+        file = str(tmp_path / "texts.parquet")
+        pq.write_table(pa.table({"body": TEXTS, "number": range(60)}), file)
+        with pytest.raises(InputError, match=r"has no column 'text'\. Give one of its columns: body, number\.$"):
+            list(rows(Shard(file, "parquet", 0, 0, -1), "text"))
+        with pytest.raises(InputError, match=r"holds int64, no text\. Give a column of strings\.$"):
+            list(rows(Shard(file, "parquet", 0, 0, -1), "number"))
+
+    def test_a_file_that_is_no_parquet_is_an_error_where_it_is_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "texts.parquet"
+        file.write_bytes(b"PAR1 but not really")
+        shards = divide(sizes_of([str(file)]), "text")
+        assert shards == [Shard(str(file), "parquet", 0, 0, -1)]
+        with pytest.raises(InputError, match=r"texts\.parquet cannot be read: .* Write it again\.$"):
+            list(rows(shards[0], "text"))

@@ -1,0 +1,89 @@
+"""Shards are merged in the order of the plan, and only those of the same census."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import multihead as mh
+from multihead.counting.merge import HEADS, Merged, merged, missing_shards, write_merged
+from multihead.counting.plan import read_plan
+from multihead.counting.shard import parquet_of, schema
+from multihead.errors import InputError
+
+
+def one_row(value: float, *, shard: int, layer: int = 0, count: int = 1) -> pa.Table:
+    """Return the table of a shard with one head, whose queries all have one value."""
+    example = {"value": value, "shard": shard, "text": 0, "position": 0, "token": "", "key": -1, "key_token": ""}
+    row = {
+        "layer": layer, "name": f"layer{layer}", "head": 0, "statistic": "one", "count": count, "nonfinite": 0,
+        "mean": value, "squares": 0.0, "minimum": value, "maximum": value, "bin_value": [value], "bin_count": [count],
+        "examples": [{**example, "start": 0, "tokens": [""], "values": [value]}],
+    }  # fmt: skip
+    table = pa.Table.from_pylist([row], schema=schema())
+    return table.replace_schema_metadata({b"multihead": b"{}"})
+
+
+def test_rows_of_two_shards_are_summed() -> None:
+    found = Merged(1)
+    for shard, (value, count) in enumerate([(1.0, 2), (4.0, 1)]):
+        found.add(one_row(value, shard=shard, count=count))
+    row = found.table().to_pylist()[0]
+    assert (row["count"], row["mean"], row["squares"]) == (3, 2.0, 6.0)
+    assert (row["minimum"], row["maximum"]) == (1.0, 4.0)
+    assert (row["bin_value"], row["bin_count"]) == ([1.0, 4.0], [2, 1])
+    assert [each["value"] for each in row["examples"]] == [4.0]
+
+
+def test_ties_go_to_the_earlier_shard() -> None:
+    found = Merged(2)
+    for shard in (0, 1, 2):
+        found.add(one_row(1.0, shard=shard))
+    assert [each["shard"] for each in found.table()["examples"][0].as_py()] == [0, 1]
+
+
+def test_a_layer_that_a_shard_lacks_is_kept() -> None:
+    found = Merged(1)
+    found.add(one_row(1.0, shard=0, layer=1))
+    found.add(one_row(2.0, shard=1, layer=0))
+    assert found.table()["layer"].to_pylist() == [0, 1]
+    assert found.table()["mean"].to_pylist() == [2.0, 1.0]
+
+
+class TestAFolder:
+    @pytest.fixture
+    def copy(self, folder: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(folder, tmp_path / "out"))
+
+    def test_writing_again_writes_the_same_bytes(self, copy: Path, folder: Path) -> None:
+        write_merged(copy, read_plan(copy))
+        assert (copy / HEADS).read_bytes() == (folder / HEADS).read_bytes()
+
+    def test_shards_without_a_file_are_missing(self, copy: Path) -> None:
+        plan = read_plan(copy)
+        plan.shard_file(copy, 1).unlink()
+        assert missing_shards(copy, plan) == [1]
+        assert len(merged(copy, plan).shards) == len(plan.shards) - 1
+
+    def test_a_shard_of_another_census_is_an_error(self, copy: Path) -> None:
+        plan = read_plan(copy)
+        file = plan.shard_file(copy, 1)
+        file.write_bytes(parquet_of(pq.read_table(file), {"plan": "other"}))
+        with pytest.raises(InputError, match=r"000001\.parquet' is not a shard of this census\. Delete it and run"):
+            merged(copy, plan)
+
+    def test_a_shard_that_is_cut_off_is_an_error_that_names_it(self, copy: Path) -> None:
+        plan = read_plan(copy)
+        file = plan.shard_file(copy, 1)
+        file.write_bytes(file.read_bytes()[:100])
+        with pytest.raises(InputError, match=r"000001\.parquet' cannot be read: .* Delete it and run the census again"):
+            merged(copy, plan)
+
+    def test_the_table_of_shards_says_where_each_is(self, counted: mh.Census) -> None:
+        assert counted.shards["shard"].to_pylist() == list(range(len(counted.plan.shards)))
+        assert counted.shards["place"].to_pylist()[1].endswith("texts.jsonl bytes from 1000")
+        assert sum(counted.shards["texts"].to_pylist()) == 60

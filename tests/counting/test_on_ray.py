@@ -1,0 +1,36 @@
+"""Ray Data counts the same table."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import multihead as mh
+from multihead.counting.merge import HEADS, SHARDS
+from multihead.counting.on_ray import EMBEDDED
+from multihead.errors import MissingPackageError
+
+
+@pytest.mark.skipif(
+    "MULTIHEAD_RAY" not in os.environ, reason="Ray takes a quarter of a minute to start: set MULTIHEAD_RAY=1"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # those of Ray
+def test_an_embedded_ray_writes_the_same_bytes(model: str, corpus: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    found = mh.census(model, corpus, out=tmp_path / "out", shard_bytes=1000, threads=1, ray=EMBEDDED)
+    assert (found.texts, found.problems) == (60, [])
+    for name in (HEADS, SHARDS):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    assert not [name for name in os.environ if name.startswith("RAY_") and "ADDRESS" in name]
+
+
+def test_without_ray_the_error_names_the_extra(
+    model: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multihead.optional.find_spec", lambda name: None if name == "ray" else name)
+    sentence = 'Running on Ray needs ray, which is not installed. Run pip install "multihead[ray]".'
+    with pytest.raises(MissingPackageError, match=f"^{re.escape(sentence)}$"):
+        mh.census(model, corpus, out=tmp_path / "out", ray=EMBEDDED)

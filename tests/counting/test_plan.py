@@ -1,0 +1,109 @@
+"""A plan is written once, says all that decides the result, and is checked by every process."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from multihead import probes
+from multihead.counting.plan import FILE, Plan, identity, model_id, read_plan, tokenizer_id
+from multihead.errors import ArgumentError, InputError
+from multihead.models import LoadedModel, load
+from tests.counting.tiny import bert, tokenizer
+
+
+@pytest.fixture
+def plan(folder: Path) -> Plan:
+    return read_plan(folder)
+
+
+def test_it_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
+    assert plan.write(tmp_path) == plan == read_plan(tmp_path)
+    assert plan.statistics["entropy"].heading == "entropy (nats)"
+
+
+def test_the_plan_that_is_there_is_kept(plan: Plan, tmp_path: Path) -> None:
+    plan.write(tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+    plan.write(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
+
+
+def test_a_file_system_without_links_is_enough(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.link", refuse)
+    assert plan.write(tmp_path) == plan
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == [FILE]
+
+
+def test_the_name_of_the_model_and_its_device_do_not_change_the_result(plan: Plan) -> None:
+    assert replace(plan, model="elsewhere", device="cuda", title="other").id == plan.id
+    assert replace(plan, seed=1).id != plan.id
+
+
+def test_a_plan_that_was_changed_is_an_error(plan: Plan, tmp_path: Path) -> None:
+    plan.write(tmp_path)
+    content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
+    (tmp_path / FILE).write_text(json.dumps({**content, "seed": 5}), encoding="utf-8")
+    sentence = f"'{tmp_path / FILE}' was changed after it was written. Delete the directory and run again."
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        read_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "cannot be read: "),
+        ("[]", "is no plan of this version of multihead. "),
+        ('{"version": 1, "id": ""}', "is incomplete: "),
+    ],
+)
+def test_another_file_in_its_place_is_an_error(tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=rf"{FILE}' {re.escape(sentence)}"):
+        read_plan(tmp_path)
+
+
+def test_a_folder_without_a_plan_is_an_error(tmp_path: Path) -> None:
+    sentence = f"'{tmp_path}' holds no census. Run multihead census with --out first."
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        read_plan(tmp_path)
+
+
+class TestIds:
+    def test_a_model_that_is_loaded_again_has_the_same_one(self, model: str) -> None:
+        assert model_id(load(model)) == model_id(load(model))
+
+    def test_one_changed_parameter_is_another_model(self) -> None:
+        one = LoadedModel("", "", bert(), None)
+        before = model_id(one)
+        with torch.no_grad():
+            one.model.encoder.layer[1].output.dense.bias[3] += 1e-3  # type: ignore[index, union-attr]
+        assert model_id(one) != before
+
+    def test_a_call_of_a_tokenizer_does_not_change_it(self) -> None:
+        made = tokenizer()
+        before = tokenizer_id(made)
+        made(["w1", "w2 w3"], truncation=True, max_length=3, padding=True)
+        assert tokenizer_id(made) == before
+        made.add_tokens(["new"])
+        assert tokenizer_id(made) != before
+
+
+class TestProbes:
+    def test_those_of_the_library_are_found_by_name(self, plan: Plan) -> None:
+        chosen = (probes.PROBES["entropy"], probes.offset_mass(-5), probes.first_keys_mass(4))
+        assert replace(plan, probes=tuple(identity(each) for each in chosen)).built_in_probes() == chosen
+
+    def test_one_of_the_same_name_with_other_parts_is_not(self, plan: Plan) -> None:
+        mine = probes.Probe("offset_plus_2_mass", lambda parts: parts["entropy"], {"entropy"})
+        with pytest.raises(ArgumentError, match=r"^The probe offset_plus_2_mass is defined in a script"):
+            replace(plan, probes=(identity(mine),)).built_in_probes()

@@ -1,0 +1,162 @@
+"""A census is read as tables, quantiles, examples and divergences."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import multihead as mh
+from multihead.errors import ArgumentError, InputError, ProbeError
+from tests.counting.tiny import jsonl, random_texts
+
+
+@pytest.fixture(scope="module")
+def other(model: str, tmp_path_factory: pytest.TempPathFactory) -> mh.Census:
+    """A census of the same model on other texts, with fewer probes."""
+    folder = tmp_path_factory.mktemp("other")
+    file = jsonl(folder / "texts.jsonl", random_texts(20, seed=9, longest=5))
+    return mh.census(model, file, out=folder / "out", threads=1, probes=("entropy", "previous_mass"))
+
+
+def test_it_says_what_was_read(counted: mh.Census) -> None:
+    assert (
+        repr(counted)
+        == f"<Census of tiny-bert: 60 texts, {len(counted.plan.shards)} of {len(counted.plan.shards)} shards>"
+    )
+    assert counted.counts()["tokens"] == counted.tokens > 60 * 3
+
+
+def test_the_table_has_a_row_per_head(counted: mh.Census) -> None:
+    table = counted.table(sort="entropy", top=3)
+    values = [row["entropy"] for row in table.rows]
+    assert values == sorted(values, reverse=True)
+    assert len(counted.table().rows) == 8
+    assert all(row["largest_weight"] <= 1 for row in counted.table(of="max").rows)
+
+
+def test_heads_are_found_by_their_numbers(counted: mh.Census) -> None:
+    best = counted.table(sort="previous_mass").rows[0]
+    found = counted.find(previous_token=(best["previous_mass"], None))
+    assert [(each.layer, each.head) for each in found] == [(best["layer"], best["head"])]
+    with pytest.raises(ProbeError, match=r"^There is no statistic 'nothing' in the record\. "):
+        counted.find(nothing=(0, 1))
+
+
+def test_quantiles_are_between_the_extremes(counted: mh.Census) -> None:
+    values, counts = counted.histogram(1, 2, "entropy")
+    assert counts.sum() == counted.tokens
+    found = [counted.quantile(1, 2, "entropy", share) for share in (0, 0.25, 0.5, 0.75, 1)]
+    assert found == sorted(found)
+    row = counted.heads.slice(counted.row_of[1, "entropy", 2], 1).to_pylist()[0]
+    assert (found[0], found[-1]) == pytest.approx((row["minimum"], row["maximum"]), rel=0.01)
+    assert np.average(values, weights=counts) == pytest.approx(row["mean"], rel=0.01)
+    with pytest.raises(ArgumentError, match=r"^share is 2\. Give a number from 0 to 1\.$"):
+        counted.quantile(1, 2, "entropy", 2)
+
+
+def test_an_example_leads_to_its_text(counted: mh.Census) -> None:
+    found = counted.top(1, 3, "previous_mass")
+    assert [each.value for each in found] == sorted((each.value for each in found), reverse=True)
+    for example in found:
+        text = counted.text(example)
+        assert example.token in (text if not example.token.startswith("[") else "[CLS] [SEP]")
+        assert f"»{example.token}«".replace(" ", "") in str(example).replace(" ", "")
+
+
+def test_a_text_that_is_gone_is_an_error(model: str, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "texts.jsonl", ["w1 w2", "w3"])
+    found = mh.census(model, file, out=tmp_path / "out", probes="entropy", threads=1)
+    example = next(each for each in found.top(0, 0, "entropy") if each.text == 1)
+    jsonl(tmp_path / "texts.jsonl", ["w1 w2"])
+    with pytest.raises(InputError, match=r"^The text is no longer in the corpus\. Keep the corpus as it was\.$"):
+        found.text(example)
+    Path(file).unlink()
+    with pytest.raises(InputError, match=r"^The text cannot be read: .* Keep the corpus where it was\.$"):
+        found.text(example)
+
+
+class TestNames:
+    def test_a_statistic_that_is_not_there_is_an_error(self, other: mh.Census) -> None:
+        sentence = "There is no statistic 'self_mass' in the census. Give one of entropy, previous_mass."
+        with pytest.raises(ProbeError, match=f"^{re.escape(sentence)}$"):
+            other.top(0, 0, "self_mass")
+
+    def test_a_head_that_is_not_there_is_an_error(self, counted: mh.Census) -> None:
+        with pytest.raises(
+            ArgumentError, match=r"^There is no head 7 of layer 0 with entropy\. See census\.table\(\)\.$"
+        ):
+            counted.quantile(0, 7, "entropy", 0.5)
+        with pytest.raises(ArgumentError, match=r"^There is no head 0 of layer 9\. See census\.table\(\)\.$"):
+            counted.nearest(9, 0)
+
+
+class TestDivergence:
+    def test_a_census_is_the_same_as_itself(self, counted: mh.Census) -> None:
+        found = counted.changed(counted)
+        assert len(found) == 8
+        assert {each.divergence for each in found} == {0.0}
+
+    def test_heads_are_ranked_by_how_much_their_distributions_differ(
+        self, counted: mh.Census, other: mh.Census
+    ) -> None:
+        found = counted.changed(other)
+        values = [each.divergence for each in found]
+        assert values == sorted(values, reverse=True)
+        assert 0 < values[-1] <= values[0] <= math.log(2)
+        first = found[0]
+        assert set(first.divergences) == {"entropy", "previous_mass"}
+        assert first.before["entropy"] == pytest.approx(
+            counted.layers[first.layer].summary("mean")["entropy"][first.head].item()
+        )
+        assert first.row()["entropy_after"] == first.after["entropy"]
+        assert str(first).startswith(f"L{first.layer} H{first.head}: {first.divergence:.3f} nats; ")
+
+    def test_it_is_that_of_the_two_histograms(self, counted: mh.Census, other: mh.Census) -> None:
+        """In coarse bins: from 2^-10 on, eight per factor of two."""
+        one = next(each for each in counted.changed(other) if (each.layer, each.head) == (1, 2))
+        shares: list[dict[int, float]] = []
+        for census in (counted, other):
+            found: dict[int, float] = {}
+            for value, count in zip(*census.histogram(1, 2, "entropy"), strict=True):
+                place = math.floor(8 * math.log2(value * 1024)) + 1 if value >= 2**-10 else 0
+                found[place] = found.get(place, 0.0) + float(count)
+            shares.append({place: count / sum(found.values()) for place, count in found.items()})
+        total = 0.0
+        for place in {*shares[0], *shares[1]}:
+            p, q = (each.get(place, 0.0) for each in shares)
+            middle = (p + q) / 2
+            total += sum(each * math.log(each / middle) / 2 for each in (p, q) if each)
+        assert one.divergences["entropy"] == pytest.approx(total, abs=1e-12)
+
+    def test_the_nearest_heads_are_those_of_the_smallest_divergence(self, counted: mh.Census) -> None:
+        found = counted.nearest(0, 1, top=7)
+        values = [each.divergence for each in found]
+        assert len(found) == 7
+        assert values == sorted(values)
+        assert (0, 1) not in {(each.layer, each.head) for each in found}
+
+    def test_models_with_other_heads_are_an_error(self, counted: mh.Census, model: str, tmp_path: Path) -> None:
+        file = jsonl(tmp_path / "texts.jsonl", ["w1 w2"])
+        small = mh.census(model, file, out=tmp_path / "out", layers=0, threads=1)
+        with pytest.raises(ArgumentError, match=r"^The two have different heads: 8 and 4\. "):
+            counted.changed(small)
+
+
+class TestLoading:
+    def test_a_census_that_still_runs_is_that_of_its_finished_shards(
+        self, counted: mh.Census, folder: Path, tmp_path: Path
+    ) -> None:
+        copy = Path(shutil.copytree(folder, tmp_path / "out"))
+        counted.plan.shard_file(copy, 1).unlink()
+        found = mh.Census.load(copy)
+        assert found.missing == [1]
+        assert 0 < found.texts < 60
+
+    def test_a_folder_without_a_census_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=r"holds no census\. Run multihead census with --out first\.$"):
+            mh.Census.load(tmp_path)

@@ -1,0 +1,99 @@
+"""Sums over batches are those of all values at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from multihead.counting.batches import Batch
+from multihead.counting.sums import LayerSums
+
+HEADS, EXAMPLES = 3, 4
+
+
+def batch_of(texts: list[int], lengths: list[int]) -> Batch:
+    return Batch.of([np.arange(length) for length in lengths], texts)
+
+
+def keys_of(batch: Batch) -> torch.Tensor:
+    return batch.position.expand(HEADS, -1).clone()
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def counted(request: pytest.FixtureRequest) -> tuple[LayerSums, torch.Tensor, torch.Tensor]:
+    """Sums of three batches, with all values (2 * heads, tokens) and which of them count."""
+    torch.manual_seed(0)
+    sums = LayerSums("layer", HEADS, ("one", "other"), EXAMPLES)
+    values, taken = [], []
+    for batch in (batch_of([3, 5], [7, 4]), batch_of([0], [9]), batch_of([1, 2], [2, 30])):
+        shape = 2, HEADS, batch.num_tokens
+        value = torch.randn(shape, dtype=request.param).exp() - 0.5  # some are negative
+        count = torch.rand(shape) < 0.8
+        values.append(value.flatten(0, 1))
+        taken.append(count.flatten(0, 1))
+        sums.add(value.clone(), count.clone(), batch, keys_of(batch))
+    return sums, torch.cat(values, 1), torch.cat(taken, 1)
+
+
+def test_moments_and_extremes_are_those_of_all_values(
+    counted: tuple[LayerSums, torch.Tensor, torch.Tensor],
+) -> None:
+    sums, values, taken = counted
+    for row in range(2 * HEADS):
+        of_row = values[row][taken[row]].double()
+        assert sums.count[row] == len(of_row)
+        assert float(sums.mean[row]) == pytest.approx(float(of_row.mean()), abs=1e-12)
+        assert float(sums.squares[row]) == pytest.approx(float((of_row - of_row.mean()).square().sum()), abs=1e-11)
+        assert (sums.minimum[row], sums.maximum[row]) == (of_row.min(), of_row.max())
+
+
+def test_each_bin_holds_the_values_within_one_percent_of_its_own(
+    counted: tuple[LayerSums, torch.Tensor, torch.Tensor],
+) -> None:
+    sums, values, taken = counted
+    for row in range(2 * HEADS):
+        of_bins, numbers = sums.histogram(row)
+        assert of_bins == sorted(of_bins)
+        spread = torch.tensor(of_bins).repeat_interleave(torch.tensor(numbers))
+        exact = values[row][taken[row]].double().sort().values
+        assert torch.allclose(spread.double(), exact, rtol=0.01, atol=1e-9)
+
+
+def test_infinite_and_missing_numbers_are_counted_and_are_in_no_sum() -> None:
+    sums, batch = LayerSums("layer", 1, ("one",), 2), batch_of([0], [4])
+    values = torch.tensor([[[1.0, torch.nan, torch.inf, 3.0]]])
+    sums.add(values, torch.ones(1, 1, 4, dtype=torch.bool), batch, keys_of(batch)[:1])
+    assert (sums.count.tolist(), sums.nonfinite.tolist(), sums.mean.tolist()) == ([2], [2], [2.0])
+    assert (sums.maximum.tolist(), sums.strongest.value.tolist()) == ([3.0], [[3.0, 1.0]])
+
+
+class TestStrongest:
+    def test_they_are_the_largest_in_any_order_of_batches(
+        self, counted: tuple[LayerSums, torch.Tensor, torch.Tensor]
+    ) -> None:
+        sums, values, taken = counted
+        for row in range(2 * HEADS):
+            expected = values[row][taken[row]].double().sort(descending=True).values[:EXAMPLES]
+            assert torch.equal(sums.strongest.value[row], expected)
+
+    def test_ties_go_to_the_earlier_text_and_position(self) -> None:
+        sums = LayerSums("layer", 1, ("one",), EXAMPLES)
+        for texts in ([4, 6], [2, 5], [0, 7]):
+            batch = batch_of(texts, [3, 3])
+            sums.add(torch.ones(1, 1, 6), torch.ones(1, 1, 6, dtype=torch.bool), batch, keys_of(batch)[:1])
+        assert sums.strongest.text.tolist() == [[0, 0, 0, 2]]
+        assert sums.strongest.position.tolist() == [[0, 1, 2, 0]]
+
+    def test_the_values_around_an_example_end_with_its_text(self) -> None:
+        sums, batch = LayerSums("layer", 1, ("one",), 1), batch_of([0, 1], [2, 3])
+        values = torch.tensor([[[0.1, 0.2, 0.3, 0.9, 0.4]]])
+        sums.add(values, torch.tensor([[[True, True, False, True, True]]]), batch, keys_of(batch)[:1])
+        around = sums.strongest.values[0, 0]
+        assert around[around.isfinite()].tolist() == pytest.approx([0.9, 0.4])
+        assert (sums.strongest.text.tolist(), sums.strongest.position.tolist()) == ([[1]], [[1]])
+
+    def test_a_head_with_few_queries_has_few_examples(self) -> None:
+        sums, batch = LayerSums("layer", 1, ("one",), 3), batch_of([0], [2])
+        sums.add(torch.ones(1, 1, 2), torch.tensor([[[True, False]]]), batch, keys_of(batch)[:1])
+        assert sums.strongest.value.tolist() == [[1.0, -torch.inf, -torch.inf]]

@@ -1,0 +1,122 @@
+"""Packed rows and padded batches are measured as each text alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import multihead as mh
+from multihead import probes
+from multihead.counting.batches import Batch
+from multihead.counting.tally import Tally, counted_probes, measured_model, run_batch
+from multihead.errors import ModelError, ProbeError
+from multihead.observation.layer_filter import LayerFilter
+from tests.counting.tiny import bert
+from tests.families import DECODER, TEXT, family
+
+LENGTHS = 5, 1, 9, 3
+CHOSEN = (*probes.DEFAULT[:10], "duplicate_mass", "induction_mass", "contribution", "largest_score")
+PROBES = counted_probes([*CHOSEN, probes.tokens_mass("few", ids=(5, 6)), probes.offset_mass(-2)])
+SPECIAL = (1, 2)
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.LlamaModel(hf.LlamaConfig(**DECODER, **TEXT, **options)).eval()
+
+
+def t5_encoder() -> Any:
+    return family("t5").encoder.eval()
+
+
+def gpt2() -> Any:
+    return family("gpt2").eval()
+
+
+MODELS = {"bert": bert, "llama": llama, "gpt2, which runs padded": gpt2, "t5": t5_encoder}
+
+
+def texts_of(lengths: tuple[int, ...] = LENGTHS) -> Batch:
+    draw = np.random.default_rng(0)
+    ids = [np.concatenate([[1], draw.integers(3, 8, length - 1)]).astype(np.int64) for length in lengths]
+    return Batch.of(ids, range(len(lengths)))
+
+
+def tallied(model: Any, batch: Batch, **options: Any) -> Tally:
+    tally = Tally(model, options.pop("probes", PROBES), SPECIAL, 3, **options)
+    with measured_model(model), tally.of_batch(batch):
+        run_batch(model, batch)
+    return tally
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_of_a_batch_are_those_of_its_texts_observed_alone(name: str) -> None:
+    model, batch = MODELS[name]().double(), texts_of()
+    tally = tallied(model, batch)
+    with mh.observe(model, keep="statistics", probes=PROBES, special_ids=SPECIAL) as record:
+        for row, length in zip(batch.ids, batch.lengths.tolist(), strict=True):
+            with torch.no_grad():
+                model(input_ids=row[None, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
+    assert len(record.layers) == len(tally.layers) == 2
+    for layer in record.layers:
+        found = tally.layers[layer.number]
+        assert (found.name, set(found.statistics)) == (layer.name, set(layer.means()))
+        for at, statistic in enumerate(found.statistics):
+            values = [sample.measured()[statistic] for sample in layer.samples]
+            for head in range(found.heads):
+                alone = torch.cat([each.values[head][each.counted[head]] for each in values])
+                row = at * found.heads + head
+                assert found.count[row] == len(alone), statistic
+                total = float(found.mean[row] * found.count[row])
+                assert total == pytest.approx(float(alone.sum()), abs=1e-9), statistic
+
+
+def test_the_native_kernel_and_tiles_agree_on_packed_rows() -> None:
+    model, batch = bert(), texts_of()
+    single, double = tallied(model, batch), tallied(model.double(), batch)
+    for number, layer in single.layers.items():
+        assert torch.allclose(layer.mean, double.layers[number].mean, atol=1e-5, rtol=1e-4)
+
+
+def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
+    model, batch = bert(), texts_of()
+    tally = tallied(model, batch, probes=counted_probes("largest_weight"))
+    with mh.observe(model, keep="statistics", probes="largest_key") as record, torch.no_grad():
+        for row, length in zip(batch.ids, batch.lengths.tolist(), strict=True):
+            model(input_ids=row[None, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
+    best = tally.layers[1].strongest
+    for head in range(4):
+        for place in range(3):
+            sample = record.layers[1].samples[int(best.text[head, place])]
+            assert best.key[head, place] == sample.statistics["largest_key"][head, int(best.position[head, place])]
+
+
+def test_layers_are_chosen_as_in_observe() -> None:
+    assert list(tallied(bert(), texts_of(), layer_filter=LayerFilter.of([1])).layers) == [1]
+    missed = tallied(bert(), texts_of(), layer_filter=LayerFilter.of([7]))
+    names = "0: encoder.layer.0.attention.self, 1: encoder.layer.1.attention.self"
+    sentence = f"No layer that ran matches 7. Choose among {names}."
+    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
+        missed.check_complete()
+
+
+def test_a_model_without_captured_attention_is_an_error() -> None:
+    with pytest.raises(ModelError, match=r"^No attention call of BertModel was captured\. "):
+        Tally(bert(), PROBES, (), 1).check_complete()
+
+
+@pytest.mark.parametrize("name", ["received", "pooled_map", "largest_key"])
+def test_a_probe_without_a_number_per_query_is_an_error(name: str) -> None:
+    sentence = f'{name} has no number per query that can be added up. Give probes such as "entropy".'
+    with pytest.raises(ProbeError, match=f"^{re.escape(sentence)}$"):
+        counted_probes(name)
+
+
+def test_a_set_of_tokens_without_ids_is_an_error() -> None:
+    with pytest.raises(ProbeError, match=r"^few_mass needs a set of tokens\. Give their ids: "):
+        counted_probes(probes.tokens_mass("few"))
