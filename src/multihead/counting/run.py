@@ -19,7 +19,7 @@ from multihead.counting.shard import Counter
 from multihead.counting.tally import counted_probes
 from multihead.counting.work import Outcome, Report, count_here, count_in_processes, threads_of_torch, usable
 from multihead.errors import ArgumentError, ModelError, check_integer
-from multihead.hooks.huggingface import pretrained_models
+from multihead.hooks.pretrained import pretrained_models
 from multihead.models import LoadedModel, load
 from multihead.observation.layer_filter import LayerFilter
 from multihead.optional import require
