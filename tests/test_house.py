@@ -25,6 +25,7 @@ MODULES = [path for path in PYTHON if path.is_relative_to(SRC)]
 HABITS = (
     "demo",
     "demo-long",
+    "demo-census",
     "test",
     "browser",
     "pictures",

@@ -28,6 +28,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return jsonl(tmp_path_factory.mktemp("census") / "texts.jsonl", random_texts(12))
 
 
+@pytest.fixture(scope="module")
+def counted(model: str, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a census of the corpus."""
+    out = str(tmp_path_factory.mktemp("census") / "counted")
+    assert run(model, "--texts", corpus, "--out", out, "--threads", "1", "--probes", "entropy").exit_code == 0
+    return out
+
+
 def test_it_prints_what_was_read_and_the_heads_with_the_largest_means(model: str, corpus: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     result = run(model, "--texts", corpus, "--out", out, "--threads", "1", "--probes", "entropy,previous_mass")
@@ -108,3 +116,45 @@ def test_an_error_of_the_library_is_one_line(model: str, corpus: str, tmp_path: 
 def test_help_shows_examples_without_loading_torch() -> None:
     result = run("--help")
     assert "torchrun --nproc-per-node 8 -m multihead census" in result.stdout
+
+
+def test_the_page_of_a_census_is_written_without_running_the_model(model: str, corpus: str, tmp_path: Path) -> None:
+    out, other, page = (str(tmp_path / name) for name in ("out", "other", "page.html"))
+    options = ("--threads", "1", "--probes", "entropy")
+    result = run(model, "--texts", corpus, "--out", out, *options, "--page", page)
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, f"The page: {page}")
+    first = Path(page).read_bytes()
+    Path(page).unlink()
+    assert run(out, "--page", page).stdout == f"The page: {page}\n"
+    assert Path(page).read_bytes() == first
+    run(model, "--texts", corpus, "--out", other, *options, "--share", "0.5")
+    assert run(out, "--page", page, "--against", other, "--lang", "zh").stdout == f"页面：{page}\n"
+    assert b'"divergence":{' in Path(page).read_bytes()
+    assert run(out, "--read", "0:3").stdout == random_texts(12)[3]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ((), "Give --texts and --out to count, or a census with --page or --read."),
+        (
+            ("--texts", "a.txt", "--page", "p.html"),
+            "Give --texts and --out to count, or a census with --page or --read.",
+        ),
+        (("--against", "b"), "--against needs --page: the page compares the two. Give --page FILE."),
+        (
+            ("--texts", "a.txt", "--out", "b", "--read", "0:1"),
+            "--read prints a text of a census that exists. Give its directory, without --texts.",
+        ),
+        (("--read", "4"), "--read is '4'. Give it as 0:17, the shard and the text."),
+        (("--read", "9:4"), "shard is 9. Give 0 to 0."),
+        (("--read", "0:99"), "The text is no longer in the corpus. Keep the corpus as it was."),
+    ],
+)
+def test_options_that_do_not_belong_together_are_rejected(
+    given: tuple[str, ...], sentence: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(counted, *given)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"error: {sentence}"

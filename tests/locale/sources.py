@@ -24,6 +24,7 @@ USERS = {
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),
     "census": ("cli/census.py",),
+    "census page": ("viewer/census_page.py", "viewer/static/census/*.js", "viewer/static/census/*.html"),
     "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
     "walk": ("cli/walk.py", "lab/chapters.py"),
 }

@@ -24,6 +24,7 @@ HAN = re.compile("[\u4e00-\u9fff]")
 PAGES = {
     "viewer/static/report": ("common", "page", "report"),
     "viewer/static/view": ("common", "page", "viewer"),
+    "viewer/static/census": ("common", "page", "census page"),
     "lab/static": ("common", "lab"),
 }
 

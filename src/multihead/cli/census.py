@@ -10,6 +10,7 @@ import click
 
 from multihead.cli.progress import Steps
 from multihead.escaping import visible
+from multihead.files import check_writable
 from multihead.locale.texts import section, statistic_label, text, unit_label
 from multihead.optional import require
 
@@ -27,9 +28,13 @@ Examples:
   torchrun --nproc-per-node 8 -m multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
   srun multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
   multihead census ./my-model --texts '*.parquet' --out census/ --ray ray://head:10001 --workers 64
+  multihead census census/ --page census.html
+  multihead census before/ --page changes.html --against after/
+  multihead census census/ --read 0:17 | multihead look ./my-model --text -
 
 A census that was stopped continues where it was: run the same command again. Several machines may run it on one
-directory at the same time. In Python: mh.Census.load("census/").
+directory at the same time. Without --texts the argument is the directory of a census, which is read. In Python:
+mh.Census.load("census/").
 """
 
 NAMED = 10
@@ -47,15 +52,14 @@ _LAUNCHERS = (
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("model")
+@click.argument("model", metavar="MODEL|DIR")
 @click.option(
     "--texts",
     multiple=True,
-    required=True,
     metavar="FILES",
     help="Parquet, jsonl or text files, by name, glob or address; each row or line is a text. May be repeated.",
 )
-@click.option("--out", required=True, metavar="DIR", help="The directory of the census.")
+@click.option("--out", metavar="DIR", help="The directory of the census.")
 @click.option("--column", default="text", show_default=True, metavar="NAME", help="The column or key of the texts.")
 @click.option(
     "--tokens",
@@ -97,8 +101,15 @@ _LAUNCHERS = (
     show_default=True,
     help="The dtype of its parameters; auto: as they were saved.",
 )
+@click.option("--page", metavar="FILE", help="Write a page with every head and its strongest examples.")
+@click.option("--against", metavar="DIR", help="Another census, which the page compares with this one.")
+@click.option("--read", "place", metavar="SHARD:TEXT", help="Print a text of the corpus, such as that of an example.")
 @click.option(
-    "--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of the terminal output."
+    "--lang",
+    type=click.Choice(["en", "zh"]),
+    default="en",
+    show_default=True,
+    help="Language of output and page.",
 )
 @click.pass_context
 def census(
@@ -106,7 +117,7 @@ def census(
     *,
     model: str,
     texts: tuple[str, ...],
-    out: str,
+    out: str | None,
     column: str,
     tokens: int | None,
     probes: str | None,
@@ -120,6 +131,9 @@ def census(
     ray: str | None,
     device: str,
     dtype: str,
+    page: str | None,
+    against: str | None,
+    place: str | None,
     lang: str,
 ) -> None:
     """Count what every head of a model does over a whole corpus, in constant memory.
@@ -130,6 +144,18 @@ def census(
     """
     part = None if shard is None else _parsed_shard(shard)
     require("pyarrow", purpose="A census", extra="census")
+    if against is not None and page is None:
+        raise click.UsageError("--against needs --page: the page compares the two. Give --page FILE.")
+    if page is not None:
+        check_writable([page])
+    other = None if against is None else _loaded(against)
+    if not texts or out is None:
+        if texts or out is not None or (page is None and place is None):
+            raise click.UsageError("Give --texts and --out to count, or a census with --page or --read.")
+        _read(model, page, other, place, lang)
+        return
+    if place is not None:
+        raise click.UsageError("--read prints a text of a census that exists. Give its directory, without --texts.")
     # Imported here, so that --help does not load torch.
     from multihead.cli.look import parsed_layers
     from multihead.counting.run import census as count
@@ -164,8 +190,33 @@ def census(
             progress=report,
         )
     _print(found, out, last[0] if last else None, lang)
+    if page is not None and len(found.missing) < len(found.plan.shards):
+        _write_page(found, page, other, lang)
     if found.missing and part is None:
         context.exit(1)
+
+
+def _loaded(folder: str) -> Census:
+    from multihead.counting.result import Census
+
+    return Census.load(folder)
+
+
+def _read(folder: str, page: str | None, other: Census | None, place: str | None, lang: str) -> None:
+    """Print a text of a census, or write its page."""
+    found = _loaded(folder)
+    if place is not None:
+        shard, _, index = place.partition(":")
+        if not (shard.isdecimal() and index.isdecimal()):
+            raise click.UsageError(f"--read is {place!r}. Give it as 0:17, the shard and the text.")
+        click.echo(found.text_at(int(shard), int(index)), nl=False)
+    if page is not None:
+        _write_page(found, page, other, lang)
+
+
+def _write_page(found: Census, page: str, other: Census | None, lang: str) -> None:
+    found.report(page, other, lang=lang)
+    click.echo(text("census.page", lang, file=visible(page)))
 
 
 def _print(found: Census, out: str, progress: Progress | None, lang: str) -> None:

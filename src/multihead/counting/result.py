@@ -22,6 +22,7 @@ from multihead.counting.plan import Plan, read_plan
 from multihead.counting.shard import read_metadata
 from multihead.errors import ArgumentError, InputError, ProbeError, check_integer
 from multihead.escaping import visible
+from multihead.observation.presentation import presenter
 from multihead.optional import require
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
@@ -136,6 +137,7 @@ class Census:
         shards: the table of shards, of pyarrow: what was read of each.
         missing: the shards without a result.
         problems: the shards and rows that could not be read, in a sentence each.
+        folder: the directory.
 
     >>> import multihead as mh, tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -150,6 +152,7 @@ class Census:
     shards: Any
     missing: list[int]
     problems: list[str]
+    folder: Path
 
     @staticmethod
     def load(folder: str | os.PathLike[str], *, problems: Sequence[str] = ()) -> Census:
@@ -174,7 +177,7 @@ class Census:
             tables = [found.table(), shards_table(plan, found.shards)]
         heads, shards = tables
         rows_named = [problem for each in shards["problems"].to_pylist() for problem in each]
-        return Census(plan, heads, shards, missing, [*problems, *rows_named])
+        return Census(plan, heads, shards, missing, [*problems, *rows_named], place)
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -316,13 +319,46 @@ class Census:
         Raises:
             InputError: it cannot be read any more.
         """
+        return self.text_at(example.shard, example.text)
+
+    def text_at(self, shard: int, text: int) -> str:
+        """Read the whole text at an index of a shard.
+
+        Raises:
+            ArgumentError: there is no such shard.
+            InputError: it cannot be read any more.
+        """
+        if not 0 <= shard < len(self.plan.shards):
+            raise ArgumentError(f"shard is {shard}.", f"Give 0 to {len(self.plan.shards) - 1}.")
         try:
-            row = next(islice(rows(self.plan.shards[example.shard], self.plan.column), example.text, None), None)
+            row = next(islice(rows(self.plan.shards[shard], self.plan.column), text, None), None)
         except OSError as error:
             raise InputError(f"The text cannot be read: {error}.", "Keep the corpus where it was.") from None
         if row is None or row.text is None:
             raise InputError("The text is no longer in the corpus.", "Keep the corpus as it was.")
         return row.text
+
+    def report(
+        self, path: str | os.PathLike[str], after: Census | None = None, *, lang: str = "en", **options: Any
+    ) -> Path:
+        """Write one page with every head, its distributions and its strongest examples, which opens without a server.
+
+        Args:
+            path: the file to write, such as "census.html"; an existing one is replaced.
+            after: another census, such as that of a later checkpoint, to compare with; see `changed`.
+            lang: the language of the page, "en" or "zh".
+            options: further arguments of `multihead.viewer.write_census_page`, such as `max_bytes`.
+
+        Returns:
+            the path.
+
+        Raises:
+            ArgumentError: lang or an option is invalid, or the two censuses cannot be compared.
+            InputError: the path cannot be written, or no shard is counted.
+            MissingPackageError: the packages of the extra "view" are not installed.
+        """
+        written: Path = presenter("census")(self, path, after, lang=lang, **options)
+        return written
 
     def nearest(self, layer: int, head: int, *, top: int = 5) -> list[DifferentHead]:
         """Find the heads whose statistics are distributed most like those of one head.

@@ -1,4 +1,4 @@
-"""Find the functions that show a record. They are in layers above, so they are named here and imported when called."""
+"""Find the functions that show a record or a census. They are in layers above, so they are imported when called."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import Any
 
 PRESENTERS = {
+    "census": ("multihead.viewer.census_page", "write_census_page"),
     "report": ("multihead.viewer.report", "write_report"),
     "view": ("multihead.widget.view", "View"),
 }
-"""What each method of a record calls: module and name."""
+"""What each method of a record calls, and `report` of a census: module and name."""
 
 
 def presenter(method: str) -> Callable[..., Any]:
-    """Return the function that a method of a record calls."""
+    """Return the function that a method calls."""
     module, name = PRESENTERS[method]
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found

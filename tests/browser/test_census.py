@@ -1,0 +1,119 @@
+"""The page of a census, opened in a browser from its file: heads, examples, two censuses, texts that try to act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import multihead as mh
+from tests.counting.tiny import jsonl, random_texts, saved_bert
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+HOSTILE = "<img src=x onerror=alert(1)> </script><script>alert(1)</script> w1 w2 w3 \u202eevil"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The page of a census of hostile texts, and one that compares it with another census."""
+    folder = tmp_path_factory.mktemp("census")
+    model = saved_bert(folder / "tiny-bert")
+    texts = [[HOSTILE] * 3 + random_texts(8), random_texts(8, seed=1, longest=6)]
+    files = [jsonl(folder / f"{place}.jsonl", each) for place, each in enumerate(texts)]
+    one, other = (
+        mh.census(model, file, out=folder / f"census{place}", threads=1, probes=("entropy", "previous_mass"))
+        for place, file in enumerate(files)
+    )
+    return {"one": one.report(folder / "one.html"), "two": one.report(folder / "two.html", other)}
+
+
+@pytest.fixture
+def shown(browser: Browser, pages: dict[str, Path]) -> Iterator[Callable[..., Page]]:
+    """Open a page; fails at the end if it logged an error, requested anything, opened a dialog or is too wide."""
+    complaints: list[str] = []
+    contexts = []
+
+    def open_page(name: str, place: str = "", width: int = 1440) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": 900})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        address = pages[name].as_uri()
+        page.on("request", lambda request: complaints.append(request.url) if address not in request.url else None)
+        page.goto(address + place)
+        page.wait_for_selector("#rows tr", state="attached")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_a_cell_opens_the_head_with_its_distributions_and_examples(shown: Callable[..., Page], width: int) -> None:
+    page = shown("one", width=width)
+    assert page.locator("#grid a").count() == 8
+    page.select_option("select[name=statistic]", "previous_mass")
+    page.click("#grid a >> nth=5")
+    page.wait_for_selector(".examples li")
+    assert page.evaluate("location.hash") == "#L1H1/previous_mass"
+    assert page.inner_text("#head h1") == "Layer 1 head 1"
+    assert page.locator(".card").count() == 2
+    assert page.locator(".examples li").count() == 5
+    assert page.locator(".examples li >> nth=0 >> .tk.on").count() == 1
+    assert page.evaluate("document.querySelector('.examples .tk.on').style.background") != ""
+    page.click(".card >> nth=0")
+    page.wait_for_function("location.hash === '#L1H1/entropy'")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#grid a")
+
+
+def test_one_click_copies_the_command_that_opens_the_text(shown: Callable[..., Page]) -> None:
+    page = shown("one", "#L0H0/entropy")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click(".examples .btn >> nth=0")
+    page.wait_for_selector(".examples [role=status]")
+    command = page.inner_text(".examples code")
+    assert page.evaluate("navigator.clipboard.readText()") == command
+    assert command.startswith("multihead census ")
+    assert " | multihead look " in command
+
+
+def test_hostile_texts_stay_text(shown: Callable[..., Page]) -> None:
+    page = shown("one")
+    heads = [(layer, head) for layer in range(2) for head in range(4)]
+    seen = ""
+    for layer, head in heads:
+        page.evaluate(f"location.hash = '#L{layer}H{head}/previous_mass'")
+        page.wait_for_function(f"document.querySelector('#head h1')?.textContent === 'Layer {layer} head {head}'")
+        seen += page.inner_text(".examples")
+    assert "<img" in seen or "</script>" in seen
+    assert "\u202e" not in seen
+    assert page.locator("#head img, #head script").count() == 0
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_a_second_census_is_next_to_the_first_one(shown: Callable[..., Page], width: int) -> None:
+    page = shown("two", width=width)
+    ranked = [float(each) for each in page.locator("#rows td:nth-child(2)").all_inner_texts()]
+    assert len(ranked) == 8
+    assert ranked == sorted(ranked, reverse=True)
+    assert "→" in page.inner_text("#rows td:nth-child(3) >> nth=0")
+    for each in ("B", "difference", "divergence"):
+        page.select_option("select[name=shows]", each)
+        assert page.input_value("select[name=shows]") == each
+        assert page.locator("#grid .cell:not(.none)").count() == 8
+    page.click("#rows a >> nth=0")
+    page.wait_for_selector(".sides h3")
+    assert page.locator(".sides > div").count() == 2
+    assert page.locator(".card >> nth=0 >> .bins").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -1,0 +1,105 @@
+"""The page of a census holds the census's numbers and examples, and stays under its limit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import multihead as mh
+from multihead.errors import ArgumentError
+from multihead.viewer import write_census_page
+from multihead.viewer.census_page import BINS
+from tests.counting.tiny import jsonl, random_texts, saved_bert
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[mh.Census, mh.Census]:
+    """Two censuses of one model, on other texts."""
+    folder = tmp_path_factory.mktemp("pages")
+    model = saved_bert(folder / "tiny-bert")
+    files = [jsonl(folder / f"{seed}.jsonl", random_texts(12, seed=seed)) for seed in (0, 1)]
+    one, other = (
+        mh.census(model, file, out=folder / f"it's {place}", threads=1, probes=("entropy", "previous_mass"))
+        for place, file in enumerate(files)
+    )
+    return one, other
+
+
+def data_of(page: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_has_the_numbers_and_the_distribution_of_every_head(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    one, _ = counted
+    data = data_of(one.report(tmp_path / "page.html"))
+    assert [each["id"] for each in data["columns"]] == ["entropy", "previous_mass"]
+    assert [each["heads"] for each in data["layers"]] == [4, 4]
+    for of in ("mean", "p95"):
+        expected = [row["previous_mass"] for row in one.table(of=of).rows]
+        assert data["runs"][0]["numbers"]["previous_mass"][of] == pytest.approx(expected, rel=1e-3)
+    bars, (low, high) = data["runs"][0]["bars"]["entropy"][5], data["axes"]["entropy"][5]
+    values, counts = one.histogram(1, 1, "entropy")
+    assert len(bars) == BINS
+    assert sum(bars) == pytest.approx(1, abs=1e-3)
+    middle = low + (high - low) / 2
+    assert sum(bars[: BINS // 2]) == pytest.approx(counts[values < middle].sum() / counts.sum(), abs=1e-3)
+
+
+def test_the_examples_are_those_of_the_census_and_their_command_reads_the_text(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    one, _ = counted
+    data = data_of(one.report(tmp_path / "page.html"))
+    example = one.top(1, 2, "previous_mass")[0]
+    value, place, position, key, start, tokens, values = data["examples"][0]["previous_mass"][6][0]
+    assert place == f"{example.shard}:{example.text}"
+    assert (position, key, start) == (example.position, example.key, example.start)
+    assert "".join(data["words"][token] for token in tokens) == "".join(example.tokens)
+    assert value == pytest.approx(example.value, rel=1e-3)
+    assert values[position - start] == value
+    before, between, after = data["runs"][0]["command"]
+    folder = str(one.folder).replace("'", "'\"'\"'")
+    assert before == f"multihead census '{folder}' --read "
+    assert re.fullmatch(r" \| multihead look \S*tiny-bert --text - --tokens 48 --record ", between)
+    assert after == " && multihead view "
+
+
+def test_two_censuses_are_on_one_page_with_their_divergences(
+    counted: tuple[mh.Census, mh.Census], tmp_path: Path
+) -> None:
+    one, other = counted
+    data = data_of(write_census_page(one, tmp_path / "page.html", other, lang="zh"))
+    found = {(each.layer, each.head): each for each in one.changed(other)}
+    heads = [(layer, head) for layer in range(2) for head in range(4)]
+    assert data["divergence"][""] == pytest.approx([found[head].divergence for head in heads], rel=1e-3)
+    assert data["divergence"]["entropy"] == pytest.approx(
+        [found[head].divergences["entropy"] for head in heads], rel=1e-3
+    )
+    means = data["runs"][1]["numbers"]["entropy"]["mean"]
+    assert means == pytest.approx([found[head].after["entropy"] for head in heads], rel=1e-3)
+
+
+def test_a_limit_leaves_out_the_weaker_examples_first(counted: tuple[mh.Census, mh.Census], tmp_path: Path) -> None:
+    one, _ = counted
+    whole = one.report(tmp_path / "whole.html")
+    limit = whole.stat().st_size - 1000
+    page = one.report(tmp_path / "page.html", max_bytes=limit)
+    assert page.stat().st_size <= limit
+    data = data_of(page)
+    assert data["kept"] == 4 == max(len(each) for each in data["examples"][0]["entropy"])
+    assert data["examples"][0]["entropy"][0][0][0] == data_of(whole)["examples"][0]["entropy"][0][0][0]
+    with pytest.raises(
+        ArgumentError,
+        match=r"^max_bytes is 1,000, and this page needs [\d,]+ bytes without any example\. "
+        r"Increase max_bytes, or count fewer statistics\.$",
+    ):
+        one.report(tmp_path / "none.html", max_bytes=1000)
+    assert not (tmp_path / "none.html").exists()
