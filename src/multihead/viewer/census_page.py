@@ -134,9 +134,9 @@ def _command(run: Census) -> list[str]:
     """Return the parts of the command that opens a text in the viewer: around "SHARD:TEXT", and around its file's name.
 
     The text itself is not in the command, because a terminal acts on characters of a pasted line before a shell reads
-    their quotes.
+    their quotes. The names of the corpus are as they were given, so it runs where the census was counted.
     """
-    folder, model = shlex.quote(str(run.folder.absolute())), shlex.quote(run.plan.model or "MODEL")
+    folder, model = shlex.quote(str(run.folder)), shlex.quote(run.plan.model or "MODEL")
     return [
         f"multihead census {folder} --read ",
         f" | multihead look {model} --text - --tokens {run.plan.tokens} --record ",
