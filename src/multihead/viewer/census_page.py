@@ -77,9 +77,9 @@ def write_census_page(
         if not each.row_of:
             raise InputError(f"The census of {visible(each.plan.title)} has no finished shard.", "Run it first.")
     data = page_data(runs, lang)
-    most = max(each.plan.examples for each in runs)
-    for kept in range(most, -1, -1):
-        page = _render(data | {"kept": kept} | _examples(runs, kept), runs, lang)
+    strongest = [each.heads["examples"].to_pylist() for each in runs]
+    for kept in range(max(each.plan.examples for each in runs), -1, -1):
+        page = _render(data | {"kept": kept} | _examples(runs, strongest, kept), runs, lang)
         if len(page) <= max_bytes:
             write_whole(path, page)
             return path
@@ -199,18 +199,23 @@ def _divergences(before: Census, after: Census, heads: list[tuple[int, int]]) ->
     }
 
 
-def _examples(runs: list[Census], kept: int) -> dict[str, Any]:
-    """Return the strongest examples per census, statistic and head; their tokens are numbers into one list."""
+def _examples(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict[str, Any]:
+    """Return the strongest examples per census, statistic and head; their tokens are numbers into one list.
+
+    Args:
+        runs: the censuses.
+        strongest: the examples of each row of each census.
+        kept: how many are kept per row.
+    """
     words: dict[str, int] = {}
     found = []
-    for run in runs:
-        lists = [each[:kept] for each in run.heads["examples"].to_pylist()] if kept else None
+    for run, lists in zip(runs, strongest, strict=True):
         names = dict.fromkeys(name for _, name, _ in run.row_of)
         found.append(
             {
                 name: [
-                    [_example(each, words) for each in lists[run.row_of[layer, name, head]]]
-                    if lists is not None and (layer, name, head) in run.row_of
+                    [_example(each, words) for each in lists[run.row_of[layer, name, head]][:kept]]
+                    if (layer, name, head) in run.row_of
                     else []
                     for layer, head in _heads(runs[0])
                 ]
