@@ -1,5 +1,5 @@
 // Start the page of a census, and show one of two views: all heads by one statistic, or one head.
-import { css, dark, palette, paint, rgb, tone } from '../shared/colour.js';
+import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { helpButton } from '../shared/help.js';
@@ -30,10 +30,8 @@ function choices() {
 function cell(one, i, end, wide) {
   const value = one.values[i], box = el('span', { className: known(value) ? 'cell' : 'cell none' });
   if (!known(value)) return box;
-  if (state.shows === 'difference') {
-    box.style.background = rgb('apart', .5 - value / end / 2);
-    if (Math.abs(value) > end * .7) box.style.color = css('paper');
-  } else paint(box, tone('linear', value, end));
+  if (state.shows === 'difference') paint(box, .5 - value / end / 2, 'apart');
+  else paint(box, tone('linear', value, end));
   if (wide) box.append(one.number(i));
   return box;
 }

@@ -55,17 +55,18 @@ export const rgb = (lut, t) => { const k = place(t), c = luts[lut]; return `rgb(
 export const tone = (scale, w, top) => w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0;
 
 // Black or white text, whichever has a contrast of 4.5 : 1 on this tone: the border is at relative luminance .179.
-function inkOn(t) {
+function inkOn(lut, t) {
   const luminance = [.2126, .7152, .0722].reduce((sum, weight, c) => {
-    const v = luts.ink[place(t) + c] / 255;
+    const v = luts[lut][place(t) + c] / 255;
     return sum + weight * (v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
   }, 0);
   return luminance > .179 ? '#000' : '#fff';
 }
 
-export function paint(span, t) {
-  span.style.background = t > .02 ? rgb('ink', t) : '';
-  span.style.color = t > .02 ? inkOn(t) : '';
+export function paint(span, t, lut = 'ink') {
+  const shown = lut !== 'ink' || t > .02;
+  span.style.background = shown ? rgb(lut, t) : '';
+  span.style.color = shown ? inkOn(lut, t) : '';
 }
 
 // A colour for each possible upper half of a float: sign, exponent and nine bits of the fraction. One step is smaller
