@@ -7,9 +7,14 @@ import os
 # Read once, when huggingface_hub is imported: it must be set before anything else is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+
+from tests.parallel.processes import Processes, processes
 
 # A first call of torch in a process can take seconds, so a deadline would fail at random.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,3 +26,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 def _one_seed() -> None:
     """Give each test the same random numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Processes]:
+    """Four gloo processes, started once for all files."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this build of PyTorch has no gloo")
+    with processes() as started:
+        yield started

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Dependencies of those lowest versions that need older versions than the pins. Everything else stays pinned, so that
 # pip need not search.
 FREE = frozenset({"huggingface-hub", "ml-dtypes", "setuptools", "tokenizers", "typer", "markdown-it-py", "protobuf"})
-_RANGE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)>=(?P<version>[0-9.]+)")
+_RANGE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(\[[a-z,]+\])?>=(?P<version>[0-9.]+)")  # with extras or without
 
 
 def main() -> None:
@@ -29,8 +29,8 @@ def lowest(requirements: Iterable[str]) -> list[str]:
     Raises:
         ValueError: a requirement has another form than name>=version.
 
-    >>> lowest(["torch>=2.9", "multihead[hf]", "torch>=2.11"])
-    ['torch==2.11']
+    >>> lowest(["torch>=2.9", "multihead[hf]", "torch>=2.11", "ray[data]>=2.50"])
+    ['torch==2.11', 'ray==2.50']
     """
     found: dict[str, str] = {}
     for requirement in requirements:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from multihead import sequence_split
 from multihead.call import AttentionRequest, Work
 from multihead.kernels.choose import KERNELS, choose
 from multihead.plan.bounds import bounds_of
 from multihead.plan.tiles import seen_share
-from multihead.sequence_split import RankWork, active, split
+from multihead.sequence_split import RankWork, split
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +66,7 @@ def explained(request: AttentionRequest, *, kernel: str | None = None, waits: st
         kernel: the name of the kernel that must run, or None.
         waits: why the host waits for the device besides the attention itself, or None.
     """
-    sequence = active()
+    sequence = sequence_split.active
     if sequence is not None:
         return _of_rank(sequence.work(request, kernel=kernel), kernel)
     bounds = bounds_of(request)

@@ -9,7 +9,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from multihead import listeners
+from multihead import listeners, sequence_split
 from multihead.batch_dims import BatchDims
 from multihead.call import Attended, AttentionCall, AttentionRequest, CallOrigin
 from multihead.errors import (
@@ -36,7 +36,7 @@ from multihead.quantised import Scales
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.sinks import check_sinks_fit
 from multihead.scores.softcap import check_softcap
-from multihead.sequence_split import active, reject_in_split
+from multihead.sequence_split import reject_in_split
 from multihead.shapes import AttentionShape, resolved_query_start
 from multihead.spelling import OF_FUNCTIONS, reject_unknown
 from multihead.tracing import traced, transformed
@@ -377,7 +377,7 @@ def request_of(
         scale = shape.head_dim**-0.5
     else:
         check_scale(scale)
-    sequence = active()
+    sequence = sequence_split.active
     whole = shape if sequence is None else sequence.whole(shape)
     if bias is not None:
         check_bias_fits(bias, whole)
@@ -413,7 +413,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, publish: boo
         kernel: the name of the kernel that must run, or None to have one chosen.
         publish: whether the listeners receive the call.
     """
-    sequence = active()
+    sequence = sequence_split.active
     if sequence is not None:
         return sequence.attend(request, kernel=kernel)
     heard = publish and bool(listeners.listeners()) and not traced()  # there are no values to publish in a trace

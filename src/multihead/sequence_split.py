@@ -70,12 +70,8 @@ class SequenceSplit(Protocol):
 
 
 # No ContextVar: the backward pass may run in another thread, and compilers can check a global variable.
-_active: SequenceSplit | None = None
-
-
-def active() -> SequenceSplit | None:
-    """Return how the sequence of the calls made here is split; None where each call has its whole sequence."""
-    return _active
+active: SequenceSplit | None = None
+"""How the sequence of the calls made here is split; None where each call has its whole sequence."""
 
 
 @contextmanager
@@ -83,15 +79,15 @@ def split(sequence: SequenceSplit | None) -> Iterator[None]:
     """Make the calls in this context parts of a split sequence, or whole calls again (None).
 
     >>> with split(None):
-    ...     print(active())
+    ...     print(active)
     None
     """
-    global _active  # noqa: PLW0603
-    before, _active = _active, sequence
+    global active  # noqa: PLW0603
+    before, active = active, sequence
     try:
         yield
     finally:
-        _active = before
+        active = before
 
 
 def reject_in_split(name: str, remedy: str) -> None:
@@ -101,5 +97,5 @@ def reject_in_split(name: str, remedy: str) -> None:
         name: what the call uses, as the subject of a sentence.
         remedy: what to do instead, a whole sentence.
     """
-    if _active is not None:
+    if active is not None:
         raise ArgumentError(f"{name} cannot be used in context_parallel, where a rank has part of the tokens.", remedy)

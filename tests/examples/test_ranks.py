@@ -7,14 +7,7 @@ import re
 from contextlib import redirect_stdout
 from typing import Any
 
-import pytest
-import torch.distributed as dist
-
-from tests.parallel.processes import processes
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
-)
+from tests.parallel.processes import Processes
 
 
 def printed(group: Any, rank: int) -> str:
@@ -26,8 +19,7 @@ def printed(group: Any, rank: int) -> str:
     return text.getvalue()
 
 
-def test_it_prints_the_loss_and_the_heads_on_one_rank() -> None:
-    with processes() as four:
-        first, *others = four.results(printed)
+def test_it_prints_the_loss_and_the_heads_on_one_rank(four: Processes) -> None:
+    first, *others = four.results(printed)
     assert others == ["", "", ""]
     assert re.match(r"step 20: loss \d\.\d{3} nats\nlayers\.0 \{'previous_mass': ", first)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
-from multihead import masks, scores
+from multihead import masks, scores, sequence_split
 from multihead.errors import ArgumentError, MaskError, MultiheadError, ShapeError
 from multihead.parallel import context_parallel, sequence, shard, unshard
 from multihead.parallel.layout import Layout
@@ -177,7 +177,7 @@ def chosen_strategies(group: Any, rank: int) -> dict[str, str]:
     ):
         q = torch.zeros(1, heads, 4, 8)
         with context_parallel(group):
-            split = sequence.active()
+            split = sequence_split.active
             assert isinstance(split, sequence._Split)
             shape = sequence.AttentionShape.of(q, q, q)
             found[name] = split._chosen(shape, sequence.ring_plan(mask, 16, split.layout, rank)).strategy
@@ -399,4 +399,4 @@ def left_by_an_error(group: Any, rank: int) -> bool:
         with context_parallel(group):
             raise KeyError
     except KeyError:
-        return sequence.active() is None
+        return sequence_split.active is None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import multihead as mh
-from multihead import masks
+from multihead import masks, sequence_split
 from multihead.errors import ArgumentError
 from multihead.kernels.native.library import absence
 from multihead.masks.place import Place
@@ -139,5 +139,5 @@ def test_without_processes_the_error_names_what_starts_them() -> None:
 def test_a_call_without_a_context_is_unchanged() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
     expected: Tensor = mh.attention(q, k, v, mask=masks.Causal())
-    assert mh.functional.active() is None
+    assert sequence_split.active is None
     torch.testing.assert_close(mh.attention(q, k, v, mask=masks.Causal(), kernel="reference"), expected)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multihead import sequence_split
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
@@ -31,7 +32,7 @@ from multihead.kernels.native import eager
 from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
-from multihead.sequence_split import active, reject_in_split
+from multihead.sequence_split import reject_in_split
 from multihead.tracing import traced
 
 NAME = "multihead"
@@ -265,7 +266,7 @@ def mask_for(
     extent = Extent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = recognised(function, extent)
-    if active() is not None:
+    if sequence_split.active is not None:
         _check_in_split(mask, padding)
     if mask is None:
         mask = Keep(dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))

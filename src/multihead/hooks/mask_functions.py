@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multihead import sequence_split
 from multihead.errors import ArgumentError
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
 from multihead.masks.base import FURTHEST
 from multihead.masks.place import Place
-from multihead.sequence_split import active
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -148,7 +148,7 @@ def _window(closure: dict[str, Any], extent: Extent) -> Mask:
 
 def _later_keys(extent: Extent) -> int:
     """Return at least as many keys as there are after any query; ranks may hold more than this call has."""
-    return extent.keys if active() is None else FURTHEST
+    return extent.keys if sequence_split.active is None else FURTHEST
 
 
 def _window_both_ways(closure: dict[str, Any], extent: Extent) -> Mask:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Never, NoReturn
 import torch
 from torch import Tensor, nn
 
+from multihead import sequence_split
 from multihead.cache import KeyValueCache
 from multihead.call import AttentionRequest, CallOrigin
 from multihead.errors import (
@@ -44,7 +45,6 @@ from multihead.quantised import Scales, expand
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, added, shifted
 from multihead.scores.softcap import check_softcap
-from multihead.sequence_split import active
 from multihead.spelling import OF_CONSTRUCTORS, OF_LAYERS, reject_unknown
 
 _FULL = Full()
@@ -250,7 +250,7 @@ class MultiHeadAttention(nn.Module):
             reject_unknown(MultiHeadAttention.forward, unknown, OF_LAYERS)
         if cache is not None:
             check_is_cache(cache)
-        if lengths is not None and (sequence := active()) is not None:
+        if lengths is not None and (sequence := sequence_split.active) is not None:
             hidden, mask = padding_of_rank(sequence, x, mask, lengths, padding_side)
             options: Any = {"memory_lengths": memory_lengths, "packing": packing, "cache": cache}
             options |= {"bias": bias, "head_gates": head_gates, "query_start": query_start}
@@ -334,7 +334,7 @@ class MultiHeadAttention(nn.Module):
             widths = Widths(self.embed_dim, self.key_dim, self.value_dim, dtype_of(self.q_proj))
             x, memory, values, batched = check_inputs(widths, mask, x, memory, values, lengths, memory_lengths)
         within = memory is None or memory is x
-        if active() is not None:
+        if sequence_split.active is not None:
             check_split(memory_lengths, packing, cache, within=within, added_key=self.bias_k is not None)
         of_distance = getattr(self.position_bias, "of_distance", True)
         if packing is not None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from multihead import sequence_split
 from multihead.cache import KeyValueCache
 from multihead.masks import Lengths, Mask
 from multihead.packing import Padding, Side
 from multihead.quantised import Scales
 from multihead.rotary import Rotary
-from multihead.sequence_split import SequenceSplit, active, reject_in_split
+from multihead.sequence_split import SequenceSplit, reject_in_split
 from multihead.shapes import AttentionShape, resolved_query_start
 
 
@@ -35,7 +36,7 @@ def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int)
 
 def map_lengths(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return how many queries and keys the map of a call has: those of all ranks, where a sequence is split."""
-    sequence = active()
+    sequence = sequence_split.active
     if sequence is None:
         return q.shape[2], k.shape[2]
     whole = sequence.whole(AttentionShape.of(q, k, v))
@@ -88,7 +89,7 @@ def rotate(
         same: whether query i and key i have the same position; else the first key has position 0.
         fresh: whether this call projected the keys; those of a cache are rotated already.
     """
-    sequence = active()
+    sequence = sequence_split.active
     if sequence is not None:
         positions, same = sequence.positions(q.shape[2], q.device), True
     if positions is None:

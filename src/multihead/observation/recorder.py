@@ -132,7 +132,7 @@ class Recorder:
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
         text = name, None if continued is None else continued.text
-        sequence = sequence_split.active()
+        sequence = sequence_split.active
         previous = self._previous.get(text)
         if previous is not None and not self._continues(call, previous, offset, crosses=crosses):
             previous = None

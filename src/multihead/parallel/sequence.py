@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from multihead import listeners
+from multihead import listeners, sequence_split
 from multihead.call import Attended, AttentionCall, AttentionRequest, DropoutPart, DropoutPlace
 from multihead.errors import ArgumentError, ShapeError
 from multihead.explanation import readable_bytes
@@ -29,7 +29,7 @@ from multihead.parallel.ring import Ring, part_of_bias, part_of_dropout, terms_o
 from multihead.parallel.traffic import Strategy, bytes_of_keys, copies_for_ulysses, traffic
 from multihead.plan.bounds import key_bounds
 from multihead.scores.bias import values_of, with_values
-from multihead.sequence_split import RankWork, active, split
+from multihead.sequence_split import RankWork, split
 from multihead.shapes import AttentionShape
 from multihead.tracing import runs_backward, traced
 
@@ -192,7 +192,7 @@ def context_parallel(
         raise ArgumentError(f"strategy is {strategy!r}.", 'Give "ring", "ulysses", "gather" or "auto".')
     check_is_mask(mask)
     ranks = Ranks.of(mesh)
-    if active() is not None:
+    if sequence_split.active is not None:
         raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
     with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask)):
         yield

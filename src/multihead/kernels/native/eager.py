@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multihead import sequence_split
 from multihead.call import AttentionRequest
 from multihead.kernels.native import library
 from multihead.kernels.native.call import DTYPES
@@ -22,7 +23,6 @@ from multihead.masks import Full, Lengths, Mask, Window
 from multihead.masks.base import FURTHEST, Band
 from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import Bias
-from multihead.sequence_split import active as active_split
 from multihead.shapes import AttentionShape
 from multihead.tracing import intercepted
 
@@ -57,7 +57,7 @@ def attend(
         or type(dropout) is not float
         or intercepted()
         or active()
-        or active_split() is not None
+        or sequence_split.active is not None
         or library.absence() is not None
         or not type(q) is type(k) is type(v) is Tensor
         or not q.is_cpu
