@@ -294,7 +294,7 @@ INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *score
   constexpr bool DISTANCES = STATISTICS == Statistics::DISTANCES;
   constexpr float SIGN = SIDE == Side::BEFORE ? -1 : 1;
   const Floats step = broadcast(SIGN);
-  Floats x[2];  // distance of a key from each query, less the pivot; its sign tells the side where that varies
+  Floats x[2];  // distance of a key from each query, less the pivot; its sign is the side, where both occur
   for (int half = 0; half < HALVES && DISTANCES; half++) {
     const Floats lane = __builtin_convertvector(index_from(half * LANES), Floats);
     x[half] = step * (broadcast(static_cast<float>(first + from - panel.position)) - lane);

@@ -3,7 +3,7 @@ import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { helpButton } from '../shared/help.js';
-import { keys } from '../shared/keys.js';
+import { keys, neighbour } from '../shared/keys.js';
 import { applied, fitted } from '../shared/layout.js';
 import { ramp } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
@@ -114,14 +114,11 @@ function draw() {
   if (shownHead >= 0) openHead(); else overview();
 }
 
-function neighbour(i, key) {
-  const { l, h } = HEADS[i], near = layer => layer >= 0 && layer < D.layers.length ? indexOf(layer, Math.min(h, D.layers[layer].heads - 1)) : -1;
-  return { ArrowLeft: indexOf(l, h - 1), ArrowRight: indexOf(l, h + 1), ArrowUp: near(l - 1), ArrowDown: near(l + 1) }[key];
-}
+const moved = (i, key) => neighbour(key, HEADS[i].l, HEADS[i].h, D.layers, indexOf);
 addEventListener('keydown', event => {
   if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
   if (event.key === 'Escape' && shownHead >= 0) { location.hash = ''; return; }
-  const next = shownHead >= 0 ? /Left|Right/.test(event.key) ? neighbour(shownHead, event.key) : undefined : $('grid').contains(event.target) ? neighbour(state.lit, event.key) : undefined;
+  const next = shownHead >= 0 ? /Left|Right/.test(event.key) ? moved(shownHead, event.key) : undefined : $('grid').contains(event.target) ? moved(state.lit, event.key) : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;

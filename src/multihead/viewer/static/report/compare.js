@@ -1,4 +1,4 @@
-// Other heads of the same shape: those with similar weights, and one beside the head with the difference of the two.
+// Other heads of the same shape: those with similar weights, and one chosen head with the difference of the two.
 import { bitmap, rootEnd } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { glyph, kindName, kindNames } from '../shared/kinds.js';

@@ -20,7 +20,7 @@ export function closeHead() {
   opening++;
 }
 
-// All heads as small boxes. Many layers stand in several columns, so that the map below stays in sight.
+// All heads as small boxes. Many layers are laid out in several columns, so that the map below stays in sight.
 function navigator(i) {
   const nav = el('nav', { className: 'nav', 'aria-label': translate('all heads', { n: HEADS.length }) }), layers = D.layers.length;
   const columns = Math.ceil(layers / 10), rows = Math.ceil(layers / columns), width = Math.max(4, Math.min(15, Math.floor(420 / columns / WIDEST) - 2));

@@ -2,7 +2,7 @@
 import { dark, palette } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
 import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
-import { keys } from '../shared/keys.js';
+import { keys, neighbour } from '../shared/keys.js';
 import { showRows } from '../shared/table.js';
 import { chips, defined, findings, grid, gridNote, headsTable, inspect, legend, state } from './grid.js';
 import { closeHead, headPage, shownHead, show } from './head.js';
@@ -58,17 +58,14 @@ function draw() {
   if (shownHead() >= 0) openHead(shownHead()); else overview();
 }
 
-// The arrow keys move between heads, in the grid and on a head's page; layers may have different numbers of heads.
-function neighbour(i, key) {
-  const { l, h } = HEADS[i], near = layer => layer >= 0 && layer < D.layers.length ? indexOf(layer, Math.min(h, D.layers[layer].heads - 1)) : -1;
-  return { ArrowLeft: indexOf(l, h - 1), ArrowRight: indexOf(l, h + 1), ArrowUp: near(l - 1), ArrowDown: near(l + 1) }[key];
-}
+// The arrow keys move between heads, in the grid and on a head's page.
+const moved = (i, key) => neighbour(key, HEADS[i].l, HEADS[i].h, D.layers, indexOf);
 addEventListener('keydown', event => {
   if (/INPUT|TEXTAREA/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
   if (event.key === 'Escape' && shownHead() >= 0) { location.hash = ''; return; }
   const inGrid = $('grid').contains(event.target), box = event.target.closest?.('.reading');
   const scrolls = box && box.scrollHeight > box.clientHeight && /Up|Down/.test(event.key);
-  const next = shownHead() >= 0 && !scrolls ? neighbour(shownHead(), event.key) : inGrid ? neighbour(state.lit, event.key) : undefined;
+  const next = shownHead() >= 0 && !scrolls ? moved(shownHead(), event.key) : inGrid ? moved(state.lit, event.key) : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;

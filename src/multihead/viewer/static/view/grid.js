@@ -3,6 +3,7 @@ import { bitmap, css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
+import { neighbour } from '../shared/keys.js';
 import { applied, fitted } from '../shared/layout.js';
 import { isSingle } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
@@ -208,11 +209,10 @@ export function returnTo(i, focus) {
   $('grid').querySelector(`[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
-// The neighbour of a head in the grid; layers may have different numbers of heads.
-export function neighbour(record, i, key) {
-  const { l, h } = record.heads[i], layer = record.layer(i), place = record.layers.indexOf(layer);
-  const near = other => other ? record.index(other.number, Math.min(h, other.heads - 1)) : -1;
-  return { ArrowLeft: record.index(l, h - 1), ArrowRight: record.index(l, h + 1), ArrowUp: near(record.layers[place - 1]), ArrowDown: near(record.layers[place + 1]), Home: record.index(l, 0), End: record.index(l, layer.heads - 1) }[key];
+// The head to which a key moves in the grid, see `neighbour`.
+export function moved(record, i, key) {
+  const { l, h } = record.heads[i], layer = record.layer(i), index = (place, head) => record.index(record.layers[place].number, head);
+  return { Home: record.index(l, 0), End: record.index(l, layer.heads - 1) }[key] ?? neighbour(key, record.layers.indexOf(layer), h, record.layers, index);
 }
 export const headLink = (record, i) => el('a', { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) }, thumb(record, i, 26), record.short(i),
   ...(record.layer(i).role ? [el('small', { textContent: ' ' + roleName(record.layer(i).role) })] : []));
