@@ -1,7 +1,7 @@
 """Simulate training attention over many ranks: a cost model of work, bytes and latency, from the plan of each rank.
 
-In a step of a ring a rank computes the cells that its queries see among the keys of another rank, while the keys of the
-next step arrive. All ranks wait for the slowest one in every step, so that the simulated time is never too short by
+In a step of a ring a rank computes the cells that its queries see among the keys of another rank, which arrive in one or
+two messages, while the keys of the next step arrive. All ranks wait for the slowest one in every step, so that the simulated time is never too short by
 an overlap of different steps. With gathered keys every rank waits for all keys, and then computes.
 """
 
@@ -86,7 +86,7 @@ def simulate(
         gathered: whether every rank gets all keys, instead of a ring.
     """
     layout = Layout(kind, ranks)
-    cells, keys, calls = _work_of(mask, length, layout)
+    cells, keys, calls, messages = _work_of(mask, length, layout)
     of_rank = cells.sum(1).double() * heads.heads
     ideal = float(of_rank.mean()) * (1 / machine.cells_forward + 1 / machine.cells_backward)
     if gathered:
@@ -101,7 +101,7 @@ def simulate(
         for rate, times in ((machine.cells_forward, 1), (machine.cells_backward, 2)):
             computing = cells.double() * heads.heads / rate + calls * machine.call  # (ranks, steps)
             nbytes = keys * heads.bytes_per_key * times
-            moving = nbytes / machine.bandwidth + (keys > 0) * machine.latency * times
+            moving = nbytes / machine.bandwidth + messages * machine.latency * times
             arriving = torch.cat([moving[:, 1:], torch.zeros(ranks, 1)], 1)  # while a step is computed
             seconds += float(torch.maximum(computing, arriving).amax(0).sum())
             most += int(nbytes[:, 1:].sum(1).max())
@@ -109,16 +109,17 @@ def simulate(
 
 
 @lru_cache
-def _work_of(mask: Mask, length: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def _work_of(mask: Mask, length: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `work_per_step` of a mask; it takes minutes for a million tokens on a thousand ranks."""
     return work_per_step(key_bounds(mask, queries=length, keys=length), layout)
 
 
-def work_per_step(bounds: KeyBounds, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what each rank does in each step of a ring.
+def work_per_step(bounds: KeyBounds, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what each rank does with the keys of each other rank of a ring.
 
     Returns:
-        (ranks, steps) each: the cells that it computes, the keys that it receives (its own in step 0), the calls.
+        (ranks, steps) each: the cells that it computes; the keys that it receives (its own in step 0); the calls, at
+        most; the messages.
     """
     length, parts, ranks = bounds.start.shape[1], layout.parts, layout.ranks
     size = length // parts
@@ -147,4 +148,7 @@ def work_per_step(bounds: KeyBounds, layout: Layout) -> tuple[Tensor, Tensor, Te
         highs = torch.stack([high[pair].masked_fill(cells[pair] == 0, 0) for pair in pairs]).amax(0)
         found[1] += (highs - lows).clamp(min=0)
         found[2] += sum((cells[pair] > 0).long() for pair in pairs)
-    return found[0], found[1], found[2]
+    of_cells, of_keys_received, pairs = found
+    messages = (of_keys_received > 0).long() + (of_keys_received > length // ranks // 4)
+    messages[:, 0] = 0  # its own keys
+    return of_cells, of_keys_received, pairs * messages.clamp(min=1), messages

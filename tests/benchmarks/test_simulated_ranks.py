@@ -24,12 +24,17 @@ FREE = Machine(1e9, 1e9, 0, 1e30, 0)  # sending and calls take no time
 def test_each_step_has_the_work_and_the_keys_of_the_plan(name: str, kind: str) -> None:
     layout = Layout(kind, 4)  # type: ignore[arg-type]
     bounds = key_bounds(MASKS[name], queries=64, keys=64)
-    cells, keys, calls = work_per_step(bounds, layout)
+    cells, keys, calls, messages = work_per_step(bounds, layout)
     assert cells.sum(1).tolist() == work_per_rank(bounds, layout)
     for rank in range(4):
         steps = ring_plan(MASKS[name], 64, layout, rank).steps
-        assert keys[rank].tolist() == [step.keys_received for step in steps]
-        assert calls[rank].tolist() == [len(step.pieces) for step in steps]
+        of_distance = [[step for step in steps if step.distance == distance] for distance in range(4)]
+        assert keys[rank].tolist() == [sum(step.keys_received for step in each) for each in of_distance]
+        assert messages[rank].tolist() == [
+            sum(len(step.received) > 0 for step in each if step.distance) for each in of_distance
+        ]
+        pieces = [sum(len(step.pieces) for step in each) for each in of_distance]
+        assert all(count <= most <= 2 * count for count, most in zip(pieces, calls[rank].tolist(), strict=True))
 
 
 def test_ranks_with_equal_work_and_free_transfers_are_fully_efficient() -> None:
@@ -50,9 +55,9 @@ def test_transfers_that_computation_cannot_hide_take_their_time() -> None:
     all_at_once = simulate(masks.Full(), 8, 2, "contiguous", slow, heads, gathered=True)
     assert all_at_once.seconds == pytest.approx(2 * one_step / 1e3, rel=1e-3)
     late = Machine(1e9, 1e9, 0, 1e30, 2.0)
-    assert simulate(masks.Full(), 8, 2, "contiguous", late, heads).seconds == pytest.approx(6, rel=1e-3)
+    assert simulate(masks.Full(), 8, 2, "contiguous", late, heads).seconds == pytest.approx(12, rel=1e-3)
     calls = Machine(1e30, 1e30, 3.0, 1e30, 0)
-    assert simulate(masks.Full(), 8, 2, "contiguous", calls, heads).seconds == pytest.approx(2 * 2 * 3)
+    assert simulate(masks.Full(), 8, 2, "contiguous", calls, heads).seconds == pytest.approx(2 * 3 * 3)
 
 
 def test_documents_that_do_not_cross_ranks_send_nothing() -> None:

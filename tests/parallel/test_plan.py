@@ -27,8 +27,8 @@ def test_the_pieces_show_every_visible_cell_once(name: str, layout: Layout) -> N
     shown = torch.zeros(2, 4, LENGTH, LENGTH, dtype=torch.int64)
     for rank, plan in enumerate(plans(mask, LENGTH, layout)):
         own = layout.positions(rank, LENGTH)
-        for index, step in enumerate(plan.steps):
-            theirs = layout.positions((rank - index) % layout.ranks, LENGTH)
+        for step in plan.steps:
+            theirs = layout.positions((rank - step.distance) % layout.ranks, LENGTH)
             keys = torch.cat([theirs[slice(*each)] for each in step.received] or [theirs[:0]])
             for piece in step.pieces:
                 rows, columns = own[piece.at], keys[piece.among]
@@ -49,7 +49,7 @@ def test_what_one_rank_sends_is_what_another_expects(name: str, layout: Layout) 
     for rank, plan in enumerate(of_rank):
         assert plan.steps[0].sent == ()
         for index, step in list(enumerate(plan.steps))[1:]:
-            assert step.sent == of_rank[(rank + index) % layout.ranks].steps[index].received
+            assert step.sent == of_rank[(rank + step.distance) % layout.ranks].steps[index].received
 
 
 def test_a_ring_of_a_window_sends_the_keys_at_the_borders_only() -> None:
@@ -57,7 +57,16 @@ def test_a_ring_of_a_window_sends_the_keys_at_the_borders_only() -> None:
     of_rank = plans(mask, 8192, Layout("contiguous", 4))
     assert [each.keys_sent for each in of_rank[1:]] + [of_rank[0].keys_sent] == [255, 255, 0, 255]
     assert sum(each.keys_sent for each in of_rank) == 3 * 255
-    assert all(not step.pieces for each in of_rank for step in each.steps[2:])
+    assert all(not step.pieces for each in of_rank for step in each.steps if step.distance > 1)
+
+
+def test_the_keys_of_a_rank_arrive_in_two_halves() -> None:
+    """So that a rank holds half of them at a time."""
+    causal = plans(masks.Causal(), 256, Layout("balanced", 4))
+    assert [step.keys_received for step in causal[0].steps] == [64, *[32, 32] * 3]
+    assert [step.keys_received for step in causal[2].steps] == [64, *[16, 16] * 2, 32, 32]
+    full = plans(masks.Full(), 64, Layout("contiguous", 2))
+    assert [step.received for step in full[0].steps] == [((0, 32),), ((0, 16),), ((16, 32),)]
 
 
 def test_documents_that_end_at_a_border_send_nothing() -> None:
@@ -78,7 +87,7 @@ def test_balanced_ranks_have_equal_work_under_a_causal_mask(ranks: int) -> None:
 def test_in_every_step_balanced_ranks_compute_pieces_of_equal_size() -> None:
     """A step ends for all ranks together: the slowest rank of each step counts."""
     of_rank = plans(masks.Causal(), 256, Layout("balanced", 4))
-    for index in range(1, 4):
+    for index in range(1, 7):
         cells = [
             sum((piece.at.stop - piece.at.start) * (piece.among.stop - piece.among.start) for piece in pieces)
             for pieces in (plan.steps[index].pieces for plan in of_rank)

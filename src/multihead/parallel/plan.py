@@ -64,14 +64,16 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does in one step of a ring. In step 0 it computes with its own keys, and nothing is sent.
+    """What a rank does with one message of keys; in the first step with its own keys, and nothing is sent.
 
     Attributes:
-        pieces: what it computes with the keys of the rank `step` before it.
-        received: the keys that it needs of that rank, as ranges among that rank's own tokens; in step 0 of its own.
-        sent: its keys that the rank `step` after it needs, as ranges among its own tokens.
+        distance: the keys are those of the rank `distance` before this one; 0 = its own.
+        pieces: what it computes with them.
+        received: the keys that arrive, as ranges among the tokens of the rank that holds them.
+        sent: the keys that leave for the rank `distance` after this one, as ranges among this rank's tokens.
     """
 
+    distance: int
     pieces: tuple[Piece, ...]
     received: tuple[Range, ...]
     sent: tuple[Range, ...]
@@ -95,7 +97,7 @@ class RingPlan:
         length: number of tokens of the whole sequence.
         mask: the mask of the whole sequence.
         bounds: its intervals, 16 bytes per token of the whole sequence.
-        steps: what the rank does, step by step; as many as there are ranks.
+        steps: what the rank does, in order; as many on every rank, so that their messages match.
     """
 
     length: int
@@ -127,55 +129,86 @@ def ring_plan(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     if known is not None:
         return known
     bounds = key_bounds(mask, queries=length, keys=length)
-    found = RingPlan(
-        length, mask, bounds, tuple(_step(mask, bounds, length, layout, rank, s) for s in range(layout.ranks))
-    )
+    steps = [step for distance in range(layout.ranks) for step in _steps(mask, bounds, length, layout, rank, distance)]
+    found = RingPlan(length, mask, bounds, tuple(steps))
     if key is not None:
         _PLANS.add(key, found, bounds)
     return found
 
 
-def _step(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, step: int) -> Step:
-    before, after = (rank - step) % layout.ranks, (rank + step) % layout.ranks
-    size = length // layout.parts
-    rectangles, needed = _rectangles(bounds, layout.chunks(rank, length), layout.chunks(before, length))
-    _, wanted = _rectangles(bounds, layout.chunks(after, length), layout.chunks(rank, length))
-    first_key = [sum(stop - first for first, stop in needed[:index]) for index in range(len(needed))]
-    pieces = []
-    for (row_chunk, key_chunk), (rows, keys) in rectangles.items():
-        at = row_chunk * size + rows[0] - layout.chunks(rank, length)[row_chunk][0]
-        among = keys[0] - needed[key_chunk][0] + first_key[key_chunk]
-        pieces.append(
-            Piece(
-                rows,
-                keys,
-                slice(at, at + rows[1] - rows[0]),
-                slice(among, among + keys[1] - keys[0]),
-                _mask_of(mask, bounds, rows, keys),
-            )
-        )
-    received = _among_own(needed, layout.chunks(before, length), size)
-    sent = _among_own(wanted, layout.chunks(rank, length), size) if step else ()
-    return Step(tuple(pieces), received, sent)
+def _steps(mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int) -> list[Step]:
+    """Plan what a rank does with the keys of another one: two steps, or one with its own keys."""
+    own = layout.chunks(rank, length)
+    if distance == 0:
+        needed = _keys_seen(bounds, own, own)
+        return [Step(0, _pieces(mask, bounds, own, needed), _places(needed, own), ())]
+    theirs = layout.chunks((rank - distance) % layout.ranks, length)
+    following = layout.chunks((rank + distance) % layout.ranks, length)
+    most = length // layout.ranks // 4
+    received = _messages(_keys_seen(bounds, own, theirs), most)
+    sent = _messages(_keys_seen(bounds, following, own), most)
+    return [
+        Step(distance, _pieces(mask, bounds, own, arriving), _places(arriving, theirs), _places(leaving, own))
+        for arriving, leaving in zip(received, sent, strict=True)
+    ]
 
 
-def _rectangles(
-    bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]
-) -> tuple[dict[tuple[int, int], tuple[Range, Range]], list[Range]]:
-    """Return the smallest rectangle of queries and keys of each pair of chunks, and the keys needed of each chunk."""
-    found: dict[tuple[int, int], tuple[Range, Range]] = {}
-    for i, rows in enumerate(row_chunks):
-        for j, keys in enumerate(key_chunks):
-            rectangle = visible_rectangle(bounds, rows, keys)
+def _keys_seen(bounds: KeyBounds, row_chunks: tuple[Range, ...], key_chunks: tuple[Range, ...]) -> list[Range]:
+    """Return the positions from the first to the last visible key of each chunk of keys that has some."""
+    found = []
+    for keys in key_chunks:
+        rectangles = [visible_rectangle(bounds, rows, keys) for rows in row_chunks]
+        seen = [each[1] for each in rectangles if each is not None]
+        if seen:
+            found.append((min(first for first, _ in seen), max(stop for _, stop in seen)))
+    return found
+
+
+def _messages(ranges: list[Range], most: int) -> tuple[list[Range], list[Range]]:
+    """Cut ranges of keys in two halves, the second one empty where there are at most `most` keys.
+
+    A rank holds the keys that it computes with, those that arrive, and the gradients of both. Half of the keys at a
+    time is half of that memory; and as all ranks cut their keys in equal halves, equal work stays equal.
+    """
+    total = _count(tuple(ranges))
+    left = total if total <= most else -(-total // 2)
+    first, second = [], []
+    for start, stop in ranges:
+        cut = min(start + left, stop)
+        left -= cut - start
+        if start < cut:
+            first.append((start, cut))
+        if cut < stop:
+            second.append((cut, stop))
+    return first, second
+
+
+def _pieces(mask: Mask, bounds: KeyBounds, row_chunks: tuple[Range, ...], ranges: list[Range]) -> tuple[Piece, ...]:
+    """Return the rectangles in which chunks of queries see ranges of keys, which lie one after the other."""
+    found = []
+    first_row = 0
+    for chunk in row_chunks:
+        first_key = 0
+        for each in ranges:
+            rectangle = visible_rectangle(bounds, chunk, each)
             if rectangle is not None:
-                found[i, j] = rectangle
-    needed = []
-    for j, (first, _) in enumerate(key_chunks):
-        of_chunk = [keys for (_, chunk), (_, keys) in found.items() if chunk == j]
-        needed.append(
-            (min(each[0] for each in of_chunk), max(each[1] for each in of_chunk)) if of_chunk else (first, first)
-        )
-    return found, needed
+                rows, keys = rectangle
+                at, among = first_row + rows[0] - chunk[0], first_key + keys[0] - each[0]
+                at_rows, at_keys = slice(at, at + rows[1] - rows[0]), slice(among, among + keys[1] - keys[0])
+                found.append(Piece(rows, keys, at_rows, at_keys, _mask_of(mask, bounds, rows, keys)))
+            first_key += each[1] - each[0]
+        first_row += chunk[1] - chunk[0]
+    return tuple(found)
+
+
+def _places(ranges: list[Range], chunks: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Convert positions in the sequence to places among a rank's own tokens; each range lies in one chunk."""
+    found = []
+    before = 0
+    for first, stop in chunks:
+        found += [(before + a - first, before + b - first) for a, b in ranges if first <= a < stop]
+        before += stop - first
+    return tuple(found)
 
 
 def visible_rectangle(bounds: KeyBounds, rows: Range, keys: Range) -> tuple[Range, Range] | None:
@@ -196,15 +229,6 @@ def _mask_of(mask: Mask, bounds: KeyBounds, rows: Range, keys: Range) -> Mask:
     if bounds.remainder is None and bool((start <= keys[0]).all() & (stop >= keys[1]).all()):
         return Full()
     return MapBlock(mask, bounds, rows, keys)
-
-
-def _among_own(ranges: list[Range], chunks: tuple[Range, ...], size: int) -> tuple[Range, ...]:
-    """Convert positions in the sequence to places among a rank's own tokens, one range per chunk."""
-    return tuple(
-        (index * size + first - chunk[0], index * size + stop - chunk[0])
-        for index, ((first, stop), chunk) in enumerate(zip(ranges, chunks, strict=True))
-        if stop > first
-    )
 
 
 def _count(ranges: tuple[Range, ...]) -> int:

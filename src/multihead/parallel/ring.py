@@ -1,8 +1,9 @@
 """Attention over a sequence whose keys stay on their ranks: a rank receives the keys its queries see, step by step.
 
-In step s rank r computes with the keys of rank r - s, while those of step s + 1 arrive. The parts are merged by their
-logsumexp. The backward pass is a ring of its own: keys and values arrive again, and their gradients return to their
-ranks, so that a rank holds the keys of two steps at a time and never those of the sequence.
+Rank r computes with its own keys, then with those of rank r - 1, r - 2 and so on, each in two messages; while it computes
+with one, the next one arrives. The parts are merged by their logsumexp. The backward pass is a ring of its own: keys and
+values arrive again, and their gradients return to their ranks, so that a rank holds two messages of keys at a time and
+never the keys of the sequence.
 
 Source: Ring Attention, arXiv:2310.01889; the merge is equation 2 of arXiv:2205.14135 for blocks.
 """
@@ -63,35 +64,37 @@ class Ring:
         output, logsumexp = _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
         return Attended(output, logsumexp, ring.statistics)
 
-    def start(self, step: int, k: Tensor, v: Tensor) -> Transfer | None:
+    def start(self, index: int, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the keys and values of a step; None where nothing moves."""
-        if step >= len(self.plan.steps):
+        if index >= len(self.plan.steps):
             return None
-        todo = self.plan.steps[step]
-        if not todo.sent and not todo.received:
+        step = self.plan.steps[index]
+        if not step.sent and not step.received:
             return None
-        rank, count = self.ranks.rank, self.ranks.size
-        message = by_token((k, v), todo.sent)
-        return Transfer(
-            self.ranks, message, (rank + step) % count, (k, v), _lengths(todo.received), (rank - step) % count
-        )
+        return self._transfer(by_token((k, v), step.sent), (k, v), step.received, step.distance)
 
-    def start_return(self, step: int, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor) -> Transfer | None:
+    def start_return(self, step: Step, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the gradients of a step back to the rank of its keys; None where nothing moves."""
-        todo = self.plan.steps[step]
-        if step == 0 or not (todo.sent or todo.received):
+        if step.distance == 0 or not (step.sent or step.received):
             return None
-        rank, count = self.ranks.rank, self.ranks.size
-        message = () if gradients is None else by_token(tuple(x.to(k.dtype) for x in gradients), _packed(todo.received))
-        return Transfer(self.ranks, message, (rank - step) % count, (k, v), _lengths(todo.sent), (rank + step) % count)
+        message = () if gradients is None else by_token(tuple(x.to(k.dtype) for x in gradients), _packed(step.received))
+        return self._transfer(message, (k, v), step.sent, -step.distance)
 
-    def arrived(self, step: int, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _transfer(
+        self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[Range, ...], distance: int
+    ) -> Transfer:
+        """Send to the rank `distance` after this one, and receive ranges from the rank as far before it."""
+        rank, count = self.ranks.rank, self.ranks.size
+        return Transfer(self.ranks, sent, (rank + distance) % count, like, _lengths(ranges), (rank - distance) % count)
+
+    def arrived(self, step: Step, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a step, after waiting for them; None where the rank needs none."""
         found = () if transfer is None else transfer.wait()
-        ranges = self.plan.steps[step].received
-        if not ranges:
+        if not step.received:
             return None
-        return (of_ranges(k, ranges), of_ranges(v, ranges)) if step == 0 else (found[0], found[1])
+        if step.distance == 0:
+            return of_ranges(k, step.received), of_ranges(v, step.received)
+        return found[0], found[1]
 
 
 def _lengths(ranges: tuple[Range, ...]) -> tuple[int, ...]:
@@ -145,7 +148,7 @@ class _Ring(torch.autograd.Function):
         transfer = None
         for index, step in enumerate(ring.plan.steps):
             following = ring.start(index + 1, k, v)  # it moves while this step is computed
-            held = ring.arrived(index, transfer, k, v)
+            held = ring.arrived(step, transfer, k, v)
             if held is not None:
                 for piece in step.pieces:
                     part = terms_of(ring, piece, q, *held, bias).request(ring, piece)
@@ -214,27 +217,23 @@ class _Backward:
             self.of_bias = torch.zeros_like(self.bias)
         transfer: Transfer | None = None
         returning: Transfer | None = None
-        before = 0
+        before: Step | None = None
         for index, step in enumerate(self.ring.plan.steps):
             following = self.ring.start(index + 1, k, v)  # it moves while this step is computed
-            held = self.ring.arrived(index, transfer, k, v)
-            gradients = None if held is None else self.step(step, *held, own=index == 0)
+            held = self.ring.arrived(step, transfer, k, v)
+            gradients = None if held is None else self.step(step, *held)
             held = None
             self.add_returned(before, returning)
-            returning, before = self.ring.start_return(index, gradients, k, v), index
+            returning, before = self.ring.start_return(step, gradients, k, v), step
             transfer, gradients = following, None
         self.add_returned(before, returning)
 
-    def step(self, step: Step, k: Tensor, v: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
+    def step(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the pieces of a step: add the gradients of q and the bias, return those of k and v.
 
-        Args:
-            step: the step.
-            k: its keys.
-            v: its values.
-            own: whether they are those of this rank: then their gradients are added to the sums at once.
+        The gradients of the rank's own keys and values are added to the sums at once.
         """
-        dtype = self.logsumexp.dtype
+        dtype, own = self.logsumexp.dtype, step.distance == 0
         views = [of_ranges(each, step.received) for each in self.sums[1:]] if own else []
         at_once = own and all(view._is_view() for view in views)  # noqa: SLF001 - a copy would be lost
         dk, dv = views if at_once else (torch.zeros_like(each, dtype=dtype) for each in (k, v))
@@ -302,11 +301,11 @@ class _Backward:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
                 first += stop - start
 
-    def add_returned(self, step: int, transfer: Transfer | None) -> None:
-        """Add the gradients that another rank computed of this rank's keys and values."""
+    def add_returned(self, step: Step | None, transfer: Transfer | None) -> None:
+        """Add the gradients that another rank computed of the keys and values that were sent to it in a step."""
         found = () if transfer is None else transfer.wait()
-        if found:
-            self.add(self.ring.plan.steps[step].sent, found)
+        if step is not None and found:
+            self.add(step.sent, found)
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""
