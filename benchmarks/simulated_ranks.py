@@ -1,8 +1,9 @@
 """Simulate training attention over many ranks: a cost model of work, bytes and latency, from the plan of each rank.
 
-In a step of a ring a rank computes the cells that its queries see among the keys of another rank, which arrive in one or
-two messages, while the keys of the next step arrive. All ranks wait for the slowest one in every step, so that the simulated time is never too short by
-an overlap of different steps. With gathered keys every rank waits for all keys, and then computes.
+In a step of a ring a rank computes the cells that its queries see among the keys of another rank, which arrive in one
+or two messages, while the keys of the next step arrive. All ranks wait for the slowest one in every step, so that the
+simulated time is never too short by an overlap of different steps. With gathered keys every rank waits for all keys,
+and then computes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -33,6 +35,30 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
     return function
+
+
+def outside_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a function for torch.compile: its calls and all that they call stay outside of graphs.
+
+    `torch.compiler.disable` does the same, but imports the compiler, which takes a second.
+
+    Args:
+        reason: why, a clause; PyTorch's error for `fullgraph=True` has it.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @cache
+        def disabled() -> Callable[P, R]:
+            return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+        run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]  # noqa: SLF001
+        return run
+
+    return decorated
 
 
 def traced() -> bool:

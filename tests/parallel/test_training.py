@@ -121,21 +121,51 @@ def test_a_checkpoint_of_fsdp2_and_heads_on_four_ranks_loads_on_two(four: Proces
         torch.testing.assert_close(found, in_one_process()["output"], rtol=1e-9, atol=1e-9)
 
 
-def compiled(group: Any, rank: int, strategy: Any) -> dict[str, Tensor]:
+def compiled(group: Any, rank: int, split: str) -> dict[str, Tensor]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model, (x, gradient) = Model(), data()
+    if split == "heads":
+        parallelize(model, DeviceMesh.from_group(group, "cpu"))
+        output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        (output * gradient).sum().backward()
+        return {"output": output.detach()} | {key: whole(each.grad) for key, each in model.named_parameters()}  # type: ignore[arg-type]
     part = shard(group, layout="balanced", x=x, gradient=gradient)
     module: Any = torch.compile(model, backend="aot_eager")
-    with context_parallel(group, strategy=strategy, layout=part.layout):
-        output = module(part["x"])
-        (output * part["gradient"]).sum().backward()
+    for _ in range(2):
+        model.zero_grad()
+        with context_parallel(group, strategy="ring", layout=part.layout):
+            output = module(part["x"])
+            (output * part["gradient"]).sum().backward()
+    # Before, between and after the attention of a layer; equal layers share their graphs, and so do later steps.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
     joined = unshard(group, output.detach(), layout=part.layout)
     return {"output": joined} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
 
 
-def test_compiled_models_train_as_in_one_process(four: Processes) -> None:
+@pytest.mark.parametrize("split", ["tokens", "heads"])
+def test_compiled_models_train_as_in_one_process(four: Processes, split: str) -> None:
     expected = in_one_process()
-    for found in four.results(compiled, "ring", ranks=2):
+    for found in four.results(compiled, split, ranks=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def in_one_graph(group: Any, rank: int) -> tuple[str, str]:
+    torch._dynamo.reset()
+    layer, x = mh.MultiHeadAttention(8, 2), torch.zeros(1, 4, 8)
+    with context_parallel(group):
+        try:
+            torch.compile(layer, backend="eager", fullgraph=True)(x)
+        except torch._dynamo.exc.Unsupported as error:
+            return str(error), str(layer.explain(x))
+    return "", ""
+
+
+def test_a_split_sequence_in_one_graph_is_an_error_with_the_reason_and_explain_tells_it(four: Processes) -> None:
+    for error, explained in four.results(in_one_graph, ranks=2):
+        assert (
+            "(reason: ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True)" in error
+        )
+        assert "compile  outside of the graphs of torch.compile, so fullgraph=True raises an error" in explained

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from multihead.errors import MaskError
 from multihead.masks.counts import shown
 from multihead.masks.place import CallSize, Extent, Place, Span
+from multihead.tracing import constant_in_graphs
 
 FURTHEST = 1 << 40  # keys; a larger number in a Band could overflow
 _REGISTERED: dict[str, type[Mask]] = {}
@@ -288,7 +289,7 @@ class Mask:
         Equal masks have equal keys. It is cheaper than hashing the mask: every attention call computes one.
         """
         key: list[object] = [type(self)]
-        names = _field_names(type(self))  # type: ignore[arg-type] # mypy: a class is hashable
+        names = _field_names(type(self))
         for name in vars(self) if names is None else names:
             value = getattr(self, name)
             if isinstance(value, Mask):
@@ -302,7 +303,7 @@ class Mask:
 
     def values(self) -> dict[str, object]:
         """Return the fields by name: equality compares them, and a saved record stores them."""
-        names = _field_names(type(self))  # type: ignore[arg-type]
+        names = _field_names(type(self))
         return dict(vars(self)) if names is None else {name: getattr(self, name) for name in names}
 
     # ---- how masks combine
@@ -587,10 +588,15 @@ class UnknownMask(Mask):
         )
 
 
-@cache
+_FIELD_NAMES: dict[type[Mask], tuple[str, ...] | None] = {}
+
+
+@constant_in_graphs  # a compiler can trace neither the fields of a dataclass nor a cache of functools
 def _field_names(kind: type[Mask]) -> tuple[str, ...] | None:
     """Return the names of a dataclass's fields, or None where a mask is not a dataclass."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+    if kind not in _FIELD_NAMES:
+        _FIELD_NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+    return _FIELD_NAMES[kind]
 
 
 def _is_of_this_package(kind: type[Mask]) -> bool:

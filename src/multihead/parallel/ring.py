@@ -1,9 +1,9 @@
 """Attention over a sequence whose keys stay on their ranks: a rank receives the keys its queries see, step by step.
 
-Rank r computes with its own keys, then with those of rank r - 1, r - 2 and so on, each in two messages; while it computes
-with one, the next one arrives. The parts are merged by their logsumexp. The backward pass is a ring of its own: keys and
-values arrive again, and their gradients return to their ranks, so that a rank holds two messages of keys at a time and
-never the keys of the sequence.
+Rank r computes with its own keys, then with those of rank r - 1, r - 2 and so on, each in two messages; while it
+computes with one, the next one arrives. The parts are merged by their logsumexp. The backward pass is a ring of its
+own: keys and values arrive again, and their gradients return to their ranks, so that a rank holds two messages of keys
+at a time and never the keys of the sequence.
 
 Source: Ring Attention, arXiv:2310.01889; the merge is equation 2 of arXiv:2205.14135 for blocks.
 """

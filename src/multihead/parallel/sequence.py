@@ -31,9 +31,10 @@ from multihead.plan.bounds import key_bounds
 from multihead.scores.bias import values_of, with_values
 from multihead.sequence_split import RankWork, split
 from multihead.shapes import AttentionShape
-from multihead.tracing import runs_backward, traced
+from multihead.tracing import outside_of_graphs, runs_backward, traced
 
 _FULL = Full()
+_OUTSIDE = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
 
 
 class Chosen(NamedTuple):
@@ -239,6 +240,7 @@ class _Split:
         length = shape.query_length * self.ranks.size
         return shape._replace(query_length=length, key_length=length)
 
+    @outside_of_graphs(_OUTSIDE)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
         observed = bool(listeners.listeners()) and not traced() and not runs_backward()
         request, planned, chosen = self._planned(request, kernel)
@@ -281,6 +283,7 @@ class _Split:
             ("ranks", f"{strategy}: rank {rank} of {ranks} computes its part in {calls}; {self.layout.kind} layout"),
             ("sends", f"{readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward"),
             ("because", chosen.reason),
+            ("compile", "outside of the graphs of torch.compile, so fullgraph=True raises an error"),
         )
         return RankWork(parts, shape.cells * ranks, round(own * per_cell), sent.held, lines)
 
