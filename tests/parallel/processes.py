@@ -17,6 +17,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PATIENCE = 90  # seconds until a test fails that waits for a process
+# What the tests of ranks import, imported once by the process from which all others fork.
+IMPORTED = (
+    "multihead",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers",
+)
 
 
 class Processes:
@@ -55,7 +64,8 @@ def processes(*, timeout: float = 60) -> Iterator[Processes]:
     Args:
         timeout: seconds that a collective waits.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
     with tempfile.TemporaryDirectory() as folder:
         pairs = [context.Pipe() for _ in range(4)]
         children = [

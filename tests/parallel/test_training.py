@@ -24,13 +24,13 @@ MASK = masks.Causal() & masks.Window(5)
 
 
 class Model(nn.Module):
-    """Two layers with a residual path."""
+    """Layers with a residual path."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(7)
         options: dict[str, Any] = {"num_kv_heads": 2, "rotary": mh.Rotary(), "sinks": True}
-        self.layers = nn.ModuleList(mh.MultiHeadAttention(16, 4, **options) for _ in range(2))
+        self.layers = nn.ModuleList(mh.MultiHeadAttention(16, 4, **options) for _ in range(layers))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def data() -> tuple[Tensor, Tensor]:
     return x, gradient
 
 
-def in_one_process() -> dict[str, Tensor]:
-    model, (x, gradient) = Model(), data()
+def in_one_process(layers: int = 2) -> dict[str, Tensor]:
+    model, (x, gradient) = Model(layers), data()
     output = model(x)
     (output * gradient).sum().backward()
     return {"output": output.detach()} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
@@ -121,15 +121,10 @@ def test_a_checkpoint_of_fsdp2_and_heads_on_four_ranks_loads_on_two(four: Proces
         torch.testing.assert_close(found, in_one_process()["output"], rtol=1e-9, atol=1e-9)
 
 
-def compiled(group: Any, rank: int, split: str) -> dict[str, Tensor]:
+def compiled(group: Any, rank: int) -> dict[str, Tensor]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, (x, gradient) = Model(), data()
-    if split == "heads":
-        parallelize(model, DeviceMesh.from_group(group, "cpu"))
-        output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-        (output * gradient).sum().backward()
-        return {"output": output.detach()} | {key: whole(each.grad) for key, each in model.named_parameters()}  # type: ignore[arg-type]
     part = shard(group, layout="balanced", x=x, gradient=gradient)
     module: Any = torch.compile(model, backend="aot_eager")
     for _ in range(2):
@@ -145,11 +140,22 @@ def compiled(group: Any, rank: int, split: str) -> dict[str, Tensor]:
     return {"output": joined} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("split", ["tokens", "heads"])
-def test_compiled_models_train_as_in_one_process(four: Processes, split: str) -> None:
-    expected = in_one_process()
-    for found in four.results(compiled, split, ranks=2):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+def test_compiled_models_train_as_in_one_process(four: Processes) -> None:
+    for found in four.results(compiled, ranks=2):
+        torch.testing.assert_close(found, in_one_process(), rtol=1e-9, atol=1e-9)
+
+
+def compiled_heads(group: Any, rank: int) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model, (x, gradient) = parallelize(Model(1), DeviceMesh.from_group(group, "cpu")), data()
+    output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    (output * gradient).sum().backward()
+    return {"output": output.detach()} | {key: whole(each.grad) for key, each in model.named_parameters()}  # type: ignore[arg-type]
+
+
+def test_split_heads_are_compiled_in_one_graph(four: Processes) -> None:
+    for found in four.results(compiled_heads, ranks=2):
+        torch.testing.assert_close(found, in_one_process(1), rtol=1e-9, atol=1e-9)
 
 
 def in_one_graph(group: Any, rank: int) -> tuple[str, str]:
