@@ -287,7 +287,8 @@ class Recorder:
             if keys is not None and values is not None:
                 more = self._measured_with(keys, values, call, whole, span, queries, sample, module, others)
                 found |= {key: value.cpu() for key, value in more.items()}
-            sample.put(found)
+            in_order = (*(probe.name for probe in self.probes), *found)  # that of one process, which pages show
+            sample.put({key: found[key] for key in in_order if key in found})
             if self.keep in ("cpu", "device"):
                 sample.q = Rows(2, [kept(_of_rows(request.q, span, rows), device)])
                 sample.k = Rows(2, [kept(_of_rows(request.k, span, [slice(*each.own) for each in own_keys]), device)])
