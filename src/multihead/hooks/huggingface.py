@@ -29,6 +29,7 @@ from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys
 from multihead.hooks.pretrained import pretrained_models
 from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
 from multihead.kernels.native import eager
+from multihead.layer.sharding import heads_of_rank
 from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
@@ -131,6 +132,8 @@ def attend_for(
         )
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding turned them into float32
+    if "held_heads" in module.__dict__:  # `parallelize` split the layer
+        key, value, s_aux = heads_of_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
     if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:
         attention_mask = attention_mask.first_keys(keys)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, ModelError, ShapeError
 from multihead.heads import head_counts
 from multihead.masks import Mask
 from multihead.qk_norm import QKNorms
@@ -222,14 +222,25 @@ class HeldHeads(NamedTuple):
     keys: tuple[int, int]
     num_kv_heads: int
 
+    @staticmethod
+    def of(rank: int, ranks: int, heads: int, kv_heads: int) -> HeldHeads:
+        """Return the heads of a rank, and the key/value heads that they share."""
+        own, per_group = heads // ranks, heads // kv_heads
+        first, stop = rank * own, (rank + 1) * own
+        return HeldHeads((first, stop), heads, (first // per_group, -(-stop // per_group)), kv_heads)
+
 
 def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
     """Return the heads of this process; None where the projections of the layer are not split over processes.
 
     Args:
-        layer: an attention layer, whose projections are called q_proj and k_proj if they are split.
+        layer: an attention layer, whose projections are called q_proj and k_proj if they are split; or one of
+            transformers that `parallelize` split, which has the heads as `held_heads`.
         head_dim: width of a head.
     """
+    known: HeldHeads | None = layer.__dict__.get("held_heads")
+    if known is not None:
+        return known
     q_proj, k_proj = (getattr(layer, name, None) for name in ("q_proj", "k_proj"))
     if not isinstance(q_proj, nn.Module) or not isinstance(k_proj, nn.Module):
         return None
@@ -237,9 +248,53 @@ def held_heads(layer: nn.Module, head_dim: int) -> HeldHeads | None:
     if group is None:
         return None
     heads, kv_heads = (int(each.weight.shape[0]) // head_dim for each in (q_proj, k_proj))  # type: ignore[index]
-    own, per_group = heads // group.size, heads // kv_heads
-    first, stop = group.rank * own, (group.rank + 1) * own
-    return HeldHeads((first, stop), heads, (first // per_group, -(-stop // per_group)), kv_heads)
+    return HeldHeads.of(group.rank, group.size, heads, kv_heads)
+
+
+def heads_of_rank(
+    layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Slice what belongs to single heads to those of this rank, in a layer of transformers that `parallelize` split.
+
+    Args:
+        layer: the layer.
+        q: (batch, heads, queries, head_dim), of this rank.
+        k: (batch, kv_heads, keys, head_dim), of this rank; of all heads where there are fewer of them than ranks.
+        v: (batch, kv_heads, keys, value_dim), likewise.
+        sinks: (heads of this rank,), a DTensor, or None.
+
+    Returns:
+        k, v and sinks of this rank.
+
+    Raises:
+        ModelError: the layer does not compute the heads of this rank. One that divides its features by a number of
+            heads of its own would mix tokens otherwise, without an error.
+    """
+    held, group = layer.__dict__["held_heads"], layer.__dict__["held_group"]
+    (first, stop), (first_key, stop_key) = held.queries, held.keys
+    if q.shape[1] != stop - first or k.shape[1] not in (stop_key - first_key, held.num_kv_heads):
+        raise ModelError(
+            f"{type(layer).__name__} returns {q.shape[1]} heads and {k.shape[1]} key/value heads, and this rank has "
+            f"{stop - first} of {held.num_heads}: the layer does not take their number from its projections.",
+            "Split the sequence instead, with context_parallel.",
+        )
+    if k.shape[1] > stop_key - first_key:  # its projections are whole, and their gradients are summed
+        k, v = (group.shared(each)[:, first_key:stop_key] for each in (k, v))
+    return k, v, None if sinks is None else sinks.to_local()  # type: ignore[attr-defined]
+
+
+def check_divides(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    """Check that the heads of a layer divide by a number of ranks, and its key/value heads by it or it by them.
+
+    Raises:
+        ArgumentError: they do not; it has the numbers that would.
+    """
+    fitting = [n for n in head_counts(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    if ranks not in fitting:
+        raise ArgumentError(
+            f"{name} has {heads} heads and {kv_heads} key/value heads, which cannot be divided over {ranks} ranks.",
+            f"Take a number of ranks of {', '.join(str(n) for n in fitting)}.",
+        )
 
 
 def local_part(
