@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median, quantiles
 
 import click
 import torch
@@ -162,65 +164,113 @@ def scenes(length: int) -> list[Scene]:
     ]
 
 
-def fastest(run: Callable[[], object], times: int = 20) -> float:
-    """Return the seconds of the fastest of some runs, after one that is not timed."""
-    run()
-    found = []
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds of the parts of the cost model, one of each per round; the rounds interleave them.
+
+    What else runs on the machine then slows all parts of some rounds, and not one part of all: medians leave it out.
+
+    Attributes:
+        cells: cells of a call.
+        nbytes: bytes of an exchange.
+        rounds: by name, the seconds of each round.
+    """
+
+    cells: int
+    nbytes: int
+    rounds: dict[str, list[float]]
+
+    @property
+    def machine(self) -> Machine:
+        """The medians, as rates."""
+        middle = {name: median(each) for name, each in self.rounds.items()}
+        return Machine(
+            self.cells / middle["forward"],
+            self.cells / middle["backward"],
+            middle["call"],
+            bandwidth=self.nbytes / max(middle["exchange"] - middle["message"], 1e-9),
+            latency=middle["message"],
+        )
+
+    def __str__(self) -> str:
+        """Return how far the rounds differ."""
+        shares = []
+        for name, each in self.rounds.items():
+            low, middle, high = quantiles(each, n=4)
+            shares.append(f"{name} {low / middle:.2f} to {high / middle:.2f}")
+        return f"{len(self.rounds['forward'])} rounds; quartiles by median: {', '.join(shares)}"
+
+
+def seconds(run: Callable[[], object], times: int = 1) -> float:
+    """Return the mean seconds of some runs."""
+    start = time.perf_counter()
     for _ in range(times):
-        start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    return (time.perf_counter() - start) / times
 
 
-def measured_work(heads: Heads, tokens: int = 1024) -> tuple[float, float, float]:
-    """Measure one thread: cells per second in the forward and the backward pass, and the seconds of a tiny call."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        group = heads.heads // heads.kv_heads
-        q, k, v = (
-            torch.randn(1, count, tokens, heads.head_dim).requires_grad_() for count in (2 * group, 2, 2)
-        )  # two key/value heads
-        cells = 2 * group * tokens**2
+def measured_work(heads: Heads, tokens: int = 1024) -> tuple[int, Callable[[], dict[str, float]]]:
+    """Return the cells of a call of two key/value heads, and a function that measures it on one thread."""
+    group = heads.heads // heads.kv_heads
+    q, k, v = (torch.randn(1, count, tokens, heads.head_dim).requires_grad_() for count in (2 * group, 2, 2))
 
-        def train() -> None:
-            mh.attention(q, k, v).sum().backward()
+    def call(queries: int = tokens) -> Tensor:
+        return mh.attention(q[:, :, :queries], k[:, :, :queries], v[:, :, :queries])
 
+    def measure() -> dict[str, float]:
         with torch.no_grad():
-            forward = fastest(lambda: mh.attention(q, k, v))
-            call = fastest(lambda: mh.attention(q[:, :, :1], k[:, :, :1], v[:, :, :1]), 50)
-        return cells / forward, cells / (fastest(train) - forward), call
-    finally:
-        torch.set_num_threads(before)
+            found = {"forward": seconds(call), "call": seconds(partial(call, 1), 100)}
+        output = call()
+        return found | {"backward": seconds(output.sum().backward)}
+
+    return 2 * group * tokens**2, measure
 
 
-def measure_link(rank: int, folder: str, nbytes: int) -> None:
-    """Write the seconds of an exchange of nothing much, and of some bytes each way."""
+def exchange(rank: int, folder: str, nbytes: int, connection: Connection) -> None:
+    """Whenever the connection asks for it, measure an exchange of next to nothing, and one of some bytes each way."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
+    tensors = {"message": torch.zeros(2, 64, dtype=torch.uint8), "exchange": torch.zeros(2, nbytes, dtype=torch.uint8)}
 
-    def exchange(sent: Tensor, received: Tensor) -> None:
+    def once(sent: Tensor, received: Tensor) -> None:
         both = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
         for each in dist.batch_isend_irecv(both):
             each.wait()
 
-    found = []
-    for size in (64, nbytes):
-        sent, received = torch.zeros(2, size, dtype=torch.uint8).unbind()
-        found.append(fastest(partial(exchange, sent, received), 20))
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    times = {"message": 100, "exchange": 5}
+    while connection.recv() == "measure":
+        connection.send({name: seconds(partial(once, *pair), times[name]) for name, pair in tensors.items()})
     dist.destroy_process_group()
 
 
-def measured_machine(heads: Heads, *, nbytes: int = 16 << 20) -> Machine:
+def calibrated(heads: Heads, *, rounds: int = 25, nbytes: int = 16 << 20) -> Calibration:
     """Measure the parts of the cost model on this machine: one thread, and gloo between two processes."""
-    work = measured_work(heads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure_link, (folder, nbytes), nprocs=2)
-        latency, seconds = torch.load(Path(folder) / "0.pt")
-    return Machine(*work, bandwidth=nbytes / max(seconds - latency, 1e-9), latency=latency)
+        pairs = [context.Pipe() for _ in range(2)]
+        children = [context.Process(target=exchange, args=(i, folder, nbytes, pairs[i][1])) for i in range(2)]
+        for child in children:
+            child.start()
+        try:
+            cells, measure = measured_work(heads)
+            found = []
+            for _ in range(rounds + 1):
+                for connection, _ in pairs:
+                    connection.send("measure")
+                links = [connection.recv() for connection, _ in pairs]
+                found.append(links[0] | measure())
+            for connection, _ in pairs:
+                connection.send("end")
+            for child in children:
+                child.join()
+        finally:
+            for child in children:
+                child.kill()
+            torch.set_num_threads(before)
+    return Calibration(cells, nbytes, {name: [each[name] for each in found[1:]] for name in found[0]})
 
 
 def write_plot(found: dict[str, list[Simulated]], length: int, target: Path) -> None:
@@ -275,7 +325,8 @@ def simulation(
 ) -> None:
     """Simulate the efficiency of many ranks, with work, bytes and latency measured on this machine."""
     heads = Heads()
-    machine = measured_machine(heads)
+    measured_here = calibrated(heads)
+    machine = measured_here.machine
     if rate is not None:
         scale = rate / machine.cells_forward
         machine = replace(machine, cells_forward=rate, cells_backward=scale * machine.cells_backward)
@@ -285,6 +336,7 @@ def simulation(
         f"second (forward, backward), {machine.call * 1e6:.0f} us per call, {machine.bandwidth / 1e9:.2f} GB/s, "
         f"{machine.latency * 1e6:.0f} us per message; {length:,} tokens, {heads}. {machine_line()}"
     )
+    click.echo(f"Measured in {measured_here}.")
     found = {
         scene.name: [
             simulate(scene.mask, length, count, scene.kind, machine, heads, gathered=scene.gathered) for count in ranks

@@ -130,14 +130,18 @@ def work_per_step(bounds: KeyBounds, layout: Layout) -> tuple[Tensor, Tensor, Te
     for chunk in range(parts):
         rows = slice(chunk * size, (chunk + 1) * size)
         start, stop = bounds.start[0, rows].int(), bounds.stop[0, rows].int()  # half the memory to read
-        touched = slice(int(start.min()) // size, -(-int(stop.max()) // size))  # most chunks of a window are hidden
+        touched = torch.arange(int(start.min()) // size, -(-int(stop.max()) // size))
+        whole = (first[touched] >= start.max()) & (first[touched] + size <= stop.min())
+        of_whole, touched = touched[whole], touched[~whole]  # seen by all queries of the chunk, or by some
+        cells[chunk, of_whole], low[chunk, of_whole] = size**2, first[of_whole].long()
+        high[chunk, of_whole] = first[of_whole].long() + size
         edges = first[touched]
         begin = torch.maximum(start[:, None], edges)
         end = torch.minimum(stop[:, None], edges + size)
         shown = end > begin
         cells[chunk, touched] = ((end - begin) * shown).sum(0)
-        low[chunk, touched] = begin.masked_fill(~shown, length).amin(0)
-        high[chunk, touched] = end.masked_fill(~shown, 0).amax(0)
+        low[chunk, touched] = begin.masked_fill(~shown, length).amin(0).long()
+        high[chunk, touched] = end.masked_fill(~shown, 0).amax(0).long()
     own = torch.tensor([[each[0] // size for each in layout.chunks(rank, length)] for rank in range(ranks)])
     of_step = (torch.arange(ranks)[:, None] - torch.arange(ranks)) % ranks  # whose keys a rank has in a step
     found = [torch.zeros(ranks, ranks, dtype=torch.int64) for _ in range(3)]

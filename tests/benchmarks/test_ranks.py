@@ -42,3 +42,18 @@ def test_every_scene_is_simulated_and_drawn(tmp_path: Path) -> None:
         assert all(0 < each.efficiency <= 1 for each in found[scene.name])
     ranks.write_plot(found, 1 << 13, tmp_path / "plot.svg")
     assert "Simulated, not measured" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
+
+
+def test_medians_of_interleaved_rounds_leave_out_what_else_runs() -> None:
+    """A busy time slows every part of some rounds."""
+    quiet = {"forward": 2.0, "backward": 4.0, "call": 1e-5, "message": 1.0, "exchange": 3.0}
+    slowed = [1, 1, 9, 1, 1, 7, 1]
+    found = ranks.Calibration(8, 100, {name: [each * by for by in slowed] for name, each in quiet.items()})
+    assert found.machine == Machine(4, 2, 1e-5, bandwidth=50, latency=1)
+    assert str(found).startswith("7 rounds; quartiles by median: forward 1.00 to 7.00, ")
+
+
+def test_the_parts_of_the_model_are_measured() -> None:
+    cells, measure = ranks.measured_work(Heads(4, 2, 8), 16)
+    assert cells == 4 * 16**2
+    assert set(measure()) == {"forward", "backward", "call"}
