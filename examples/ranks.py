@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Train, and print the loss and one head."""
+    """Train, and print the loss and a table of all heads."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("cp",))
     torch.manual_seed(0)  # all ranks have the same parameters and the same texts
     model = Model().to(DEVICE)
@@ -72,8 +72,7 @@ def main() -> None:
         model(part["input_ids"])  # each rank measures its queries
     whole = seen.reduce(mesh["cp"])  # the record of all of them, on rank 0
     if whole is not None:
-        for layer in whole.layers:
-            print(layer.name, {name: [round(x, 2) for x in each.tolist()] for name, each in layer.means().items()})
+        print(whole.table())
 
 
 if __name__ == "__main__":

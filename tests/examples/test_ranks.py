@@ -22,4 +22,5 @@ def printed(group: Any, rank: int) -> str:
 def test_it_prints_the_loss_and_the_heads_on_one_rank(four: Processes) -> None:
     first, *others = four.results(printed)
     assert others == ["", "", ""]
-    assert re.match(r"step 20: loss \d\.\d{3} nats\nlayers\.0 \{'previous_mass': ", first)
+    assert re.match(r"step 20: loss \d\.\d{3} nats\nlayer +head +previous \(%\) +induction \(%\)", first)
+    assert len(first.splitlines()) == 2 + 2 * 4
