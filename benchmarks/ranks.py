@@ -227,7 +227,7 @@ def measured_work(heads: Heads, tokens: int = 1024) -> tuple[int, Callable[[], d
 
 
 def exchange(rank: int, folder: str, nbytes: int, connection: Connection) -> None:
-    """Whenever the connection asks for it, measure an exchange of next to nothing, and one of some bytes each way."""
+    """For each message of the connection, measure an exchange of 64 bytes, and one of `nbytes` each way."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))

@@ -1,4 +1,4 @@
-"""What `explain` tells about a rank is what it sends and computes."""
+"""What `explain` shows of a rank is what it sends and computes."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def counted(function: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def traffic_of(group: Any, rank: int, strategy: Any, layout: Any) -> list[tuple[str, str]]:
-    """Return for each mask what `explain` tells, and what was sent."""
+    """Return for each mask what `explain` shows, and what was sent."""
     found = []
     q = torch.randn(2, 4, 4, 8).requires_grad_()
     k, v = torch.randn(2, 2, 4, 8).requires_grad_(), torch.randn(2, 2, 4, 6).requires_grad_()
     for mask in MASKS.values():
         with context_parallel(group, strategy=strategy, layout=layout):
-            told, silent = counted(partial(mh.explain, q, k, v, mask=mask))
+            shown, silent = counted(partial(mh.explain, q, k, v, mask=mask))
             assert silent == 0
             mh.attention(q, k, v, mask=mask)  # compares the calls, once in a context
             output, forward = counted(partial(mh.attention, q, k, v, mask=mask))
             _, backward = counted(output.sum().backward)
         readable = mh.explanation.readable_bytes
-        lines = dict(told.over_ranks)
-        assert str(told).splitlines()[-4:] == [f"{name:8} {line}" for name, line in lines.items()]
+        lines = dict(shown.over_ranks)
+        assert str(shown).splitlines()[-4:] == [f"{name:8} {line}" for name, line in lines.items()]
         found.append((lines["sends"], f"{readable(forward)} forward, {readable(backward)} backward"))
     return found
 
@@ -70,7 +70,7 @@ def traffic_of(group: Any, rank: int, strategy: Any, layout: Any) -> list[tuple[
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "gather"])
 def test_explain_names_the_bytes_that_a_rank_sends(four: Processes, strategy: str, layout: str) -> None:
     for of_rank in four.results(traffic_of, strategy, layout):
-        assert [told for told, _ in of_rank] == [sent for _, sent in of_rank]
+        assert [shown for shown, _ in of_rank] == [sent for _, sent in of_rank]
 
 
 def explained(group: Any, rank: int, heads: int, mask: masks.Mask) -> str:
@@ -79,7 +79,7 @@ def explained(group: Any, rank: int, heads: int, mask: masks.Mask) -> str:
         return str(layer.explain(torch.zeros(1, 1024, 8 * heads), mask=mask))
 
 
-def test_explain_tells_why_a_strategy_was_chosen(four: Processes) -> None:
+def test_explain_shows_why_a_strategy_was_chosen(four: Processes) -> None:
     window = masks.Causal() & masks.Window(16)
     assert four.results(explained, 2, window, ranks=2)[0].splitlines()[-4:] == [
         "ranks    ring: rank 0 of 2 computes its part in 3 calls; balanced layout",

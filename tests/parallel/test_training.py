@@ -169,7 +169,7 @@ def in_one_graph(group: Any, rank: int) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_split_sequence_in_one_graph_is_an_error_with_the_reason_and_explain_tells_it(four: Processes) -> None:
+def test_a_split_sequence_in_one_graph_is_an_error_with_the_reason_that_explain_shows(four: Processes) -> None:
     for error, explained in four.results(in_one_graph, ranks=2):
         assert (
             "(reason: ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True)" in error

@@ -18,13 +18,14 @@ M = TypeVar("M", bound=nn.Module)
 def parallelize(module: M, mesh: Any) -> M:
     """Split the heads of every attention layer in a module over ranks, in place.
 
-    These are the `MultiHeadAttention` in it, and the layers of Hugging Face models with q_proj, k_proj, v_proj and one
-    output projection, such as those of Llama, Qwen 3, Gemma 3 and GPT-OSS, and those of GPT-NeoX.
+    These are the `MultiHeadAttention` in it, and the layers of Hugging Face models with q_proj, k_proj, v_proj and
+    o_proj, such as those of Llama, Qwen 3, Gemma 3 and GPT-OSS, and those of GPT-NeoX.
 
     q_proj, k_proj and v_proj are split by columns and out_proj by rows, as PyTorch's own plans do
     (arXiv:1909.08053). With fewer key/value heads than ranks, k_proj and v_proj stay whole, and each rank uses its
     heads. All other parameters stay whole, and so do the inputs, the outputs and the arguments of a call. After the
-    backward pass every rank has the whole gradient of what is whole.
+    backward pass every rank has the whole gradient of what is whole. (In layers of transformers, sinks are split, and
+    norms of single heads are DTensors, whose gradients are summed where they are used.)
 
     Args:
         module: a layer, or a model that contains some.

@@ -352,7 +352,7 @@ def part_of_dropout(request: AttentionRequest, **place: int) -> DropoutPart | No
 
     Args:
         request: the whole call, with its seed.
-        place: where the part begins, as in `DropoutPlace`.
+        place: where the part starts, as in `DropoutPlace`.
     """
     return None if request.part is None else DropoutPart(request.part.seed, DropoutPlace(**place))
 
