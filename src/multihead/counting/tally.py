@@ -109,7 +109,8 @@ class Tally:
         number = self._numbers.setdefault(name, len(self._numbers))
         if self.layer_filter is not None and not self.layer_filter.takes(name, number):
             return
-        _check_reads_texts(call, batch, name, crosses=is_cross_attention(origin.layer, name))
+        crosses = is_cross_attention(origin.layer, name) if origin.crosses is None else origin.crosses
+        _check_reads_texts(call, batch, name, crosses=crosses)
         context = self._context(call, batch, origin.layer, name)
         probes = possible((*self.probes, LARGEST_KEY), call.request, context)
         found = _measured(call, batch, probes, context)

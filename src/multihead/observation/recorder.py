@@ -131,7 +131,7 @@ class Recorder:
         name = self._numbered(self.names[id(module)])
         model_call = huggingface.origin.get()
         offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
-        crosses = is_cross_attention(module, self.names[id(module)])
+        crosses = is_cross_attention(module, self.names[id(module)]) if caller.crosses is None else caller.crosses
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
         text = name, None if continued is None else continued.text
