@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -105,6 +106,11 @@ REFUSED: list[tuple[Callable[[], Any], type[MultiheadError], str]] = [
     (lambda: Lengths(torch.tensor([3, -2])), MaskError, f"Lengths {NEGATIVE}"),
     (lambda: Documents((3, -2)), MaskError, f"Documents {NEGATIVE}"),
     (lambda: Prefix((1, -2)), MaskError, f"Prefix {NEGATIVE}"),
+    (
+        lambda: Lengths((2, 10**30)),
+        MaskError,
+        f"Lengths holds a length of {10**30} tokens. Give at most 1099511627776 tokens.",
+    ),
     (lambda: Prefix(-2), ArgumentError, "Prefix length is -2. Give an integer of at least 0."),
     (
         lambda: Lengths(torch.tensor([1.0])),
@@ -231,3 +237,13 @@ def test_a_call_takes_no_mask_that_is_none(mask: Any) -> None:
             f"mask is a {type(mask).__name__}, and must be a Mask. "
             "Give one of multihead.masks, for example masks.Causal() & masks.Lengths((5, 3))."
         )
+
+
+@pytest.mark.parametrize("size", [sys.maxsize, 10**30])
+def test_a_window_of_any_size_hides_nothing_within_it(size: int) -> None:
+    q = torch.randn(1, 2, 5, 4)
+    for start in (0, 1 << 39):
+        widest = attention(q, q, q, mask=Window(size, after=size), query_start=start, kernel="reference")
+        torch.testing.assert_close(widest, attention(q, q, q))
+        behind = attention(q, q, q, mask=Window(size) & Keep(TENSOR.new_ones(5), "keys"), query_start=start)
+        torch.testing.assert_close(behind, attention(q, q, q, mask=Causal(), query_start=start))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.call import CallOrigin
+from multihead.compat import torch_nn
 from multihead.functional import attend, request_of
 from multihead.observation import recorder
 from multihead.observation.record import Record
@@ -156,6 +157,49 @@ def test_what_is_kept_stays_as_it_was_when_a_cache_is_written_over() -> None:
     q.zero_()
     k.zero_()
     torch.testing.assert_close(record["Attention"].sample().weights(), expected)
+
+
+class TwoReaders(nn.Module):
+    """A layer that reads its own text and one that reads another, with names that suggest the reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossbar, self.reading = mh.MultiHeadAttention(8, 2), mh.MultiHeadAttention(8, 2)
+
+    def forward(self, input_ids: Tensor, memory: Tensor) -> None:
+        x = nn.functional.one_hot(input_ids, 8).float()
+        self.crossbar(x, x)
+        self.reading(x, memory)
+
+
+def test_a_layer_knows_whether_it_reads_another_text_whatever_its_name_is() -> None:
+    model, ids = TwoReaders(), torch.tensor([[1, 2, 3, 4, 5]])
+    with mh.observe(model) as seen:
+        model(ids, torch.randn(1, 5, 8))
+    own, other = (layer.sample() for layer in seen.layers)
+    assert (own.crosses, other.crosses) == (False, True)
+    assert own.text.ids is not None
+    assert own.text.ids.tolist() == ids[0].tolist()
+    assert other.text.ids is None
+    assert other.query_text.ids is not None
+    assert other.query_text.ids.tolist() == ids[0].tolist()
+
+
+def test_the_newest_tokens_of_a_text_with_all_its_keys_do_not_read_another_text() -> None:
+    layer, x = mh.MultiHeadAttention(8, 2), torch.randn(1, 6, 8)
+    with mh.observe(layer) as seen:
+        layer(x[:, :5], mask=masks.Causal())
+        layer(x[:, 5:], memory=x, mask=masks.Causal(), query_start=5)
+    assert sizes(seen, "MultiHeadAttention") == [(0, 6, 6)]
+    assert not seen.layers[0].sample().crosses
+
+
+def test_the_drop_in_for_pytorch_s_layer_reads_its_own_text_where_query_and_key_are_one_tensor() -> None:
+    layer, x = torch_nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
+    model = nn.ModuleDict({"crossbar": layer})
+    with mh.observe(model) as seen:
+        layer(x, x, x)
+    assert not seen.layers[0].sample().crosses
 
 
 @needs_native

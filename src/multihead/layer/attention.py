@@ -262,7 +262,6 @@ class MultiHeadAttention(nn.Module):
             within = memory is x  # self-attention
             cached = None if cache is None or within else cache.memory  # keys and values of an earlier call
             fresh = cached is None
-            plain = within and cache is None and query_start is None
             modules: Any = self._modules  # reading it directly saves 0.5 us per module over nn.Module.__getattr__
 
             q = modules["q_proj"](x)  # (batch, queries, heads * head_dim)
@@ -280,6 +279,7 @@ class MultiHeadAttention(nn.Module):
                 v = _split(v, part.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
             if part.qk_norm is not None:
                 q, k = normalise(part.qk_norm, q, k, fresh=fresh)
+            plain = within and cache is None and query_start is None
             start = 0 if plain else self._first_position(query_start, cache, mask, q, k, within=within)
             if self.rotary is not None:
                 same = padding.documents is not None or (within and cache is not None)
@@ -291,7 +291,7 @@ class MultiHeadAttention(nn.Module):
                 k, v, scales, mask, start = extend(cache, q, k, v, mask, start, padding, within=within)
 
             rest = (scales, mask, bias, start, padding, cache)
-            output = self._attend(part, q, k, v, *rest)  # (batch, heads, queries, value_head_dim)
+            output = self._attend(part, q, k, v, *rest, crosses=not within if within or query_start is None else None)
             for gates in (part.head_gates, head_gates):
                 if gates is not None:
                     output = gate(output, gates)
@@ -400,6 +400,8 @@ class MultiHeadAttention(nn.Module):
         start: int | Tensor,
         padding: Padding,
         cache: KeyValueCache | None,
+        *,
+        crosses: bool | None,
     ) -> AttentionRequest:
         """Build the request: add the position bias, the learned key and the sinks of the layer."""
         if part.position_bias is not None:
@@ -419,7 +421,8 @@ class MultiHeadAttention(nn.Module):
             sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
         origin = None
         if listeners():
-            origin = CallOrigin(self, padding.packed_lengths, None if cache is None else cache.continued)
+            continued = None if cache is None else cache.continued
+            origin = CallOrigin(self, padding.packed_lengths, continued, crosses, fresh=cache is None)
         return request_of(
             q,
             k,
@@ -449,6 +452,8 @@ class MultiHeadAttention(nn.Module):
         start: int | Tensor,
         padding: Padding,
         cache: KeyValueCache | None,
+        *,
+        crosses: bool | None,
     ) -> Tensor:
         """Compute the attention: (batch, heads, queries, value_head_dim)."""
         extended = part.position_bias is not None or part.bias_k is not None or self.add_zero_attn  # by the layer
@@ -457,10 +462,10 @@ class MultiHeadAttention(nn.Module):
             attended = eager.attend(q, k, v, mask, bias, self.softcap, part.sinks, self.scale, dropout, start)
             if attended is not None:
                 return attended[0]
-        return attend(self._request(part, q, k, v, scales, mask, bias, start, padding, cache)).output
+        return attend(self._request(part, q, k, v, scales, mask, bias, start, padding, cache, crosses=crosses)).output
 
-    def _stop(self, *given: Any) -> NoReturn:
-        raise _StoppedError(self._request(*given))
+    def _stop(self, *given: Any, **options: Any) -> NoReturn:
+        raise _StoppedError(self._request(*given, **options))
 
     def explain(
         self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **call: Any

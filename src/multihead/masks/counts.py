@@ -12,6 +12,7 @@ from multihead.errors import MaskError
 from multihead.masks.place import CallSize
 from multihead.tracing import readable
 
+_LARGEST = 1 << 40  # tokens; sums of larger numbers could overflow
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
 
@@ -37,9 +38,11 @@ def checked_counts(
     if ragged and depth == 2:
         width = max(widths)
         rows = tuple(row + (0,) * (width - len(row)) for row in rows if isinstance(row, tuple))
-    smallest = min((min(row, default=0) if isinstance(row, tuple) else row for row in rows), default=0)
-    if smallest < 0:
-        raise MaskError(f"{name} holds a negative length, {smallest}.", "Give lengths of 0 or more tokens.")
+    numbers = [number for row in rows for number in (row if isinstance(row, tuple) else (row,))]
+    if min(numbers, default=0) < 0:
+        raise MaskError(f"{name} holds a negative length, {min(numbers)}.", "Give lengths of 0 or more tokens.")
+    if max(numbers, default=0) > _LARGEST:
+        raise MaskError(f"{name} holds a length of {max(numbers)} tokens.", f"Give at most {_LARGEST} tokens.")
     return rows  # type: ignore[return-value]
 
 

@@ -57,10 +57,10 @@ class Window(Mask):
         return Band(before=min(self.size - 1, FURTHEST), after=min(self.after, FURTHEST))
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return (keys > queries - self.size) & (keys <= queries + self.after)
+        return (keys >= queries - self.band.before) & (keys <= queries + self.band.after)
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        return queries - self.size + 1, queries + self.after + 1
+        return queries - self.band.before, queries + self.band.after + 1
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-        return position - self.size + 1, position + self.after + 1
+        return position - self.band.before, position + self.band.after + 1

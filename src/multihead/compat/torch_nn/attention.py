@@ -137,6 +137,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
             )
         self._check_fitting(query, key, value)
+        within = query is key  # self-attention
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
@@ -150,7 +151,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
         shown = visible(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._with_added_keys(k, v)
-        merged, weights = self._attended(q, k, v, shown, need_weights=need_weights, average=average_attn_weights)
+        merged, weights = self._attended(
+            q, k, v, shown, within=within, need_weights=need_weights, average=average_attn_weights
+        )
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
@@ -190,13 +193,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
 
     def _attended(
-        self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, *, need_weights: bool, average: bool
+        self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, *, within: bool, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
-        request = request_of(q, k, v, *terms, origin=CallOrigin(self))
+        request = request_of(q, k, v, *terms, origin=CallOrigin(self, crosses=False if within else None))
         if suits(request, need_weights=need_weights):
             output, weights = attended_by_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights
@@ -212,7 +215,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         shown = Visible(Documents(lengths), None, 0)
         q, k, v = self._projected(tokens, tokens, tokens)
-        merged, _ = self._attended(q, k, v, shown, need_weights=False, average=False)
+        merged, _ = self._attended(q, k, v, shown, within=True, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _padded(
