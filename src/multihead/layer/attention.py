@@ -377,7 +377,7 @@ class MultiHeadAttention(nn.Module):
     def _project(self, name: str, x: Tensor) -> Tensor:
         """Project tokens: (batch, length, features) -> (batch, length, width).
 
-        A linear projection that nothing hooks into is computed without a call of the module, which takes 3 microseconds.
+        A linear projection that nothing hooks into is computed without calling the module, which takes 3 microseconds.
         """
         projection: Any = self._modules[name]
         state = projection.__dict__
