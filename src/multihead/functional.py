@@ -190,7 +190,7 @@ def attention_weights(
     given = (mask, bias, softcap, sinks, scale, 0.0, query_start)
     request, dims = _request(attention_weights, unknown, q, k, None, *given)
     first = measuring.first_pass(request) if logsumexp is None else None
-    known = _logsumexp(request, logsumexp, dims) if first is None else first[0]
+    known = _logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
     return tile if dims is None else dims.restore(tile)
 
@@ -254,8 +254,10 @@ def statistics(
     has_values = v is not None
     chosen = measuring.chosen(probes, request, context, has_values=has_values)
     first = None if logsumexp is not None else measuring.first_pass(request, chosen, context, has_values=has_values)
-    known, parts = (_logsumexp(request, logsumexp, dims), {}) if first is None else first
-    found = measuring.completed(request, known, chosen, context, parts=parts, has_values=has_values)
+    if first is None:
+        first = measuring.FirstPass(_logsumexp(request, logsumexp, dims), {}, usual=False)
+    known, parts, usual = first
+    found = measuring.completed(request, known, chosen, context, parts=parts, usual=usual, has_values=has_values)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
 
 

@@ -69,7 +69,7 @@ def traced() -> bool:
     >>> torch.func.vmap(lambda x: x + traced())(torch.zeros(2))
     tensor([1., 1.])
     """
-    return torch.compiler.is_compiling() or _transforms() is not None or _without_values()
+    return intercepted() and (torch.compiler.is_compiling() or _transforms() is not None or _without_values())
 
 
 def recorded() -> bool:

@@ -233,6 +233,17 @@ class TestReorder:
         assert held.k[:, :, :3].equal(first.k[[1, 1, 0], :, :3])
         assert cache.lengths.tolist() == [4, 4, 6]
 
+    def test_tokens_of_the_samples_before_are_rejected(self, cache: KeyValueCache) -> None:
+        step(cache)
+        step(cache)
+        cache.reorder((1, 1, 0))
+        with pytest.raises(ShapeError) as refused:
+            step(cache)
+        assert str(refused.value) == (
+            "k has shape (2, 3, 1, 4), and the cache holds 3 samples of 3 heads with 4 features. "
+            "Give (3, 3, new tokens, 4), or call cache.reset() to start over."
+        )
+
     def test_keys_returned_before_stay_the_same(self, cache: KeyValueCache) -> None:
         first = step(cache, 5)
         copied = first.k.clone()

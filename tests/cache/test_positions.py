@@ -81,3 +81,9 @@ def test_a_batch_of_no_samples_has_no_longest() -> None:
     progress = Progress(0, CPU)
     progress.add(3, torch.zeros(0, dtype=torch.int64))
     assert progress.longest == 0
+
+
+def test_steps_that_no_graph_runs_are_counted_for_a_graph_too() -> None:
+    progress = Progress(2, CPU, in_graphs=True)
+    assert [progress.add(count) for count in (3, 1, 1, 4, 1)] == [0, 3, 4, 5, 9]
+    assert (progress.longest, progress.counts.tolist(), progress.uniform) == (10, [10, 10], True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import multihead as mh
 from multihead import masks
@@ -213,6 +216,54 @@ def test_hooks_on_all_four_projections_fire() -> None:
         projection.register_forward_hook(note(name))
     layer(torch.randn(BATCH, QUERIES, EMBED), lengths=LENGTHS)
     assert fired == ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+@contextmanager
+def hooked(kind: str, projection: nn.Module, note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` whenever a projection, or any module, runs."""
+    register: dict[str, Any] = {
+        "forward": projection.register_forward_hook,
+        "before forward": projection.register_forward_pre_hook,
+        "backward": projection.register_full_backward_hook,
+        "before backward": projection.register_full_backward_pre_hook,
+        "of all modules": register_module_forward_hook,
+    }
+    if kind in register:
+        with register[kind](note):
+            yield
+    elif kind == "replaced forward":
+        own = projection.forward
+        projection.forward = lambda x: (note(), own(x))[1]
+        yield
+    else:
+        plain = nn.Linear.forward
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Linear, "forward", lambda self, x: (note(), plain(self, x))[1])
+            yield
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "forward",
+        "before forward",
+        "backward",
+        "before backward",
+        "of all modules",
+        "replaced forward",
+        "replaced forward of the class",
+    ],
+)
+@pytest.mark.parametrize("name", ["q_proj", "out_proj"])
+def test_whatever_hooks_into_a_projection_runs(kind: str, name: str) -> None:
+    layer, x = mh.MultiHeadAttention(EMBED, HEADS), torch.randn(BATCH, QUERIES, EMBED, requires_grad=True)
+    fired: list[str] = []
+    plain = layer(x)
+    with hooked(kind, getattr(layer, name), lambda *_: fired.append(kind)):
+        hooked_output = layer(x)
+        hooked_output.sum().backward()
+    assert set(fired) == {kind}
+    assert torch.equal(hooked_output, plain)
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])

@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.functional import attention_weights, attention_with_logsumexp, request_of
 from multihead.masks.place import Place
 from multihead.probes import tile as tiles
-from multihead.probes.tile import RowTotals, head_indices, tile
+from multihead.probes.tile import LARGE, RowTotals, head_indices, is_large, is_usual, tile
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -176,3 +176,16 @@ def test_totals_of_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     assert rows == [slice(0, 40, 1), slice(10, 50, 1), slice(30, 70, 1)]
     assert torch.equal(found[0], found[3])
+
+
+def test_the_usual_logsumexp_is_that_of_rows_with_keys_without_nan_and_not_large() -> None:
+    for value, usual, large in (
+        (3.0, True, False),
+        (-torch.inf, False, False),
+        (torch.nan, False, False),
+        (LARGE + 1, False, True),
+        (-LARGE - 1, False, True),
+    ):
+        logsumexp = torch.tensor([[[0.5, value, -2.0]]])
+        assert (is_usual(logsumexp), is_large(logsumexp)) == (usual, large)
+    assert is_usual(torch.zeros(1, 2, 0))

@@ -13,32 +13,26 @@ from multihead.tracing import traced
 # A buffer is (batch, kv_heads, slots + 1, dim): padding is written as zeros to the last slot, which is never read.
 
 
-def write(buffer: Tensor, new: Tensor, slots: int | Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
-    """Write new tokens into a buffer, in place or into a copy.
+def write(buffer: Tensor, new: Tensor, slots: Tensor, *, real: Tensor | None = None, copy: bool) -> Tensor:
+    """Write new tokens to slots that differ from sample to sample, in place or into a copy.
 
     Args:
         buffer: (batch, kv_heads, slots + 1, dim).
         new: (batch, kv_heads, new, dim).
-        slots: slot of the first token, the others following; or the slot of each token, (batch, new).
+        slots: (batch, new), the slot of each token; (batch, 1) for one token.
         real: (batch, new) bool, False = padding; None = all are real.
-        copy: whether to write into a new tensor, as gradients through the buffer need. Where `slots` is an int, that
-            tensor ends with the new tokens.
+        copy: whether to write into a new tensor, as gradients through the buffer need.
 
     Returns:
         the buffer that holds the new tokens.
     """
-    if not isinstance(slots, Tensor):
-        if copy:
-            return torch.cat([buffer.narrow(2, 0, slots), new], 2)
-        # `.data` has its own version counter: a backward pass may still read the slots before these.
-        buffer.data[:, :, slots : slots + new.shape[2]] = new
-        return buffer
     if real is not None:
         new = new.masked_fill(~real[:, None, :, None], 0)
         slots = slots.where(real, buffer.shape[2] - 1)
     index = slots[:, None, :, None].expand(new.shape)
     if copy:
         return buffer.scatter(2, index, new)
+    # `.data` has its own version counter: a backward pass may still read other slots.
     (buffer if torch.compiler.is_compiling() else buffer.data).scatter_(2, index, new)
     return buffer
 

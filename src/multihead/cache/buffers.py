@@ -66,6 +66,7 @@ class Buffers:
         self.dtype, self.int8 = k.dtype, int8
         self.capacity, self.window = capacity, window
         self.progress = Progress(len(k), k.device, in_graphs=capacity is not None)
+        self._checked: tuple[object, ...] | None = None  # the sizes, dtypes and devices that were checked last
         self.tensors = tuple(
             each.new_zeros(*each.shape[:2], (capacity or 0) + 1, each.shape[3])
             for each in self._stored(k[:, :, :0], v[:, :, :0])
@@ -85,6 +86,24 @@ class Buffers:
         copied.change(torch.clone)
         return copied
 
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Reject new keys and values that do not fit each other, or differ from those held in sizes, dtype or device.
+
+        Raises:
+            ShapeError: a size differs.
+            DtypeError: the dtype or device differs.
+        """
+        form = None
+        if not torch.compiler.is_compiling():  # a graph must not depend on the step before
+            form = k.shape, v.shape, k.dtype, v.dtype, k.device, v.device
+            if form == self._checked:  # a decoding step usually has the form of the step before
+                return
+        check_alike("k", k, self.tensors[0], self.dtype)
+        check_alike("v", v, self.tensors[1], self.dtype)
+        if v.shape[2] != k.shape[2]:
+            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
+        self._checked = form
+
     def extend(self, k: Tensor, v: Tensor, real: Tensor | None) -> Held:
         """Append new tokens and return the keys and values that their queries may attend to.
 
@@ -97,42 +116,53 @@ class Buffers:
             ArgumentError: the capacity is exceeded, or a gradient would flow through a cache with a capacity or
                 through a call that is recomputed.
         """
-        new = k.shape[2]
-        in_graph = self.capacity is not None and torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
+        in_graph = compiling and self.capacity is not None
         # Where gradients flow or this code is traced, new tensors are created and none is written in place.
         needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self.tensors[0].requires_grad)
         if self.int8:
             reject_gradient(k, v)
         copy = not in_graph and (needs_grad or traced())
-        if copy and not torch.compiler.is_compiling() and runs_backward():
+        if real is None and self.progress.uniform and not (copy or in_graph):
+            return self._append(k, v)
+        if copy and not compiling and runs_backward():
             raise ArgumentError(
                 "A backward pass recomputes this call, as activation checkpointing does, and the cache would append "
                 "its tokens a second time.",
                 "Call the layer without a cache, or outside of the checkpoint.",
             )
+        new, stored = k.shape[2], self._stored(k, v)
         if not in_graph:
             self._ensure_slots(new, real, copy=copy)
         start = self.progress.add(new, real)
-        stored = self._stored(k, v)
-        if isinstance(start, Tensor):
-            slots, inside = _slots(start, new, real)
-            if in_graph:
-                self._assert_capacity(slots, inside)
-            stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
-            self.tensors = tuple(
-                write(tensor, each, slots, real=inside, copy=copy)
-                for tensor, each in zip(self.tensors, stored, strict=True)
-            )
-            return self._held(0, stop, start, self.progress.counts)
-        if copy:
-            self.tensors = tuple(
-                write(tensor, each, start, copy=True) for tensor, each in zip(self.tensors, stored, strict=True)
-            )
-        else:
-            for tensor, each in zip(self.tensors, stored, strict=True):
-                write(tensor, each, start, copy=False)
-        first = 0 if self.window is None else max(0, start + 1 - self.window)
-        return self._held(first, start + new, start - first, None)
+        if not isinstance(start, Tensor):
+            kept = (tensor.narrow(2, 0, start) for tensor in self.tensors)
+            self.tensors = tuple(torch.cat(pair, 2) for pair in zip(kept, stored, strict=True))
+            return self._held(start, start + new)
+        slots, inside = _slots(start, new, real)
+        if in_graph:
+            self._assert_capacity(slots, inside)
+        stop = self.capacity if in_graph and self.capacity is not None else self.progress.longest
+        self.tensors = tuple(
+            write(tensor, each, slots, real=inside, copy=copy)
+            for tensor, each in zip(self.tensors, stored, strict=True)
+        )
+        return self._held(start, stop, self.progress.counts)
+
+    def _append(self, k: Tensor, v: Tensor) -> Held:
+        """Write new tokens in place, equally many for each sample: the usual step, which should take microseconds."""
+        tensors, new, start = self.tensors, k.shape[2], self.progress.longest
+        if tensors[0].is_inference() or start + new >= tensors[0].shape[2]:
+            self._ensure_slots(new, None, copy=False)
+            tensors, start = self.tensors, self.progress.longest
+        self.progress.add(new)
+        stop = start + new
+        for tensor, each in zip(tensors, self._stored(k, v) if self.int8 else (k, v), strict=True):
+            # `.data` has its own version counter: a backward pass may still read the slots before these.
+            tensor.data[:, :, start:stop] = each
+        if self.int8 or self.window is not None:
+            return self._held(start, stop)
+        return Held(tensors[0][:, :, :stop], tensors[1][:, :, :stop], start)
 
     def crop(self, count: int | Tensor) -> None:
         """Keep the first `count` slots: an int for all samples, or (batch,).
@@ -145,6 +175,7 @@ class Buffers:
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all buffers and replace them by the results."""
+        self._checked = None
         self.tensors = tuple(function(tensor) for tensor in self.tensors)
 
     def _assert_capacity(self, slots: Tensor, real: Tensor | None) -> None:
@@ -156,15 +187,16 @@ class Buffers:
             fits.all(), "The cache has no room for these tokens. Give it a larger capacity, or call cache.reset()."
         )
 
-    def _held(self, first: int, stop: int, start: int | Tensor, lengths: Tensor | None) -> Held:
-        """Return views of the slots [first, stop)."""
+    def _held(self, start: int | Tensor, stop: int, lengths: Tensor | None = None) -> Held:
+        """Return views of the slots before `stop` that the queries from slot `start` on may attend to."""
+        first = 0 if self.window is None or isinstance(start, Tensor) else max(0, start + 1 - self.window)
         k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
         factors = None
         if self.int8:
             factors = Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
         if self.window is None:
             return Held(k, v, start, lengths, 0, factors)
-        held = Held(k, v, start, lengths, self.progress.dropped + first, factors)
+        held = Held(k, v, start - first, lengths, self.progress.dropped + first, factors)
         if self.tensors[0].shape[2] > self._usual_slots() + 1 and not k.requires_grad:
             self._reallocate(0, at_least=self._usual_slots())  # a prompt longer than the window is kept for one call
         return held

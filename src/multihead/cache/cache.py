@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from multihead.cache.buffer_ops import counts_of
-from multihead.cache.buffers import SPARE, Buffers, Held, check_alike, reject_gradient
-from multihead.cache.positions import Progress
+from multihead.cache.buffers import SPARE, Buffers, Held, reject_gradient
+from multihead.cache.positions import Progress, Snapshot
 from multihead.call import Continued
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, check_integer
 from multihead.masks import Mask
@@ -45,6 +45,11 @@ class Memory(NamedTuple):
     def __deepcopy__(self, memo: dict[int, object]) -> Memory:
         """Copy the tensors with their autograd graph, which deepcopy of a tensor rejects."""
         return self.map(torch.clone)
+
+
+_State: TypeAlias = tuple[
+    Memory | None, Continued | None, Progress | None, Snapshot | None, Buffers | None, tuple[Tensor, ...] | None
+]
 
 
 class KeyValueCache:
@@ -168,19 +173,16 @@ class KeyValueCache:
                 "The cache holds the memory of a cross-attention, and extend() adds keys of a self-attention.",
                 "Use a separate cache for each attention.",
             )
-        for name, tensor in (("k", k), ("v", v)):
-            if not isinstance(tensor, Tensor):
-                raise DtypeError(f"{name} is a {type(tensor).__name__}, and must be a tensor.", f"Give {_HEADS}.")
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+            name, given = ("v", v) if isinstance(k, Tensor) else ("k", k)
+            raise DtypeError(f"{name} is a {type(given).__name__}, and must be a tensor.", f"Give {_HEADS}.")
         buffers = self._buffers
         if buffers is None:
             buffers = self._buffers = Buffers(
                 k, v, capacity=self.capacity, window=self.window, int8=self.dtype == "int8"
             )
             self._progress = buffers.progress
-        check_alike("k", k, buffers.tensors[0], buffers.dtype)
-        check_alike("v", v, buffers.tensors[1], buffers.dtype)
-        if v.shape[2] != k.shape[2]:
-            raise ShapeError(f"k has {k.shape[2]} new tokens and v has {v.shape[2]}.", "Give every key its one value.")
+        buffers.check(k, v)
         real = None if lengths is None else counts_of(lengths, batch=len(k), limit=k.shape[2], device=k.device)
         if real is not None and not traced() and bool((real == k.shape[2]).all()):
             real = None  # no padding: counts that are equal in all samples stay an int
@@ -193,19 +195,23 @@ class KeyValueCache:
         """Remove tokens appended in this context if it raises an error, so that the call can be repeated."""
         if torch.compiler.is_compiling():
             return nullcontext()
-        memory, continued, progress, buffers = self.memory, self._continued, self._progress, self._buffers
-        snapshot = None if progress is None else progress.snapshot
-        tensors = None if buffers is None else buffers.tensors
+        return _RollBack(self)
 
-        def roll_back() -> None:
-            self.memory, self._continued, self._progress, self._buffers = memory, continued, progress, buffers
-            if progress is not None and snapshot is not None:
-                progress.snapshot = snapshot
-            if buffers is not None and tensors is not None:
-                buffers.tensors = tensors
-                buffers.crop(buffers.progress.start)  # appended tokens may have been written in place
+    def _state(self) -> _State:
+        """Return what `_restore` needs to remove what is appended from now on."""
+        progress, buffers = self._progress, self._buffers
+        counted = None if progress is None else progress.snapshot
+        stored = None if buffers is None else buffers.tensors
+        return self.memory, self._continued, progress, counted, buffers, stored
 
-        return _OnError(roll_back)
+    def _restore(self, state: _State) -> None:
+        self.memory, self._continued, progress, counted, buffers, stored = state
+        self._progress, self._buffers = progress, buffers
+        if progress is not None and counted is not None:
+            progress.snapshot = counted
+        if buffers is not None and stored is not None:
+            buffers.tensors = stored
+            buffers.crop(buffers.progress.start)  # appended tokens may have been written in place
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first tokens and remove the others, such as those that speculative decoding rejects.
@@ -363,16 +369,16 @@ class KeyValueCache:
         return self._progress
 
 
-class _OnError:
-    """A context that calls a function if it ends in an error."""
+class _RollBack:
+    """A context that restores a cache if it ends in an error."""
 
     # A class is faster than a generator, and every decoding step enters this context.
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
+    def __init__(self, cache: KeyValueCache) -> None:
+        self.cache, self.state = cache, cache._state()  # noqa: SLF001 - a part of the cache
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.function()
+            self.cache._restore(self.state)  # noqa: SLF001 - a part of the cache

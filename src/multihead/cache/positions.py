@@ -10,7 +10,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.tracing import traced
 
-Snapshot: TypeAlias = "tuple[int | None, Tensor | None, bool, int | Tensor]"
+Snapshot: TypeAlias = tuple[int | None, Tensor | None, bool, int | Tensor]
 
 
 class Progress:
@@ -35,7 +35,8 @@ class Progress:
     def __init__(self, batch: int, device: torch.device, *, in_graphs: bool = False) -> None:
         self.batch, self.device = batch, device
         self._longest: int | None = 0  # None where only the tensor is up to date
-        self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None
+        self._in_graphs = in_graphs
+        self._counts = torch.zeros(batch, dtype=torch.int64, device=device) if in_graphs else None  # None: that int
         self._uniform = True
         self.dropped: int | Tensor = 0
 
@@ -61,8 +62,8 @@ class Progress:
     @property
     def start(self) -> int | Tensor:
         """Slot of the next token; a tensor (batch,) where samples differ, and in a graph."""
-        if self._counts is not None and (not self._uniform or torch.compiler.is_compiling()):
-            return self._counts
+        if not self._uniform or (self._in_graphs and torch.compiler.is_compiling()):
+            return self.counts
         return self.longest
 
     @property
@@ -86,17 +87,25 @@ class Progress:
             new: number of new tokens of each sample, padding included.
             real: (batch,), number of them that are not padding; None = all.
         """
-        if self._counts is not None and torch.compiler.is_compiling():
+        if self._in_graphs and torch.compiler.is_compiling():
             return self._add_in_graph(new, real)
-        start = self.start
         if real is not None:
             start = self.counts
             self.set(start + real)
             return start
-        self._longest = self.longest + new
-        if self._counts is not None:
-            self._counts = self._counts + new  # never in place: callers may hold the old tensor
-        return start
+        if not self._uniform:
+            start = self.counts
+            self._longest, self._counts = self.longest + new, start + new  # never in place: callers hold the old tensor
+            return start
+        first = self.longest
+        self._longest = first + new
+        if self._in_graphs:
+            self._counts = None
+            # Compiled steps usually follow a prompt. A step that is not compiled leaves no tensor, because making one
+            # would take as long as copying the token; a compiled step after it makes one, in a graph of its own.
+            if new > 1 or not first:
+                self._counts = self.counts
+        return first
 
     def _add_in_graph(self, new: int, real: Tensor | None) -> Tensor:
         start = self.counts
@@ -111,8 +120,8 @@ class Progress:
             self._counts, self._longest, self._uniform = slots, _largest(slots), False
             return
         self._longest = slots
-        if self._counts is not None:
-            self._counts = torch.full_like(self._counts, slots)
+        if self._in_graphs or not self._uniform:
+            self._counts = torch.full((self.batch,), slots, device=self.device)
 
     def drop(self, count: int | Tensor) -> None:
         """Drop the first `count` slots: an int for all samples, or (batch,)."""

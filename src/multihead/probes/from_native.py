@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,14 +28,21 @@ def supports(request: AttentionRequest, bounds: KeyBounds) -> bool:
 
 def available(context: ProbeContext, parts: Collection[Part]) -> frozenset[Part]:
     """Return those of some parts that the native kernel can measure with this context."""
-    known = ONE_PASS | SECOND_PASS
-    if context.map_pool != "mean":
-        known -= {"pooled_map"}
-    if context.first_key is not None:
-        known -= {FIRST_KEY}  # the kernel takes the first key of the call
-    if context.special_keys is None:
-        known -= {SPECIAL_KEYS}
+    known = _known(
+        mean=context.map_pool == "mean", first=context.first_key is None, special=context.special_keys is not None
+    )
     return known.intersection(parts)
+
+
+@cache
+def _known(*, mean: bool, first: bool, special: bool) -> frozenset[Part]:
+    """Return the parts that the kernel measures: with maps of means, its own first key, and known special keys."""
+    known = ONE_PASS | SECOND_PASS
+    if not mean:
+        known -= {"pooled_map"}
+    if not first:
+        known -= {FIRST_KEY}  # the kernel takes the first key of the call
+    return known if special else known - {SPECIAL_KEYS}
 
 
 def first_pass(

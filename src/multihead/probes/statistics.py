@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from multihead.probes.context import ProbeContext, check_context_fits, check_out
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.streaming import STREAMED, streamed
-from multihead.probes.tile import is_large
+from multihead.probes.tile import is_large, is_usual
 
 Wanted: TypeAlias = "str | Probe"
 OF_POSITIONS: frozenset[Part] = frozenset(
@@ -157,7 +157,21 @@ def chosen(
 
 def parts_of(probes: Iterable[Probe]) -> frozenset[Part]:
     """Return the parts of some probes."""
-    return frozenset[Part]().union(*(probe.parts for probe in probes))
+    return frozenset[Part]().union(*[probe.parts for probe in probes])
+
+
+class FirstPass(NamedTuple):
+    """What one pass over the keys measures without values.
+
+    Attributes:
+        logsumexp: (batch, heads, queries), nats.
+        parts: none where the scores are so large that they must be measured in float64.
+        usual: whether every row sees a key and no NaN, and no row is large.
+    """
+
+    logsumexp: Tensor
+    parts: Parts
+    usual: bool
 
 
 def first_pass(
@@ -166,7 +180,7 @@ def first_pass(
     context: ProbeContext = NOTHING,
     *,
     has_values: bool = False,
-) -> tuple[Tensor, Parts] | None:
+) -> FirstPass | None:
     """Compute the logsumexp of a call, and the parts of probes that the native kernel measures in the same pass.
 
     It does not multiply values, so it takes less time than a call. The other parts need the logsumexp.
@@ -178,15 +192,16 @@ def first_pass(
         has_values: whether the request holds values, and not keys in their place.
 
     Returns:
-        The logsumexp (batch, heads, queries) in nats, and the parts: none where the scores are so large that they must
-        be measured in float64. None where the native kernel does not support the call, and where a value is not finite,
-        since queries that see its key are NaN.
+        What it measured. None where the native kernel does not support the call, and where a value is not finite, since
+        queries that see its key are NaN.
     """
     bounds = bounds_of(request)
     if not from_native.supports(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
         return None
     logsumexp, parts = from_native.first_pass(request, bounds, parts_of(probes), context)
-    return logsumexp, {} if parts and is_large(logsumexp) else parts
+    if not parts or is_usual(logsumexp):
+        return FirstPass(logsumexp, parts, usual=bool(parts))
+    return FirstPass(logsumexp, {} if is_large(logsumexp) else parts, usual=False)
 
 
 def completed(
@@ -196,14 +211,22 @@ def completed(
     context: ProbeContext = NOTHING,
     *,
     parts: Parts,
+    usual: bool = False,
     output: Tensor | None = None,
     has_values: bool = True,
 ) -> dict[str, Tensor]:
     """Compute statistics from parts that a kernel measured, and measure those that need more.
 
-    Arguments and results are those of `measured`, in the order of `probes`.
+    Arguments and results are those of `measured`, in the order of `probes`; `usual` is that of `from_kernel`.
     """
-    ready = {probe.name: from_kernel(probe, parts, logsumexp) for probe in probes if probe.parts <= parts.keys()}
+    ready: dict[str, Tensor] = {}
+    for probe in probes:
+        part = _ONE_PART.get(probe.name)
+        if part is None:
+            if probe.parts <= parts.keys():
+                ready[probe.name] = from_kernel(probe, parts, logsumexp, usual=usual)
+        elif part in parts:
+            ready[probe.name] = parts[part]
     if len(ready) == len(probes):
         return ready
     left = [probe for probe in probes if probe.name not in ready]
@@ -255,16 +278,22 @@ def measured(
     return found
 
 
-def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor) -> Tensor:
+def from_kernel(probe: Probe, parts: Parts, logsumexp: Tensor, *, usual: bool = False) -> Tensor:
     """Compute a statistic with a number per query from parts that the kernel measured: (batch, heads, queries).
 
     A statistic that is one part costs nothing: the kernel has written what empty rows and rows of NaN have.
+
+    Args:
+        probe: the statistic.
+        parts: the parts.
+        logsumexp: (batch, heads, queries).
+        usual: whether every row is known to see a key and no NaN.
     """
     part = _ONE_PART.get(probe.name)
     if part is not None:
         return parts[part]
     value = _computed(probe, parts)
-    if len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]:
+    if usual or (len(probe.parts) == 1 and value is parts[next(iter(probe.parts))]):
         return value
     return _masked(value, logsumexp == -torch.inf, logsumexp.isnan())
 

@@ -125,12 +125,18 @@ def row_totals(request: AttentionRequest, logsumexp: Tensor, totals: RowTotals, 
         return _unless_other(totals.of(request, heads, rows), logsumexp, request, heads, rows)
 
 
+def is_usual(logsumexp: Tensor) -> bool:
+    """Whether every row sees a key and no NaN, and no row is large, in one operation."""
+    if not logsumexp.numel():
+        return True
+    least, most = logsumexp.aminmax()
+    return least.item() >= -LARGE and most.item() <= LARGE  # neither holds for NaN
+
+
 def is_large(logsumexp: Tensor) -> bool:
     """Whether exp(s - L) in float32 is visibly off in some row; see LARGE."""
-    if logsumexp.numel():
-        least, most = logsumexp.aminmax()
-        if least.item() >= -LARGE and most.item() <= LARGE:  # the usual case in one operation; not for -inf and NaN
-            return False
+    if is_usual(logsumexp):
+        return False
     return bool((logsumexp.abs() > LARGE).logical_and(logsumexp.isfinite()).any())
 
 

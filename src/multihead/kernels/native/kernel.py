@@ -99,7 +99,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         return _as_operator(request, bounds)
     ready = prepared(request)
     measurement = Measurement.of(request, bounds, request.wanted) if request.wanted else None
-    job = Job(ready, bounds, measurement, seed_of(request), _WHOLE_CALL if request.part is None else request.part.place)
+    seed = seed_of(request) if request.dropout else 0
+    job = Job(ready, bounds, measurement, seed, _WHOLE_CALL if request.part is None else request.part.place)
     compute = _with_gradient if torch.is_grad_enabled() and _needs_gradient(ready) else forward
     if profiler._is_profiler_enabled:  # noqa: SLF001 - record_function checks it too, but takes microseconds
         with profiler.record_function("multihead::attention"):  # the operator's name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +38,22 @@ ONE_PASS: frozenset[Part] = frozenset(_FIELD)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
+_CPU = torch.device("cpu")
 _FIRST_KEYS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()  # of cached plans, by their bounds
+
+
+@lru_cache(maxsize=256)
+def _outputs(wanted: frozenset[Part], *, special: bool, packed: bool) -> dict[Part, str]:
+    """Return those of the wanted parts that one pass measures, each with the field of csrc/call.h for its output.
+
+    Args:
+        wanted: any parts.
+        special: whether special keys are known.
+        packed: whether each packed sample has a first key of its own. These keys are passed as special keys, of which
+            each query sees only that of its own sample.
+    """
+    found = {part: name for part, name in _FIELD.items() if part in wanted and (special or part != SPECIAL_KEYS)}
+    return found | {FIRST_KEY: _FIELD[SPECIAL_KEYS]} if packed else found
 
 
 @dataclass(eq=False)
@@ -45,13 +61,13 @@ class Measurement:
     """The parts of statistics that the kernel measures in one call.
 
     Attributes:
-        fields: the wanted parts, of ONE_PASS, and the field of csrc/call.h that each is written to.
-        raw: outputs of the kernel, by their field of csrc/call.h: (batch, heads, queries) each; offset_weights are
+        outputs: the wanted parts of ONE_PASS, each with its field of csrc/call.h.
+        raw: outputs of the kernel, by their field: (batch, heads, queries) each; offset_weights are
             (offsets, batch, heads, queries).
         inputs: tensors that the kernel reads for them, by their field.
     """
 
-    fields: dict[Part, str]
+    outputs: dict[Part, str]
     raw: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -68,31 +84,29 @@ class Measurement:
             special_keys: (batch, keys) bool, or None, which leaves SPECIAL_KEYS out.
         """
         shape = request.shape
-        result = Measurement({part: name for part, name in _FIELD.items() if part in wanted})
-        if special_keys is None:
-            result.fields.pop(SPECIAL_KEYS, None)
-            if FIRST_KEY in result.fields and request.packed_lengths is not None:
-                # Each sample has a first key of its own. Marked as special, a query sees only that of its sample.
-                special_keys = _first_keys_of_packed(request, bounds)
-                result.fields[FIRST_KEY] = _FIELD[SPECIAL_KEYS]
+        packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in wanted
+        result = Measurement(_outputs(frozenset(wanted), special=special_keys is not None, packed=packed))
+        if packed:
+            special_keys = _first_keys_of_packed(request, bounds)
+        raw = result.raw
         rows = (shape.batch, shape.num_heads, shape.query_length)
-        for name in result.fields.values():
-            if name == "largest_key":
-                result.raw[name] = torch.empty(rows, dtype=torch.int64, device="cpu")
-            elif name == "offset_weights":
-                if name not in result.raw:
-                    result.raw[name] = empty_float32(len(_OFFSETS), *rows)
+        like = None  # empty_like takes less time than empty
+        for name in dict.fromkeys(result.outputs.values()):
+            if name == "offset_weights":
+                raw[name] = empty_float32(len(_OFFSETS), *rows)
+            elif name == "largest_key":
+                raw[name] = torch.empty(rows, dtype=torch.int64, device=_CPU)
             else:
-                result.raw[name] = empty_float32(*rows)
+                raw[name] = like = empty_float32(*rows) if like is None else torch.empty_like(like)
         start = request.query_start
         if isinstance(start, Tensor):
             result.inputs["query_start"] = start.to(torch.int64).contiguous()
         elif start:
             result.inputs["query_start"] = torch.full((shape.batch,), start, device="cpu")
-        if "target_key_weight" in result.raw:
+        if "target_key_weight" in raw:
             first = first_keys(bounds)
             result.inputs["target_key"] = first if len(first) == shape.batch else first.repeat(shape.batch)
-        if "special_keys_weight" in result.raw and special_keys is not None:
+        if "special_keys_weight" in raw and special_keys is not None:
             result.inputs["special_keys"] = special_keys.contiguous()
         return result
 
@@ -109,19 +123,17 @@ class Measurement:
 
     def set_fields(self, fields: Fields) -> None:
         """Set the addresses of the statistics and their inputs."""
-        for tensors in (self.raw, self.inputs):
-            for name, tensor in tensors.items():
-                fields[AT[name]] = tensor.data_ptr()
+        for name, tensor in (self.raw | self.inputs).items():
+            fields[AT[name]] = tensor.data_ptr()
         if "offset_weights" in self.raw:
             fields[AT["offsets"]], fields[AT["num_offsets"]] = _OFFSET_VALUES.buffer_info()
 
     def results(self) -> dict[Part, Tensor]:
         """Return what was measured: (batch, heads, queries) each."""
-        result = {part: self.raw[name] for part, name in self.fields.items()}
-        if "offset_weights" in self.raw:
-            weights = dict(zip(_OFFSETS, self.raw["offset_weights"].unbind(), strict=True))
-            result |= {part: weights[part] for part in _OFFSETS if part in result}
-        return result
+        raw = self.raw
+        at_offsets = raw["offset_weights"].unbind() if "offset_weights" in raw else ()
+        of_offsets = dict(zip(_OFFSETS, at_offsets, strict=False))
+        return {part: of_offsets[part] if part in of_offsets else raw[name] for part, name in self.outputs.items()}
 
 
 def first_keys(bounds: KeyBounds) -> Tensor:
