@@ -113,10 +113,8 @@ def _counted(plan: Plan, folder: Path, workers: int, threads: int, report: Repor
         num_gpus=gpus or None,
     )
     for row in counted.iter_rows():
-        if row["problem"]:
-            outcome.failed[int(row["shard"])] = str(row["problem"])
-        else:
-            progress.shards += 1
+        outcome.add(int(row["shard"]), str(row["problem"]))
+        progress.shards += not row["problem"]
         progress.texts += int(row["texts"])
         progress.tokens += int(row["tokens"])
         progress.seconds = time.monotonic() - began
