@@ -39,11 +39,13 @@ class CallOrigin:
         layer: the module that made the call.
         packed_lengths: (samples,), tokens per sample, where the one row of the batch holds packed samples; else None.
         continued: position of the call in a sequence that a cache keeps; else None.
+        fresh: whether the layer computed q and k for this call alone, so that nothing writes to them afterwards.
     """
 
     layer: nn.Module
     packed_lengths: Tensor | None = None
     continued: Continued | None = None
+    fresh: bool = False
 
 
 class DropoutPlace(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -405,3 +406,78 @@ def test_lengths_that_change_after_the_call_do_not_change_its_record() -> None:
     for sample in (0, 1):
         found, wanted = (each.layers[0].weights(head=0, sample=sample) for each in (seen, expected))
         assert torch.equal(found, wanted)
+
+
+class TestQueriesAndKeysThatAreNotCopied:
+    @needs_native
+    def test_a_layer_s_own_queries_and_keys_are_copied_when_a_map_is_read(self) -> None:
+        calls: list[AttentionCall] = []
+
+        class Ear:
+            wanted = frozenset[Any]()
+
+            def hear(self, call: AttentionCall) -> None:
+                calls.append(call)
+
+        layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), torch.randn(3, 7, 16)
+        with mh.observe(layer) as seen, listeners.listen(Ear()):
+            layer(x, lengths=(7, 2, 3))
+        (batch,), (call,) = seen.layers[0].batches, calls
+        assert batch.q is not None
+        assert batch.k is not None
+        assert batch.q.tensor.data_ptr() == call.request.q.data_ptr()
+        assert batch.k.tensor.data_ptr() == call.request.k.data_ptr()
+        seen.table()
+        assert batch.q.rows is not None
+        first = seen.layers[0].weights(head=1, sample=1)
+        call.request.q.detach().fill_(9)  # too late to change a map
+        assert torch.equal(seen.layers[0].weights(head=1, sample=1), first)
+
+    @needs_native
+    @pytest.mark.parametrize("changed", ["q_proj", "k_proj"])
+    def test_a_map_whose_queries_or_keys_were_changed_in_place_is_refused(self, changed: str) -> None:
+        model = nn.Sequential(mh.MultiHeadAttention(16, 4))
+        layer, outputs = model[0], []
+        getattr(layer, changed).register_forward_hook(lambda _module, _inputs, output: outputs.append(output.detach()))
+        with mh.observe(model) as seen:
+            model(torch.randn(1, 5, 16))
+        table = str(seen.table())
+        outputs[0].zero_()
+        assert str(seen.table()) == table
+        with pytest.raises(mh.errors.ModelError) as raised:
+            seen.layers[0].weights(head=0)
+        assert str(raised.value) == (
+            "Queries or keys of 0 were changed in place after the layer computed them. "
+            "Change a copy of what its projections return, such as output.clone() in a hook."
+        )
+
+    @needs_native
+    def test_keys_that_a_cache_overwrites_are_those_of_the_call(self) -> None:
+        layer, x, cache = mh.MultiHeadAttention(16, 4), torch.randn(2, 6, 16), KeyValueCache()
+        with torch.no_grad(), mh.observe(layer) as expected:
+            layer(x, mask=masks.Causal())
+        with torch.no_grad(), mh.observe(layer) as seen:
+            layer(x, mask=masks.Causal(), cache=cache)
+            cache.crop(3)
+            layer(torch.randn(2, 3, 16), mask=masks.Causal(), cache=cache)
+        weights = seen.layers[0].samples[1].call(0).weights(head=2)
+        torch.testing.assert_close(weights, expected.layers[0].weights(head=2, sample=1))
+
+    @needs_native
+    def test_inference_tensors_are_copied_at_once_since_they_have_no_version(self) -> None:
+        layer, outputs = mh.MultiHeadAttention(16, 4), []
+        layer.k_proj.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        with torch.inference_mode(), mh.observe(layer) as seen:
+            layer(x := torch.randn(1, 5, 16))
+            outputs[0].zero_()
+        with torch.no_grad(), mh.observe(layer) as expected:
+            layer(x)
+        assert torch.equal(seen.layers[0].weights(head=3), expected.layers[0].weights(head=3))
+
+    @needs_native
+    def test_a_record_is_pickled_before_its_maps_are_read(self) -> None:
+        layer = mh.MultiHeadAttention(16, 4)
+        with mh.observe(layer) as seen:
+            layer(torch.randn(2, 5, 16), lengths=(5, 3))
+        again = pickle.loads(pickle.dumps(seen))
+        assert torch.equal(again.layers[0].weights(head=1, sample=1), seen.layers[0].weights(head=1, sample=1))

@@ -15,8 +15,9 @@ from multihead.call import AttentionCall
 from multihead.counting.batches import Batch
 from multihead.counting.sums import LayerSums
 from multihead.errors import ModelError, ProbeError
-from multihead.hooks.huggingface import crosses, installed
+from multihead.hooks.huggingface import installed
 from multihead.hooks.packed import packed
+from multihead.hooks.pretrained import is_cross_attention
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.listeners import listen
 from multihead.observation.layer_filter import LayerFilter
@@ -108,7 +109,7 @@ class Tally:
         number = self._numbers.setdefault(name, len(self._numbers))
         if self.layer_filter is not None and not self.layer_filter.takes(name, number):
             return
-        _check_reads_texts(call, batch, name, crosses=crosses(origin.layer, name))
+        _check_reads_texts(call, batch, name, crosses=is_cross_attention(origin.layer, name))
         context = self._context(call, batch, origin.layer, name)
         probes = possible((*self.probes, LARGEST_KEY), call.request, context)
         found = _measured(call, batch, probes, context)

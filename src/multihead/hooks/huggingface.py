@@ -7,7 +7,6 @@ no mask at all, and padding and causality are silently ignored.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ from multihead.hooks import output_attentions
 from multihead.hooks.coverage import require_coverage
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
-from multihead.hooks.pretrained import pretrained_models
+from multihead.hooks.pretrained import is_cross_attention, pretrained_models
 from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
 from multihead.kernels.native import eager
 from multihead.listeners import listeners
@@ -148,7 +147,7 @@ def attend_for(
         output, weights = attended[0], None
     else:
         if start is None:  # the mask depends on no position, and listeners count distances
-            start = 0 if not listeners() or crosses(module) else max(keys - query.shape[2], 0)
+            start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
         output, logsumexp = _published(request, attention_mask) if attended is None else attended
@@ -166,7 +165,7 @@ def _mask_of_call(
     """
     if attention_mask is None:
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-        if queries > 1 and (not crosses(module) if causal is None else causal):
+        if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
             return _CAUSAL, None, 0  # as in transformers: the first query is at the first key
         return _FULL, None, None
     if isinstance(attention_mask, LazyMask):
@@ -341,14 +340,6 @@ def _selected(indices: Tensor, count: int) -> Tensor:
     """Return which of some keys are among the indices of each query, bool (..., queries, count); -1 is no key."""
     seen = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
     return seen.scatter(-1, indices.where(indices >= 0, count), value=True)[..., :count]
-
-
-def crosses(module: nn.Module, name: str = "") -> bool:
-    """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
-    if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
-        return flag
-    names = f"{name}.{type(module).__name__}"
-    return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
 
 
 @cache

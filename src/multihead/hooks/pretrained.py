@@ -1,7 +1,8 @@
-"""The models of transformers in a module, and their qualified names."""
+"""The models of transformers in a module, by qualified name, and which of their layers are cross-attention."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 from torch import nn
@@ -23,3 +24,11 @@ def is_within(name: str, other: str) -> bool:
     (True, False, True)
     """
     return not other or f"{name}.".startswith(f"{other}.")
+
+
+def is_cross_attention(module: nn.Module, name: str = "") -> bool:
+    """Whether the keys of an attention layer come from another sequence than its queries, by its flag or its names."""
+    if isinstance(flag := getattr(module, "is_cross_attention", None), bool):
+        return flag
+    names = f"{name}.{type(module).__name__}"
+    return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None

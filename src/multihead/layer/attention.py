@@ -419,7 +419,8 @@ class MultiHeadAttention(nn.Module):
             sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
         origin = None
         if listeners():
-            origin = CallOrigin(self, padding.packed_lengths, None if cache is None else cache.continued)
+            continued = None if cache is None else cache.continued
+            origin = CallOrigin(self, padding.packed_lengths, continued, fresh=cache is None)
         return request_of(
             q,
             k,

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from multihead import sequence_split
@@ -15,6 +16,7 @@ from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError, ProbeError
 from multihead.hooks import huggingface
 from multihead.hooks.inputs import Inputs
+from multihead.hooks.pretrained import is_cross_attention
 from multihead.kernels.native.statistics import first_keys
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
@@ -29,6 +31,7 @@ from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.statistics import from_kernel, of_call, possible, token_parts, without_positions
 from multihead.probes.tile import tile
 from multihead.record.batch import (
+    KeptRows,
     RecordedBatch,
     SampleSpans,
     cut,
@@ -128,7 +131,7 @@ class Recorder:
         name = self._numbered(self.names[id(module)])
         model_call = huggingface.origin.get()
         offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
-        crosses = huggingface.crosses(module, self.names[id(module)])
+        crosses = is_cross_attention(module, self.names[id(module)])
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
         text = name, None if continued is None else continued.text
@@ -139,7 +142,8 @@ class Recorder:
         self._pass_continues |= previous is not None and not crosses
         if name not in self._layers:
             summary = RunningSummary(request.shape.num_heads) if self.keep == "summary" else None
-            split = _split_of(module, request, sequence)
+            # Only processes that form a group share a layer.
+            split = _split_of(module, request, sequence) if dist.is_available() and dist.is_initialized() else None
             self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
         layer = self._layers[name]
         if sequence is not None:
@@ -214,7 +218,7 @@ class Recorder:
             new_sample = partial(SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses)
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
-                batch = self._batch(call, places, parts, ids, new_sample)
+                batch = self._batch(call, places, parts, ids, name, new_sample)
                 if layer.running_summary is None:
                     state.samples = lambda: batch.samples
                     self.record.add_batch(layer, batch)
@@ -431,6 +435,7 @@ class Recorder:
         places: SampleSpans,
         parts: Parts,
         ids: Ids,
+        name: str,
         new_sample: Callable[[], SampleRecord],
     ) -> RecordedBatch:
         """Record a call with which all its samples begin."""
@@ -442,8 +447,9 @@ class Recorder:
                 statistics[probe.name] = from_kernel(probe, parts, logsumexp).cpu()
         batch = RecordedBatch(new_sample, places, self._bare(request, device), logsumexp.to(device), statistics, ids)
         if self.keep in ("cpu", "device"):
-            batch.q = places.query_rows.copy(request.q, device)
-            batch.k = places.key_rows.copy(request.k, device)
+            fresh = request.origin is not None and request.origin.fresh
+            batch.q = KeptRows.of(request.q, places.query_rows, device, layer=name, fresh=fresh)
+            batch.k = KeptRows.of(request.k, places.key_rows, device, layer=name, fresh=fresh)
         if request.mask.holds_tensors:
             batch.cut_requests()
         return batch

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.errors import ModelError
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.masks import Keep
 from multihead.masks.place import Span
@@ -81,6 +83,61 @@ class BatchRows:
         return compact[sample : sample + 1, :, start:stop]
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Rows of a call's tensor that a record keeps: a copy, or the tensor itself until they are read.
+
+    Copying takes longer than measuring, and tables need neither q nor k.
+
+    Attributes:
+        tensor: (batch, heads, rows, features), or a copy that `BatchRows.copy` returned.
+        rows: the rows to keep; None in a copy.
+        version: the tensor's version, which changes when something writes to it.
+        layer: the name of the layer that computed it.
+    """
+
+    tensor: Tensor
+    rows: BatchRows | None
+    version: int
+    layer: str
+
+    @staticmethod
+    def of(tensor: Tensor, rows: BatchRows, device: torch.device, *, layer: str, fresh: bool) -> KeptRows:
+        """Keep rows of a tensor.
+
+        Args:
+            tensor: (batch, heads, rows, features).
+            rows: the rows to keep.
+            device: where they are kept.
+            layer: the name of the layer that computed the tensor.
+            fresh: whether its layer computed it for this call alone; otherwise a cache or the caller may write to it.
+        """
+        # A part of a larger tensor would keep all of it in memory; what writes to inference tensors leaves no trace.
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if not fresh or not whole or type(tensor) is not Tensor or tensor.device != device or tensor.is_inference():
+            return KeptRows(rows.copy(tensor, device), None, 0, layer)
+        return KeptRows(tensor.detach(), rows, tensor._version, layer)  # noqa: SLF001 - PyTorch documents it
+
+    def read(self) -> Tensor:
+        """Return a copy of the rows, see `BatchRows.compact`.
+
+        Raises:
+            ModelError: something wrote to the tensor.
+        """
+        if self.rows is None:
+            return self.tensor
+        if self.tensor._version != self.version:  # noqa: SLF001
+            raise ModelError(
+                f"Queries or keys of {self.layer} were changed in place after the layer computed them.",
+                "Change a copy of what its projections return, such as output.clone() in a hook.",
+            )
+        return self.rows.copy(self.tensor, self.tensor.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a copy, because a tensor's version is lost in a file."""
+        return KeptRows, (self.read(), None, 0, self.layer)
+
+
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the ranges [start, start + length): int64.
 
@@ -135,11 +192,13 @@ class SampleSpans:
 
         There is no valid one if there is padding between the queries of a sample.
         """
+        if self.packed:  # each sample begins at position 0, and its queries see its own keys only
+            return frozenset()
         if self.real is not None and self.real.sum(1).tolist() != (self.ends[2] - self.ends[1]).tolist():
             return None
         found = frozenset[Part]()
         for span in self.found:
-            of_span = not_sliceable(self.request, span, packed=self.packed)
+            of_span = not_sliceable(self.request, span, packed=False)
             if of_span is None:
                 return None
             found |= of_span
@@ -196,8 +255,8 @@ class RecordedBatch:
         logsumexp: (batch, heads, queries), nats.
         statistics: name -> (batch, heads, queries), on the CPU.
         ids: the token ids.
-        q: a copy of the queries of `places.query_rows`, or None if only statistics are kept.
-        k: a copy of the keys of `places.key_rows`, or None.
+        q: the queries of `places.query_rows`, or None if only statistics are kept.
+        k: the keys of `places.key_rows`, or None.
     """
 
     new_sample: Callable[[], SampleRecord]
@@ -206,8 +265,8 @@ class RecordedBatch:
     logsumexp: Tensor
     statistics: dict[str, Tensor]
     ids: Ids
-    q: Tensor | None = None
-    k: Tensor | None = None
+    q: KeptRows | None = None
+    k: KeptRows | None = None
     _samples: list[SampleRecord] | None = None  # once they are cut out
 
     def measured(self) -> dict[str, Measured]:
@@ -239,6 +298,7 @@ class RecordedBatch:
         with CUTTING:
             if self._samples is None:
                 self._samples = self._cut()
+                self.q = self.k = None
                 self.statistics = {}  # with their padding they may take twice the memory of the samples
         return self._samples
 
@@ -254,10 +314,11 @@ class RecordedBatch:
         logsumexp = rows.compact(self.logsumexp[..., None])
         statistics = {name: rows.compact(value[..., None]) for name, value in self.statistics.items()}
         samples = new_samples(self.new_sample, places, self.ids)
+        kept = None if self.q is None or self.k is None else (self.q.read(), self.k.read())
         for index, (sample, request) in enumerate(zip(samples, places.requests, strict=True)):
-            if self.q is not None and self.k is not None:
-                sample.q = Rows(2, [rows.of_sample(index, self.q)])
-                sample.k = Rows(2, [places.key_rows.of_sample(index, self.k)])
+            if kept is not None:
+                sample.q = Rows(2, [rows.of_sample(index, kept[0])])
+                sample.k = Rows(2, [places.key_rows.of_sample(index, kept[1])])
             sample.begin(
                 Segment(replace(request, sinks=self.request.sinks)),  # each layer has its own
                 rows.of_sample(index, logsumexp)[..., 0],
@@ -284,16 +345,12 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         keys: (batch, keys) bool, False for padding; None if unknown. Keys at the end that no query may see are left
             out in any case.
     """
-    shape, bounds = request.shape, bounds_of(request)
-    batch, columns = shape.batch, shape.key_length
-    if request.packed_lengths is not None:
-        lengths = request.packed_lengths.to(shape.device)
-        end = lengths.cumsum(0)
-        places = list(zip((end - lengths).tolist(), end.tolist(), strict=True))
-        end = end.repeat_interleave(lengths)
-        inside = (bounds.start >= end - lengths.repeat_interleave(lengths)) & (bounds.stop <= end)
-        within = bool((bounds.sees_nothing | inside).all())
-        return [Span(0, place, place, holds_all=within, holds_first=True) for place in places]
+    shape = request.shape
+    if request.packed_lengths is not None:  # its mask hides other samples, because its lengths are known
+        end = request.packed_lengths.cumsum(0)
+        places = zip((end - request.packed_lengths).tolist(), end.tolist(), strict=True)
+        return [Span(0, place, place, holds_all=True, holds_first=True) for place in places]
+    bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
     start, stop, seeing = (
         each.expand(batch, -1) for each in (bounds.start, bounds.stop, ~bounds.sees_nothing)
     )  # (batch, queries)

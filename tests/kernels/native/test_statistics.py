@@ -224,6 +224,6 @@ def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode()
 def test_only_what_is_wanted_is_measured() -> None:
     request = long(6, masks.Causal())
     made = Measurement.of(request, bounds_of(request), ("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS))
-    assert made.parts == ("entropy", ("offset_mass", 0))
+    assert made.fields == {"entropy": "entropy", ("offset_mass", 0): "offset_weights"}
     assert set(made.raw) == {"entropy", "offset_weights"}
     assert made.results().keys() == {"entropy", ("offset_mass", 0)}

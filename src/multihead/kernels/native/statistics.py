@@ -45,18 +45,15 @@ class Measurement:
     """The parts of statistics that the kernel measures in one call.
 
     Attributes:
-        parts: the wanted ones, of ONE_PASS.
+        fields: the wanted parts, of ONE_PASS, and the field of csrc/call.h that each is written to.
         raw: outputs of the kernel, by their field of csrc/call.h: (batch, heads, queries) each; offset_weights are
             (offsets, batch, heads, queries).
         inputs: tensors that the kernel reads for them, by their field.
-        packed: whether each packed sample has a first key of its own. These keys are passed as special keys, of which
-            each query sees only that of its own sample.
     """
 
-    parts: tuple[Part, ...]
+    fields: dict[Part, str]
     raw: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    packed: bool = False
 
     @staticmethod
     def of(
@@ -71,14 +68,15 @@ class Measurement:
             special_keys: (batch, keys) bool, or None, which leaves SPECIAL_KEYS out.
         """
         shape = request.shape
-        parts = tuple(part for part in _FIELD if part in wanted and (part != SPECIAL_KEYS or special_keys is not None))
-        packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY in parts
-        if packed:
-            special_keys = _first_keys_of_packed(request, bounds)
-        result = Measurement(parts, packed=packed)
+        result = Measurement({part: name for part, name in _FIELD.items() if part in wanted})
+        if special_keys is None:
+            result.fields.pop(SPECIAL_KEYS, None)
+            if FIRST_KEY in result.fields and request.packed_lengths is not None:
+                # Each sample has a first key of its own. Marked as special, a query sees only that of its sample.
+                special_keys = _first_keys_of_packed(request, bounds)
+                result.fields[FIRST_KEY] = _FIELD[SPECIAL_KEYS]
         rows = (shape.batch, shape.num_heads, shape.query_length)
-        for part in parts:
-            name = result.field_of(part)
+        for name in result.fields.values():
             if name == "largest_key":
                 result.raw[name] = torch.empty(rows, dtype=torch.int64, device="cpu")
             elif name == "offset_weights":
@@ -97,10 +95,6 @@ class Measurement:
         if "special_keys_weight" in result.raw and special_keys is not None:
             result.inputs["special_keys"] = special_keys.contiguous()
         return result
-
-    def field_of(self, part: Part) -> str:
-        """Return the field of csrc/call.h that a part is written to."""
-        return "special_keys_weight" if self.packed and part == FIRST_KEY else _FIELD[part]
 
     def part(self, rows: slice) -> Measurement:
         """Return a measurement of some rows; `store` copies its results into this one."""
@@ -123,10 +117,10 @@ class Measurement:
 
     def results(self) -> dict[Part, Tensor]:
         """Return what was measured: (batch, heads, queries) each."""
-        result = {part: self.raw[self.field_of(part)] for part in self.parts if part not in _OFFSETS}
+        result = {part: self.raw[name] for part, name in self.fields.items()}
         if "offset_weights" in self.raw:
-            weights = zip(_OFFSETS, self.raw["offset_weights"].unbind(), strict=True)
-            result |= {part: weight for part, weight in weights if part in self.parts}
+            weights = dict(zip(_OFFSETS, self.raw["offset_weights"].unbind(), strict=True))
+            result |= {part: weights[part] for part in _OFFSETS if part in result}
         return result
 
 
