@@ -231,7 +231,7 @@ def kills(*, kills: int, seed: int) -> None:
 @click.option("--texts", default=100_000, show_default=True)
 @click.option("--model", default=MODEL, show_default=True)
 def memory(*, texts: int, model: str) -> None:
-    """Count many short texts, and show the largest memory of the process in each tenth of the run."""
+    """Count many short texts, and compare the largest memory of the process in both halves of the run."""
     draw = random.Random(0)
     words = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not"]
     folder = Path(tempfile.mkdtemp())
@@ -240,12 +240,14 @@ def memory(*, texts: int, model: str) -> None:
         peaks: dict[int, int] = {}
 
         def keep(progress: Progress) -> None:
-            tenth = 10 * progress.texts // texts
+            tenth = min(10 * progress.texts // texts, 9)
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             peaks[tenth] = max(peaks.get(tenth, 0), pages * resource.getpagesize())
 
         mh.census(model, corpus, out=folder / "out", threads=1, progress=keep)
         print("MiB in each tenth:", *(f"{peak >> 20}" for _, peak in sorted(peaks.items())))
+        first, second = (max(peaks[tenth] for tenth in half) for half in (range(5), range(5, 10)))
+        print(f"peak of the second half / of the first: {second / first:.3f}")
     finally:
         shutil.rmtree(folder)
 
