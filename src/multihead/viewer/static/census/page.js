@@ -22,7 +22,7 @@ function choice(name, label, options, chosen, choose) {
 
 function choices() {
   $('choices').replaceChildren(
-    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { state.id = id; }),
+    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { state.id = id; if (!TWO) state.order = '-' + id; }),
     choice('of', translate('choose.of'), ['mean', 'median', 'p95', 'max'].map(of => [of, translate('of.' + of)]), state.of, of => { state.of = of; }),
     ...(TWO ? [choice('shows', translate('choose.shows'), ['A', 'B', 'difference', 'divergence'].map(each => [each, translate('shows.' + each)]), state.shows, shows => { state.shows = shows; })] : []));
 }
