@@ -202,7 +202,7 @@ def kills(*, kills: int, seed: int) -> None:
     draw, done = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        corpus = _corpus(folder, texts_of(600))
+        corpus = _corpus(folder, texts_of(2000))
         options: dict[str, Any] = {"threads": 1, "shard_bytes": 4000, "tokens": 64}
         mh.census(MODEL, corpus, out=folder / "whole", **options)
         out = str(folder / "killed")
@@ -211,7 +211,7 @@ def kills(*, kills: int, seed: int) -> None:
         while True:
             run = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
             while run.poll() is None and done < kills:
-                time.sleep(draw.uniform(0.2, 3))
+                time.sleep(draw.uniform(0.2, 2))
                 children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
                 workers = list(map(int, children.read_text().split())) if children.exists() else []
                 if workers and shards.exists() and any(shards.glob("*.parquet")):

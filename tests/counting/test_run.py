@@ -160,6 +160,14 @@ class TestProblems:
         jsonl(gone, ["w1 w2"])
         assert mh.census(model, files, out=tmp_path / "out", threads=1).texts == 61
 
+    def test_the_last_of_several_processes_writes_the_table_although_a_file_is_missing(
+        self, model: str, corpus: str, tmp_path: Path
+    ) -> None:
+        files, out = [corpus, str(tmp_path / "gone.jsonl")], tmp_path / "out"
+        for part in (1, 0):  # the missing file is the last shard, the eleventh
+            mh.census(model, files, out=out, shard_bytes=1000, threads=1, shard=(part, 2))
+            assert (out / HEADS).exists() == (part == 0)
+
     def test_a_full_disk_is_named_and_a_later_run_continues(self, model: str, corpus: str, tmp_path: Path) -> None:
         out = tmp_path / "out"
         with file_size_limit(20_000):

@@ -157,10 +157,12 @@ def census(
 
 
 def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
-    """Write the merged tables, unless other processes are expected to count the rest, and return the census."""
+    """Write the merged tables, unless other processes count shards that are missing, and return the census."""
     problems = [*outcome.failed.values(), *outcome.dead]
     missing = missing_shards(folder, plan)
-    if len(missing) < len(plan.shards) and (not missing or not partial):
+    unreadable = {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
+    left_to_others = set(missing) - outcome.failed.keys() - unreadable if partial else set()
+    if len(missing) < len(plan.shards) and not left_to_others:
         write_merged(folder, plan)
     return Census.load(folder, problems=problems)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -23,6 +24,9 @@ from multihead.counting.plan import LEASES, Plan, model_id, read_plan
 from multihead.counting.shard import Counter, Renew
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.models import LoadedModel, load
+
+RETURN_EVERY = 5.0
+"""Seconds between two returns of freed memory to the system; one takes about 30 ms."""
 
 RESTARTS = 3
 """How many workers that were killed are replaced."""
@@ -121,6 +125,7 @@ def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> 
 
     def renew_both(texts: int, tokens: int) -> None:
         lease.renew()
+        _FREED.give_back()
         renew(texts, tokens)
 
     try:
@@ -128,6 +133,30 @@ def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> 
     finally:
         lease.release()
     return True
+
+
+class _FreedMemory:
+    """Returns memory that is freed to the system from time to time.
+
+    Batches differ in their lengths, so that each leaves holes in the heap that the tensors of the next one do not fit
+    into. The C library of GNU keeps their pages, and a long run would take ever more memory.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._trim = None
+        with suppress(OSError, AttributeError, TypeError):  # another C library, which has no such function
+            self._trim = ctypes.CDLL(None).malloc_trim
+
+    def give_back(self) -> None:
+        """Return it, if some time has passed."""
+        now = time.monotonic()
+        if self._trim is not None and now - self._last > RETURN_EVERY:
+            self._last = now
+            self._trim(0)
+
+
+_FREED = _FreedMemory()
 
 
 def _reason(error: OSError | InputError) -> str:

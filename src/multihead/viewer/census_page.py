@@ -264,6 +264,7 @@ def _render(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
         title=data["title"],
         lang=lang,
         words=words,
+        lead=words["lead two" if len(runs) > 1 else "lead"],
         two=len(runs) > 1,
         facts=_facts(runs, data["kept"], lang),
         style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),
