@@ -179,6 +179,17 @@ class TestProblems:
         assert [each for each in out.rglob("*") if each.name.startswith(".")] == []
         assert mh.census(model, corpus, out=out, shard_bytes=1000, threads=1).texts == 60
 
+    def test_a_table_that_cannot_be_written_is_named_and_what_was_counted_is_returned(
+        self, model: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> None:
+            raise InputError("The disk is full.", "Free some space.")
+
+        monkeypatch.setattr(run, "write_merged", full)
+        found = mh.census(model, corpus, out=tmp_path / "out", threads=1)
+        assert (found.texts, found.missing, found.problems) == (60, [], ["The disk is full. Free some space."])
+        assert not (tmp_path / "out" / HEADS).exists()
+
     def test_texts_that_attack_are_texts(self, model: str, tmp_path: Path) -> None:
         hostile = ["<script>alert(1)</script>", "\x1b]0;owned\x07", "../../etc/passwd", "=1+1", "\u202egnp.exe", "\x00"]
         found = mh.census(model, jsonl(tmp_path / "texts.jsonl", hostile), out=tmp_path / "out", probes="entropy")

@@ -191,11 +191,11 @@ def census(
     _print_problems(found, lang)
     if found.missing:
         click.echo(text("census.missing", lang, number=len(found.missing)), err=True)
-    if len(found.missing) < len(found.plan.shards):
+    if table.exists():
         click.echo(text("census.files", lang, file=visible(str(table)), folder=visible(out)))
-        if page is not None:
-            _write_page(found, page, other, lang)
-    if found.missing:
+    if page is not None and len(found.missing) < len(found.plan.shards):
+        _write_page(found, page, other, lang)
+    if found.missing or not table.exists():
         context.exit(1)
 
 

@@ -18,7 +18,7 @@ from multihead.counting.result import Census
 from multihead.counting.shard import Counter
 from multihead.counting.tally import counted_probes
 from multihead.counting.work import Outcome, Report, count_here, usable
-from multihead.errors import ArgumentError, ModelError, check_integer
+from multihead.errors import ArgumentError, InputError, ModelError, check_integer
 from multihead.hooks.pretrained import pretrained_models
 from multihead.models import LoadedModel, load
 from multihead.observation.layer_filter import LayerFilter
@@ -163,7 +163,10 @@ def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> C
     unreadable = {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
     left_to_others = set(missing) - outcome.failed.keys() - unreadable if partial else set()
     if len(missing) < len(plan.shards) and not left_to_others:
-        write_merged(folder, plan)
+        try:
+            write_merged(folder, plan)
+        except InputError as error:  # a full disk: what is counted is kept, and can be read
+            problems.append(str(error))
     return Census.load(folder, problems=problems)
 
 
