@@ -26,7 +26,7 @@ from multihead.errors import ArgumentError, InputError, ModelError, MultiheadErr
 from multihead.models import LoadedModel, load
 
 RETURN_EVERY = 5.0
-"""Seconds between two returns of freed memory to the system; one takes about 30 ms."""
+"""Seconds between two returns of freed memory to the system within a shard; one takes about 30 ms."""
 
 RESTARTS = 3
 """How many workers that were killed are replaced."""
@@ -132,6 +132,7 @@ def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> 
         counter.write(folder, index, renew_both)
     finally:
         lease.release()
+        _FREED.give_back(every=1.0)  # most of it is free now
     return True
 
 
@@ -148,10 +149,10 @@ class _FreedMemory:
         with suppress(OSError, AttributeError, TypeError):  # another C library, which has no such function
             self._trim = ctypes.CDLL(None).malloc_trim
 
-    def give_back(self) -> None:
-        """Return it, if some time has passed."""
+    def give_back(self, *, every: float = RETURN_EVERY) -> None:
+        """Return it, if some seconds have passed since the last time."""
         now = time.monotonic()
-        if self._trim is not None and now - self._last > RETURN_EVERY:
+        if self._trim is not None and now - self._last > every:
             self._last = now
             self._trim(0)
 
