@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def paragraphs() -> list[str]:
     return [text for topic in topics.values() for text in topic.split("\n\n") if text.strip()]
 
 
+def texts_of(count: int) -> list[str]:
+    """Return some of these paragraphs in a random order; each again where there are more texts than paragraphs."""
+    found = paragraphs()
+    return list(islice(cycle(random.Random(0).sample(found, len(found))), count))
+
+
 def cpu_ratio(ours: Callable[[], object], rival: Callable[[], object], *, pairs: int) -> Ratio:
     """Run both alternately; ratios of CPU seconds, which other programs on the machine change less than time."""
 
@@ -78,7 +85,7 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     torch.set_num_threads(1)
     loaded = load(MODEL)
     model: Any = loaded.model
-    chosen = random.Random(0).sample(paragraphs(), texts)
+    chosen = texts_of(texts)
     ids = [
         np.array(each, np.int64) for each in loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
     ]
@@ -124,30 +131,67 @@ def _corpus(folder: Path, texts: Sequence[str]) -> str:
 
 @main.command()
 @click.option("--workers", default=4, show_default=True)
-@click.option("--texts", default=600, show_default=True)
-def processes(*, workers: int, texts: int) -> None:
-    """Compare one single-threaded process with several: the time after all have loaded the model, and the bytes."""
+@click.option("--texts", default=2600, show_default=True)
+@click.option("--pairs", default=3, show_default=True)
+def processes(*, workers: int, texts: int, pairs: int) -> None:
+    """Compare one single-threaded process with several: rates, seconds in which some have nothing to do, and bytes."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        corpus = _corpus(folder, random.Random(0).sample(paragraphs(), texts))
-        found: dict[int, float] = {}
-        for number in (1, workers):
-            moments: list[tuple[float, int]] = []
-            out = folder / str(number)
-            options: dict[str, Any] = {"workers": number, "threads": 1, "shard_bytes": 10_000}
-            mh.census(
-                MODEL,
-                corpus,
-                out=out,
-                **options,
-                progress=lambda each, to=moments: to.append((each.seconds, each.tokens)),
-            )
-            # From the first batch to nine tenths: neither loading nor the end, when some processes have nothing left.
-            run = [each for each in moments if 0 < each[1] < 0.9 * moments[-1][1]]
-            found[number] = (run[-1][1] - run[0][1]) / (run[-1][0] - run[0][0])
-        same = (folder / "1" / HEADS).read_bytes() == (folder / str(workers) / HEADS).read_bytes()
-        print(f"tokens per second: {found[1]:,.0f} with 1 process, {found[workers]:,.0f} with {workers}")
-        print(f"ratio {found[workers] / found[1]:.2f}; the merged tables have the same bytes: {same}")
+        corpus = _corpus(folder, texts_of(texts))
+        found: dict[int, list[_Run]] = {1: [], workers: []}
+        tables = set()
+        for pair in range(pairs):
+            for number, runs in found.items():
+                out, run = folder / f"{number}-{pair}", _Run(number)
+                mh.census(MODEL, corpus, out=out, workers=number, threads=1, progress=run.add)
+                runs.append(run)
+                tables.add((out / HEADS).read_bytes())
+                print(f"{number} processes: {run}")
+        kinds = {"rate": "after all have loaded the model", "whole_rate": "of the whole run"}
+        for name, kind in kinds.items():
+            both = zip(found[workers], found[1], strict=True)
+            ratio = Ratio.of([getattr(many, name) / getattr(one, name) for many, one in both])
+            print(f"rate {kind}, {workers} processes / 1: {ratio}")
+        print(f"the merged tables have the same bytes: {len(tables) == 1}")
+
+
+class _Run:
+    """What a census with some processes reported."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.moments: list[tuple[float, int, int]] = []
+
+    def add(self, progress: Progress) -> None:
+        self.moments.append((progress.seconds, progress.tokens, progress.processes))
+
+    @property
+    def _all_loaded(self) -> int:
+        return next(at for at, (_, _, processes) in enumerate(self.moments) if processes == self.processes)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second from the moment at which all processes have loaded the model to the end."""
+        first, last = self.moments[self._all_loaded], self.moments[-1]
+        return (last[1] - first[1]) / (last[0] - first[0])
+
+    @property
+    def whole_rate(self) -> float:
+        """Tokens per second of the whole run, after this process has loaded the model."""
+        return self.moments[-1][1] / self.moments[-1][0]
+
+    @property
+    def tail(self) -> float:
+        """Seconds from the moment at which the first process has nothing left to the end."""
+        after = self.moments[self._all_loaded :]
+        return after[-1][0] - next(seconds for seconds, _, processes in after if processes < self.processes)
+
+    def __str__(self) -> str:
+        loaded, whole = self.moments[self._all_loaded][0], self.moments[-1][0]
+        return (
+            f"{self.rate:,.0f} tokens per second; all loaded after {loaded:.1f} of {whole:.1f} s, "
+            f"fewer than all had a shard in the last {self.tail:.2f} s"
+        )
 
 
 @main.command()
@@ -158,7 +202,7 @@ def kills(*, kills: int, seed: int) -> None:
     draw, done = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        corpus = _corpus(folder, draw.sample(paragraphs(), 600))
+        corpus = _corpus(folder, texts_of(2000))
         options: dict[str, Any] = {"threads": 1, "shard_bytes": 4000, "tokens": 64}
         mh.census(MODEL, corpus, out=folder / "whole", **options)
         out = str(folder / "killed")
@@ -167,7 +211,7 @@ def kills(*, kills: int, seed: int) -> None:
         while True:
             run = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
             while run.poll() is None and done < kills:
-                time.sleep(draw.uniform(0.2, 3))
+                time.sleep(draw.uniform(0.2, 2))
                 children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
                 workers = list(map(int, children.read_text().split())) if children.exists() else []
                 if workers and shards.exists() and any(shards.glob("*.parquet")):
@@ -187,7 +231,7 @@ def kills(*, kills: int, seed: int) -> None:
 @click.option("--texts", default=100_000, show_default=True)
 @click.option("--model", default=MODEL, show_default=True)
 def memory(*, texts: int, model: str) -> None:
-    """Count many short texts, and show the largest memory of the process in each tenth of the run."""
+    """Count many short texts, and compare the largest memory of the process in both halves of the run."""
     draw = random.Random(0)
     words = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not"]
     folder = Path(tempfile.mkdtemp())
@@ -196,12 +240,14 @@ def memory(*, texts: int, model: str) -> None:
         peaks: dict[int, int] = {}
 
         def keep(progress: Progress) -> None:
-            tenth = 10 * progress.texts // texts
+            tenth = min(10 * progress.texts // texts, 9)
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             peaks[tenth] = max(peaks.get(tenth, 0), pages * resource.getpagesize())
 
         mh.census(model, corpus, out=folder / "out", threads=1, progress=keep)
         print("MiB in each tenth:", *(f"{peak >> 20}" for _, peak in sorted(peaks.items())))
+        first, second = (max(peaks[tenth] for tenth in half) for half in (range(5), range(5, 10)))
+        print(f"peak of the second half / of the first: {second / first:.3f}")
     finally:
         shutil.rmtree(folder)
 

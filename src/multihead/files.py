@@ -27,6 +27,7 @@ except ImportError:  # Windows
 MOST_NAME = 100
 """Maximum number of bytes of a file's name in the name of its temporary file; most systems allow 255 in all."""
 
+_PART = re.compile(r"[a-z0-9_]{8}\.part")
 _READING = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 _SEEKING = threading.Lock()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -225,9 +226,10 @@ def _new_part(place: Path) -> tuple[Path, int]:
 
 def _remove_leftovers(place: Path) -> None:
     """Remove temporary files that killed processes left: those that no process has locked."""
-    pattern = re.compile(re.escape(_prefix(place)) + r"[a-z0-9_]{8}\.part")
+    prefix = _prefix(place)
     with suppress(OSError), os.scandir(place.parent) as entries:
-        for entry in [each for each in entries if pattern.fullmatch(each.name) and each.is_file(follow_symlinks=False)]:
+        parts = [each for each in entries if each.name.startswith(prefix) and _PART.fullmatch(each.name, len(prefix))]
+        for entry in [each for each in parts if each.is_file(follow_symlinks=False)]:
             with suppress(OSError):
                 handle = os.open(entry.path, os.O_WRONLY)
                 try:

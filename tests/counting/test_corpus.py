@@ -20,8 +20,8 @@ TEXTS = random_texts(60)
 
 
 def read(file: str, *, shard_bytes: int | None = None) -> tuple[list[Shard], list[str | None]]:
-    """Return the shards of a file, and the texts of all of them in order."""
-    shards = divide(sizes_of([file]), "text", shard_bytes=shard_bytes)
+    """Return the shards of a file in the order of its rows, and the texts of all of them."""
+    shards = sorted(divide(sizes_of([file]), "text", shard_bytes=shard_bytes))
     return shards, [row.text for shard in shards for row in rows(shard, "text")]
 
 
@@ -63,10 +63,27 @@ class TestShards:
         files = find_files(["memory://corpus/*.txt"])
         assert [row.text for shard in divide(sizes_of(files), "text") for row in rows(shard, "text")] == TEXTS
 
-    def test_the_size_of_a_shard_follows_from_that_of_the_corpus(self) -> None:
-        whole = divide({"a.txt": 1 << 40}, "text")
-        assert whole[1].start == corpus.LARGEST_SHARD
-        assert len(divide({"a.txt": 1 << 18}, "text")) == 1
+    @pytest.mark.parametrize("total", [1 << 16, 1 << 20, 1 << 25, 1 << 30, 1 << 40])
+    def test_they_become_smaller_so_that_processes_finish_together(self, total: int) -> None:
+        """Processes that take one shard after the other, at equal rates: how much later than the first is the last?"""
+        shards = divide({"a.txt": total}, "text")
+        sizes = [(total if each.stop < 0 else each.stop) - each.start for each in shards]
+        assert (sum(sizes), sizes) == (total, sorted(sizes, reverse=True))
+        assert sizes[0] <= corpus.LARGEST_SHARD
+        assert sizes[-1] <= max(total // corpus.LEAST_PART, corpus.SMALLEST_SHARD)
+        assert len(sizes) <= max(400, 2 * total // corpus.LARGEST_SHARD)
+        for workers in (2, 4, 24):
+            ends = [0] * workers
+            for size in sizes:
+                ends[ends.index(min(ends))] += size
+            assert max(ends) - min(ends) <= max(sizes[-len(sizes) // 2 :])
+
+    def test_the_largest_come_first_whatever_the_order_of_the_files(self) -> None:
+        shards = divide({"small.txt": 10, "b.txt.gz": 20_000, "large.txt": 50_000, "gone.txt": None}, "text")
+        assert [(each.file, each.start) for each in shards] == [
+            ("b.txt.gz", 0), ("large.txt", 0), ("large.txt", 16384), ("large.txt", 32768), ("large.txt", 49152),
+            ("small.txt", 0), ("gone.txt", 0),
+        ]  # fmt: skip
 
 
 class TestRowsThatAreNoText:

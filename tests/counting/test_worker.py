@@ -16,7 +16,7 @@ from tests.counting.tiny import saved_bert
 
 
 def run(folder: Path, model: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
-    options = {"folder": str(folder), "model": model, "device": "cpu", "worker": 0, "workers": 1, "threads": 1}
+    options = {"folder": str(folder), "model": model, "device": "cpu", "threads": 1}
     before = os.dup(1)
     try:
         status = worker.main(json.dumps(options))
@@ -32,7 +32,7 @@ def test_each_batch_and_each_shard_is_a_line(
     plan = read_plan(folder)
     plan.write(tmp_path)
     status, messages = run(tmp_path, model, capfd)
-    assert (status, missing_shards(tmp_path, plan)) == (0, [])
+    assert (status, missing_shards(tmp_path, plan), messages[0]) == (0, [], {"loaded": True})
     assert sum(each.get("texts", 0) for each in messages) == 60
     assert [each["shard"] for each in messages if "shard" in each] == list(range(len(plan.shards)))
     file = plan.shard_file(tmp_path, 0)

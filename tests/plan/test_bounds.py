@@ -136,6 +136,17 @@ def test_plans_are_cached_up_to_a_number_of_bytes_and_the_oldest_are_dropped_fir
     assert cache.nbytes == 3 * a_plan
 
 
+def test_what_is_added_in_a_temporary_context_is_dropped_at_its_end() -> None:
+    cache: PlanCache[str] = PlanCache(1 << 20)
+    bounds = KeyBounds(torch.zeros(1, 100, dtype=torch.int64), torch.zeros(1, 100, dtype=torch.int64))
+    cache.add("before", "before", bounds)
+    size = cache.nbytes
+    with cache.temporary():
+        cache.add("during", "during", bounds)
+        assert set(cache.entries) == {"before", "during"}
+    assert (set(cache.entries), cache.nbytes) == ({"before"}, size)
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 def test_no_plan_that_is_made_under_a_mode_is_kept(queries: int) -> None:
     sizes = {"queries": queries, "keys": 9, "query_start": 3}

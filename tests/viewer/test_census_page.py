@@ -59,9 +59,10 @@ def test_the_examples_are_those_of_the_census_and_their_command_reads_the_text(
     one, _ = counted
     data = data_of(one.report(tmp_path / "page.html"))
     example = one.top(1, 2, "previous_mass")[0]
-    value, place, position, key, start, tokens, values = data["examples"][0]["previous_mass"][6][0]
+    value, place, position, key, key_token, start, tokens, values = data["examples"][0]["previous_mass"][6][0]
     assert place == f"{example.shard}:{example.text}"
     assert (position, key, start) == (example.position, example.key, example.start)
+    assert data["words"][key_token] == example.key_token
     assert "".join(data["words"][token] for token in tokens) == "".join(example.tokens)
     assert value == pytest.approx(example.value, rel=1e-3)
     assert values[position - start] == value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from multihead.cli.model_options import model_options, parsed_layers
 from multihead.cli.progress import Steps
 from multihead.escaping import visible
 from multihead.files import check_writable
@@ -68,7 +69,6 @@ _LAUNCHERS = (
     help="Truncate each text to N tokens.  [default: 512, or what the model accepts]",
 )
 @click.option("--probes", metavar="NAME,...", help="The statistics.  [default: those that cost next to nothing]")
-@click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
 @click.option(
     "--examples", type=click.IntRange(min=1), metavar="N", default=5, show_default=True, help="Strongest examples kept."
 )
@@ -93,14 +93,7 @@ _LAUNCHERS = (
     metavar="[ADDRESS]",
     help="Run on Ray: on this machine, or on the cluster at an address.",
 )
-@click.option("--device", default="cpu", show_default=True, help="The device that runs the model.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "float64", "float16", "bfloat16"]),
-    default="auto",
-    show_default=True,
-    help="The dtype of its parameters; auto: as they were saved.",
-)
+@model_options
 @click.option("--page", metavar="FILE", help="Write a page with every head and its strongest examples.")
 @click.option("--against", metavar="DIR", help="Another census, which the page compares with this one.")
 @click.option("--read", "place", metavar="SHARD:TEXT", help="Print a text of the corpus, such as that of an example.")
@@ -157,7 +150,6 @@ def census(
     if place is not None:
         raise click.UsageError("--read prints a text of a census that exists. Give its directory, without --texts.")
     # Imported here, so that --help does not load torch.
-    from multihead.cli.look import parsed_layers
     from multihead.counting.run import census as count
 
     with Steps(lang) as steps:
@@ -189,10 +181,21 @@ def census(
             dtype=dtype,
             progress=report,
         )
-    _print(found, out, last[0] if last else None, lang)
+    _print_counts(found, last[0] if last else None, lang)
+    table = Path(out) / "heads.parquet"
+    if part is not None and not table.exists():
+        _print_problems(found, lang)
+        click.echo(text("census.others", lang, number=len(found.missing)))
+        return
+    _print_heads(found, lang)
+    _print_problems(found, lang)
+    if found.missing:
+        click.echo(text("census.missing", lang, number=len(found.missing)), err=True)
+    if table.exists():
+        click.echo(text("census.files", lang, file=visible(str(table)), folder=visible(out)))
     if page is not None and len(found.missing) < len(found.plan.shards):
         _write_page(found, page, other, lang)
-    if found.missing and part is None:
+    if found.missing or not table.exists():
         context.exit(1)
 
 
@@ -219,13 +222,8 @@ def _write_page(found: Census, page: str, other: Census | None, lang: str) -> No
     click.echo(text("census.page", lang, file=visible(page)))
 
 
-def _print(found: Census, out: str, progress: Progress | None, lang: str) -> None:
-    """Print what was read, the heads with the largest means, and what could not be read."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    words = section(lang, "common", "census")
+def _print_counts(found: Census, progress: Progress | None, lang: str) -> None:
+    """Print what was read, and at which rate."""
     counts = {name: f"{value:,}" for name, value in found.counts().items()}
     done, total = len(found.plan.shards) - len(found.missing), len(found.plan.shards)
     click.echo(text("census.read", lang, model=visible(found.plan.title), done=done, total=total, **counts))
@@ -236,6 +234,15 @@ def _print(found: Census, out: str, progress: Progress | None, lang: str) -> Non
             "rate": f"{progress.rate:,.0f}",
         }
         click.echo(text("census.took", lang, **values))
+
+
+def _print_heads(found: Census, lang: str) -> None:
+    """Print the heads with the largest means."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    words = section(lang, "common", "census")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("statistic", "mean", "largest"):
         table.add_column(words[name], justify="right" if name == "mean" else "left")
@@ -255,14 +262,14 @@ def _print(found: Census, out: str, progress: Progress | None, lang: str) -> Non
         click.echo()
         Console(highlight=False, markup=False).print(table)
     click.echo()
+
+
+def _print_problems(found: Census, lang: str) -> None:
+    """Print what could not be read."""
     for problem in found.problems[:NAMED]:
         click.echo(visible(problem), err=True)
     if len(found.problems) > NAMED:
         click.echo(text("census.more problems", lang, number=len(found.problems) - NAMED), err=True)
-    if found.missing:
-        click.echo(text("census.missing", lang, number=len(found.missing)), err=True)
-    if done:
-        click.echo(text("census.files", lang, file=visible(str(Path(out) / "heads.parquet")), folder=visible(out)))
 
 
 def _parsed_shard(shard: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import click
 
 from multihead.cli.audio import read_audio
 from multihead.cli.look_output import COLUMNS, print_files, print_heads, print_textbook_heads
+from multihead.cli.model_options import model_options, parsed_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import write_tables
 from multihead.escaping import visible
@@ -50,15 +51,7 @@ SORTS = ["layer", *COLUMNS]
 @click.option(
     "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, special tokens included."
 )
-@click.option("--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]")
-@click.option("--device", default="cpu", show_default=True, help="The device that runs the model.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "float64", "float16", "bfloat16"]),
-    default="auto",
-    show_default=True,
-    help="The dtype of its parameters; auto: as they were saved.",
-)
+@model_options
 @click.option(
     "--sort",
     type=click.Choice(SORTS),
@@ -189,14 +182,3 @@ def _input(
     if audio is not None:
         return "", read_audio(audio)
     return prompt or "" if text_file is None else readable_text(text_file), None
-
-
-def parsed_layers(layers: str) -> list[int]:
-    """Parse "0,3-5" as [0, 3, 4, 5]."""
-    found: list[int] = []
-    for part in layers.replace("，", ",").split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or (last and int(last) < int(first)):
-            raise click.UsageError(f"--layers is {layers!r}. Give layer numbers such as 0,3-5.")
-        found += range(int(first), int(last or first) + 1)
-    return found

@@ -18,8 +18,11 @@ Kind = Literal["parquet", "jsonl", "lines"]
 LONGEST_LINE = 1 << 26
 """Bytes; a longer line is a broken row."""
 
-SMALLEST_SHARD, LARGEST_SHARD, SHARDS = 1 << 18, 1 << 25, 128
-"""Bytes of text in a shard, and how many shards a corpus between these limits has."""
+LARGEST_SHARD, SMALLEST_SHARD = 1 << 25, 1 << 14
+"""Bytes of text in a shard."""
+
+PART, LEAST_PART = 64, 4096
+"""A shard is a 64th of the text that is not yet divided, and at least a 4096th of the corpus."""
 
 _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
@@ -29,6 +32,9 @@ _KINDS: dict[str, Kind] = {
     ".json": "jsonl",
 }
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+COMPRESSION = 3
+"""How many bytes of text a byte of a compressed file holds, about."""
+
 _ROWS = 1024  # of parquet that are decoded at once
 
 
@@ -138,6 +144,8 @@ def sizes_of(files: Sequence[str]) -> dict[str, int | None]:
 def divide(sizes: dict[str, int | None], column: str, *, shard_bytes: int | None = None) -> list[Shard]:
     """Divide files into shards: row groups of parquet, or parts of large ones, and ranges of lines.
 
+    The shards become smaller towards the end, and the largest come first. So processes that take one after the other
+    finish at almost the same time, however many they are (guided self-scheduling: Polychronopoulos and Kuck, 1987).
     A file that cannot be read is one shard, so that it is reported where its texts are read.
 
     Args:
@@ -145,31 +153,65 @@ def divide(sizes: dict[str, int | None], column: str, *, shard_bytes: int | None
         column: the column or key of the texts.
         shard_bytes: bytes of text in a shard; None chooses them by the size of the corpus.
     """
-    total = sum(size or 0 for size in sizes.values())
-    most = shard_bytes or min(max(total // SHARDS, SMALLEST_SHARD), LARGEST_SHARD)
-    shards: list[Shard] = []
-    for file, size in sizes.items():
-        kind = _kind(file)
-        if size is None:
-            shards.append(Shard(file, kind, 0 if kind == "parquet" else -1, 0, -1))
-        elif kind == "parquet":
-            shards += _divide_parquet(file, column, most)
-        elif _compression(file):
-            shards.append(Shard(file, kind, -1, 0, -1))  # it cannot be read from its middle
-        else:
-            starts = range(0, max(size, 1), most)
-            shards += [Shard(file, kind, -1, start, start + most if start + most < size else -1) for start in starts]
-    return shards
+    pieces = [piece for file, size in sizes.items() for piece in _pieces(file, size, column)]
+    left = sum(piece.size for piece in pieces)
+    least = max(left // LEAST_PART, SMALLEST_SHARD)
+    sized: list[tuple[int, Shard]] = []
+    for piece in pieces:
+        start, stop = 0, -1
+        while stop != piece.size:
+            size = shard_bytes or min(max(left // PART, least), LARGEST_SHARD)
+            stop = min(start + size, piece.size) if piece.divisible else piece.size
+            sized.append((stop - start, piece.part(start, stop)))
+            left -= stop - start
+            start = stop
+    return [shard for _, shard in sorted(sized, key=lambda each: -each[0])]
 
 
-def _divide_parquet(file: str, column: str, most: int) -> list[Shard]:
+class _Piece(NamedTuple):
+    """A file, or a row group of one.
+
+    Attributes:
+        whole: all of it as one shard.
+        size: bytes of text, of compressed files estimated.
+        divisible: whether it can be read from its middle.
+        rows: rows of a row group.
+    """
+
+    whole: Shard
+    size: int
+    divisible: bool
+    rows: int = 0
+
+    def part(self, start: int, stop: int) -> Shard:
+        """Return the shard of some of its bytes."""
+        if (start, stop) == (0, self.size):
+            return self.whole
+        if self.whole.kind == "parquet":
+            return self.whole._replace(start=start * self.rows // self.size, stop=stop * self.rows // self.size)
+        return self.whole._replace(start=start, stop=stop if stop < self.size else -1)
+
+
+def _pieces(file: str, size: int | None, column: str) -> list[_Piece]:
+    kind = _kind(file)
+    whole = Shard(file, kind, 0 if kind == "parquet" else -1, 0, -1)
+    if size is None:
+        return [_Piece(whole, 0, divisible=False)]
+    if kind == "parquet":
+        return _row_groups(whole, column)
+    if _compression(file):
+        return [_Piece(whole, size * COMPRESSION, divisible=False)]
+    return [_Piece(whole, size, divisible=True)]
+
+
+def _row_groups(whole: Shard, column: str) -> list[_Piece]:
     require("pyarrow", purpose="A census", extra="census")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    shards: list[Shard] = []
+    found: list[_Piece] = []
     try:
-        with _opened(file) as source:
+        with _opened(whole.file) as source:
             metadata = pq.ParquetFile(source).metadata
             for group in range(metadata.num_row_groups):
                 one = metadata.row_group(group)
@@ -177,14 +219,11 @@ def _divide_parquet(file: str, column: str, most: int) -> list[Shard]:
                 size = sum(
                     each.total_uncompressed_size for each in columns if each.path_in_schema.split(".")[0] == column
                 )
-                rows = max(1, -(-one.num_rows * most // max(size, most)))
-                shards += [
-                    Shard(file, "parquet", group, start, min(start + rows, one.num_rows))
-                    for start in range(0, one.num_rows, rows)
-                ]
+                rows_of_group = whole._replace(group=group, stop=one.num_rows)
+                found.append(_Piece(rows_of_group, size, divisible=True, rows=one.num_rows))
     except (OSError, pa.ArrowException):
-        return [Shard(file, "parquet", 0, 0, -1)]
-    return shards
+        return [_Piece(whole, 0, divisible=False)]
+    return found
 
 
 def _kind(file: str) -> Kind:

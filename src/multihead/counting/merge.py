@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multihead.counting.plan import Plan
-from multihead.counting.shard import parquet_of, read_metadata, schema
+from multihead.counting.shard import lists, parquet_of, read_metadata, schema
 from multihead.errors import InputError
 from multihead.files import write_whole
 
@@ -138,21 +138,10 @@ class Merged:
         if self._bins is None:
             return pa.Table.from_pydict({name: [] for name in schema().names}, schema=schema())
         bins = self._bins.sort_by([("row", "ascending"), ("value", "ascending")])
-        columns["bin_value"] = _lists(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
-        columns["bin_count"] = _lists(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
-        columns["examples"] = _lists(self._row_of_best, self._best, order)
+        columns["bin_value"] = lists(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
+        columns["bin_count"] = lists(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
+        columns["examples"] = lists(self._row_of_best, self._best, order)
         return pa.Table.from_pydict(columns, schema=schema())
-
-
-def _lists(row: Numbers, values: Any, order: Numbers) -> Any:
-    """Return values as one list per row: `row` is the row of each value, ascending, `order` that of the lists."""
-    import pyarrow as pa
-
-    first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
-    ends = np.cumsum(stop - first)
-    offsets = np.append(0, ends)
-    index = np.repeat(first - offsets[:-1], stop - first) + np.arange(offsets[-1])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(pa.array(index)))
 
 
 def missing_shards(folder: Path, plan: Plan) -> list[int]:

@@ -14,6 +14,8 @@ import torch
 from multihead.counting.merge import missing_shards
 from multihead.counting.plan import Plan
 from multihead.counting.work import Outcome, Progress, Report, count_shards, loaded_for
+from multihead.errors import InputError
+from multihead.escaping import visible
 from multihead.optional import require
 
 EMBEDDED = "local"
@@ -76,6 +78,7 @@ def count_on_ray(
         gpus: the GPUs that an actor reserves.
 
     Raises:
+        InputError: the cluster cannot be reached.
         MissingPackageError: Ray is not installed.
     """
     require("ray", purpose="Running on Ray", extra="ray")
@@ -84,7 +87,14 @@ def count_on_ray(
     started = not ray.is_initialized()
     if started:
         options: dict[str, Any] = {"num_cpus": workers * threads} if address == EMBEDDED else {}
-        ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+        options |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InputError(
+                f"Ray at {visible(address)} cannot be used: {visible(str(error).splitlines()[0])}.",
+                "Check the address, and that this machine may join the cluster (RAY_AUTH_MODE).",
+            ) from error
     try:
         return _counted(plan, folder, workers, threads, report, gpus)
     finally:
@@ -113,10 +123,8 @@ def _counted(plan: Plan, folder: Path, workers: int, threads: int, report: Repor
         num_gpus=gpus or None,
     )
     for row in counted.iter_rows():
-        if row["problem"]:
-            outcome.failed[int(row["shard"])] = str(row["problem"])
-        else:
-            progress.shards += 1
+        outcome.add(int(row["shard"]), str(row["problem"]))
+        progress.shards += not row["problem"]
         progress.texts += int(row["texts"])
         progress.tokens += int(row["tokens"])
         progress.seconds = time.monotonic() - began

@@ -273,12 +273,7 @@ class Census:
         return min(max(float(values[min(place, len(values) - 1)]), least), most)
 
     def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean") -> HeadTable:
-        """Return a table with one row per head, each statistic summarised over all queries.
-
-        Args:
-            sort: "layer", or a statistic, whose largest values come first.
-            top: how many rows to keep; None keeps all.
-            of: "mean", "median", "p95" (the 95th percentile) or "max".
+        """Return a table with one row per head, each statistic summarised over all queries; see `Record.table`.
 
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.

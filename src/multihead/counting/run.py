@@ -17,8 +17,8 @@ from multihead.counting.plan import Plan, identity, model_id, tokenizer_id
 from multihead.counting.result import Census
 from multihead.counting.shard import Counter
 from multihead.counting.tally import counted_probes
-from multihead.counting.work import Outcome, Report, count_here, count_in_processes, threads_of_torch, usable
-from multihead.errors import ArgumentError, ModelError, check_integer
+from multihead.counting.work import Outcome, Report, count_here, usable
+from multihead.errors import ArgumentError, InputError, ModelError, check_integer
 from multihead.hooks.pretrained import pretrained_models
 from multihead.models import LoadedModel, load
 from multihead.observation.layer_filter import LayerFilter
@@ -81,7 +81,7 @@ def census(
         shard: (i, n) counts every n-th shard from the i-th on, as one of n processes that something else started.
         ray: "local" starts Ray on this machine for this call; or the address of a cluster.
         batch_tokens: the most tokens of a batch.
-        shard_bytes: bytes of text in a shard; by default a 128th of the corpus, from 256 KiB to 32 MiB.
+        shard_bytes: bytes of text in a shard; by default a 64th of what is left of the corpus, from 16 KiB to 32 MiB.
         device: where the model runs.
         dtype: the dtype of its parameters, as in `multihead look`.
         progress: called after each batch.
@@ -108,7 +108,8 @@ def census(
     wanted = counted_probes(probes)
     files = find_files(names)
     loaded = _loaded(model, tokenizer, device, dtype)
-    if (workers > 1 or ray is not None) and not loaded.name:
+    shares_model = workers > 1 or ray is not None
+    if shares_model and not loaded.name:
         raise ArgumentError(
             "The model was given as a module, and other processes cannot load it.",
             "Save it, and give the name of its folder; or use workers=1 without ray.",
@@ -134,30 +135,38 @@ def census(
         files=sizes,
         shards=tuple(divide(sizes, column, shard_bytes=shard_bytes)),
     )
+    if shares_model:
+        plan.built_in_probes()
     folder = Path(out)
     plan = plan.write(folder)
-    if workers > 1 or ray is not None:
-        plan.built_in_probes()
-        del loaded
-        if ray is not None:
-            gpus = 1.0 if torch.device(device).type == "cuda" else 0.0
-            outcome = count_on_ray(plan, folder, ray, workers, threads or 1, progress, gpus=gpus)
-        else:
-            outcome = count_in_processes(plan, folder, workers, threads or 1, progress)
+    if ray is not None:
+        del loaded  # the actors load their own
+        gpus = 1.0 if torch.device(device).type == "cuda" else 0.0
+        outcome = count_on_ray(plan, folder, ray, workers, threads or 1, progress, gpus=gpus)
     else:
         first, step = shard or (0, 1)
-        order = range(first, len(plan.shards), step)
-        with threads_of_torch(threads):
-            outcome = count_here(Counter(loaded, plan, wanted), folder, order, progress)
+        outcome = count_here(
+            Counter(loaded, plan, wanted),
+            folder,
+            range(first, len(plan.shards), step),
+            threads if workers == 1 else threads or 1,
+            progress,
+            others=workers - 1,
+        )
     return _finished(plan, folder, outcome, partial=shard is not None)
 
 
 def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
-    """Write the merged tables, unless other processes are expected to count the rest, and return the census."""
+    """Write the merged tables, unless other processes count shards that are missing, and return the census."""
     problems = [*outcome.failed.values(), *outcome.dead]
     missing = missing_shards(folder, plan)
-    if len(missing) < len(plan.shards) and (not missing or not partial):
-        write_merged(folder, plan)
+    unreadable = {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
+    left_to_others = set(missing) - outcome.failed.keys() - unreadable if partial else set()
+    if len(missing) < len(plan.shards) and not left_to_others:
+        try:
+            write_merged(folder, plan)
+        except InputError as error:  # a full disk: what is counted is kept, and can be read
+            problems.append(str(error))
     return Census.load(folder, problems=problems)
 
 

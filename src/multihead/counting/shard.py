@@ -260,7 +260,7 @@ def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, 
     for number, layer in sorted(layers.items()):
         rows = len(layer.count)
         none = (layer.count == 0).numpy()
-        histograms = [layer.histogram(row) for row in range(rows)]
+        row_of_bin, *bins = layer.histograms()
         columns = {
             "layer": [number] * rows,
             "name": [layer.name] * rows,
@@ -272,13 +272,26 @@ def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, 
             "squares": layer.squares.numpy(),
             "minimum": pa.array(layer.minimum.numpy(), mask=none),
             "maximum": pa.array(layer.maximum.numpy(), mask=none),
-            "bin_value": [values for values, _ in histograms],
-            "bin_count": [numbers for _, numbers in histograms],
+            **{
+                name: lists(row_of_bin, pa.array(values), np.arange(rows))
+                for name, values in zip(("bin_value", "bin_count"), bins, strict=True)
+            },
             "examples": examples.of(layer),
         }
         tables.append(pa.Table.from_pydict(columns, schema=schema()))
     table = pa.concat_tables(tables).combine_chunks()
     return parquet_of(table, {"plan": plan.id, "shard": index, **asdict(counts)})
+
+
+def lists(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
+    """Return values as one list per row: `row` is the row of each value, ascending, `order` that of the lists."""
+    import pyarrow as pa
+
+    first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
+    ends = np.cumsum(stop - first)
+    offsets = np.append(0, ends)
+    index = np.repeat(first - offsets[:-1], stop - first) + np.arange(offsets[-1])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(pa.array(index)))
 
 
 def parquet_of(table: Any, metadata: dict[str, Any]) -> bytes:

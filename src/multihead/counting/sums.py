@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.batches import Batch
@@ -199,20 +200,20 @@ class LayerSums:
         Sketch(total, count, self.negative_bins).add(-flat[None], negative[None])
         self.bins[:, 0] -= negative.sum(-1)
 
-    def histogram(self, row: int) -> tuple[list[float], list[int]]:
-        """Return the values of the bins of one row that hold any, ascending, and how many each holds."""
-        values, counts = _filled(self.bins[row])
+    def histograms(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """Return the bins that hold any: of each its row, ascending, its value, ascending, and how many it holds."""
+        row, place = self.bins.nonzero().unbind(1)
+        count, value = self.bins[row, place], value_of_bin(place)
         if self.negative_bins is not None:
-            below, of_below = _filled(self.negative_bins[row])
-            values, counts = [-each for each in reversed(below)] + values, of_below[::-1] + counts
-        return values, counts
+            below, place = self.negative_bins.nonzero().unbind(1)
+            row = torch.cat([below, row])
+            count = torch.cat([self.negative_bins[below, place], count])
+            value = torch.cat([-value_of_bin(place), value])
+            order = torch.from_numpy(np.lexsort((value.numpy(), row.numpy())))
+            row, value, count = row[order], value[order], count[order]
+        return row.numpy(), value.numpy(), count.numpy()
 
 
 def _no_bins(rows: int) -> Tensor:
     # NumPy's zeros come from calloc: only the pages that are written to take time and memory.
     return torch.from_numpy(np.zeros((rows, BINS), np.int64))
-
-
-def _filled(bins: Tensor) -> tuple[list[float], list[int]]:
-    place = bins.nonzero().flatten()
-    return value_of_bin(place).tolist(), bins[place].tolist()

@@ -18,6 +18,7 @@ from multihead.errors import ModelError, ProbeError
 from multihead.hooks.huggingface import installed
 from multihead.hooks.packed import packed
 from multihead.hooks.pretrained import is_cross_attention
+from multihead.kernels.choose import temporary_plans
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.listeners import listen
 from multihead.observation.layer_filter import LayerFilter
@@ -257,5 +258,5 @@ def run_batch(model: nn.Module, batch: Batch) -> None:
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-    with torch.no_grad():
+    with torch.no_grad(), temporary_plans():
         model(input_ids=batch.ids.to(device), attention_mask=batch.mask.long().to(device), **options)

@@ -1,7 +1,8 @@
-"""Count shards one after the other in this process, or in several processes that this one starts."""
+"""Count shards one after the other in this process, and in others that it starts."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from multihead.counting.shard import Counter, Renew
 from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.models import LoadedModel, load
 
+RETURN_EVERY = 5.0
+"""Seconds between two returns of freed memory to the system within a shard; one takes about 30 ms."""
+
 RESTARTS = 3
 """How many workers that were killed are replaced."""
 
@@ -37,7 +41,8 @@ class Progress:
         total: all shards.
         texts: texts that ran since the start of this call.
         tokens: their tokens.
-        seconds: seconds since the start of this call, the loading of the model not counted.
+        seconds: seconds since the start of this call, the loading of this process's model not counted.
+        processes: processes of this call that have loaded the model and have shards left to count.
     """
 
     shards: int
@@ -45,6 +50,7 @@ class Progress:
     texts: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    processes: int = 0
 
     @property
     def rate(self) -> float:
@@ -66,6 +72,12 @@ class Outcome:
 
     failed: dict[int, str] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
+
+    def add(self, shard: int, problem: str) -> None:
+        """Add what happened to a shard; "" if it was counted, perhaps after another process had failed."""
+        self.failed.pop(shard, None)
+        if problem:
+            self.failed[shard] = problem
 
 
 def count_shards(
@@ -113,13 +125,39 @@ def _count_claimed(counter: Counter, folder: Path, index: int, renew: Renew) -> 
 
     def renew_both(texts: int, tokens: int) -> None:
         lease.renew()
+        _FREED.give_back()
         renew(texts, tokens)
 
     try:
         counter.write(folder, index, renew_both)
     finally:
         lease.release()
+        _FREED.give_back(every=1.0)  # most of it is free now
     return True
+
+
+class _FreedMemory:
+    """Returns memory that is freed to the system from time to time.
+
+    Batches differ in their lengths, so that each leaves holes in the heap that the tensors of the next one do not fit
+    into. The C library of GNU keeps their pages, and a long run would take ever more memory.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._trim = None
+        with suppress(OSError, AttributeError, TypeError):  # another C library, which has no such function
+            self._trim = ctypes.CDLL(None).malloc_trim
+
+    def give_back(self, *, every: float = RETURN_EVERY) -> None:
+        """Return it, if some seconds have passed since the last time."""
+        now = time.monotonic()
+        if self._trim is not None and now - self._last > every:
+            self._last = now
+            self._trim(0)
+
+
+_FREED = _FreedMemory()
 
 
 def _reason(error: OSError | InputError) -> str:
@@ -140,74 +178,120 @@ def threads_of_torch(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def count_here(counter: Counter, folder: Path, order: Sequence[int], report: Report) -> Outcome:
-    """Count shards in this process."""
-    outcome, began = Outcome(), time.monotonic()
-    left = len(missing_shards(folder, counter.plan))
-    progress = Progress(len(counter.plan.shards) - left, len(counter.plan.shards))
+def count_here(
+    counter: Counter, folder: Path, order: Sequence[int], threads: int | None, report: Report, *, others: int = 0
+) -> Outcome:
+    """Count shards in this process, and in others that it starts.
 
-    def renew(texts: int, tokens: int) -> None:
-        progress.texts += texts
-        progress.tokens += tokens
-        progress.seconds = time.monotonic() - began
-        report(progress)
-
-    report(progress)
-    for index, problem in count_shards(counter, folder, order, renew):
-        if problem:
-            outcome.failed[index] = problem
-        else:
-            progress.shards += 1
-        progress.seconds = time.monotonic() - began
-        report(progress)
-    return outcome
-
-
-def worker_order(total: int, worker: int, workers: int) -> list[int]:
-    """Return all shards, beginning with those that no other worker begins with."""
-    return [index for first in range(workers) for index in range((worker + first) % workers, total, workers)]
-
-
-def count_in_processes(plan: Plan, folder: Path, workers: int, threads: int, report: Report) -> Outcome:
-    """Count shards in several processes, each with a model of its own; a process that was killed is replaced.
+    Args:
+        counter: the model and the plan.
+        folder: the directory of the census.
+        order: the shards that this process counts.
+        threads: threads of torch in each process; None leaves those of this one as they are.
+        report: called after each batch.
+        others: how many other processes count all shards; each loads the model, and one that is killed is replaced.
 
     Raises:
         MultiheadError: a process rejected the model or the plan.
     """
-    outcome, began = Outcome(), time.monotonic()
-    total = len(plan.shards)
-    progress = Progress(total - len(missing_shards(folder, plan)), total)
-    messages: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
-    running = {number: _Worker(number, plan, folder, workers, threads, messages) for number in range(workers)}
-    restarts = 0
-    report(progress)
-    try:
-        while running:
-            number, message = messages.get()
-            progress.seconds = time.monotonic() - began
+    plan, began = counter.plan, time.monotonic()
+    missing = missing_shards(folder, plan)
+    outcome, progress = Outcome(), Progress(len(plan.shards) - len(missing), len(plan.shards))
+    workers = _Workers(plan, folder, threads or 1)
+
+    def add(message: dict[str, Any]) -> None:
+        """Add what this process or another one has done."""
+        if "shard" in message:
+            outcome.add(message["shard"], message["problem"])
+            progress.shards += not message["problem"]
+        progress.texts += message.get("texts", 0)
+        progress.tokens += message.get("tokens", 0)
+        progress.processes = this + workers.counting
+        progress.seconds = time.monotonic() - began
+        report(progress)
+
+    def renew(texts: int, tokens: int) -> None:
+        add({"texts": texts, "tokens": tokens})
+        for message in workers.messages(wait=False):
+            add(message)
+
+    with workers.started(min(others, len(missing) - 1)), threads_of_torch(threads):
+        this = 1
+        add({})
+        for index, problem in count_shards(counter, folder, order, renew):
+            add({"shard": index, "problem": problem})
+        this = 0
+        add({})
+        for message in workers.messages(wait=True):
+            add(message)
+    outcome.dead += workers.dead
+    return outcome
+
+
+class _Workers:
+    """Processes that count shards of one census; one that is killed is replaced."""
+
+    def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
+        options = {"folder": str(folder), "model": plan.model, "device": plan.device, "threads": threads}
+        self._command = [sys.executable, "-m", "multihead.counting.worker", json.dumps(options)]
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+        self._queue: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
+        self._running: set[_Worker] = set()
+        self._plan, self._folder = plan, folder
+        self.dead: list[str] = []
+
+    @property
+    def counting(self) -> int:
+        """How many have loaded the model and have not ended."""
+        return sum(worker.has_loaded for worker in self._running)
+
+    @contextmanager
+    def started(self, count: int) -> Iterator[None]:
+        """Start some processes, and end those that are left after this context."""
+        try:
+            for number in range(1, count + 1):
+                self._start(number)
+            yield
+        finally:
+            self._stop(list(self._running))
+
+    def _stop(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
+            self._running.remove(worker)
+            worker.stop()
+
+    def _start(self, number: int) -> None:
+        self._running.add(_Worker(number, self._command, self._environment, self._queue))
+
+    def messages(self, *, wait: bool) -> Iterator[dict[str, Any]]:
+        """Yield what they report.
+
+        Args:
+            wait: until all have ended; otherwise only what has arrived.
+
+        Raises:
+            MultiheadError: a process rejected the model or the plan.
+        """
+        if wait and not missing_shards(self._folder, self._plan):
+            self._stop([worker for worker in self._running if not worker.has_loaded])  # nothing is left for these
+        while self._running and (wait or not self._queue.empty()):
+            worker, message = self._queue.get()
+            if worker not in self._running:
+                continue
             if message is None:
-                problem = running.pop(number).end()
-                if problem and restarts < RESTARTS and missing_shards(folder, plan):
-                    restarts += 1
-                    running[number] = _Worker(number, plan, folder, workers, threads, messages)
-                if problem:
-                    outcome.dead.append(problem)
+                self._end(worker)
             elif "error" in message:
                 raise _rejection(message)
-            elif "shard" in message:
-                index, problem = int(message["shard"]), str(message["problem"])
-                if problem:
-                    outcome.failed[index] = problem
-                else:
-                    progress.shards += 1
             else:
-                progress.texts += int(message["texts"])
-                progress.tokens += int(message["tokens"])
-            report(progress)
-    finally:
-        for worker in running.values():
-            worker.stop()
-    return outcome
+                worker.has_loaded |= "loaded" in message
+            yield message or {}
+
+    def _end(self, worker: _Worker) -> None:
+        self._running.remove(worker)
+        if problem := worker.end():
+            self.dead.append(problem)
+            if len(self.dead) <= RESTARTS and missing_shards(self._folder, self._plan):
+                self._start(worker.number)
 
 
 def _rejection(message: dict[str, Any]) -> MultiheadError:
@@ -216,21 +300,20 @@ def _rejection(message: dict[str, Any]) -> MultiheadError:
 
 
 class _Worker:
-    """A process that counts shards, and the thread that reads its messages."""
+    """A process that counts shards, and the threads that read its messages into a queue.
+
+    Args:
+        number: its number, for messages.
+        command: what starts it.
+        environment: the variables of its environment.
+        messages: the queue, which receives None when the process has ended.
+    """
 
     def __init__(
-        self, number: int, plan: Plan, folder: Path, workers: int, threads: int, messages: queue.Queue[Any]
+        self, number: int, command: Sequence[str], environment: Mapping[str, str], messages: queue.Queue[Any]
     ) -> None:
-        options = {
-            "folder": str(folder),
-            "model": plan.model,
-            "device": plan.device,
-            "worker": number,
-            "workers": workers,
-        }
-        command = [sys.executable, "-m", "multihead.counting.worker", json.dumps({**options, "threads": threads})]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
         self.number = number
+        self.has_loaded = False
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         self._errors: list[bytes] = []
         self._messages = messages
@@ -243,8 +326,8 @@ class _Worker:
         with self._process.stdout as lines:
             for line in lines:
                 with suppress(ValueError):  # the process was ended within a line
-                    self._messages.put((self.number, json.loads(line)))
-        self._messages.put((self.number, None))
+                    self._messages.put((self, json.loads(line)))
+        self._messages.put((self, None))
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from multihead.counting.work import count_shards, loaded_for, worker_order
+from multihead.counting.work import count_shards, loaded_for
 from multihead.errors import MultiheadError
 
 
@@ -18,7 +18,7 @@ def main(argument: str) -> int:
     """Count shards.
 
     Args:
-        argument: a JSON object: folder, model, device, worker, workers, threads.
+        argument: a JSON object: folder, model, device, threads.
 
     Returns:
         the exit status.
@@ -43,7 +43,8 @@ def _run(options: dict[str, Any], messages: TextIO) -> int:
     folder = Path(options["folder"])
     try:
         counter = loaded_for(folder, options["model"], options["device"])
-        order = worker_order(len(counter.plan.shards), options["worker"], options["workers"])
+        send(loaded=True)
+        order = range(len(counter.plan.shards))
         found = count_shards(counter, folder, order, lambda texts, tokens: send(texts=texts, tokens=tokens))
         for index, problem in found:
             send(shard=index, problem=problem)

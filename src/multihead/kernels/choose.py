@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -23,7 +25,7 @@ from multihead.kernels.native import (
 from multihead.kernels.native_vs_sdpa import slower
 from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks.base import KeyBounds
-from multihead.plan.bounds import CACHE_BYTES, PlanCache, bounds_of
+from multihead.plan.bounds import BOUNDS, CACHE_BYTES, PlanCache, bounds_of
 from multihead.tracing import intercepted
 
 
@@ -88,21 +90,28 @@ class Plan(NamedTuple):
     kernel: Kernel
 
 
-_PLANS: PlanCache[Plan] = PlanCache(CACHE_BYTES)
+PLANS: PlanCache[Plan] = PlanCache(CACHE_BYTES)
 
 
 def plan(request: AttentionRequest, *, kernel: str | None = None) -> Plan:
     """Plan the mask of a request and choose its kernel, or look both up where an equal call was planned before."""
     key = None if kernel is not None else _cache_key(request)
-    known = None if key is None else _PLANS.entries.get(key)
+    known = None if key is None else PLANS.entries.get(key)
     if known is not None:
         return known
     bounds = bounds_of(request)
     name = choose(request, bounds, kernel=kernel).name
     made = Plan(bounds, KERNELS[name])
     if key is not None and name != "reference":  # `strict()` is checked at each call of it
-        _PLANS.add(key, made, bounds)
+        PLANS.add(key, made, bounds)
     return made
+
+
+@contextmanager
+def temporary_plans() -> Iterator[None]:
+    """Drop the plans made in this context at its end: those of a batch whose lengths do not recur."""
+    with PLANS.temporary(), BOUNDS.temporary():
+        yield
 
 
 def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:

@@ -49,6 +49,8 @@ def page(answers: Answers, *, lang: str = "en") -> str:
     return template("lab/static/lab.html").render(
         lang=lang,
         words=phrases.words,
+        title=phrases.words["page title"],
+        lead=phrases.words["lead"],
         quick=answers.quick,
         facts=_facts(answers, phrases),
         chapters=build_chapters(answers, phrases),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 from typing import Generic, TypeVar
@@ -47,12 +49,25 @@ class PlanCache(Generic[V]):
             self.entries[key], self._sizes[key] = value, size
             self.nbytes += size
             while self.nbytes > self.max_bytes:
-                oldest = next(iter(self.entries))
-                del self.entries[oldest]
-                self.nbytes -= self._sizes.pop(oldest)
+                self._drop(next(iter(self.entries)))
+
+    def _drop(self, key: object) -> None:
+        del self.entries[key]
+        self.nbytes -= self._sizes.pop(key)
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Drop at the end of this context what was added in it."""
+        before = set(self.entries)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for key in self.entries.keys() - before:
+                    self._drop(key)
 
 
-_BOUNDS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
+BOUNDS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
 
 
 def bounds_of(request: AttentionRequest) -> KeyBounds:
@@ -101,10 +116,10 @@ def key_bounds(
     if of_mask is None:
         return _computed(mask, queries, keys, query_start, device)
     key = of_mask, queries, keys, query_start, device
-    bounds = _BOUNDS.entries.get(key)
+    bounds = BOUNDS.entries.get(key)
     if bounds is None:
         bounds = _computed(mask, queries, keys, query_start, device)
-        _BOUNDS.add(key, bounds, bounds)
+        BOUNDS.add(key, bounds, bounds)
     return bounds
 
 

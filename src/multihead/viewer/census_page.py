@@ -226,11 +226,12 @@ def _examples(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict
 
 
 def _example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
-    """Return value, "SHARD:TEXT", position, key, first position, tokens and values of an example."""
+    """Return value, "SHARD:TEXT", position, key, the key's token, first position, tokens and values of an example."""
+    key = words.setdefault(_readable(each["key_token"]), len(words))
     tokens = [words.setdefault(_readable(token), len(words)) for token in each["tokens"]]
     values = [_short(value) if value is not None and np.isfinite(value) else None for value in each["values"]]
     place = f"{each['shard']}:{each['text']}"
-    return [_short(each["value"]), place, each["position"], each["key"], each["start"], tokens, values]
+    return [_short(each["value"]), place, each["position"], each["key"], key, each["start"], tokens, values]
 
 
 def _readable(token: str) -> str:
@@ -263,6 +264,7 @@ def _render(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
         title=data["title"],
         lang=lang,
         words=words,
+        lead=words["lead two" if len(runs) > 1 else "lead"],
         two=len(runs) > 1,
         facts=_facts(runs, data["kept"], lang),
         style=Markup("\n".join(static(f"viewer/static/{name}") for name in STYLES)),

@@ -45,11 +45,12 @@ def static(path: str) -> str:
 
 @cache
 def template(path: str) -> jinja2.Template:
-    """Compile a template that escapes its values and rejects missing ones."""
+    """Compile a template that escapes its values and rejects missing ones; it may extend another by its path."""
     require("jinja2", purpose="Writing a page", extra="view")
     import jinja2
 
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(static(path))
+    loader = jinja2.FunctionLoader(static)
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(path)
 
 
 @cache

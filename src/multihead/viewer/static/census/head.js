@@ -40,8 +40,8 @@ async function copy(command, box) {
   }
 }
 
-// One example: [value, place, position, key, start, tokens, values].
-function example([value, place, position, key, start, tokens, values], run, i, rank) {
+// One example: [value, place, position, key, token of the key, start, tokens, values].
+function example([value, place, position, key, keyToken, start, tokens, values], run, i, rank) {
   const parts = tokens.map(token => D.words[token]), one = summarised(state.id, run), end = one.percentage ? 1 : Math.max(D.axes[state.id][i][1], 1e-9);
   const text = { shown: parts.map(part => part.trimStart()), gaps: parts.map(part => part.startsWith(' ') ? ' ' : ''), flags: parts.map(() => 0), labels: parts };
   const box = el('p', { className: 'reading', dir: 'auto' }), shown = el('div'), spans = setText(box, text, 0, parts.length);
@@ -53,9 +53,10 @@ function example([value, place, position, key, start, tokens, values], run, i, r
   });
   spans[position - start]?.classList.add('on');
   spans[key - start]?.classList.add('key');
+  const far = key >= 0 && !spans[key - start] ? [el('span', { textContent: translate('example key', { token: D.words[keyToken], position: key }) })] : [];
   const [before, between, after] = D.runs[run].command, file = `example-${TWO ? 'AB'[run] + '-' : ''}${place.replace(':', '-')}.safetensors`;
   const command = `${before}${place}${between}${file}${after}${file}`;
-  return el('li', {}, box, el('div', { className: 'what' }, el('b', { textContent: write(value) }), el('span', { textContent: translate('example place', { place, position }) }),
+  return el('li', {}, box, el('div', { className: 'what' }, el('b', { textContent: write(value) }), el('span', { textContent: translate('example place', { place, position }) }), ...far,
     el('button', { className: 'btn', textContent: translate('copy command'), 'aria-label': translate('copy command of', { n: rank + 1 }), onclick: () => copy(command, shown) })), shown);
 }
 

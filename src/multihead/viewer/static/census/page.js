@@ -3,12 +3,13 @@ import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { helpButton } from '../shared/help.js';
-import { keys, neighbour } from '../shared/keys.js';
+import { neighbour } from '../shared/keys.js';
 import { applied, fitted } from '../shared/layout.js';
 import { ramp } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { definitions, numberRows, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
+import { returnTo, showView } from '../shared/views.js';
 import { distribution, headPage } from './head.js';
 import { addressOf, D, HEADS, indexOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
 
@@ -22,7 +23,7 @@ function choice(name, label, options, chosen, choose) {
 
 function choices() {
   $('choices').replaceChildren(
-    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { state.id = id; }),
+    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { state.id = id; if (!TWO) state.order = '-' + id; }),
     choice('of', translate('choose.of'), ['mean', 'median', 'p95', 'max'].map(of => [of, translate('of.' + of)]), state.of, of => { state.of = of; }),
     ...(TWO ? [choice('shows', translate('choose.shows'), ['A', 'B', 'difference', 'divergence'].map(each => [each, translate('shows.' + each)]), state.shows, shows => { state.shows = shows; })] : []));
 }
@@ -91,11 +92,8 @@ function route() {
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
   if (i >= 0 && D.columns.some(one => one.id === place[3])) state.id = place[3];
   shownHead = i;
-  $('all').hidden = i >= 0;
-  $('head').hidden = i < 0;
-  document.title = (i >= 0 ? longName(i) + ' · ' : '') + D.title + ' · multihead';
+  showView(i, before, (i >= 0 ? longName(i) + ' · ' : '') + D.title);
   if (i >= 0) {
-    if (before < 0) scrollTo(0, 0);
     const held = $('head').contains(document.activeElement);
     openHead();
     if (held) $('head').querySelector('.card[aria-pressed=true]').focus({ preventScroll: true });
@@ -104,9 +102,7 @@ function route() {
   if (before < 0) return;
   state.lit = before;
   overview();
-  const link = $('grid').querySelector(`[data-i="${before}"]`);
-  if (keys.used) link.focus({ preventScroll: true });
-  link.scrollIntoView({ block: 'center' });
+  returnTo(before);
 }
 
 function draw() {

@@ -2,8 +2,9 @@
 import { dark, palette } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
 import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
-import { keys, neighbour } from '../shared/keys.js';
+import { neighbour } from '../shared/keys.js';
 import { showRows } from '../shared/table.js';
+import { returnTo, showView } from '../shared/views.js';
 import { chips, defined, findings, grid, gridNote, headsTable, inspect, legend, state } from './grid.js';
 import { closeHead, headPage, shownHead, show } from './head.js';
 import { loadThumbs, thumbs } from './maps.js';
@@ -36,11 +37,8 @@ function overview() {
 function route() {
   const place = location.hash.match(/^#L(\d+)H(\d+)$/), i = place ? numbered(+place[1], +place[2]) : -1, before = shownHead();
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
-  $('all').hidden = i >= 0;
-  $('head').hidden = i < 0;
-  document.title = (i >= 0 ? longName(i) + ' · ' : '') + D.title + ' · multihead';
+  showView(i, before, (i >= 0 ? longName(i) + ' · ' : '') + D.title);
   if (i >= 0) {
-    if (before < 0) scrollTo(0, 0);
     openHead(i);
     return;
   }
@@ -48,9 +46,7 @@ function route() {
   if (before < 0) return;
   state.lit = before;
   overview();
-  const link = $('grid').querySelector(`[data-i="${before}"]`);
-  if (keys.used) link.focus({ preventScroll: true });
-  link.scrollIntoView({ block: 'center' });
+  returnTo(before);
 }
 
 function draw() {
