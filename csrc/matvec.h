@@ -194,15 +194,6 @@ struct Prefetcher {
 
 // ---------------------------------------------------------------- products
 
-// The addresses of COUNT rows, of which those after `count` repeat the last. One after the other: the compiler would
-// compute them as a vector, and multiplications of 64 bits and extractions take longer than some products.
-template <class Element, int64_t COUNT>
-INLINE void find_rows(const Element *(&rows)[COUNT], const Element *first, int64_t stride, int64_t count) {
-  rows[0] = first;
-#pragma GCC unroll 16
-  for (int64_t i = 1; i < COUNT; i++) rows[i] = i < count ? rows[i - 1] + stride : rows[i - 1];
-}
-
 // Scores of COUNT rows with `count` keys, some dot products at a time. Up to LANES - 1 more are written after the last.
 // The rows of q are in the order of `load_two`, or in int16 for keys in int8; Products are vectors of the sums.
 template <int COUNT, class Products, class Query, class Element>
@@ -212,7 +203,8 @@ INLINE void multiply_keys(const Query *q, int64_t q_stride, const Element *k, in
   const int64_t rows_per_step = ceil_div(KEYS * 2 * LANES, max(dim, 1));
   for (int64_t key = 0; key < count; key += KEYS) {
     const Element *rows[KEYS];
-    find_rows(rows, k + key * k_stride, k_stride, count - key);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < KEYS; i++) rows[i] = k + min(key + i, count - 1) * k_stride;
     Products c[LANES];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < LANES; i++) c[i] = (Products){};
@@ -359,10 +351,9 @@ INLINE void multiply_key_pairs(const Query *q, int64_t q_stride, const Element *
     store(sums, as_floats(sum_halves(c)));
     store(sums + 2 * KEYS, as_floats(sum_halves(c + 2 * PAIRS)));
     for (; x < dim; x++)
-      for (int64_t i = 0; i < COUNT * KEYS; i++) {
-        const float query = static_cast<float>(q[i / KEYS * q_stride + x]);
-        sums[i] = multiply_add(query, to_float(low + i % KEYS * stride + x), sums[i]);
-      }
+      for (int64_t i = 0; i < COUNT * KEYS; i++)
+        sums[i] = multiply_add(static_cast<float>(q[i / KEYS * q_stride + x]), to_float(low + i % KEYS * stride + x),
+                               sums[i]);
 #pragma GCC unroll 4
     for (int64_t row = 0; row < COUNT; row++)
       memcpy(scores + row * DECODE_STRIDE + key, sums + row * KEYS, sizeof(float) * KEYS);
