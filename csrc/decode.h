@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t DECODE_MIN_TASKS = 32;  // per call, where parts of DECODE_MIN_PART keys allow it
 constexpr int64_t DECODE_MIN_PART = 512;
+constexpr int64_t DECODE_MEMORY_BYTES = int64_t(64) << 20;  // of k and v, which are expected in no cache from here on
 static_assert(DECODE_KEYS / 2 % COLUMNS == 0, "blocks are whole panels");
 static_assert(DECODE_KEYS <= MAX_BLOCK_KEYS, "a row can add a block");
 
@@ -31,6 +32,7 @@ struct DecodePlan {
   int64_t heads;         // kv heads of the whole batch
   int64_t parts, part;   // parts of the keys of a head, keys of a part
   int64_t block;         // keys of a block
+  int64_t ahead;         // keys by which the second prefetch is ahead, see Prefetcher
   int64_t depth, width;  // padded head_dim and value_dim
 
   explicit DecodePlan(const Call &call) {
@@ -42,6 +44,7 @@ struct DecodePlan {
     const int64_t size = call.k_scales ? 1 : call.dtype == Dtype::FLOAT32 ? 4 : 2;
     const int64_t bytes = (call.head_dim + call.value_dim) * size;
     block = DECODE_KEYS * bytes <= 32 << 10 ? DECODE_KEYS : DECODE_KEYS / 2;  // fits into the L1 cache
+    ahead = heads * call.keys * bytes >= DECODE_MEMORY_BYTES ? block : 0;
     depth = round_up(call.head_dim, LANES);
     width = round_up(call.value_dim, LANES);
   }
@@ -112,8 +115,12 @@ INLINE float round_row(const float *from, int64_t dim, int64_t padded, int16_t *
   for (int64_t x = 0; x < padded; x += LANES) sizes = maximum(sizes, absolute(load(from + x)));
   const float largest = reduce_max(sizes), limit = 32767.f / static_cast<float>(ceil_div(dim, 512));
   const float inverse = largest > 0 ? limit / largest : 0.f;
-  // Adding 1.5 * 2^23 rounds to an integer.
-  for (int64_t x = 0; x < padded; x++) to[x] = static_cast<int16_t>(from[x] * inverse + 12582912.f - 12582912.f);
+  for (int64_t x = 0; x < padded; x += LANES) {
+    // Adding 1.5 * 2^23 rounds to an integer, which is then in the last bits of the sum.
+    const Ints bits = (Ints)(load(from + x) * broadcast(inverse) + broadcast(12582912.f));
+    const Shorts numbers = __builtin_convertvector(bits, Shorts);
+    __builtin_memcpy(to + x, &numbers, sizeof numbers);
+  }
   return largest / limit;
 }
 
@@ -159,7 +166,10 @@ class DecodePass {
       const float factor = static_cast<float>(call_.scale) * LOG2_E;
       float *to = SCALED ? scratch_.values : scratch_.q + row * plan_.depth;
       pack_row(q, call_.head_dim, plan_.depth, factor, to);
-      if constexpr (!SCALED) reorder_row<Stored, false>(call_.head_dim, to);
+      if constexpr (!SCALED) {
+        const bool paired = HAS_KEY_PAIRS<Stored> && in_large_group(row, plan_.rows);
+        paired ? reorder_row<Stored, false, LANES>(call_.head_dim, to) : reorder_row<Stored, false>(call_.head_dim, to);
+      }
       if constexpr (SCALED) {
         const bool finite_row = finite(to[0]);
         if (!finite_row) memset(to, 0, sizeof(float) * static_cast<size_t>(plan_.depth));
@@ -206,15 +216,18 @@ class DecodePass {
   bool block(int64_t first, int64_t end, int64_t start, int64_t stop, int64_t last_stop) {
     const Stored *k = k_ + start * call_.k_strides.row, *v = v_ + start * call_.v_strides.row;
     const int64_t count = stop - start, offset = start - first;
-    Prefetcher values(v, call_.v_strides.row, call_.value_dim, count);
+    Prefetcher values(v, call_.v_strides.row, call_.value_dim, count, plan_.ahead);
     for_rows(plan_.rows, Scores{*this, k, values, count, offset});
+    Floats zeros = (Floats){};  // scores times 0: NaN where one of them is not finite
     for (int64_t row = 0; row < plan_.rows; row++) {
       float *scores = scratch_.scores + row * DECODE_STRIDE;
       if (SCALED) multiply(scores + offset, k_scales_ + start, scratch_.q_scales[row], count);
       for (int64_t i = 0; i < offset; i++) scores[i] = 0;
       for (int64_t i = offset + count; i < end - first; i++) scores[i] = 0;
-      if (!CHECKED && finite_query(row) && !all_finite(scores, end - first)) return false;
+      if (CHECKED || !finite_query(row)) continue;
+      for (int64_t i = 0; i < end - first; i += LANES) zeros += load(scores + i) * broadcast(0.f);
     }
+    if (!(sum(zeros) == 0)) return false;
     if (CHECKED) exclude_nonfinite_keys(k, v, start, count, offset);
     switch (required_statistics(call_)) {
       case Statistics::NONE: update_block<Statistics::NONE>(first, end); break;
@@ -222,7 +235,7 @@ class DecodePass {
       case Statistics::DISTANCES: update_block<Statistics::DISTANCES>(first, end); break;
     }
     const Stored *next_k = k + count * call_.k_strides.row;
-    Prefetcher keys(next_k, call_.k_strides.row, call_.head_dim, min(last_stop - stop, plan_.block));
+    Prefetcher keys(next_k, call_.k_strides.row, call_.head_dim, min(last_stop - stop, plan_.block), plan_.ahead);
     if constexpr (CHECKED) {
       for_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
     } else {
@@ -247,8 +260,13 @@ class DecodePass {
       const Call &call = pass.call_;
       const int64_t depth = pass.plan_.depth;
       float *scores = pass.scratch_.scores + row * DECODE_STRIDE + offset;
-      multiply_keys<COUNT, typename NumberOf<Stored>::Products>(pass.query(row), depth, k, call.k_strides.row,
-                                                                call.head_dim, count, prefetcher, scores);
+      using Products = typename NumberOf<Stored>::Products;
+      if constexpr (HAS_KEY_PAIRS<Stored> && COUNT >= 3)
+        multiply_key_pairs<COUNT, Products>(pass.query(row), depth, k, call.k_strides.row, call.head_dim, count,
+                                            prefetcher, scores);
+      else
+        multiply_keys<COUNT, Products>(pass.query(row), depth, k, call.k_strides.row, call.head_dim, count, prefetcher,
+                                       scores);
     }
   };
 
@@ -291,22 +309,36 @@ class DecodePass {
   // Turn the scores of a block into weights.
   template <Statistics STATISTICS>
   void update_block(int64_t first, int64_t end) {
-    const float *special = nullptr;
-    if (STATISTICS != Statistics::NONE && call_.special_keys_weight) {
-      special = scratch_.special;
-      const uint8_t *flags = call_.special_keys + batch_ * call_.keys;
-      for (int64_t key = first; key < end; key++)
-        scratch_.special[key - first] = key < call_.keys && flags[key] ? 1.f : 0.f;
-    }
+    const float *special = mark_special_keys<STATISTICS>(call_, batch_, first, end, scratch_.special);
     const bool terms = call_.softcap > 0 || call_.bias || call_.visible;
-    for (int64_t row = 0; row < plan_.rows; row++) {
-      const Query &query = scratch_.queries[row];
-      const bool plain = !terms && query.start <= first && query.stop >= end;
-      float *scores = scratch_.scores + row * DECODE_STRIDE;
-      scratch_.factors[row] =
-          update_row<STATISTICS>(call_, query, rows_[row], scores, first, end, plain, special, no_narrow_copy);
-    }
+    bool all_plain = STATISTICS == Statistics::NONE && !terms && call_.dropout == 0;
+    for (int64_t row = 0; row < plan_.rows; row++)
+      all_plain &= scratch_.queries[row].start <= first && scratch_.queries[row].stop >= end;
+    for_rows(plan_.rows, Update<STATISTICS>{*this, first, end, special, terms, all_plain});
   }
+
+  template <Statistics STATISTICS>
+  struct Update {
+    const DecodePass &pass;
+    int64_t first, end;
+    const float *special;
+    bool terms, all_plain;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void run(int64_t from) const {
+      const DecodeScratch &scratch = pass.scratch_;
+      float *scores = scratch.scores + from * DECODE_STRIDE;
+      if (COUNT > 1 && STATISTICS == Statistics::NONE && all_plain &&
+          update_plain_rows<COUNT>(pass.rows_ + from, scores, DECODE_STRIDE, end - first, scratch.factors + from))
+        return;
+      for (int64_t row = from; row < from + COUNT; row++, scores += DECODE_STRIDE) {
+        const Query &query = scratch.queries[row];
+        const bool plain = !terms && query.start <= first && query.stop >= end;
+        scratch.factors[row] = update_row<STATISTICS>(pass.call_, query, pass.rows_[row], scores, first, end, plain,
+                                                      special, no_narrow_copy);
+      }
+    }
+  };
 
   const Call &call_;
   const DecodePlan &plan_;

@@ -129,13 +129,7 @@ void attend_block(const Call &call, const ForwardPlan<Element> &plan, const Forw
 
   for (int64_t block_first = lowest / COLUMNS * COLUMNS; block_first < highest; block_first += FORWARD_KEYS) {
     const int64_t block_end = min(block_first + FORWARD_KEYS, round_up(highest, COLUMNS));
-    const float *special = nullptr;
-    if (STATISTICS != Statistics::NONE && call.special_keys_weight) {
-      special = block.special;
-      const uint8_t *flags = call.special_keys + batch * call.keys;
-      for (int64_t key = block_first; key < block_end; key++)
-        block.special[key - block_first] = key < call.keys && flags[key] ? 1.f : 0.f;
-    }
+    const float *special = mark_special_keys<STATISTICS>(call, batch, block_first, block_end, block.special);
     // A tile computes only the panels of keys that some query of it sees.
     int64_t starts[FORWARD_TILES], stops[FORWARD_TILES];
     for (int64_t tile = 0; tile < tiles; tile++) {

@@ -139,29 +139,28 @@ constexpr Order ORDER<Bfloat16> = Order::EVEN_FIRST;
 template <>
 constexpr Order ORDER<Int8> = HAS_PAIRS ? Order::FOURS : Order::STORED;
 
-// Place of element x of a row in that order; the rest of a row, less than two vectors, keeps its order.
-template <class Element>
+// Place of element x of a row in that order, if STEP elements are loaded at once; the rest of a row, less than STEP
+// elements, keeps its order.
+template <class Element, int64_t STEP = 2 * LANES>
 INLINE int64_t loading_place(int64_t x, int64_t dim) {
-  constexpr int64_t STEP = 2 * LANES;
   if (x >= dim / STEP * STEP) return x;
   switch (ORDER<Element>) {
     case Order::STORED: return x;
-    case Order::EVEN_FIRST: return x / STEP * STEP + x % 2 * LANES + x % STEP / 2;
-    case Order::FOURS: return x / STEP * STEP + x % 8 / 4 * LANES + x % STEP / 8 * 4 + x % 4;
+    case Order::EVEN_FIRST: return x / STEP * STEP + x % 2 * (STEP / 2) + x % STEP / 2;
+    case Order::FOURS: return x / STEP * STEP + x % 8 / 4 * (STEP / 2) + x % STEP / 8 * 4 + x % 4;
   }
   return x;
 }
 
-// Convert a row of floats to the order in which two vectors of elements are loaded, or back.
-template <class Element, bool BACK>
+// Convert a row of floats to the order in which elements are loaded, or back.
+template <class Element, bool BACK, int64_t STEP = 2 * LANES>
 void reorder_row(int64_t dim, float *row) {
-  constexpr int64_t STEP = 2 * LANES;
   if (ORDER<Element> == Order::STORED) return;
   for (int64_t x = 0; x + STEP <= dim; x += STEP) {
     float copy[STEP];
     memcpy(copy, row + x, sizeof copy);
     for (int64_t i = 0; i < STEP; i++) {
-      const int64_t place = loading_place<Element>(i, STEP);
+      const int64_t place = loading_place<Element, STEP>(i, STEP);
       if (BACK) row[x + i] = copy[place];
       else row[x + place] = copy[i];
     }
@@ -171,19 +170,25 @@ void reorder_row(int64_t dim, float *row) {
 // ---------------------------------------------------------------- prefetching
 
 // Prefetches rows that will be read next, some at each step of a loop over other data, so that memory is not idle while
-// scores become weights. Whole rows in their order, so that the hardware prefetcher follows.
+// scores become weights. Whole rows in their order, so that the hardware prefetcher follows. For data in memory, the row
+// that is `ahead` is prefetched into the L2 cache too: the queue of the L1 cache is too short for the latency of memory.
+// For data in a cache this would only take time.
 struct Prefetcher {
   const char *row;
   int64_t stride, bytes, count;  // bytes between rows, bytes of a row, remaining rows
+  int64_t ahead;                 // in bytes, or 0
 
   template <class Element>
-  Prefetcher(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left)
+  Prefetcher(const Element *rows, int64_t row_stride, int64_t dim, int64_t rows_left, int64_t rows_ahead)
       : row(reinterpret_cast<const char *>(rows)), stride(row_stride * static_cast<int64_t>(sizeof(Element))),
-        bytes(dim * static_cast<int64_t>(sizeof(Element))), count(rows_left) {}
+        bytes(dim * static_cast<int64_t>(sizeof(Element))), count(rows_left), ahead(rows_ahead * stride) {}
 
   inline __attribute__((always_inline)) void fetch(int64_t rows) {
     for (; rows > 0 && count > 0; rows--, count--, row += stride)
-      for (int64_t place = 0; place < bytes; place += 64) __builtin_prefetch(row + place);
+      for (int64_t place = 0; place < bytes; place += 64) {
+        __builtin_prefetch(row + place);
+        if (ahead) __builtin_prefetch(row + place + ahead, 0, 2);
+      }
   }
 };
 
@@ -255,6 +260,107 @@ INLINE void multiply_keys(const Query *q, int64_t q_stride, const Element *k, in
       memcpy(scores + row * DECODE_STRIDE + key, sums + row * KEYS, sizeof(float) * KEYS);
   }
 }
+
+// ---------------------------------------------------------------- products of pairs of keys
+
+// For three or four rows, most of the work on a short key is to add the lanes of its sums. Two keys share a vector here,
+// so each row has half as many sums. Inserting the second key takes one instruction per vector, for all rows. It does not
+// pay for floats, whose vectors hold half as many elements.
+template <class Element>
+constexpr bool HAS_KEY_PAIRS = false;
+#if LANES == 16 && defined(__AVX512BW__) && defined(__AVX512DQ__)
+template <>
+constexpr bool HAS_KEY_PAIRS<Bfloat16> = true;
+template <>
+constexpr bool HAS_KEY_PAIRS<Int8> = true;
+
+// The sums of the halves of eight vectors: of the lower halves of the first four, of their upper halves, then of the
+// others.
+template <class Vector>
+INLINE Vector sum_halves(const Vector *c) {
+  __m512 pairs[4], quads[2];
+  const auto add = [](__m512 a, __m512 b) __attribute__((always_inline)) { return (__m512)((Vector)a + (Vector)b); };
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512 a = (__m512)c[2 * i], b = (__m512)c[2 * i + 1];
+    pairs[i] = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m512 a = pairs[2 * i], b = pairs[2 * i + 1];
+    quads[i] = add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  return (Vector)add(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+}
+
+// LANES elements of two keys, as pairs in each lane; and half a vector of a row of q in both halves.
+INLINE Ints load_two_keys(const Bfloat16 *a, const Bfloat16 *b) {
+  return (Ints)_mm512_inserti32x8(_mm512_castsi256_si512(load_as<__m256i>(a)), load_as<__m256i>(b), 1);
+}
+INLINE Ints load_two_keys(const Int8 *a, const Int8 *b) {
+  const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(load_as<__m128i>(a)), load_as<__m128i>(b), 1);
+  return (Ints)_mm512_cvtepi8_epi16(both);
+}
+template <class Query>
+INLINE Ints repeat_half(const Query *from) {
+  return (Ints)_mm512_broadcast_f32x8(load_as<__m256>(from));
+}
+#endif
+
+// As multiply_keys, for three or four rows. The rows of q are in the order of steps of LANES elements.
+template <int COUNT, class Products, class Query, class Element>
+INLINE void multiply_key_pairs(const Query *q, int64_t q_stride, const Element *k, int64_t k_stride, int64_t dim,
+                               int64_t count, Prefetcher &prefetcher, float *scores) {
+  constexpr int64_t PAIRS = 4, KEYS = 2 * PAIRS;  // key i and key i + PAIRS share a vector
+  const int64_t rows_per_step = ceil_div(KEYS * LANES, max(dim, 1));
+  // The last step overlaps the one before, and fewer keys are computed one by one, each as all keys of a step. So the keys
+  // of a step are at fixed distances, and need no address each.
+  const bool whole = count >= KEYS;
+  const int64_t stride = whole ? k_stride : 0;
+  for (int64_t done = 0; done < count; done += whole ? KEYS : 1) {
+    const int64_t key = whole ? min(done, count - KEYS) : done;
+    const Element *low = k + key * k_stride, *high = low + PAIRS * stride;
+    Products c[4 * PAIRS];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < 4 * PAIRS; i++) c[i] = (Products){};
+    int64_t x = 0;
+    for (; x + LANES <= dim; x += LANES) {
+      prefetcher.fetch(rows_per_step);
+      Products first[COUNT], second[COUNT];  // of bfloat16, the even and the odd elements
+#pragma GCC unroll 4
+      for (int64_t row = 0; row < COUNT; row++) {
+        first[row] = (Products)repeat_half(q + row * q_stride + x);
+        if constexpr (sizeof(Query) == 4) second[row] = (Products)repeat_half(q + row * q_stride + x + LANES / 2);
+      }
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < PAIRS; i++) {
+        const Ints keys = load_two_keys(low + i * stride + x, high + i * stride + x);
+#pragma GCC unroll 4
+        for (int64_t row = 0; row < COUNT; row++) {
+          Products &sums = c[row * PAIRS + i];
+          if constexpr (sizeof(Query) == 2) {
+            sums = add_int16_pairs(sums, first[row], keys);
+          } else {
+            sums += first[row] * (Floats)(keys << 16);
+            sums += second[row] * (Floats)((Words)keys & 0xffff0000u);
+          }
+        }
+      }
+    }
+    float sums[4 * KEYS];
+    store(sums, as_floats(sum_halves(c)));
+    store(sums + 2 * KEYS, as_floats(sum_halves(c + 2 * PAIRS)));
+    for (; x < dim; x++)
+      for (int64_t i = 0; i < COUNT * KEYS; i++)
+        sums[i] = multiply_add(static_cast<float>(q[i / KEYS * q_stride + x]), to_float(low + i % KEYS * stride + x),
+                               sums[i]);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < COUNT; row++)
+      memcpy(scores + row * DECODE_STRIDE + key, sums + row * KEYS, sizeof(float) * KEYS);
+  }
+}
+
+// ---------------------------------------------------------------- products with values
 
 // sums = factors * sums + weights * values for COUNT rows, over `count` keys and VECTORS vectors of columns. The sums
 // are in the order of `load_two`, unless VECTORS is 1.
@@ -328,9 +434,7 @@ INLINE void add_paired_columns(const int16_t *weights, const float *scales, cons
     for (int64_t i = 0; i < VECTORS; i++) c[row][i] = (Ints){};
   int64_t due = 0;
   for (int64_t key = 0; key < count; key += 2) {
-    due += 2 * VECTORS * LANES;
-    prefetcher.fetch(due / dim);
-    due %= dim;
+    for (due += 2 * VECTORS * LANES; due >= dim; due -= dim) prefetcher.fetch(1);  // faster than a division
     const Int8 *first = v + key * stride + column;
     const Int8 *second = key + 1 < count ? first + stride : first;  // its weight is 0
     Ints values[VECTORS];
@@ -374,6 +478,9 @@ INLINE void multiply(float *numbers, const float *factors, float factor, int64_t
     store(numbers + i, load(numbers + i) * (load(factors + i) * broadcast(factor)));
   for (; i < count; i++) numbers[i] *= factors[i] * factor;
 }
+
+// Whether for_rows runs this row with at least two others.
+INLINE bool in_large_group(int64_t row, int64_t count) { return row < count / 4 * 4 || count % 4 == 3; }
 
 // Call body.template run<COUNT>(row) for at most 4 rows at a time.
 template <class Body>

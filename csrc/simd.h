@@ -14,6 +14,7 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 struct Bfloat16 {

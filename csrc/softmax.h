@@ -173,6 +173,16 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
   row.total = fmaf(row.total, factor, sum(total));
 }
 
+// Write 1 for each special key of a block [first, end), which may end after the last key, and 0 for the others. Returns
+// `to`, or null where the weight on special keys is not required.
+template <Statistics STATISTICS>
+INLINE const float *mark_special_keys(const Call &call, int64_t batch, int64_t first, int64_t end, float *to) {
+  if (STATISTICS == Statistics::NONE || !call.special_keys_weight) return nullptr;
+  const uint8_t *flags = call.special_keys + batch * call.keys;
+  for (int64_t key = first; key < end; key++) to[key - first] = key < call.keys && flags[key] ? 1.f : 0.f;
+  return to;
+}
+
 // Add a block of keys [first, end), a multiple of 2 * LANES and at most MAX_BLOCK_KEYS, to a row. Scores become weights
 // in place; narrow(i, weights) receives them too. `plain` means that all these keys are visible and that their scores
 // need neither softcap nor bias. `special` is 1 for each special key of the block, or null. Returns the factor by which
@@ -234,6 +244,56 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
       narrow(i, weight);
     }
   return factor;
+}
+
+// update_row for COUNT rows at once, where all keys are plain and there are neither statistics nor dropout: to the same
+// bits, and faster, because the rows share what is computed once per block. Scores are `stride` apart. Returns false,
+// and changes nothing, where a row sees no key, or where the largest score is NaN.
+template <int COUNT>
+INLINE bool update_plain_rows(SoftmaxRow *rows, float *scores, int64_t stride, int64_t count, float *factors) {
+  static_assert(COUNT <= LANES, "the factors fit into a vector");
+  Floats left[COUNT], right[COUNT];
+#pragma GCC unroll 4
+  for (int row = 0; row < COUNT; row++) left[row] = right[row] = broadcast(-INF);
+  for (int64_t i = 0; i < count; i += 2 * LANES)
+#pragma GCC unroll 4
+    for (int row = 0; row < COUNT; row++) {
+      left[row] = maximum(left[row], load(scores + row * stride + i));
+      right[row] = maximum(right[row], load(scores + row * stride + i + LANES));
+    }
+  float largest[COUNT], changes[LANES] = {};
+  bool plain = true;
+#pragma GCC unroll 4
+  for (int row = 0; row < COUNT; row++) {
+    largest[row] = reduce_max(maximum(left[row], right[row]));
+    plain &= largest[row] > -INF;
+  }
+  if (!plain) return false;
+  Floats totals[COUNT][2] = {};
+#pragma GCC unroll 4
+  for (int row = 0; row < COUNT; row++) {
+    if (!(largest[row] > rows[row].largest)) largest[row] = rows[row].largest;
+    changes[row] = rows[row].largest - largest[row];
+    rows[row].largest = largest[row];
+  }
+  for (int64_t i = 0; i < count; i += 2 * LANES)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+      for (int row = 0; row < COUNT; row++) {
+        float *at = scores + row * stride + i + half * LANES;
+        const Floats weight = exp2(load(at) - broadcast(largest[row]));
+        totals[row][half] += weight;
+        store(at, weight);
+      }
+  float shares[LANES];
+  store(shares, exp2(load(changes)));
+#pragma GCC unroll 4
+  for (int row = 0; row < COUNT; row++) {
+    factors[row] = shares[row];
+    rows[row].total = fmaf(rows[row].total, shares[row], sum(totals[row][0] + totals[row][1]));
+  }
+  return true;
 }
 
 INLINE void no_narrow_copy(int64_t, Floats) {}
