@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Dependencies of those lowest versions that need older versions than the pins. Everything else stays pinned, so that
 # pip need not search.
-FREE = frozenset({"huggingface-hub", "ml-dtypes", "setuptools", "tokenizers", "typer", "markdown-it-py", "protobuf"})
+FREE = frozenset(
+    {"huggingface-hub", "ml-dtypes", "pandas", "setuptools", "tokenizers", "typer", "markdown-it-py", "protobuf"}
+)
 _RANGE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(\[[a-z,]+\])?>=(?P<version>[0-9.]+)")  # with extras or without
 
 
