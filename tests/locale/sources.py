@@ -11,11 +11,12 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "multihead"
 ANY = "[^.]+"  # what a variable part of a key may be: one level of it
 
+TEMPLATE = "viewer/static/shared/page.html"
 # Section of the texts -> the files that use it.
 USERS = {
     "common": ("**/*.py", "**/*.js"),
     "page": ("viewer/*.py", "viewer/static/**/*.js", "viewer/static/**/*.html"),
-    "report": ("viewer/*.py", "looking.py", "viewer/static/[rs]*/*.js", "viewer/static/report/*.html"),
+    "report": ("viewer/*.py", "looking.py", "viewer/static/[rs]*/*.js", "viewer/static/[rs]*/*.html"),
     "viewer": ("viewer/*.py", "viewer/static/[sv]*/*.js", "viewer/static/view/*.html"),
     "widget": ("widget/*.py",),
     "findings": ("analysis/highlights.py",),
@@ -24,8 +25,8 @@ USERS = {
     "view": ("cli/view.py",),
     "compare": ("cli/compare.py",),
     "census": ("cli/census.py",),
-    "census page": ("viewer/census_page.py", "viewer/static/census/*.js", "viewer/static/census/*.html"),
-    "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html"),
+    "census page": ("viewer/census_page.py", "viewer/static/census/*.js", "viewer/static/[cs]*/*.html"),
+    "lab": ("lab/*.py", "cli/lab.py", "lab/static/*.js", "lab/static/*.html", TEMPLATE),
     "walk": ("cli/walk.py", "lab/chapters.py"),
 }
 

@@ -52,15 +52,24 @@ class Window(Mask):
     def lookback(self) -> int:  # type: ignore[override]
         return self.size
 
+    @property
+    def _reach(self) -> tuple[int, int]:
+        """How many keys before and after its own a query sees; sums with larger numbers could overflow."""
+        return min(self.size - 1, FURTHEST), min(self.after, FURTHEST)
+
     @cached_property
     def band(self) -> Band:  # type: ignore[override]
-        return Band(before=min(self.size - 1, FURTHEST), after=min(self.after, FURTHEST))
+        before, after = self._reach
+        return Band(before=before, after=after)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return (keys >= queries - self.band.before) & (keys <= queries + self.band.after)
+        before, after = self._reach
+        return (keys >= queries - before) & (keys <= queries + after)
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        return queries - self.band.before, queries + self.band.after + 1
+        before, after = self._reach
+        return queries - before, queries + after + 1
 
     def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-        return position - self.band.before, position + self.band.after + 1
+        before, after = self._reach
+        return position - before, position + after + 1
