@@ -17,7 +17,7 @@ from multihead.counting.sums import LayerSums
 from multihead.errors import ModelError, ProbeError
 from multihead.hooks.huggingface import installed
 from multihead.hooks.packed import packed
-from multihead.hooks.pretrained import is_cross_attention
+from multihead.hooks.pretrained import crosses
 from multihead.kernels.choose import temporary_plans
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.listeners import listen
@@ -110,8 +110,7 @@ class Tally:
         number = self._numbers.setdefault(name, len(self._numbers))
         if self.layer_filter is not None and not self.layer_filter.takes(name, number):
             return
-        crosses = is_cross_attention(origin.layer, name) if origin.crosses is None else origin.crosses
-        _check_reads_texts(call, batch, name, crosses=crosses)
+        _check_reads_texts(call, batch, name, crosses=crosses(origin, name))
         context = self._context(call, batch, origin.layer, name)
         probes = possible((*self.probes, LARGEST_KEY), call.request, context)
         found = _measured(call, batch, probes, context)

@@ -7,6 +7,8 @@ import sys
 
 from torch import nn
 
+from multihead.call import CallOrigin
+
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models in a module, itself included, by qualified name."""
@@ -24,6 +26,16 @@ def is_within(name: str, other: str) -> bool:
     (True, False, True)
     """
     return not other or f"{name}.".startswith(f"{other}.")
+
+
+def crosses(origin: CallOrigin, name: str) -> bool:
+    """Whether the keys of a call come from another sequence than its queries: its layer knows, or else its names do.
+
+    Args:
+        origin: where the call comes from.
+        name: the qualified name of the layer.
+    """
+    return is_cross_attention(origin.layer, name) if origin.crosses is None else origin.crosses
 
 
 def is_cross_attention(module: nn.Module, name: str = "") -> bool:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from multihead import sequence_split
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError, ProbeError
-from multihead.hooks import huggingface
+from multihead.hooks import huggingface, pretrained
 from multihead.hooks.inputs import Inputs
-from multihead.hooks.pretrained import is_cross_attention
 from multihead.kernels.native.statistics import first_keys
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
@@ -131,7 +130,7 @@ class Recorder:
         name = self._numbered(self.names[id(module)])
         model_call = huggingface.origin.get()
         offset: int | Tensor = 0 if model_call is None else model_call.key_offset  # position of the first key
-        crosses = is_cross_attention(module, self.names[id(module)]) if caller.crosses is None else caller.crosses
+        crosses = pretrained.crosses(caller, self.names[id(module)])
         if continued is not None:
             offset, crosses = continued.key_start, continued.position is not None
         text = name, None if continued is None else continued.text

@@ -38,7 +38,6 @@ ONE_PASS: frozenset[Part] = frozenset(_FIELD)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
-_CPU = torch.device("cpu")
 _FIRST_KEYS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()  # of cached plans, by their bounds
 
 
@@ -95,7 +94,7 @@ class Measurement:
             if name == "offset_weights":
                 raw[name] = empty_float32(len(_OFFSETS), *rows)
             elif name == "largest_key":
-                raw[name] = torch.empty(rows, dtype=torch.int64, device=_CPU)
+                raw[name] = torch.empty(rows, dtype=torch.int64, device="cpu")
             else:
                 raw[name] = like = empty_float32(*rows) if like is None else torch.empty_like(like)
         start = request.query_start
