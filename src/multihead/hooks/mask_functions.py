@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead import sequence_split
 from multihead.errors import ArgumentError
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
-from multihead.masks.base import FURTHEST
+from multihead.masks.counts import FURTHEST
 from multihead.masks.place import Place
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]

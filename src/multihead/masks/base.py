@@ -31,7 +31,6 @@ from multihead.masks.counts import shown
 from multihead.masks.place import CallSize, Extent, Place, Span
 from multihead.tracing import constant_in_graphs
 
-FURTHEST = 1 << 40  # keys; a larger number in a Band could overflow
 _REGISTERED: dict[str, type[Mask]] = {}
 
 

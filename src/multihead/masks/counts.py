@@ -12,7 +12,7 @@ from multihead.errors import MaskError
 from multihead.masks.place import CallSize
 from multihead.tracing import readable
 
-_LARGEST = 1 << 40  # tokens; sums of larger numbers could overflow
+FURTHEST = 1 << 40  # tokens or keys; sums of larger numbers could overflow
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
 
@@ -41,8 +41,8 @@ def checked_counts(
     numbers = [number for row in rows for number in (row if isinstance(row, tuple) else (row,))]
     if min(numbers, default=0) < 0:
         raise MaskError(f"{name} holds a negative length, {min(numbers)}.", "Give lengths of 0 or more tokens.")
-    if max(numbers, default=0) > _LARGEST:
-        raise MaskError(f"{name} holds a length of {max(numbers)} tokens.", f"Give at most {_LARGEST} tokens.")
+    if max(numbers, default=0) > FURTHEST:
+        raise MaskError(f"{name} holds a length of {max(numbers)} tokens.", f"Give at most {FURTHEST} tokens.")
     return rows  # type: ignore[return-value]
 
 

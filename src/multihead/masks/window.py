@@ -9,7 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from multihead.errors import check_integer
-from multihead.masks.base import FURTHEST, Band, Mask
+from multihead.masks.base import Band, Mask
+from multihead.masks.counts import FURTHEST
 
 
 @dataclass(frozen=True, eq=False)

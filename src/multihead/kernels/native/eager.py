@@ -20,7 +20,8 @@ from multihead.kernels.native.kernel import Job, gradients
 from multihead.kernels.native_vs_sdpa import LOST
 from multihead.listeners import active
 from multihead.masks import Full, Lengths, Mask, Window
-from multihead.masks.base import FURTHEST, Band
+from multihead.masks.base import Band
+from multihead.masks.counts import FURTHEST
 from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
