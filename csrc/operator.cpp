@@ -2,9 +2,10 @@
 // functions. They are declared here, and Python passes their addresses, so building and linking need no torch, and one
 // library serves every version of torch from 2.11 on.
 //
-// An operator checks its arguments, allocates its outputs and runs the kernel without going back to Python. It has two
-// overloads: the default one, which graphs record, takes every term of the scores; `eager` takes the masks that are
-// arithmetic, and few arguments, because PyTorch spends time on each.
+// An operator checks its arguments, allocates its outputs and runs the kernel without going back to Python. `attention`
+// has two overloads: the default one, which graphs record, takes every term of the scores; `eager` takes the masks that
+// are arithmetic, and few arguments, because PyTorch spends time on each. `statistics` takes the same masks, and returns
+// what the kernel measures in one pass without values.
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -176,24 +177,31 @@ void make_float32(Tensor &tensor) {
   tensor.take(stack[0]);
 }
 
-// Memory for bounds, freed at the end of a scope; on the stack where it is small.
-class Bounds {
+// Two arrays of integers, freed at the end of a scope; on the stack where they are small.
+class IntegerPair {
  public:
-  explicit Bounds(int64_t rows) {
-    if (2 * rows <= SMALL) return;
-    edges_ = static_cast<int64_t *>(malloc(sizeof(int64_t) * 2 * static_cast<size_t>(rows)));
-    if (!edges_) fail("There is no memory for the bounds of %lld queries.", static_cast<long long>(rows));
+  IntegerPair() = default;
+  IntegerPair(const IntegerPair &) = delete;
+  IntegerPair &operator=(const IntegerPair &) = delete;
+  ~IntegerPair() {
+    if (first != small_) free(first);
   }
-  Bounds(const Bounds &) = delete;
-  Bounds &operator=(const Bounds &) = delete;
-  ~Bounds() {
-    if (edges_ != small_) free(edges_);
+
+  // Make room for `count` integers in each; once.
+  void allocate(int64_t count) {
+    if (2 * count > SMALL) {
+      first = static_cast<int64_t *>(malloc(sizeof(int64_t) * 2 * static_cast<size_t>(count)));
+      if (!first) fail("There is no memory for %lld integers.", static_cast<long long>(2 * count));
+    }
+    second = first + count;
   }
-  int64_t *edges() { return edges_; }
 
  private:
   static constexpr int64_t SMALL = 256;
-  int64_t small_[SMALL], *edges_ = small_;
+  int64_t small_[SMALL];
+
+ public:
+  int64_t *first = small_, *second = small_;
 };
 
 // ---------------------------------------------------------------- a call
@@ -273,8 +281,20 @@ StackValue empty(int64_t dims, const int64_t *sizes, const int64_t *strides, int
   return reinterpret_cast<StackValue>(handle);
 }
 
+// Run the forward pass.
+void run_kernel(const Call &call) {
+  switch (multihead_run(&call, Pass::FORWARD)) {
+    case Status::DONE: break;
+    case Status::NO_MEMORY: fail("There is no memory for the workspace of the native kernel.");
+    case Status::BAD_BOUNDS:
+      fail("The bounds of some query lie outside the %lld keys. Give bounds from 0 to %lld.",
+           static_cast<long long>(call.keys), static_cast<long long>(call.keys));
+    default: fail("The native kernel has no instruction set %lld here.", static_cast<long long>(call.instruction_set));
+  }
+}
+
 // Allocate the outputs, run the kernel, and return them on the stack.
-void run(Call &call, const Tensor &q, StackValue *stack) {
+void attend(Call &call, const Tensor &q, StackValue *stack) {
   const int64_t sizes[] = {call.batch, call.heads, call.queries, call.value_dim};
   int64_t strides[] = {call.queries * call.heads * call.value_dim, call.value_dim, call.heads * call.value_dim, 1};
   if (call.value_dim == call.head_dim) strides_like(q, strides);
@@ -284,36 +304,45 @@ void run(Call &call, const Tensor &q, StackValue *stack) {
   call.output = output.data;
   call.output_strides = {strides[0], strides[1], strides[2]};
   call.logsumexp = static_cast<float *>(logsumexp.data);
-  switch (multihead_run(&call, Pass::FORWARD)) {
-    case Status::DONE: break;
-    case Status::NO_MEMORY: fail("There is no memory for the workspace of the native kernel.");
-    case Status::BAD_BOUNDS:
-      fail("The bounds of some query lie outside the %lld keys. Give bounds from 0 to %lld.",
-           static_cast<long long>(call.keys), static_cast<long long>(call.keys));
-    default: fail("The native kernel has no instruction set %lld here.", static_cast<long long>(call.instruction_set));
-  }
+  run_kernel(call);
   stack[0] = output.release();
   stack[1] = logsumexp.release();
 }
 
-// ---------------------------------------------------------------- the overload for eager calls
+// ---------------------------------------------------------------- eager calls with arithmetic masks
 
 const char EAGER[] =
     "attention.eager(Tensor q, Tensor k, Tensor v, Tensor? lengths, int before, int after, int query_start, "
     "float? scale, float? softcap) -> (Tensor, Tensor)";
 
+const char STATISTICS[] =
+    "statistics(Tensor q, Tensor k, Tensor? lengths, int before, int after, int query_start, float? scale, "
+    "float? softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
+
+// The arguments of these operators from `lengths` on. They are read before anything is checked, so that nothing stays
+// behind on the stack where a check fails.
+//
 // The position of query i is query_start + i. It sees the keys from `before` keys before its position to `after` keys
 // after it, and of them those before the length of its sample. A negative `before` or `after` sets no limit on its
 // side. A negative query_start is 0, and wants as many queries as keys.
-void attention_eager(StackValue *stack, uint64_t, uint64_t) {
-  Tensor q("q", stack[0]), k("k", stack[1]), v("v", stack[2]), lengths;
-  read_optional(stack[3], "lengths", lengths);
-  const int64_t before = number<int64_t>(stack[4]), after = number<int64_t>(stack[5]);
-  int64_t query_start = number<int64_t>(stack[6]);
+struct BandArguments {
+  Tensor lengths;
+  int64_t before, after, query_start;
   StackValue scale, softcap;
-  const bool scaled = read_optional(stack[7], scale), capped = read_optional(stack[8], softcap);
-  Call call = {};
-  set_inputs(call, q, k, v);
+  bool scaled, capped;
+
+  explicit BandArguments(const StackValue *stack)
+      : before(number<int64_t>(stack[1])), after(number<int64_t>(stack[2])), query_start(number<int64_t>(stack[3])) {
+    read_optional(stack[0], "lengths", lengths);
+    scaled = read_optional(stack[4], scale);
+    capped = read_optional(stack[5], softcap);
+  }
+
+  void set_fields(Call &call, IntegerPair &bounds);
+};
+
+// Set the scale, the softcap and the bounds of each query.
+void BandArguments::set_fields(Call &call, IntegerPair &bounds) {
   call.scale = scaled ? number<double>(scale) : 1 / sqrt(static_cast<double>(call.head_dim));
   if (!isfinite(call.scale)) fail("scale is %g. Give a finite number.", call.scale);
   if (capped) call.softcap = number<double>(softcap);
@@ -326,8 +355,8 @@ void attention_eager(StackValue *stack, uint64_t, uint64_t) {
                   (lengths.sizes[0] != call.batch && lengths.sizes[0] != 1)))
     fail("lengths has shape %s. Give (batch or 1,) int64.", lengths.shape().text);
   const int64_t samples = lengths && lengths.sizes[0] > 1 ? call.batch : 1;
-  Bounds bounds(samples * call.queries);
-  int64_t *start = bounds.edges(), *stop = start + samples * call.queries;
+  bounds.allocate(samples * call.queries);
+  int64_t *start = bounds.first, *stop = bounds.second;
   for (int64_t sample = 0; sample < samples; sample++) {
     const int64_t keys = lengths ? length[sample * lengths.strides[0]] : call.keys;
     if (keys < 0 || keys > call.keys) fail("A length lies outside the %lld keys.", static_cast<long long>(call.keys));
@@ -337,10 +366,72 @@ void attention_eager(StackValue *stack, uint64_t, uint64_t) {
       *stop++ = after < 0 || position + after >= keys ? keys : position + after + 1;
     }
   }
-  call.start = bounds.edges();
-  call.stop = bounds.edges() + samples * call.queries;
+  call.start = bounds.first;
+  call.stop = bounds.second;
   call.bounds_batch_stride = samples > 1 ? call.queries : 0;
-  run(call, q, stack);
+}
+
+void attention_eager(StackValue *stack, uint64_t, uint64_t) {
+  Tensor q("q", stack[0]), k("k", stack[1]), v("v", stack[2]);
+  BandArguments band(stack + 3);
+  Call call = {};
+  set_inputs(call, q, k, v);
+  IntegerPair bounds;
+  band.set_fields(call, bounds);
+  attend(call, q, stack);
+}
+
+// Return the first key that some query of a sample sees, or -1.
+int64_t first_key(const Call &call, int64_t sample) {
+  int64_t first = -1;
+  const int64_t *start = call.start + sample * call.bounds_batch_stride;
+  const int64_t *stop = call.stop + sample * call.bounds_batch_stride;
+  for (int64_t row = 0; row < call.queries; row++)
+    if (start[row] < stop[row] && (first < 0 || start[row] < first)) first = start[row];
+  return first;
+}
+
+// Return the logsumexp, the entropy, the largest weight and its key, the mean distance and its spread, the weights at
+// OFFSETS (offsets, batch, heads, queries), and the weight on the first key; the others (batch, heads, queries).
+void statistics(StackValue *stack, uint64_t, uint64_t) {
+  static const int64_t OFFSETS[] = {0, -1, 1};  // as in src/multihead/kernels/native/statistics.py
+  constexpr int64_t NUM_OFFSETS = sizeof OFFSETS / sizeof OFFSETS[0];
+  Tensor q("q", stack[0]), k("k", stack[1]);
+  BandArguments band(stack + 2);
+  Call call = {};
+  set_inputs(call, q, k, k);
+  call.v = nullptr;
+  call.value_dim = 0;
+  IntegerPair bounds, samples;
+  band.set_fields(call, bounds);
+  samples.allocate(call.batch);
+  for (int64_t sample = 0; sample < call.batch; sample++) {
+    samples.first[sample] = sample && !call.bounds_batch_stride ? samples.first[0] : first_key(call, sample);
+    samples.second[sample] = band.query_start;
+  }
+  call.target_key = samples.first;
+  call.query_start = samples.second;
+  call.offsets = OFFSETS;
+  call.num_offsets = NUM_OFFSETS;
+  const int64_t sizes[] = {NUM_OFFSETS, call.batch, call.heads, call.queries};
+  const int64_t rows = call.heads * call.queries, strides[] = {call.batch * rows, rows, call.queries, 1};
+  const auto of_queries = [&](const char *name, int32_t dtype) {
+    return Tensor(name, empty(3, sizes + 1, strides + 1, dtype));
+  };
+  Tensor outputs[] = {
+      of_queries("logsumexp", torch.float32),      of_queries("entropy", torch.float32),
+      of_queries("largest_weight", torch.float32), of_queries("largest_key", torch.int64),
+      of_queries("mean_distance", torch.float32),  of_queries("distance_spread", torch.float32),
+      Tensor("offset_weights", empty(4, sizes, strides, torch.float32)),
+      of_queries("target_key_weight", torch.float32),
+  };
+  float **const addresses[] = {&call.logsumexp,     &call.entropy,         &call.largest_weight, nullptr,
+                               &call.mean_distance, &call.distance_spread, &call.offset_weights, &call.target_key_weight};
+  for (size_t i = 0; i < sizeof outputs / sizeof outputs[0]; i++)
+    if (addresses[i]) *addresses[i] = static_cast<float *>(outputs[i].data);
+    else call.largest_key = static_cast<int64_t *>(outputs[i].data);
+  run_kernel(call);
+  for (Tensor &output : outputs) *stack++ = output.release();
 }
 
 // ---------------------------------------------------------------- the overload for graphs
@@ -445,13 +536,14 @@ void attention(StackValue *stack, uint64_t, uint64_t) {
   call.first_row = number<int64_t>(stack[16]);
   call.key_start = number<int64_t>(stack[17]);
   const int64_t samples = (start.dims && start.sizes[0] > 1) || (stop.dims && stop.sizes[0] > 1) ? call.batch : 1;
-  Bounds bounds(samples * call.queries);
-  copy_edge(call, start, samples, bounds.edges());
-  copy_edge(call, stop, samples, bounds.edges() + samples * call.queries);
-  call.start = bounds.edges();
-  call.stop = bounds.edges() + samples * call.queries;
+  IntegerPair bounds;
+  bounds.allocate(samples * call.queries);
+  copy_edge(call, start, samples, bounds.first);
+  copy_edge(call, stop, samples, bounds.second);
+  call.start = bounds.first;
+  call.stop = bounds.second;
   call.bounds_batch_stride = samples > 1 ? call.queries : 0;
-  run(call, q, stack);
+  attend(call, q, stack);
 }
 
 }  // namespace
@@ -467,7 +559,7 @@ EXPORT const char *multihead_torch_functions() {
   return names;
 }
 
-// Define the operator, with the addresses of these functions in their order. Returns 1 if torch accepts it, else 0.
+// Define the operators, with the addresses of these functions in their order. Returns 1 if torch accepts them, else 0.
 EXPORT int64_t multihead_register(void *const *functions) {
   static bool registered = false;
   if (registered) return 1;
@@ -482,15 +574,17 @@ EXPORT int64_t multihead_register(void *const *functions) {
   LibraryHandle definitions, cpu;  // never deleted: the operator stays as long as the process
   if (torch.aoti_torch_library_init_fragment("multihead", __FILE__, __LINE__, &definitions) ||
       torch.aoti_torch_library_def(definitions, GENERAL) || torch.aoti_torch_library_def(definitions, EAGER) ||
+      torch.aoti_torch_library_def(definitions, STATISTICS) ||
       torch.aoti_torch_library_init_impl("multihead", "CPU", __FILE__, __LINE__, &cpu) ||
       torch.torch_library_impl(cpu, "attention", attention, TORCH_2_11) ||
-      torch.torch_library_impl(cpu, "attention.eager", attention_eager, TORCH_2_11))
+      torch.torch_library_impl(cpu, "attention.eager", attention_eager, TORCH_2_11) ||
+      torch.torch_library_impl(cpu, "statistics", statistics, TORCH_2_11))
     return 0;
   registered = true;
   return 1;
 }
 
-// Choose the instruction set of the operator in this process.
+// Choose the instruction set of the operators in this process.
 EXPORT void multihead_choose(int64_t set) { process_set = set; }
 
 // Choose that of this thread; -1 for that of the process.

@@ -9,9 +9,9 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from multihead import listeners, sequence_split
+from multihead import sequence_split
 from multihead.batch_dims import BatchDims
-from multihead.call import Attended, AttentionCall, AttentionRequest, CallOrigin
+from multihead.call import Attended, AttentionCall, AttentionRequest, CallOrigin, listeners, publish, wanted_parts
 from multihead.errors import (
     ArgumentError,
     DtypeError,
@@ -242,6 +242,10 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
+    if probes is None and context is NOTHING and logsumexp is v is None and not unknown:
+        at_once = measuring.of_eager(q, k, mask, bias, softcap, sinks, scale, query_start)
+        if at_once is not None:
+            return at_once
     reject_in_split("statistics", "Compute them outside, from all tokens.")
     if traced() and not transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(
@@ -407,20 +411,20 @@ def _shape_of_int8(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
     return AttentionShape.of(q, q.new_empty(()).expand(k.shape), q.new_empty(()).expand(v.shape))
 
 
-def attend(request: AttentionRequest, *, kernel: str | None = None, publish: bool = True) -> Attended:
+def attend(request: AttentionRequest, *, kernel: str | None = None, published: bool = True) -> Attended:
     """Compute a checked request.
 
     Args:
         request: the call.
         kernel: the name of the kernel that must run, or None to have one chosen.
-        publish: whether the listeners receive the call.
+        published: whether the listeners receive the call.
     """
     sequence = sequence_split.active
     if sequence is not None:
         return sequence.attend(request, kernel=kernel)
-    heard = publish and bool(listeners.listeners()) and not traced()  # there are no values to publish in a trace
+    heard = published and bool(listeners()) and not traced()  # there are no values to publish in a trace
     if heard:
-        request = replace(request, wanted=listeners.wanted())
+        request = replace(request, wanted=wanted_parts())
     bounds, chosen = plan(request, kernel=kernel)
     if request.scales is not None and not chosen.reads_int8(request):
         request = request.expanded()
@@ -433,7 +437,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, publish: boo
             if bad_rows is not None:
                 attended = restore_nan(attended, bad_rows)
     if heard:
-        listeners.publish(AttentionCall(request.expanded(), attended))
+        publish(AttentionCall(request.expanded(), attended))
     return attended
 
 
@@ -442,7 +446,7 @@ def _logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims 
     shape = request.shape
     if known is None:
         with torch.no_grad():
-            return attend(request, publish=False).logsumexp
+            return attend(request, published=False).logsumexp
     if not isinstance(known, Tensor):
         raise DtypeError(f"logsumexp is a {type(known).__name__}.", "Give a tensor (batch, heads, queries).")
     if dims is not None:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from multihead.analysis.highlights import LayerProfile
+from multihead.call import listen
 from multihead.errors import ArgumentError, ModelError, MultiheadError
-from multihead.listeners import listen
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
 from multihead.models import Encoded, LoadedModel, check_text, decoder_input, encode, load

@@ -11,7 +11,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead import listeners, masks
+from multihead import masks
+from multihead.call import listen, listeners
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from tests.families import DECODER, ENCODER, LENGTH, TEXT, VOCABULARY, batch_of, family
@@ -94,7 +95,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
             heard.append(call.request.dropout)
 
     model = hf.BertModel(hf.BertConfig(**ENCODER, vocab_size=VOCABULARY, attention_probs_dropout_prob=0.25))
-    with listeners.listen(Ear()), huggingface.installed(model):
+    with listen(Ear()), huggingface.installed(model):
         model.train()(**batch_of("bert"))
         model.eval()(**batch_of("bert"))
     assert heard == [0.25, 0.25, 0.0, 0.0]
@@ -111,7 +112,7 @@ class TestTheModelIsPutBack:
         assert model.config._attn_implementation == "eager"
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
-        assert listeners.listeners() == ()
+        assert listeners() == ()
 
     def test_after_an_exception_in_the_context(self) -> None:
         model = family("bert")
@@ -125,7 +126,7 @@ class TestTheModelIsPutBack:
             fail()
         assert within == ["multihead"]
         assert model.config._attn_implementation == "sdpa"
-        assert listeners.listeners() == ()
+        assert listeners() == ()
 
     def test_after_an_exception_in_the_model(self) -> None:
         model = family("bert")

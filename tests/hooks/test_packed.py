@@ -13,7 +13,8 @@ import transformers as hf
 from torch import Tensor
 
 import multihead as mh
-from multihead import listeners, masks
+from multihead import masks
+from multihead.call import listen
 from multihead.errors import ModelError
 from multihead.hooks import huggingface
 from multihead.hooks.packed import FAMILIES, _pack, packed
@@ -455,7 +456,7 @@ def test_a_listener_that_does_not_observe_hears_the_row() -> None:
             shapes.append((call.request.mask, call.request.q.shape[::2]))
 
     model, batch = model_of("llama"), batch_of("llama", "left")
-    with packed(model), listeners.listen(Ear()):
+    with packed(model), listen(Ear()):
         model(**batch)
     assert shapes == [(masks.Causal() & masks.Documents((12, 5, 1, 9)), (1, 27))] * 2
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead as mh
-from multihead import listeners, masks
+from multihead import masks
 from multihead.cache import KeyValueCache, buffers
-from multihead.call import AttentionCall
+from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, MaskError, ShapeError
 from multihead.qk_norm import QKNorm
 from multihead.rotary import Linear, Llama3, Rotary, Yarn
@@ -432,7 +432,7 @@ def test_in_int8_an_observed_layer_records_the_keys_that_it_read() -> None:
     with torch.no_grad():
         layer(x[:, :4], mask=CAUSAL, cache=cache)
         quiet = layer(x[:, 4:], mask=CAUSAL, cache=deepcopy(cache))
-        with listeners.listen(ear):
+        with listen(ear):
             watched = layer(x[:, 4:], mask=CAUSAL, cache=cache)
     assert torch.equal(quiet, watched)
     (call,) = ear.calls

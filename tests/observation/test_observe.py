@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead import listeners, masks, probes
+from multihead import masks, probes
+from multihead.call import listeners
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.observation.recorder import Recorder
 from multihead.probes import DEFAULT, PROBES
@@ -373,4 +374,4 @@ class TestRefusals:
 @pytest.fixture(autouse=True)
 def _nobody_listens_afterwards() -> Iterator[None]:
     yield
-    assert not any(isinstance(each, Recorder) for each in listeners.listeners())
+    assert not any(isinstance(each, Recorder) for each in listeners())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import multihead as mh
-from multihead import listeners, probes
-from multihead.call import AttentionCall
+from multihead import probes
+from multihead.call import AttentionCall, listen
 from multihead.kernels.native.library import absence
 from multihead.parallel import context_parallel, measuring, unshard
 from multihead.parallel.layout import Layout
@@ -55,7 +55,7 @@ def split(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, dtype: 
         heard, call = Heard(), {"mask": cases.MASKS[mask](), **options(given, terms)}
         with context_parallel(group, strategy=strategy, layout=layout):
             alone = mh.attention(q, k, v, **call)
-        with listeners.listen(heard), context_parallel(group, strategy=strategy, layout=layout):
+        with listen(heard), context_parallel(group, strategy=strategy, layout=layout):
             assert torch.equal(mh.attention(q, k, v, **call), alone)
         (each,) = heard.found
         found.append({part: unshard(group, value, layout=layout, dim=2) for part, value in each.items()})

@@ -416,14 +416,13 @@ def test_rows_of_nan_are_nan_and_count_as_nothing_where_rows_are_summed() -> Non
 @pytest.mark.parametrize(
     ("probes", "passes"),
     [
-        (None, [library.FORWARD]),
-        (("effective_keys",), [library.FORWARD]),
+        (("effective_keys", "mean_distance", "largest_key"), [library.FORWARD]),
         (("received",), [library.FORWARD, library.KEY_SUMS]),
         ((*DEFAULT[:3], "received", "pooled_map"), [library.FORWARD, library.KEY_SUMS]),
     ],
 )
 def test_statistics_take_one_run_of_the_kernel_without_values_and_what_keys_receive_a_second(
-    probes: tuple[str, ...] | None, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    probes: tuple[str, ...], passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[tuple[int, float]] = []
     run = library.run

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead import listeners, masks
+from multihead import masks
 from multihead.cache import KeyValueCache
-from multihead.call import AttentionCall, CallOrigin
+from multihead.call import AttentionCall, CallOrigin, listen, listeners
 from multihead.functional import attend, request_of
 from multihead.kernels.dense_tile import seen
 from multihead.kernels.native import library
@@ -297,7 +297,7 @@ def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expe
 
 
 def test_nobody_hears_of_a_cut() -> None:
-    assert listeners.listeners() == ()
+    assert listeners() == ()
 
 
 @needs_native
@@ -386,7 +386,7 @@ def test_a_record_keeps_neither_the_layer_nor_the_tensors_of_a_call_in_memory(ke
 
     held: list[Any] = []
     layer = mh.MultiHeadAttention(16, 4)
-    with torch.no_grad(), mh.observe(layer, keep=keep) as record, listeners.listen(Ear()):
+    with torch.no_grad(), mh.observe(layer, keep=keep) as record, listen(Ear()):
         layer(torch.randn(3, 7, 16), lengths=(7, 2, 3))
     held.append(weakref.ref(layer))
     del layer
@@ -420,7 +420,7 @@ class TestQueriesAndKeysThatAreNotCopied:
                 calls.append(call)
 
         layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), torch.randn(3, 7, 16)
-        with mh.observe(layer) as seen, listeners.listen(Ear()):
+        with mh.observe(layer) as seen, listen(Ear()):
             layer(x, lengths=(7, 2, 3))
         (batch,), (call,) = seen.layers[0].batches, calls
         assert batch.q is not None

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from multihead import listeners
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, listeners
 from multihead.functional import attend
 from multihead.kernels.dense_tile import seen, without_autocast, without_tensors, working_dtype
 from multihead.kernels.nonfinite import without_nonfinite
@@ -43,7 +42,7 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     dtype = request.q.dtype
     if not request.dropout:
         return attend(request).output, _weights(request, average=average)[0].to(dtype)
-    if listeners.listeners():
+    if listeners():
         with torch.no_grad():
             attend(replace(request, dropout=0.0))
     weights, v = _weights(request)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.call import AttentionCall
+from multihead.call import AttentionCall, listen
 from multihead.counting.batches import Batch
 from multihead.counting.sums import LayerSums
 from multihead.errors import ModelError, ProbeError
@@ -20,7 +20,6 @@ from multihead.hooks.packed import packed
 from multihead.hooks.pretrained import crosses
 from multihead.kernels.choose import temporary_plans
 from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
-from multihead.listeners import listen
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.output_projection import output_weight
 from multihead.parts import Part

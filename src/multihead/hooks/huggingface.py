@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead import sequence_split
-from multihead.call import AttentionRequest, CallOrigin
+from multihead.call import AttentionRequest, CallOrigin, listeners
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.hooks import output_attentions
@@ -29,7 +29,6 @@ from multihead.hooks.pretrained import is_cross_attention, pretrained_models
 from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
 from multihead.kernels.native import eager
 from multihead.layer.sharding import heads_of_rank
-from multihead.listeners import listeners
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
 from multihead.sequence_split import reject_in_split

@@ -1,13 +1,21 @@
-"""The models of transformers in a module, by qualified name, and which of their layers are cross-attention."""
+"""The models of transformers in a module: their names, their cross-attention layers, and the inputs they receive."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from multihead.call import CallOrigin
+from multihead.hooks.lazy_mask import LazyMask
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,3 +52,140 @@ def is_cross_attention(module: nn.Module, name: str = "") -> bool:
         return flag
     names = f"{name}.{type(module).__name__}"
     return re.search("cross|encdec|encoder_attn", names, re.IGNORECASE) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Inputs of one model in a forward pass.
+
+    Attributes:
+        ids: (batch, tokens) int64, a copy of the token ids on the CPU, or None.
+        tokens: (batch, tokens including those of earlier calls) bool, True = no padding, or None where it is unknown.
+    """
+
+    ids: Tensor | None = None
+    tokens: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Model:
+    """A model that may take tokens.
+
+    Attributes:
+        prefix: its qualified name and a dot; "" for the outermost model.
+        module: the model.
+        signature: that of its forward.
+        given: its newest inputs.
+    """
+
+    prefix: str
+    module: nn.Module
+    signature: inspect.Signature
+    given: Given = Given()
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether its inputs are token ids or their embeddings."""
+        return not self.signature.parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it is an encoder and a decoder: then its `input_ids` are the encoder's alone."""
+        return "decoder_input_ids" in self.signature.parameters
+
+
+@dataclass(eq=False)
+class Inputs:
+    """Inputs of a model and of the models in it, updated while they run.
+
+    Attributes:
+        passes: number of forward passes that have started.
+        any_ids: whether any model was called with token ids.
+    """
+
+    passes: int = 0
+    any_ids: bool = False
+    _depth: int = 0
+    _models: list[_Model] = field(default_factory=list)  # each one before those within it
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward pass is running."""
+        return self._depth > 0
+
+    def queries_of(self, name: str) -> Given:
+        """Return the inputs from which the queries of a layer are computed.
+
+        A layer belongs to the innermost model around it that takes tokens. An encoder and a decoder are models of their
+        own, so that each has its own ids and padding.
+        """
+        found: Given | None = None
+        for model in reversed(self._models):
+            if not f"{name}.".startswith(model.prefix):
+                continue
+            if found is not None:
+                # A model of texts and images embeds the tokens itself and passes the embeddings to its inner model.
+                return found if model.pairs else Given(model.given.ids, found.tokens)
+            if model.takes_tokens:
+                found = model.given
+                if found.ids is not None:
+                    return found
+            elif model.prefix:
+                return Given()  # an image or sound encoder: its queries are not the tokens of the model around it
+        return Given() if found is None else found
+
+    def memory_of(self, name: str) -> Given:
+        """Return the inputs of the encoder, for a cross-attention layer of an encoder-decoder model.
+
+        While it decodes, such a model gets the output of its encoder and no ids: then the result is the last inputs of
+        the encoder.
+        """
+        for model in self._models:
+            if f"{name}.".startswith(model.prefix) and model.pairs:
+                if model.given.ids is not None:
+                    return model.given
+                whole: Any = model.module
+                encoder = whole.get_encoder()
+                return next((each.given for each in self._models if each.module is encoder), model.given)
+        return Given()
+
+    def enter(self, model: _Model, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Receive the arguments of a model that is about to run."""
+        self.passes += self._depth == 0
+        self._depth += 1
+        model.given = _given(model.signature, args, kwargs)
+        self.any_ids |= model.given.ids is not None
+
+    def leave(self, *_: object) -> None:
+        """Count a model that has run."""
+        self._depth = max(self._depth - 1, 0)
+
+
+@contextmanager
+def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
+    """Record the inputs of a model and of all Hugging Face models in it while the context is active."""
+    inputs = Inputs()
+    with ExitStack() as stack:
+        for name, module in {"": model, **pretrained_models(model)}.items():
+            each = _Model(name and f"{name}.", module, inspect.signature(module.forward))
+            inputs._models.append(each)  # noqa: SLF001 - made here
+            before = module.register_forward_pre_hook(partial(inputs.enter, each), with_kwargs=True, prepend=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(inputs.leave, always_call=True).remove)
+        yield inputs
+
+
+def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return Given()  # the model itself will raise an error about its arguments
+    ids, mask = bound.get("input_ids"), bound.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()), None)
+    if isinstance(mask, LazyMask):
+        mask = mask.padding
+    tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return Given(None, tokens)
+    return Given(ids.detach().to("cpu", torch.int64, copy=True), tokens)

@@ -10,13 +10,12 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from multihead.call import AttentionCall
+from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, ModelError
 from multihead.explanation import Explanation, explained
 from multihead.hooks.huggingface import installed, register
 from multihead.hooks.packed import packed as leave_out_padding
 from multihead.hooks.pretrained import pretrained_models
-from multihead.listeners import listen
 from multihead.optional import require
 from multihead.parts import Part
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multihead import listeners
-from multihead.call import Attended, AttentionCall, AttentionRequest
+from multihead.call import Attended, AttentionCall, AttentionRequest, listeners, publish, wanted_parts
 from multihead.kernels.dense_tile import seen, without_autocast
 from multihead.kernels.native import library
 from multihead.scores.bias import dense_bias
@@ -55,7 +54,7 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
         the output (batch, heads, queries, value_dim); the weights (batch, queries, keys) if averaged, else
         (batch, heads, queries, keys), or None.
     """
-    request = replace(request, wanted=listeners.wanted())
+    request = replace(request, wanted=wanted_parts())
     keep = None
     if request.dropout:
         shape = request.shape
@@ -68,8 +67,8 @@ def attended_by_head(request: AttentionRequest, *, need_weights: bool, average: 
             output, weights = _ByHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             output, weights = _forward(*arguments)
-        if listeners.listeners():
-            listeners.publish(AttentionCall(request, Attended(output, _logsumexp(request))))
+        if listeners():
+            publish(AttentionCall(request, Attended(output, _logsumexp(request))))
     return output, weights
 
 

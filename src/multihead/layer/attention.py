@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 from multihead import sequence_split
 from multihead.cache import KeyValueCache
-from multihead.call import AttentionRequest, CallOrigin
+from multihead.call import AttentionRequest, CallOrigin, listeners
 from multihead.errors import (
     ArgumentError,
     check_integer,
@@ -38,7 +38,6 @@ from multihead.layer.checks import (
 from multihead.layer.gates import gate, prepend
 from multihead.layer.positions import extend, first_position, map_lengths, normalise, padding_of_rank, rotate
 from multihead.layer.sharding import LayerPart, local_part
-from multihead.listeners import listeners
 from multihead.masks import Full, Mask
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.packing import NO_PADDING, Packing, Padding, Side

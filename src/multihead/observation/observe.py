@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead import listeners
+from multihead.call import listen
 from multihead.errors import ArgumentError, ModelError, ProbeError, check_integer
 from multihead.hooks import huggingface
 from multihead.hooks.alignment import alignment_heads
-from multihead.hooks.inputs import recorded_inputs
 from multihead.hooks.packed import padded
-from multihead.hooks.pretrained import pretrained_models
+from multihead.hooks.pretrained import pretrained_models, recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
@@ -110,7 +109,7 @@ def observe(
             map_pool=map_pool,
             root=root,
         )
-        stack.enter_context(listeners.listen(recorder))
+        stack.enter_context(listen(recorder))
         yield record
     if of_hugging_face:
         aligned = alignment_heads(root)

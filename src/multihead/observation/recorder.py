@@ -15,7 +15,7 @@ from multihead import sequence_split
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError, ProbeError
 from multihead.hooks import huggingface, pretrained
-from multihead.hooks.inputs import Inputs
+from multihead.hooks.pretrained import Inputs
 from multihead.kernels.native.statistics import first_keys
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span

@@ -153,7 +153,7 @@ class _Ring(torch.autograd.Function):
                 for piece in step.pieces:
                     part = terms_of(ring, piece, q, *held, bias).request(ring, piece)
                     with split(None):
-                        found = attend(part, kernel=ring.kernel, publish=False)
+                        found = attend(part, kernel=ring.kernel, published=False)
                     if part.wanted:
                         measures = measured(part, found, first_keys(ring.plan.bounds) - piece.keys[0])
                         merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
@@ -279,7 +279,7 @@ class _Backward:
         bias = None if terms.bias is None or values is None else with_values(terms.bias, values)
         q, k, v = inputs[:3]
         with torch.enable_grad(), split(None):
-            found = attend(Terms(q, k, v, bias).request(self.ring, piece), kernel=self.ring.kernel, publish=False)
+            found = attend(Terms(q, k, v, bias).request(self.ring, piece), kernel=self.ring.kernel, published=False)
         part, dtype = found.logsumexp.detach(), self.logsumexp.dtype
         weight = (part - logsumexp).exp().masked_fill(part == -torch.inf, 0)
         wide = grad_output.to(dtype)

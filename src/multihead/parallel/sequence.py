@@ -11,8 +11,17 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from multihead import listeners, sequence_split
-from multihead.call import Attended, AttentionCall, AttentionRequest, DropoutPart, DropoutPlace
+from multihead import sequence_split
+from multihead.call import (
+    Attended,
+    AttentionCall,
+    AttentionRequest,
+    DropoutPart,
+    DropoutPlace,
+    listeners,
+    publish,
+    wanted_parts,
+)
 from multihead.errors import ArgumentError, ShapeError
 from multihead.explanation import readable_bytes
 from multihead.functional import attend
@@ -242,10 +251,10 @@ class _Split:
 
     @outside_of_graphs(_OUTSIDE)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> Attended:
-        observed = bool(listeners.listeners()) and not traced() and not runs_backward()
+        observed = bool(listeners()) and not traced() and not runs_backward()
         request, planned, chosen = self._planned(request, kernel)
         if observed:
-            request = replace(request, wanted=listeners.wanted())
+            request = replace(request, wanted=wanted_parts())
         self._compare(request, planned, chosen.strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, part=self._drawn()), "native"
@@ -256,7 +265,7 @@ class _Split:
         else:
             found = self._by_gathering(request, planned, kernel)
         if observed:
-            listeners.publish(AttentionCall(request, found))
+            publish(AttentionCall(request, found))
         return found
 
     def work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
@@ -367,7 +376,7 @@ class _Split:
         logsumexps: list[Tensor] = []
         for part, (first_key, _) in self._parts_of_rows(request, planned, k, v):
             with split(None):
-                found = attend(part, kernel=kernel, publish=False)
+                found = attend(part, kernel=kernel, published=False)
             first = sum(each.shape[2] for each in outputs)
             outputs.append(found.output)
             logsumexps.append(found.logsumexp)
@@ -411,7 +420,7 @@ class _Split:
         q, k, v = (heads_for_tokens(x, self.ranks, self.layout) for x in (q, k, v))
         part = self._part_of_heads(request, q, k, v)
         with split(None):
-            found = attend(part, kernel=kernel, publish=False)
+            found = attend(part, kernel=kernel, published=False)
         output = tokens_for_heads(found.output, self.ranks, self.layout)
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multihead import functional, listeners, masks
-from multihead.call import AttentionCall
+from multihead import functional, masks
+from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, SlowPathWarning
 from multihead.kernels.native import eager, library
 from multihead.parts import Part
+from multihead.probes import DEFAULT
+from multihead.probes import statistics as measuring
 from tests import oracle
 from tests.drawing import laid_out
 from tests.kernel_names import needs_native
@@ -139,7 +141,7 @@ class Quiet:
 def test_an_observed_call_is_published() -> None:
     q, k, v = drawn()
     listener = Quiet()
-    with listeners.listen(listener):
+    with listen(listener):
         functional.attention(q, k, v)
     assert len(listener.calls) == 1
 
@@ -209,6 +211,68 @@ def test_empty_calls_give_empty_or_zero_outputs(sizes: tuple[int, int, int]) -> 
     assert not output.any() or keys
     assert logsumexp.shape == (batch, 2, queries)
     assert keys or bool((logsumexp == -torch.inf).all())
+
+
+OF_Q_AND_K = tuple(name for name in DEFAULT if name not in ("special_mass", "sink_mass"))  # what they need is not given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MASKS)
+def test_statistics_of_such_calls_need_no_plan(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "first_pass", None)  # what a planned call would need
+    q, k, _ = drawn(dtype)
+    found = functional.statistics(q.requires_grad_(), k, mask=MASKS[name])
+    assert tuple(found) == OF_Q_AND_K
+    shown = oracle.shown(MASKS[name], (3, 4, 7, 7))
+    weights = oracle.attend(q.detach().double(), k.double(), k.double(), shown).weights
+    expected = oracle.statistics(weights, shown, start=[0, 0, 0])
+    for each, value in found.items():
+        assert not value.requires_grad
+        if each == "largest_key":
+            picked = weights.gather(-1, value.clamp(min=0)[..., None])[..., 0]
+            assert oracle.difference(picked, expected["largest_weight"]) < 1e-6
+        else:
+            assert oracle.difference(value, expected[each]) < 1e-5, each
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("start", [None, 0, 2, 5])
+def test_statistics_of_such_calls_are_the_bits_of_planned_ones(name: str, start: int | None) -> None:
+    q, k, _ = drawn(queries=7 if start is None else 2)
+    for given in (q, laid_out(q, "heads inside"), q[:, :, :, :8].repeat(1, 1, 1, 2)):
+        for softcap, scale in ((None, None), (3.0, 0.7)):
+            terms: dict[str, Any] = {"mask": MASKS[name], "softcap": softcap, "scale": scale, "query_start": start}
+            found = functional.statistics(given, k, **terms)
+            planned = functional.statistics(given, k, probes=OF_Q_AND_K, **terms)
+            assert tuple(found) == tuple(planned)
+            for each, value in found.items():
+                assert torch.equal(value, planned[each]), each
+
+
+def test_statistics_of_large_scores_are_measured_in_float64() -> None:
+    q, k, _ = drawn()
+    found = functional.statistics(300 * q, k)
+    weights = oracle.attend(300 * q.double(), k.double(), k.double(), oracle.shown(masks.Full(), (3, 4, 7, 7))).weights
+    assert oracle.difference(found["largest_weight"], weights.amax(-1)) < 1e-6
+
+
+@pytest.mark.parametrize("name", [each for each in REFUSED if "dropout" not in each and "values" not in each])
+def test_statistics_of_what_does_not_fit_have_the_error_of_a_planned_call(name: str) -> None:
+    given, kind = REFUSED[name]
+    q, k, _ = drawn()
+    with pytest.raises(kind) as found:
+        functional.statistics(**{"q": q, "k": k} | given)
+    assert any(word in str(found.value) for word in ("Give ", "Convert ", "Move ", "Use "))
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 7), (3, 0, 7), (3, 4, 0)])
+def test_statistics_of_empty_calls_are_those_of_queries_without_keys(sizes: tuple[int, int, int]) -> None:
+    batch, queries, keys = sizes
+    found = functional.statistics(torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, keys, 8))
+    for each, value in found.items():
+        expected = -1 if each == "largest_key" else 0
+        assert torch.equal(value, torch.full_like(value, expected)), each
+        assert value.shape == (batch, 2, queries)
 
 
 def test_a_profiler_names_the_operator_and_a_counter_counts_it() -> None:

@@ -1,8 +1,8 @@
 """Calls of the native kernel that need no plan: plain tensors, a mask that is arithmetic, and no other terms.
 
-Most calls are of this kind. They go to the registered operator at once, which checks its arguments itself, because for
-few queries every step in Python takes longer than the attention. All other calls are left to `functional.attend`, which
-plans the mask and chooses a kernel, or says what is wrong.
+Most calls are of this kind. They go at once to a registered operator, which checks its arguments itself, because for
+few queries every step in Python takes longer than the attention. All other calls are left to `functional`, which plans
+the mask and chooses a kernel, or says what is wrong.
 """
 
 from __future__ import annotations
@@ -13,23 +13,32 @@ import torch
 from torch import Tensor
 
 from multihead import sequence_split
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, active
 from multihead.kernels.native import library
 from multihead.kernels.native.call import DTYPES
 from multihead.kernels.native.kernel import Job, gradients
+from multihead.kernels.native.statistics import FIRST_KEY, OFFSETS
 from multihead.kernels.native_vs_sdpa import LOST
-from multihead.listeners import active
 from multihead.masks import Full, Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.masks.counts import FURTHEST
+from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 from multihead.tracing import intercepted
 
-# `OpOverload.__call__` only passes its arguments on to this function.
+# `OpOverload.__call__` only passes its arguments on to these functions.
 _operator = None if library.absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
+_statistics = None if library.absence() else torch.ops.multihead.statistics.default._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
+
+MEASURED: tuple[Part, ...] = (
+    *("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread"),
+    *OFFSETS,
+    FIRST_KEY,
+)
+"""The parts that the operator of statistics returns after the logsumexp, in its order."""
 
 
 def attend(
@@ -50,6 +59,66 @@ def attend(
 
     Returns:
         the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats.
+    """
+    band = _band(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    if band is None:
+        return None
+    try:
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _Differentiable.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
+        return _operator(q, k, v, *band, scale, softcap)  # type: ignore[misc, no-any-return]
+    except RuntimeError:  # something does not fit: the usual way finds out what
+        return None
+
+
+def statistics(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    bias: Bias | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    query_start: int | Tensor | str | None,
+) -> tuple[Tensor, dict[Part, Tensor]] | None:
+    """Measure `MEASURED` by a forward pass without values, or return None where that needs a plan or an error.
+
+    The arguments are those of `functional.statistics`, and nothing about them has been checked.
+
+    Returns:
+        the logsumexp and the parts, (batch, heads, queries) each, without gradients.
+    """
+    band = _band(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
+    if band is None:
+        return None
+    if _grad_enabled() and (q.requires_grad or k.requires_grad):
+        q, k = q.detach(), k.detach()
+    try:
+        logsumexp, entropy, largest, largest_key, mean, spread, at_offsets, first = _statistics(  # type: ignore[misc]
+            q, k, *band, scale, softcap
+        )
+    except RuntimeError:
+        return None
+    values = (entropy, largest, largest_key, mean, spread, *at_offsets.unbind(), first)
+    return logsumexp, dict(zip(MEASURED, values, strict=True))
+
+
+def _band(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bias: Bias | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    query_start: int | Tensor | str | None,
+) -> tuple[Tensor | None, int, int, int] | None:
+    """Return the keys that each query of a call sees, as the operators take them, or None if they do not take the call.
+
+    Returns:
+        lengths, keys before and after the position of a query, and the position of the first query; see `Mask.band`.
     """
     if (
         bias is not None
@@ -76,12 +145,7 @@ def attend(
         query_start = 0 if before < 0 and after < 0 else -1  # -1: the operator wants as many queries as keys
     elif type(query_start) is not int or query_start < 0:
         return None
-    try:
-        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Differentiable.apply(q, k, v, band, query_start, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
-        return _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc, no-any-return]
-    except RuntimeError:  # something does not fit: the usual way finds out what
-        return None
+    return lengths, before, after, query_start
 
 
 class _Differentiable(torch.autograd.Function):
@@ -93,16 +157,18 @@ class _Differentiable(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        band: Band,
+        lengths: Tensor | None,
+        before: int,
+        after: int,
         query_start: int,
         scale: float | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        output, logsumexp = _operator(q, k, v, *band, query_start, scale, softcap)  # type: ignore[misc]
+        output, logsumexp = _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc]
         ctx.save_for_backward(q, k, v, output, logsumexp)
-        if band.lengths is not None:
-            band = band._replace(lengths=band.lengths.clone())  # the caller may write to them before the backward pass
-        ctx.call = band, max(query_start, 0), scale, softcap
+        if lengths is not None:
+            lengths = lengths.clone()  # the caller may write to them before the backward pass
+        ctx.call = Band(lengths, before, after), max(query_start, 0), scale, softcap
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
@@ -115,7 +181,7 @@ class _Differentiable(torch.autograd.Function):
         request = AttentionRequest(q, k, v, shape, _mask_of(band), scale, query_start, softcap=softcap)
         job = Job(request, bounds_of(request), None, 0)
         dq, dk, dv, *_ = gradients(job, (output, logsumexp), grad_output, grad_logsumexp, bias_wanted=False)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None, None
 
 
 def _mask_of(band: Band) -> Mask:

@@ -21,19 +21,19 @@ from multihead.tracing import intercepted
 
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")
-_OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
+OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
 # The field of csrc/call.h that each part is written to.
 _FIELD: dict[Part, str] = {
     "entropy": "entropy",
     "mean_distance": "mean_distance",
     "distance_spread": "distance_spread",
-    **dict.fromkeys(_OFFSETS, "offset_weights"),
+    **dict.fromkeys(OFFSETS, "offset_weights"),
     FIRST_KEY: "target_key_weight",
     SPECIAL_KEYS: "special_keys_weight",
     "largest_weight": "largest_weight",
     "largest_key": "largest_key",
 }
-_OFFSET_VALUES = array("q", _OFFSETS.values())  # not a tensor, which could be created under any dispatch mode
+_OFFSET_VALUES = array("q", OFFSETS.values())  # not a tensor, which could be created under any dispatch mode
 ONE_PASS: frozenset[Part] = frozenset(_FIELD)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
@@ -92,7 +92,7 @@ class Measurement:
         like = None  # empty_like takes less time than empty
         for name in dict.fromkeys(result.outputs.values()):
             if name == "offset_weights":
-                raw[name] = empty_float32(len(_OFFSETS), *rows)
+                raw[name] = empty_float32(len(OFFSETS), *rows)
             elif name == "largest_key":
                 raw[name] = torch.empty(rows, dtype=torch.int64, device="cpu")
             else:
@@ -131,7 +131,7 @@ class Measurement:
         """Return what was measured: (batch, heads, queries) each."""
         raw = self.raw
         at_offsets = raw["offset_weights"].unbind() if "offset_weights" in raw else ()
-        of_offsets = dict(zip(_OFFSETS, at_offsets, strict=False))
+        of_offsets = dict(zip(OFFSETS, at_offsets, strict=False))
         return {part: of_offsets[part] if part in of_offsets else raw[name] for part, name in self.outputs.items()}
 
 
