@@ -94,6 +94,6 @@ def test_an_impossible_request_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
         found = examine()
     finally:
         library._unforced.cache_clear()
-    assert found.asked == "avx9"
+    assert found.requested == "avx9"
     assert found.chosen is None
     assert found.warnings[0].startswith("MULTIHEAD_CPU is 'avx9', and there is no such instruction set. Give one that")

@@ -52,7 +52,7 @@ class Diagnosis:
         library: file of the native kernel, or None.
         absence: why there is none, or None.
         sets: the native kernel's instruction sets.
-        asked: the set that the environment variable MULTIHEAD_CPU requests, or None.
+        requested: the set that the environment variable MULTIHEAD_CPU requests, or None.
         chosen: the set that is used, or None.
         refusal: why the requested set cannot be used, or None.
         runtimes: the OpenMP runtimes loaded; None where the system does not list them.
@@ -67,7 +67,7 @@ class Diagnosis:
     library: Path | None
     absence: str | None
     sets: tuple[InstructionSet, ...]
-    asked: str | None
+    requested: str | None
     chosen: str | None
     refusal: str | None
     runtimes: tuple[Path, ...] | None
@@ -115,7 +115,7 @@ def examine() -> Diagnosis:
         library=library.path(),
         absence=library.absence(),
         sets=library.instruction_sets(),
-        asked=os.environ.get(library.ENVIRONMENT) or None,
+        requested=os.environ.get(library.ENVIRONMENT) or None,
         chosen=chosen,
         refusal=refusal,
         runtimes=openmp_runtimes(),

@@ -242,10 +242,10 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
-    if probes is None and context is NOTHING and logsumexp is v is None and not unknown:
-        at_once = measuring.of_eager(q, k, mask, bias, softcap, sinks, scale, query_start)
-        if at_once is not None:
-            return at_once
+    if probes is None and logsumexp is None and v is None and context is NOTHING and not unknown:
+        found = measuring.measured_without_plan(q, k, mask, bias, softcap, sinks, scale, query_start)
+        if found is not None:
+            return found
     reject_in_split("statistics", "Compute them outside, from all tokens.")
     if traced() and not transformed() and not torch.compiler.is_compiling():
         raise ArgumentError(

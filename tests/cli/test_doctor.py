@@ -27,7 +27,7 @@ FOUND = room.Diagnosis(
         InstructionSet("avx512_bf16", 3, compiled=False, runs=False, for_tests=False),
         InstructionSet("emulated", 4, compiled=True, runs=True, for_tests=True),
     ),
-    asked=None,
+    requested=None,
     chosen="avx2",
     refusal=None,
     runtimes=(Path("/torch/libgomp.so.1"),),
@@ -73,7 +73,7 @@ def test_all_that_is_found_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forced_set_says_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(monkeypatch, replace(FOUND, asked="scalar", chosen="scalar"))
+    result = run(monkeypatch, replace(FOUND, requested="scalar", chosen="scalar"))
     assert "   scalar      used: set by MULTIHEAD_CPU\n   avx2        runs here\n" in result.output
 
 

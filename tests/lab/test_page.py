@@ -77,7 +77,7 @@ def test_every_text_of_the_script_is_on_the_page() -> None:
         "measure." + name for task in data["tasks"] for course in task["courses"]
         for look in course["moments"][0]["looks"] for name in look["measures"]
     }  # fmt: skip
-    assert named | measured | {"measure.only asked"} <= set(json.loads(texts))
+    assert named | measured | {"measure.only lookup"} <= set(json.loads(texts))
 
 
 def test_every_link_of_the_page_leads_somewhere() -> None:

@@ -14,7 +14,7 @@ from tests.lab.few import few_answers
 
 
 def lookup(layer: int, head: int, first: float, second: float) -> HeadLook:
-    measures = {"first asked": first, "second asked": second, "the others": 1 - first - second, "entropy": 0.5}
+    measures = {"first lookup": first, "second lookup": second, "the others": 1 - first - second, "entropy": 0.5}
     return HeadLook(layer, head, measures, ((first, second),))
 
 

@@ -62,7 +62,7 @@ def test_the_measures_of_a_head_are_its_weights_on_the_facts_in_question(name: s
     looks = task.look(model, batch)
     for look in looks:
         mine = weights[:, look.head]
-        for place, measure in enumerate(("first asked", "second asked")[: task.lookups]):
+        for place, measure in enumerate(("first lookup", "second lookup")[: task.lookups]):
             expected = float(mine.gather(1, batch.targets[:, place : place + 1]).mean())
             assert look.measures[measure] == pytest.approx(expected, abs=1e-5)
         assert look.measures["entropy"] == pytest.approx(float(torch.special.entr(mine).sum(1).mean()), abs=1e-5)

@@ -37,10 +37,10 @@ PATHS = (
 )
 
 
-def answer(asked: Requests, path: str) -> list[tuple[dict[str, Any], bytes]]:
+def answer(running: Requests, path: str) -> list[tuple[dict[str, Any], bytes]]:
     """Return all parts of the answer to a request."""
     parts: list[tuple[dict[str, Any], bytes]] = []
-    asked.ask(path, lambda head, body: parts.append((head, body))).result(60)
+    running.start(path, lambda head, body: parts.append((head, body))).result(60)
     return parts
 
 
@@ -89,11 +89,11 @@ def test_a_cancelled_request_ends_its_computation(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(routes, "described", endless)
     parts: list[object] = []
-    asked = Requests([Run("small", small())], "en").ask("api/runs/0/samples/0", lambda *part: parts.append(part))
+    pending = Requests([Run("small", small())], "en").start("api/runs/0/samples/0", lambda *part: parts.append(part))
     assert began.wait(60)
-    assert asked.cancel()
+    assert pending.cancel()
     with pytest.raises(CancelledError):
-        asked.result(60)
+        pending.result(60)
     ended.set()
     assert parts == []
 
@@ -111,8 +111,8 @@ def test_a_failure_is_answered_and_its_traceback_is_printed(monkeypatch: pytest.
     monkeypatch.setattr(routes, "listed", broken)
     monkeypatch.setattr(requests.traceback, "print_exc", noted)
     parts: list[tuple[dict[str, Any], bytes]] = []
-    asked = Requests([Run("small", small())], "en")
-    asked.ask("api/view", lambda *part: parts.append(part))
+    running = Requests([Run("small", small())], "en")
+    running.start("api/view", lambda *part: parts.append(part))
     assert printed.wait(60)
     assert [str(each) for each in failures] == ["no such thing"]
     assert parts[-1][0]["status"] == 500

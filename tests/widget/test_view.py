@@ -49,25 +49,25 @@ def test_a_request_that_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) 
     ended: Future[None] = Future()
     ended.set_result(None)
     waiting: Future[None] = Future()
-    asked = {"one": ended, "two": waiting}
-    monkeypatch.setattr(view._requests, "ask", lambda path, send: asked[path])
-    for key in asked:
+    pending = {"one": ended, "two": waiting}
+    monkeypatch.setattr(view._requests, "start", lambda path, send: pending[path])
+    for key in pending:
         view._handle_custom_msg({"id": key, "path": key}, [])
-    assert view._asked == {"two": waiting}
+    assert view._pending == {"two": waiting}
     waiting.set_result(None)
-    assert view._asked == {}
+    assert view._pending == {}
 
 
 def test_a_request_is_cancelled_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     view = small().view()
     page = Page(view, monkeypatch)
-    monkeypatch.setattr(view._requests, "ask", lambda path, send: asked)
-    asked: Future[None] = Future()
+    monkeypatch.setattr(view._requests, "start", lambda path, send: pending)
+    pending: Future[None] = Future()
     view._handle_custom_msg({"id": "one 1", "path": "api/view"}, [])
     view._handle_custom_msg({"cancel": "another"}, [])
-    assert not asked.cancelled()
+    assert not pending.cancelled()
     view._handle_custom_msg({"cancel": "one 1"}, [])
-    assert asked.cancelled()
+    assert pending.cancelled()
     assert page.messages == []
 
 

@@ -74,7 +74,7 @@ def _print_native(console: Console, found: Diagnosis) -> None:
 def _state(each: InstructionSet, found: Diagnosis) -> str:
     """Return whether an instruction set is used, runs here, or why it does not."""
     if each.name == found.chosen:
-        return "used: set by MULTIHEAD_CPU" if found.asked else "used: the fastest that runs here"
+        return "used: set by MULTIHEAD_CPU" if found.requested else "used: the fastest that runs here"
     if not each.compiled:
         return "not in this build"
     if not each.runs:

@@ -1,4 +1,4 @@
-"""Reject models whose attention our kernels would not compute, whichever way transformers is asked to use them.
+"""Reject models whose attention our kernels would not compute, whichever way they are chosen in transformers.
 
 transformers accepts a registered name for every family, and families that never look it up silently compute something
 else with the mask that was made for it. So its own methods are extended, where all ways of naming an attention meet:

@@ -166,7 +166,7 @@ def _course(experiment: Experiment, phrases: Phrases) -> str:
 def _lookup_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], tuple[Table, ...]]:
     """Count the heads that attend to each name of the question, and the seeds in which two heads share two names."""
     translate, two = phrases.translate, experiment.task == "two"
-    measures = ("first asked", "second asked") if two else ("first asked",)
+    measures = ("first lookup", "second lookup") if two else ("first lookup",)
     rows, items = [], []
     for num_heads in experiment.heads:
         trainings = experiment.of(num_heads)
@@ -178,7 +178,7 @@ def _lookup_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, 
         shared = sum(all(each) for each in zip(*counts, strict=True))
         if two and num_heads > 1:
             items.append(translate("looks.two item", heads=phrases.heads(num_heads), yes=shared, of=len(trainings)))
-    named = ("on first", "on second", "on neither") if two else ("on asked", "not on it")
+    named = ("on first", "on second", "on neither") if two else ("on lookup", "not on it")
     columns = (translate("heads column"), *(translate(key) for key in named), translate("entropy"))
     sentences = (translate("looks.two", list=phrases.listed(items)),) if items else ()
     return sentences, (Table(translate("looks.caption lookup"), columns, tuple(rows)),)

@@ -155,7 +155,7 @@ class Lookup:
         places = torch.cat([batch.targets, others.nonzero()[:, 1].view(len(others), -1)], 1)
         ordered = weights.gather(2, places[:, None].expand_as(weights))  # the facts in question first
         shares = ordered.mean(0)  # (heads, facts)
-        names = ("first asked", "second asked")[: self.lookups]
+        names = ("first lookup", "second lookup")[: self.lookups]
         return tuple(
             HeadLook(
                 layer=0,

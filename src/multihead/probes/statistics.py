@@ -207,7 +207,7 @@ def first_pass(
     return FirstPass(logsumexp, {} if is_large(logsumexp) else parts, usual=False)
 
 
-def of_eager(
+def measured_without_plan(
     q: Tensor,
     k: Tensor,
     mask: Mask,

@@ -45,16 +45,16 @@ class Requests:
         threading.Thread(target=_run, args=(self._loop,), name="multihead widget", daemon=True).start()
         weakref.finalize(self, _stop, viewer, self._loop).atexit = False
 
-    def ask(self, path: str, send: Send) -> Future[None]:
+    def start(self, path: str, send: Send) -> Future[None]:
         """Answer a request; cancelling the result cancels the computation.
 
         Args:
             path: the address below the page's, such as "api/view".
             send: called with each part of the answer, in the thread of this object.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._answer(path, send), self._loop)
-        asked.add_done_callback(_print_failure)
-        return asked
+        pending = asyncio.run_coroutine_threadsafe(self._answer(path, send), self._loop)
+        pending.add_done_callback(_print_failure)
+        return pending
 
     async def _answer(self, path: str, send: Send) -> None:
         address, _, query = path.partition("?")
@@ -122,9 +122,9 @@ def _stop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
     threading.Thread(target=viewer.close, name="multihead widget closing", daemon=True).start()
 
 
-def _print_failure(asked: Future[None]) -> None:
+def _print_failure(pending: Future[None]) -> None:
     try:
-        asked.result()
+        pending.result()
     except CancelledError:
         return
     except Exception:  # noqa: BLE001 - the page shows that the viewer failed; this is the reason

@@ -86,7 +86,7 @@ class View(anywidget.AnyWidget):
         self, *records: Record, lang: str = "en", height: int = 640, linked: View | None = None, **options: Any
     ) -> None:
         self._requests: Requests | None = None
-        self._asked: dict[str, Future[None]] = {}
+        self._pending: dict[str, Future[None]] = {}
         check_language(lang)
         if isinstance(height, bool) or not isinstance(height, int) or height < 240:
             raise ArgumentError(f"height is {height!r}.", "Give a number of pixels from 240 on.")
@@ -120,8 +120,8 @@ class View(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Remove the widget and stop its computations."""
-        for asked in list(self._asked.values()):
-            asked.cancel()
+        for pending in list(self._pending.values()):
+            pending.cancel()
         self._requests = None
         super().close()
 
@@ -133,7 +133,7 @@ class View(anywidget.AnyWidget):
         if self._requests is None:
             return  # it was closed
         # What the page requests first takes longest, and is computed while the page starts.
-        self._requests.ask("api/runs/0/samples/0", lambda part, body: None)
+        self._requests.start("api/runs/0/samples/0", lambda part, body: None)
         shown = self._repr_mimebundle_()
         bundle = shown[0] if isinstance(shown, tuple) else shown
         display(bundle, raw=True)
@@ -169,9 +169,9 @@ class View(anywidget.AnyWidget):
     def _received(self, widget: object, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
         """Answer a request of the page, or cancel one that the page no longer needs."""
         if "cancel" in content:
-            asked = self._asked.pop(content["cancel"], None)
-            if asked is not None:
-                asked.cancel()
+            pending = self._pending.pop(content["cancel"], None)
+            if pending is not None:
+                pending.cancel()
             return
         key, requests = content["id"], self._requests
         if requests is None:
@@ -180,8 +180,8 @@ class View(anywidget.AnyWidget):
         def send(part: dict[str, Any], body: bytes) -> None:
             self.send({"id": key, **part}, [body])
 
-        asked = self._asked[key] = requests.ask(content["path"], send)
-        asked.add_done_callback(lambda _: self._asked.pop(key, None))  # called at once if it has ended already
+        pending = self._pending[key] = requests.start(content["path"], send)
+        pending.add_done_callback(lambda _: self._pending.pop(key, None))  # called at once if it has ended already
 
 
 def _names(records: Sequence[Record]) -> list[str]:

@@ -21,7 +21,7 @@ const ramp = () => el('div', { className: 'ramp' }, el('span', { textContent: tr
 
 function measures(task, look) {
   const cells = Object.entries(look.measures).flatMap(([name, value]) => {
-    const label = el('span', { textContent: translate('measure.' + (task.name === 'one' && name === 'first asked' ? 'only asked' : name)) });
+    const label = el('span', { textContent: translate('measure.' + (task.name === 'one' && name === 'first lookup' ? 'only lookup' : name)) });
     if (name === 'entropy') return [label, el('span', { className: 'wide', textContent: value.toFixed(2) })];
     return [label, el('span', {}, el('i', { v: value })), el('b', { textContent: exact(value) })];
   });
