@@ -195,10 +195,16 @@ INLINE void score_some_keys(const float *k, const float *q, int64_t depth, int64
     }
 }
 
+// The largest score of each query in a block of keys.
+struct BlockLargest {
+  Floats score[2];
+  Ints tile[2];  // the first key of the first tile with it, relative to the block; only for statistics
+};
+
 // The scores of keys [from, to) of the block of keys that begins with key `first`.
-template <int HALVES>
+template <int HALVES, Statistics STATISTICS>
 INLINE void score_panel(const Panel &panel, const float *packed_k, const float *q, int64_t depth, int64_t first,
-                        int64_t from, int64_t to, float *scores, Floats (&largest)[2]) {
+                        int64_t from, int64_t to, float *scores, BlockLargest &block) {
   LaneBounds bounds[2];
   bool have_bounds = false;
   for (int64_t key = from; key < to; key += ROWS) {
@@ -206,16 +212,21 @@ INLINE void score_panel(const Panel &panel, const float *packed_k, const float *
     float *at = scores + (key - first) * COLUMNS;
     const bool half = to - key <= ROWS / 2;
     const int64_t count = half ? ROWS / 2 : ROWS;
+    const Floats before[2] = {block.score[0], block.score[1]};
     if (key + count <= to && panel.span.covers(key, count)) {
-      if (half) score_keys<ROWS / 2, HALVES>(k, q, depth, at, largest);
-      else score_keys<ROWS, HALVES>(k, q, depth, at, largest);
-      continue;
+      if (half) score_keys<ROWS / 2, HALVES>(k, q, depth, at, block.score);
+      else score_keys<ROWS, HALVES>(k, q, depth, at, block.score);
+    } else {
+      if (!have_bounds)
+        for (int side = 0; side < HALVES; side++) bounds[side] = lane_bounds(panel, side, first, to);
+      have_bounds = true;
+      if (half) score_some_keys<ROWS / 2, HALVES>(k, q, depth, key - first, bounds, at, block.score);
+      else score_some_keys<ROWS, HALVES>(k, q, depth, key - first, bounds, at, block.score);
     }
-    if (!have_bounds)
-      for (int side = 0; side < HALVES; side++) bounds[side] = lane_bounds(panel, side, first, to);
-    have_bounds = true;
-    if (half) score_some_keys<ROWS / 2, HALVES>(k, q, depth, key - first, bounds, at, largest);
-    else score_some_keys<ROWS, HALVES>(k, q, depth, key - first, bounds, at, largest);
+    if (STATISTICS == Statistics::NONE) continue;
+    const Ints tile = (Ints){} + static_cast<int32_t>(key - first);
+    for (int side = 0; side < HALVES; side++)
+      block.tile[side] = block.score[side] > before[side] ? tile : block.tile[side];
   }
 }
 
@@ -248,8 +259,14 @@ INLINE void keep_few_scores(const Call &call, int64_t batch, Panel &panel, const
                             int64_t from, int64_t to) {
   for (int64_t i = 0; i < call.num_offsets; i++) {
     const int64_t key = panel.position + call.offsets[i] - first;  // at the offset from the first query
+    float *kept = panel.statistics.few_scores[i];
+    if (key >= from && key + COLUMNS <= to) {
+      for (int64_t query = 0; query < COLUMNS; query += LANES)
+        store(kept + query, gather(scores + key * COLUMNS, index_from(query) * static_cast<int32_t>(COLUMNS + 1)));
+      continue;
+    }
     for (int64_t query = max(0, from - key); query < min(panel.count, to - key); query++)
-      panel.statistics.few_scores[i][query] = scores[(key + query) * COLUMNS + query];
+      kept[query] = scores[(key + query) * COLUMNS + query];
   }
   const int64_t target = call.target_key ? call.target_key[batch] - first : -1;
   if (target >= from && target < to)
@@ -257,17 +274,17 @@ INLINE void keep_few_scores(const Call &call, int64_t batch, Panel &panel, const
 }
 
 // The key with the largest score of each query, the first of equal ones, where `improved`; and the pivot at its distance.
+// It is searched for in its tile, whose later rows may be those of another block: they cannot come first.
 template <int HALVES>
-INLINE void keep_largest_keys(Panel &panel, const Ints (&improved)[2], const float *scores, int64_t first, int64_t from,
-                              int64_t to, bool distances) {
+INLINE void keep_largest_keys(Panel &panel, const Ints (&improved)[2], const Ints (&tile)[2], const float *scores,
+                              int64_t first, bool distances) {
   PanelStatistics &statistics = panel.statistics;
   for (int half = 0; half < HALVES; half++) {
     if (!any(improved[half])) continue;
-    Ints found = (Ints){}, index = (Ints){} + static_cast<int32_t>(to);
-    for (int64_t key = to - 1; key >= from; key--) {
-      index -= 1;
-      found = load(scores + key * COLUMNS + half * LANES) == panel.largest[half] ? index : found;
-    }
+    const Ints cell = tile[half] * static_cast<int32_t>(COLUMNS) + index_from(half * LANES);
+    Ints found = tile[half];
+    for (int32_t row = ROWS - 1; row >= 0; row--)
+      found = gather(scores + row * COLUMNS, cell) == panel.largest[half] ? tile[half] + row : found;
     const Ints now = improved[half] ? found + static_cast<int32_t>(first) : statistics.largest_key[half];
     statistics.largest_key[half] = now;
     if (!distances) continue;
@@ -319,14 +336,14 @@ INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *score
 
 // Add the weights of a block of keys to the sums of a panel, whose earlier weights are multiplied by its factor.
 template <int HALVES, Statistics STATISTICS>
-INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const Floats (&block_largest)[2], float *scores,
+INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const BlockLargest &block, float *scores,
                          int64_t first, int64_t from, int64_t to) {
   Floats base[2], change[2];
   Ints improved[2];
   for (int half = 0; half < HALVES; half++) {
     const Floats before = panel.largest[half];
-    improved[half] = block_largest[half] > before;
-    const Floats now = select(improved[half], block_largest[half], before);
+    improved[half] = block.score[half] > before;
+    const Floats now = select(improved[half], block.score[half], before);
     base[half] = select(now == broadcast(-INF), (Floats){}, now);  // -inf - -inf would be NaN
     change[half] = select(before == broadcast(-INF), (Floats){}, before - base[half]);
     panel.factor[half] = exp2(before - base[half]);
@@ -337,7 +354,7 @@ INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const Fl
     weigh_keys<HALVES, STATISTICS, Side::BOTH>(panel, base, scores, first, from, to, sums);
   } else {
     keep_few_scores(call, batch, panel, scores, first, from, to);
-    keep_largest_keys<HALVES>(panel, improved, scores, first, from, to, STATISTICS == Statistics::DISTANCES);
+    keep_largest_keys<HALVES>(panel, improved, block.tile, scores, first, STATISTICS == Statistics::DISTANCES);
     const int64_t before = max(from, min(to, panel.position + 1 - first));  // the keys before it are so for all queries
     const int64_t after = max(before, min(to, panel.position + COLUMNS - 1 - first));
     weigh_keys<HALVES, STATISTICS, Side::BEFORE>(panel, base, scores, first, from, before, sums);
@@ -390,9 +407,9 @@ __attribute__((noinline)) void attend_panel(const Call &call, int64_t batch, Pan
                                             int64_t keys, int64_t first, int64_t end, float *scores, float *sums) {
   const int64_t from = max(panel.span.any_start, first), to = min(panel.span.any_stop, end);
   if (from >= to) return;
-  Floats largest[2] = {broadcast(-INF), broadcast(-INF)};
-  score_panel<HALVES>(panel, packed_k, q, depth, first, from, to, scores, largest);
-  update_panel<HALVES, STATISTICS>(call, batch, panel, largest, scores, first, from - first, to - first);
+  BlockLargest block = {{broadcast(-INF), broadcast(-INF)}, {}};
+  score_panel<HALVES, STATISTICS>(panel, packed_k, q, depth, first, from, to, scores, block);
+  update_panel<HALVES, STATISTICS>(call, batch, panel, block, scores, first, from - first, to - first);
   using Tiles = PanelTiles<HALVES * LANES>;
   float factors[COLUMNS];
   for (int half = 0; half < HALVES; half++) store(factors + half * LANES, panel.factor[half]);
@@ -444,10 +461,12 @@ INLINE void write_panel_statistics(const Call &call, const Panel &panel, const N
     });
   }
   if (!call.largest_key) return;
-  for (int64_t i = 0; i < panel.count; i++) {
-    const float total = panel.total[i / LANES][i % LANES];
-    call.largest_key[index + i] = total > 0 ? statistics.largest_key[i / LANES][i % LANES] : -1;
+  int32_t keys[COLUMNS];
+  for (int half = 0; half < 2; half++) {
+    const Ints found = panel.total[half] > (Floats){} ? statistics.largest_key[half] : (Ints){} - 1;
+    __builtin_memcpy(keys + half * LANES, &found, sizeof found);
   }
+  for (int64_t i = 0; i < panel.count; i++) call.largest_key[index + i] = keys[i];
 }
 
 // Write the output, the logsumexp and the statistics of a panel whose first query is `first`.

@@ -77,6 +77,17 @@ INLINE Floats load(const Int8 *from) {
 }
 INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(load_as<Bytes>(from), Ints); }
 INLINE void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
+INLINE Floats gather(const float *from, Ints index) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_i32gather_ps((__m512i)index, from, sizeof(float));
+#elif LANES == 8 && defined(__AVX2__)
+  return (Floats)_mm256_i32gather_ps(from, (__m256i)index, sizeof(float));
+#else
+  Floats values;
+  for (int lane = 0; lane < LANES; lane++) values[lane] = from[index[lane]];
+  return values;
+#endif
+}
 
 INLINE float to_float(const float *from) { return *from; }
 INLINE float to_float(const Int8 *from) { return from->value; }

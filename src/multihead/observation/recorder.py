@@ -62,7 +62,7 @@ class _PreviousCall:
         query_stop: position after its last query, in the sequence.
         keys: number of its keys.
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
-            last key); None if a cache of this library links the calls.
+            last key); None if a cache of this library links the calls, and for packed samples.
         samples: returns the records of its samples.
         key_starts: (samples,) int64, the position of the first key of each in the sequence; None before it is recorded.
     """
@@ -82,8 +82,8 @@ class _PreviousCall:
             return _PreviousCall(shape.batch, 0, shape.key_length, None)
         start = 0 if isinstance(request.query_start, Tensor) else request.query_start
         stop = int(offset) + start + shape.query_length
-        if not shape.key_length:
-            return _PreviousCall(shape.batch, stop, 0, None)
+        if not shape.key_length or request.packed_lengths is not None:  # no call continues packed samples
+            return _PreviousCall(shape.batch, stop, shape.key_length, None)
         last = -1 if crosses else min(stop - int(offset), shape.key_length) - 1
         edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
         return _PreviousCall(shape.batch, stop, shape.key_length, edge)
@@ -427,7 +427,7 @@ class Recorder:
             if more is None:
                 return None
             measured = {**measured, **more}
-        return moved_together(measured, places)
+        return measured
 
     def _batch(
         self,
@@ -441,11 +441,14 @@ class Recorder:
         """Record a call with which all its samples begin."""
         request, logsumexp = call.request, call.attended.logsumexp.detach()
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        statistics = {}
+        if request.shape.device.type != "cpu":
+            parts = {part: value.cpu() for part, value in parts.items()}
+        batch = RecordedBatch(new_sample, places, self._bare(request, device), logsumexp.to(device), parts, ids)
         for probe in self.probes:
             if probe.parts <= parts.keys():
-                statistics[probe.name] = from_kernel(probe, parts, logsumexp).cpu()
-        batch = RecordedBatch(new_sample, places, self._bare(request, device), logsumexp.to(device), statistics, ids)
+                batch.probes.append(probe)
+        if self.record.statistics:  # a user's own: its function may raise an error, so it runs now
+            batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
             fresh = request.origin is not None and request.origin.fresh
             batch.q = KeptRows.of(request.q, places.query_rows, device, layer=name, fresh=fresh)

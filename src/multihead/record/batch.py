@@ -18,7 +18,8 @@ from multihead.masks import Keep
 from multihead.masks.place import Span
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
-from multihead.probes.statistics import OF_POSITIONS
+from multihead.probes.probe import Parts, Probe
+from multihead.probes.statistics import OF_POSITIONS, from_kernel
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, kept
 from multihead.record.summaries import Measured, queries_that_count
@@ -225,6 +226,14 @@ class SampleSpans:
         real, positions, keys = whole.view(3, shape.batch, 1, shape.query_length)
         return real.bool(), positions, keys
 
+    @cached_property
+    def first_keys(self) -> Tensor:
+        """(batch, 1, 1 or queries) int64: the first key of the sample of each query."""
+        first, stop, first_key = self.ends[1:4].unbind()
+        if self.packed:
+            return first_key.repeat_interleave(stop - first)[None, None]
+        return first_key[:, None, None]
+
     def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
         """Whether another call has its samples at the same places, with the same mask and options."""
         mine = self.request
@@ -246,15 +255,16 @@ class SampleSpans:
 class RecordedBatch:
     """A call with which each of its samples begins. They are cut out of it when one of them is read.
 
-    Cutting takes longer than recording, and tables need statistics only.
+    Cutting takes longer than recording, and tables need statistics only, which are computed when they are read.
 
     Attributes:
         new_sample: returns an empty sample of the layer.
         places: where the samples are.
         request: the call as a record keeps it, without q, k, v and its origin.
         logsumexp: (batch, heads, queries), nats.
-        statistics: name -> (batch, heads, queries), on the CPU.
+        parts: what the kernel measured of the whole call, on the CPU.
         ids: the token ids.
+        probes: the statistics that are computed from these parts.
         q: the queries of `places.query_rows`, or None if only statistics are kept.
         k: the keys of `places.key_rows`, or None.
     """
@@ -263,11 +273,26 @@ class RecordedBatch:
     places: SampleSpans
     request: AttentionRequest
     logsumexp: Tensor
-    statistics: dict[str, Tensor]
+    parts: Parts
     ids: Ids
+    probes: list[Probe] = field(default_factory=list)
     q: KeptRows | None = None
     k: KeptRows | None = None
+    _statistics: dict[str, Tensor] | None = None  # once they are computed
     _samples: list[SampleRecord] | None = None  # once they are cut out
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """Name -> (batch, heads, queries), on the CPU."""
+        with CUTTING:
+            if self._statistics is None:
+                parts, logsumexp = moved_together(self.parts, self.places), self.logsumexp.cpu()
+                usual = bool((logsumexp > -torch.inf).all())
+                self._statistics = {
+                    probe.name: from_kernel(probe, parts, logsumexp, usual=usual) for probe in self.probes
+                }
+                self.parts = {}
+            return self._statistics
 
     def measured(self) -> dict[str, Measured]:
         """Return each floating-point statistic, and which queries count in a summary: (batch, heads, queries) each."""
@@ -299,7 +324,7 @@ class RecordedBatch:
             if self._samples is None:
                 self._samples = self._cut()
                 self.q = self.k = None
-                self.statistics = {}  # with their padding they may take twice the memory of the samples
+                self._statistics = {}  # with their padding they may take twice the memory of the samples
         return self._samples
 
     def cut_requests(self) -> None:
@@ -486,11 +511,7 @@ def moved_together(parts: Mapping[Part, Tensor], places: SampleSpans) -> Mapping
     keys = parts.get("largest_key")
     if keys is None or not bool(places.ends[3].any()):
         return parts
-    keys = keys.clone()
-    for span in places.found:
-        rows = keys[span.sample, :, slice(*span.queries)]
-        rows -= span.keys[0] * (rows >= 0)
-    return {**parts, "largest_key": keys}
+    return {**parts, "largest_key": (keys - places.first_keys.to(keys.device)).clamp_(min=-1)}  # -1 stays -1
 
 
 def position_of(request: AttentionRequest, span: Span) -> int:

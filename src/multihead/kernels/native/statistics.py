@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,13 +157,12 @@ def _first_keys(bounds: KeyBounds) -> Tensor:
 def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return marks of the first key that some query of each packed sample sees: (1, keys) bool."""
     assert request.packed_lengths is not None
-    keys, lengths = request.shape.key_length, request.packed_lengths.to("cpu")
-    sample = torch.arange(len(lengths)).repeat_interleave(lengths)  # (queries,)
-    start = bounds.start[0].masked_fill(bounds.sees_nothing[0], keys)
-    first = torch.full_like(lengths, keys).scatter_reduce(0, sample, start, "amin")
-    marks = torch.zeros(1, keys + 1, dtype=torch.bool)  # the last one is for samples that see no key
-    marks[0, first] = True
-    return marks[:, :keys]
+    keys, lengths = request.shape.key_length, request.packed_lengths.cpu().numpy()
+    start = bounds.start[0].masked_fill(bounds.sees_nothing[0], keys).cpu().numpy()
+    begin = (lengths.cumsum() - lengths)[lengths > 0]
+    marks = np.zeros((1, keys + 1), dtype=bool)  # the last one is for samples that see no key
+    marks[0, np.minimum.reduceat(start, begin) if len(begin) else []] = True  # NumPy does it in one operation
+    return torch.from_numpy(marks[:, :keys])
 
 
 def one_pass(
