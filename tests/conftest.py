@@ -1,4 +1,4 @@
-"""The ground every test stands on: no network, one seed, no clock in property tests."""
+"""Settings of every test: no network, threads that do not spin, one seed, no clock in property tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 # Read once, when huggingface_hub is imported: it must be set before anything else is.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Iterator
 
@@ -30,7 +32,7 @@ def _one_seed() -> None:
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Processes]:
-    """Four gloo processes, started once for all files."""
+    """Four gloo processes, started once for all files that a process tests."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this build of PyTorch has no gloo")
     with processes() as started:

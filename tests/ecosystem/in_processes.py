@@ -19,6 +19,7 @@ import multihead as mh
 from multihead import masks
 from tests.ecosystem import in_shards
 from tests.families import batch_of, family
+from tests.parallel.whole import whole
 
 PROCESSES, EMBED, HEADS, LENGTH = 2, 16, 4, 6
 LENGTHS = (6, 3, 0, 4)
@@ -61,11 +62,6 @@ def steps(training: nn.Module, given: tuple[Tensor, ...], *, share: float = 1.0)
             found |= {f"gradient of {name}": whole(each.grad) for name, each in training.named_parameters()}
         optimizer.step()
     return found | {name: whole(each) for name, each in training.named_parameters()}
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def alone() -> dict[str, Tensor]:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import multihead as mh
 from multihead import masks, scores
 from multihead.errors import MultiheadError
+from tests.parallel.whole import whole
 
 PROCESSES, EMBED, HEADS, HEAD_DIM, LENGTH = 2, 12, 8, 4, 6
 HIDDEN = torch.rand(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) > 0.6
@@ -202,11 +203,6 @@ REFUSED = {
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
     return {f"gradient of {name}": whole(each.grad) for name, each in layer.named_parameters()}
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def trained(case: Case, layer: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Gloo processes that are started once per test file and compute what the tests send them."""
+"""Gloo processes that are started once for all test files and compute what the tests send them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def processes(*, timeout: float = 60) -> Iterator[Processes]:
 def _serve(rank: int, connection: Connection, folder: str, timeout: float) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), 4)  # a port could be taken
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=timeout))
+    # On a busy machine one process may start seconds after another.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=PATIENCE))
     groups = {ranks: dist.new_group(list(range(ranks)), timeout=timedelta(seconds=timeout)) for ranks in (2, 4)}
     while True:
         try:

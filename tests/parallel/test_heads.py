@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import multihead as mh
 from multihead import masks, scores
 from multihead.errors import ArgumentError
 from multihead.parallel import context_parallel, parallelize, shard, unshard
 from tests.parallel.processes import Processes
+from tests.parallel.whole import whole
 
 MASK = masks.Causal() & masks.Lengths((8, 5))
 LAYERS: dict[str, dict[str, Any]] = {
@@ -46,14 +46,10 @@ def trained(module: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Tensor]
     return found | {name: each.grad for name, each in module.named_parameters() if each.grad is not None}  # type: ignore[return-value]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def by_heads(group: Any, rank: int, name: str) -> dict[str, Tensor]:
     module, x, gradient = model(name)
     parallelize(module, DeviceMesh.from_group(group, "cpu"))
-    return {key: whole(each).detach() for key, each in trained(module, x, gradient).items()}
+    return {key: whole(each) for key, each in trained(module, x, gradient).items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -73,7 +69,7 @@ def by_heads_and_tokens(group: Any, rank: int, name: str, strategy: Any) -> dict
         found = trained(module, part["x"], part["gradient"])
     joined = {}
     for key, each in found.items():
-        own = whole(each).detach().contiguous()
+        own = whole(each).contiguous()
         if key in ("output", "gradient of x"):
             joined[key] = unshard(mesh["cp"], own, layout=part.layout)
         else:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import transformers as hf
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import multihead as mh
 from multihead import masks
@@ -23,6 +22,7 @@ from multihead.parallel import context_parallel, parallelize, shard, unshard
 from tests.families import VOCABULARY, family
 from tests.parallel.processes import Processes
 from tests.parallel.test_observation import agree
+from tests.parallel.whole import whole
 
 LENGTH = 16
 WAYS = (("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "balanced"))
@@ -167,9 +167,8 @@ def of_model(model: Any) -> dict[str, Tensor]:
     with mh.use(model):
         output = model(input_ids=ids())[0]
         output.square().sum().backward()
-    found = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
-    whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in found.items()}
-    return {"output": output.detach(), **whole}
+    gradients = {key: whole(each.grad) for key, each in model.named_parameters() if each.grad is not None}
+    return {"output": output.detach(), **gradients}
 
 
 def by_heads(group: Any, rank: int, name: str) -> dict[str, Tensor]:

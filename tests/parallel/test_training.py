@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import multihead as mh
 from multihead import masks
 from multihead.parallel import context_parallel, parallelize, shard, unshard
 from tests.parallel.processes import Processes
+from tests.parallel.whole import whole
 
 MASK = masks.Causal() & masks.Window(5)
 
@@ -51,10 +51,6 @@ def in_one_process(layers: int = 2) -> dict[str, Tensor]:
     return {"output": output.detach()} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def wrapped(group: Any, rank: int, way: str) -> dict[str, Tensor]:
     """Train on two halves of the batch, each split over two ranks; or on the whole batch, with heads split too."""
     names = ("cp", "tp") if way == "FSDP2 and heads" else ("dp", "cp")
@@ -84,7 +80,7 @@ def wrapped(group: Any, rank: int, way: str) -> dict[str, Tensor]:
         halves = [torch.empty_like(joined) for _ in range(2)]
         dist.all_gather(halves, joined, group=mesh["dp"].get_group())
         joined = torch.cat(halves)
-    return {"output": joined} | {key: whole(each.grad) for key, each in model.named_parameters()}  # type: ignore[arg-type]
+    return {"output": joined} | {key: whole(each.grad) for key, each in model.named_parameters()}
 
 
 @pytest.mark.parametrize("way", ["DistributedDataParallel", "FSDP2", "FSDP2 and heads"])
@@ -150,7 +146,7 @@ def compiled_heads(group: Any, rank: int) -> dict[str, Tensor]:
     model, (x, gradient) = parallelize(Model(1), DeviceMesh.from_group(group, "cpu")), data()
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     (output * gradient).sum().backward()
-    return {"output": output.detach()} | {key: whole(each.grad) for key, each in model.named_parameters()}  # type: ignore[arg-type]
+    return {"output": output.detach()} | {key: whole(each.grad) for key, each in model.named_parameters()}
 
 
 def test_split_heads_are_compiled_in_one_graph(four: Processes) -> None:
