@@ -443,7 +443,9 @@ class Recorder:
         device = request.shape.device if self.keep == "device" else torch.device("cpu")
         if request.shape.device.type != "cpu":
             parts = {part: value.cpu() for part, value in parts.items()}
-        batch = RecordedBatch(new_sample, places, self._bare(request, device), logsumexp.to(device), parts, ids)
+        shared = device == places.request.shape.device and request.sinks is None and request.bias is None
+        bare = places.request if shared else self._bare(request, device)
+        batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids)
         for probe in self.probes:
             if probe.parts <= parts.keys():
                 batch.probes.append(probe)
@@ -451,9 +453,10 @@ class Recorder:
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):
             fresh = request.origin is not None and request.origin.fresh
-            batch.q = KeptRows.of(request.q, places.query_rows, device, layer=name, fresh=fresh)
-            batch.k = KeptRows.of(request.k, places.key_rows, device, layer=name, fresh=fresh)
-        if request.mask.holds_tensors:
+            batch.q = KeptRows.of(request.q, lambda: places.query_rows, device, layer=name, fresh=fresh)
+            batch.k = KeptRows.of(request.k, lambda: places.key_rows, device, layer=name, fresh=fresh)
+        # The lengths of packed samples are those of this call; the tensors of a caller's mask may change.
+        if request.mask.holds_tensors and not (places.packed and not request.mask.without_documents().holds_tensors):
             batch.cut_requests()
         return batch
 

@@ -92,23 +92,23 @@ class KeptRows:
 
     Attributes:
         tensor: (batch, heads, rows, features), or a copy that `BatchRows.copy` returned.
-        rows: the rows to keep; None in a copy.
+        rows: finds the rows to keep; None in a copy.
         version: the tensor's version, which changes when something writes to it.
         layer: the name of the layer that computed it.
     """
 
     tensor: Tensor
-    rows: BatchRows | None
+    rows: Callable[[], BatchRows] | None
     version: int
     layer: str
 
     @staticmethod
-    def of(tensor: Tensor, rows: BatchRows, device: torch.device, *, layer: str, fresh: bool) -> KeptRows:
+    def of(tensor: Tensor, rows: Callable[[], BatchRows], device: torch.device, *, layer: str, fresh: bool) -> KeptRows:
         """Keep rows of a tensor.
 
         Args:
             tensor: (batch, heads, rows, features).
-            rows: the rows to keep.
+            rows: finds the rows to keep, when they are copied.
             device: where they are kept.
             layer: the name of the layer that computed the tensor.
             fresh: whether its layer computed it for this call alone; otherwise a cache or the caller may write to it.
@@ -116,7 +116,7 @@ class KeptRows:
         # A part of a larger tensor would keep all of it in memory; what writes to inference tensors leaves no trace.
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if not fresh or not whole or type(tensor) is not Tensor or tensor.device != device or tensor.is_inference():
-            return KeptRows(rows.copy(tensor, device), None, 0, layer)
+            return KeptRows(rows().copy(tensor, device), None, 0, layer)
         return KeptRows(tensor.detach(), rows, tensor._version, layer)  # noqa: SLF001 - PyTorch documents it
 
     def read(self) -> Tensor:
@@ -132,7 +132,7 @@ class KeptRows:
                 f"Queries or keys of {self.layer} were changed in place after the layer computed them.",
                 "Change a copy of what its projections return, such as output.clone() in a hook.",
             )
-        return self.rows.copy(self.tensor, self.tensor.device)
+        return self.rows().copy(self.tensor, self.tensor.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a copy, because a tensor's version is lost in a file."""

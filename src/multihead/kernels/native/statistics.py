@@ -157,11 +157,12 @@ def _first_keys(bounds: KeyBounds) -> Tensor:
 def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return marks of the first key that some query of each packed sample sees: (1, keys) bool."""
     assert request.packed_lengths is not None
-    keys, lengths = request.shape.key_length, request.packed_lengths.cpu().numpy()
-    start = bounds.start[0].masked_fill(bounds.sees_nothing[0], keys).cpu().numpy()
+    keys, lengths = request.shape.key_length, request.packed_lengths.cpu().numpy()  # NumPy starts faster than torch
+    start, stop = bounds.start[0].cpu().numpy(), bounds.stop[0].cpu().numpy()
     begin = (lengths.cumsum() - lengths)[lengths > 0]
     marks = np.zeros((1, keys + 1), dtype=bool)  # the last one is for samples that see no key
-    marks[0, np.minimum.reduceat(start, begin) if len(begin) else []] = True  # NumPy does it in one operation
+    if len(begin):
+        marks[0, np.minimum.reduceat(np.where(start < stop, start, keys), begin)] = True
     return torch.from_numpy(marks[:, :keys])
 
 
