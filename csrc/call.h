@@ -64,7 +64,7 @@ constexpr int64_t MAX_OFFSETS = 8;
   INPUT(int64_t, query_start)   /* (batch) position of the first query, or null for 0 */                              \
   INPUT(int64_t, offsets)       /* (num_offsets) */                                                                   \
   INPUT(int64_t, target_key)    /* (batch), -1 for none; or null */                                                   \
-  INPUT(uint8_t, special_keys)  /* (batch, keys), or null */                                                          \
+  INPUT(uint8_t, special_keys)  /* (batch, keys) of 0 or 1, or null */                                                \
                                                                                                                       \
   /* Backward pass */                                                                                                 \
   INPUT(void, grad_output)      /* (batch, heads, queries, value_dim) */                                              \

@@ -334,6 +334,18 @@ INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *score
     }
 }
 
+// Add the weights of special keys.
+template <int HALVES>
+INLINE void add_special_keys(const Call &call, int64_t batch, const float *scores, int64_t first, int64_t from,
+                             int64_t to, Floats (&special)[2]) {
+  const uint8_t *const flags = call.special_keys + batch * call.keys + first, *const end = flags + to;
+  const uint8_t *flag = flags + from;
+  while ((flag = static_cast<const uint8_t *>(memchr(flag, 1, static_cast<size_t>(end - flag))))) {
+    for (int half = 0; half < HALVES; half++) special[half] += load(scores + (flag - flags) * COLUMNS + half * LANES);
+    flag++;
+  }
+}
+
 // Add the weights of a block of keys to the sums of a panel, whose earlier weights are multiplied by its factor.
 template <int HALVES, Statistics STATISTICS>
 INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const BlockLargest &block, float *scores,
@@ -366,13 +378,9 @@ INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const Bl
       statistics.surprisal[half] = multiply_add(factor, moved, sums.surprisal[half]);
       statistics.distance[half] = multiply_add(factor, statistics.distance[half], sums.distance[half]);
       statistics.square[half] = multiply_add(factor, statistics.square[half], sums.square[half]);
-      if (!call.special_keys_weight) continue;
-      Floats special = statistics.special[half] * factor;
-      const uint8_t *flags = call.special_keys + batch * call.keys + first;
-      for (int64_t key = from; key < to; key++)
-        if (flags[key]) special += load(scores + key * COLUMNS + half * LANES);
-      statistics.special[half] = special;
+      statistics.special[half] = statistics.special[half] * factor;
     }
+    if (call.special_keys_weight) add_special_keys<HALVES>(call, batch, scores, first, from, to, statistics.special);
   }
   for (int half = 0; half < HALVES; half++) {
     const Floats total = sum_of_weights(scores + half * LANES, from, to);

@@ -94,6 +94,23 @@ def test_all_layers_share_the_padding_of_equal_lengths() -> None:
     assert str(refusal.value) == "lengths is (2, True). Give integers, one per sample."
 
 
+def test_all_layers_share_the_padding_of_a_tensor_of_lengths_until_it_changes() -> None:
+    x, lengths = torch.zeros(2, 3, 1), torch.tensor([2, 3], dtype=torch.int32)
+    first = Padding.of(x, x, lengths, None, together=True)
+    assert Padding.of(x, x, lengths, None, together=True) is first
+    lengths[1] = 1
+    assert first.packed_lengths is not None
+    assert first.packed_lengths.tolist() == [2, 3]
+    changed = Padding.of(x, x, lengths, None, together=True)
+    assert changed.packed_lengths is not None
+    assert changed.packed_lengths.tolist() == [2, 1]
+    for wrong in (torch.tensor([2.0, 3.0]), torch.tensor([True, True])):
+        with pytest.raises(ArgumentError, match="Give integers, one per sample"):
+            Padding.of(x, x, wrong, None, together=True)
+    with pytest.raises(ShapeError, match=r"Give one length per sample: shape \(2,\)"):
+        Padding.of(x, x, torch.tensor([[2, 3]]), None, together=True)
+
+
 def test_a_padding_found_in_inference_mode_serves_training() -> None:
     x = torch.randn(2, 7, 2, requires_grad=True)
     with torch.inference_mode():

@@ -15,8 +15,8 @@ from multihead import masks
 from multihead.call import CallOrigin
 from multihead.compat import torch_nn
 from multihead.functional import attend, request_of
-from multihead.observation import recorder
 from multihead.observation.record import Record
+from multihead.record import batch as batch_module
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
 
@@ -207,13 +207,33 @@ def test_layers_that_share_a_mask_cut_a_batch_into_samples_once() -> None:
     model, batch = family("bert"), batch_of("bert", padding="right")
     with (
         torch.no_grad(),
-        patch.object(recorder, "spans", side_effect=recorder.spans) as cuts,
+        patch.object(batch_module, "spans", side_effect=batch_module.spans) as cuts,
         mh.observe(model) as seen,
     ):
         model(**batch)
         model(**batch)
     assert (len(seen.layers), seen.layers[0].num_samples) == (2, 4)
     assert cuts.call_count == 2  # once in each forward pass
+
+
+@needs_native
+def test_layers_that_share_a_packed_row_find_its_samples_once_when_they_are_read() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = mh.MultiHeadAttention(8, 2), mh.MultiHeadAttention(8, 2)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.second(self.first(x, lengths=lengths), lengths=lengths)  # type: ignore[no-any-return]
+
+    lengths = torch.tensor([5, 3])
+    with patch.object(batch_module, "packed_spans", side_effect=batch_module.packed_spans) as cuts:
+        with mh.observe(model := Two()) as seen:
+            model(torch.randn(2, 5, 8), lengths)
+        lengths.fill_(1)
+        assert cuts.call_count == 0
+        assert [sizes(seen, name) for name in ("first", "second")] == [[(0, 5, 5), (0, 3, 3)]] * 2
+    assert cuts.call_count == 1
 
 
 @needs_native

@@ -402,10 +402,15 @@ def test_lengths_that_change_after_the_call_do_not_change_its_record() -> None:
         layer(x, mask=masks.Lengths((6, 3)))
     with mh.observe(layer, keep="cpu") as seen:
         layer(x, mask=masks.Lengths(lengths))
+    tokens, packing = mh.pack(x, lengths)
+    with mh.observe(layer, keep="cpu") as packed:
+        layer(tokens, packing=packing)
     lengths.fill_(1)
-    for sample in (0, 1):
+    for sample, length in enumerate((6, 3)):
         found, wanted = (each.layers[0].weights(head=0, sample=sample) for each in (seen, expected))
         assert torch.equal(found, wanted)
+        own = packed.layers[0].weights(head=0, sample=sample)
+        torch.testing.assert_close(own, wanted[:length, :length], rtol=0, atol=1e-6)
 
 
 class TestQueriesAndKeysThatAreNotCopied:

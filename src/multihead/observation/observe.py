@@ -19,10 +19,10 @@ from multihead.hooks.pretrained import pretrained_models, recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
-from multihead.probes.catalogue import DEFAULT, PROBES
+from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, resolved
+from multihead.probes.statistics import Wanted, default_probes, resolved
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def observe(
     """
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
-    chosen = resolved(DEFAULT if probes is None else probes)
+    chosen = default_probes() if probes is None else resolved(probes)
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}

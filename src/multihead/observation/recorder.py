@@ -37,7 +37,6 @@ from multihead.record.batch import (
     moved_together,
     new_samples,
     part_of,
-    spans,
     without_queries,
 )
 from multihead.record.layer import LayerRecord
@@ -64,7 +63,8 @@ class _PreviousCall:
         edge: (2, batch, kv_heads, head_dim), its first key, and the key of its last query (in cross-attention its
             last key); None if a cache of this library links the calls, and for packed samples.
         samples: returns the records of its samples.
-        key_starts: (samples,) int64, the position of the first key of each in the sequence; None before it is recorded.
+        key_starts: returns (samples,) int64, the position of the first key of each in the sequence; None before it is
+            recorded.
     """
 
     batch: int
@@ -72,7 +72,7 @@ class _PreviousCall:
     keys: int
     edge: Tensor | None
     samples: Callable[[], list[SampleRecord]] = list
-    key_starts: Tensor | None = None
+    key_starts: Callable[[], Tensor] | None = None
 
     @staticmethod
     def of(call: AttentionCall, offset: int | Tensor, *, crosses: bool) -> _PreviousCall:
@@ -206,14 +206,14 @@ class Recorder:
         """Measure a call, sample by sample where needed, and add it to the record."""
         request, name = call.request, self.names[id(module)]
         places = self._places(request, name)
-        sample_of, first_key = places.ends[0], places.ends[3]
-        key_starts = first_key + (offset.cpu()[sample_of] if isinstance(offset, Tensor) else offset)
         ids = Ids(None, None, crosses, places.packed, places.request.query_start)
         if self.inputs.any_ids:
             ids = self._with_ids(ids, request, name)
         first = state.key_starts is None
         if state.key_starts is None:
-            state.key_starts = key_starts
+            # A cache may overwrite its tensor of offsets.
+            own_offset = offset.clone() if isinstance(offset, Tensor) else offset
+            state.key_starts = partial(places.key_starts, own_offset)
             new_sample = partial(SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses)
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
@@ -235,7 +235,7 @@ class Recorder:
         else:
             samples = state.samples()
         state.samples = lambda: samples
-        moved = (key_starts - state.key_starts).tolist()
+        moved = (places.key_starts(offset) - state.key_starts()).tolist()
         for index, (sample, span, key_start) in enumerate(zip(samples, places.found, moved, strict=True)):
             if not first:
                 ids.add_to(sample, span, index, key_start - span.keys[0])
@@ -254,7 +254,7 @@ class Recorder:
         bare = self._bare(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         if self._spans is None or not self._spans.fits(bare, None, None):
-            self._spans = SampleSpans(bare, packed=False, real=None, padding=None, found=spans(bare))
+            self._spans = SampleSpans(bare)
         places = self._spans
         # What is kept may lack the bias, which measures need.
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
@@ -376,9 +376,9 @@ class Recorder:
         elif origin is not None:
             real, padding = self._real_queries(request, name, origin.key_offset), origin.padding
         if self._spans is None or not self._spans.fits(request, real, padding):
-            found = spans(request, queries=real, keys=padding)
-            bare = self._bare(request, request.shape.device)
-            self._spans = SampleSpans(bare, request.packed_lengths is not None, real, padding, found)
+            packed = request.packed_lengths
+            own_packed = None if packed is None else packed.clone()  # the caller may change them before they are read
+            self._spans = SampleSpans(self._bare(request, request.shape.device), own_packed, real, padding)
         return self._spans
 
     def _with_ids(self, unknown: Ids, request: AttentionRequest, name: str) -> Ids:
@@ -445,10 +445,7 @@ class Recorder:
             parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == places.request.shape.device and request.sinks is None and request.bias is None
         bare = places.request if shared else self._bare(request, device)
-        batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids)
-        for probe in self.probes:
-            if probe.parts <= parts.keys():
-                batch.probes.append(probe)
+        batch = RecordedBatch(new_sample, places, bare, logsumexp.to(device), parts, ids, self.probes)
         if self.record.statistics:  # a user's own: its function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self.keep in ("cpu", "device"):

@@ -108,9 +108,15 @@ def _given(request: AttentionRequest, context: ProbeContext, *, has_values: bool
 
 
 @cache
+def default_probes() -> tuple[Probe, ...]:
+    """Return the probes of DEFAULT."""
+    return tuple(PROBES[name] for name in DEFAULT)
+
+
+@cache
 def _of_default(given: frozenset[Need]) -> tuple[Probe, ...]:
     """Return the probes of DEFAULT that need nothing but some inputs."""
-    return tuple(PROBES[name] for name in DEFAULT if PROBES[name].needs <= given)
+    return tuple(probe for probe in default_probes() if probe.needs <= given)
 
 
 def possible(

@@ -155,25 +155,44 @@ class SampleSpans:
 
     Attributes:
         request: the call, without its tensors and its origin.
-        packed: whether its samples are packed in one row.
+        packed_lengths: (samples,), a copy of their tokens where they are packed in one row, or None.
         real: (batch, queries) bool, False for padding, or None.
         padding: (batch, keys) bool, False for padding, or None.
-        found: per sample, its rows and columns.
         requests: per sample, its own request as a record keeps it; empty until needed.
     """
 
     request: AttentionRequest
-    packed: bool
-    real: Tensor | None
-    padding: Tensor | None
-    found: list[Span]
+    packed_lengths: Tensor | None = None
+    real: Tensor | None = None
+    padding: Tensor | None = None
     requests: list[AttentionRequest] = field(default_factory=list)
+
+    @property
+    def packed(self) -> bool:
+        """Whether its samples are packed in one row."""
+        return self.packed_lengths is not None
+
+    @cached_property
+    def found(self) -> list[Span]:
+        """Per sample, its rows and columns."""
+        if self.packed_lengths is not None:
+            return packed_spans(self.packed_lengths)
+        return spans(self.request, queries=self.real, keys=self.padding)
 
     @cached_property
     def ends(self) -> Tensor:
         """(5, samples) int64: index in the batch, first query and that after the last, first key and that after it."""
         found = [(span.sample, *span.queries, *span.keys) for span in self.found]
         return torch.tensor(found, dtype=torch.int64).view(-1, 5).T
+
+    def key_starts(self, offset: int | Tensor) -> Tensor:
+        """Return the position of the first key of each sample in the sequence: (samples,) int64.
+
+        Args:
+            offset: position of the call's first key, one number or (batch,).
+        """
+        sample, first_key = self.ends[0], self.ends[3]
+        return first_key + (offset.cpu()[sample] if isinstance(offset, Tensor) else offset)
 
     @cached_property
     def query_rows(self) -> BatchRows:
@@ -237,8 +256,6 @@ class SampleSpans:
     def fits(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
         """Whether another call has its samples at the same places, with the same mask and options."""
         mine = self.request
-        if self.packed or request.packed_lengths is not None:
-            return False
         for each in (request, mine):
             if isinstance(each.query_start, Tensor) or each.bias is not None:
                 return False
@@ -246,6 +263,7 @@ class SampleSpans:
             request.mask is mine.mask
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
             and request.shape == mine.shape
+            and _same(request.packed_lengths, self.packed_lengths)
             and _same(real, self.real)
             and _same(padding, self.padding)
         )
@@ -264,7 +282,7 @@ class RecordedBatch:
         logsumexp: (batch, heads, queries), nats.
         parts: what the kernel measured of the whole call, on the CPU.
         ids: the token ids.
-        probes: the statistics that are computed from these parts.
+        probes: the statistics; those whose parts were measured are computed.
         q: the queries of `places.query_rows`, or None if only statistics are kept.
         k: the keys of `places.key_rows`, or None.
     """
@@ -275,7 +293,7 @@ class RecordedBatch:
     logsumexp: Tensor
     parts: Parts
     ids: Ids
-    probes: list[Probe] = field(default_factory=list)
+    probes: tuple[Probe, ...]
     q: KeptRows | None = None
     k: KeptRows | None = None
     _statistics: dict[str, Tensor] | None = None  # once they are computed
@@ -289,7 +307,9 @@ class RecordedBatch:
                 parts, logsumexp = moved_together(self.parts, self.places), self.logsumexp.cpu()
                 usual = bool((logsumexp > -torch.inf).all())
                 self._statistics = {
-                    probe.name: from_kernel(probe, parts, logsumexp, usual=usual) for probe in self.probes
+                    probe.name: from_kernel(probe, parts, logsumexp, usual=usual)
+                    for probe in self.probes
+                    if probe.parts <= parts.keys()
                 }
                 self.parts = {}
             return self._statistics
@@ -371,10 +391,8 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
             out in any case.
     """
     shape = request.shape
-    if request.packed_lengths is not None:  # its mask hides other samples, because its lengths are known
-        end = request.packed_lengths.cumsum(0)
-        places = zip((end - request.packed_lengths).tolist(), end.tolist(), strict=True)
-        return [Span(0, place, place, holds_all=True, holds_first=True) for place in places]
+    if request.packed_lengths is not None:
+        return packed_spans(request.packed_lengths)
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
     start, stop, seeing = (
         each.expand(batch, -1) for each in (bounds.start, bounds.stop, ~bounds.sees_nothing)
@@ -402,6 +420,17 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         Span(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
         for index, (row_first, row_end, key_first, key_end, inside, same) in enumerate(zip(*found, strict=True))
     ]
+
+
+def packed_spans(lengths: Tensor) -> list[Span]:
+    """Return the places of packed samples, whose mask hides other samples.
+
+    Args:
+        lengths: (samples,), tokens of each.
+    """
+    end = lengths.cumsum(0)
+    places = zip((end - lengths).tolist(), end.tolist(), strict=True)
+    return [Span(0, place, place, holds_all=True, holds_first=True) for place in places]
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

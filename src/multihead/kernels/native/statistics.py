@@ -39,7 +39,9 @@ ONE_PASS: frozenset[Part] = frozenset(_FIELD)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
-_FIRST_KEYS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()  # of cached plans, by their bounds
+# Of cached plans, by their bounds; of packed samples with their lengths.
+_FIRST_KEYS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
+_FIRST_KEYS_OF_PACKED: WeakKeyDictionary[KeyBounds, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=256)
@@ -157,7 +159,17 @@ def _first_keys(bounds: KeyBounds) -> Tensor:
 def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return marks of the first key that some query of each packed sample sees: (1, keys) bool."""
     assert request.packed_lengths is not None
-    keys, lengths = request.shape.key_length, request.packed_lengths.cpu().numpy()  # NumPy starts faster than torch
+    found = _FIRST_KEYS_OF_PACKED.get(bounds)
+    if found is not None and torch.equal(found[0], request.packed_lengths):
+        return found[1]
+    marks = _marks_of_packed(request.packed_lengths, bounds, request.shape.key_length)
+    if not intercepted():
+        _FIRST_KEYS_OF_PACKED[bounds] = request.packed_lengths.clone(), marks
+    return marks
+
+
+def _marks_of_packed(packed_lengths: Tensor, bounds: KeyBounds, keys: int) -> Tensor:
+    lengths = packed_lengths.cpu().numpy()  # NumPy starts faster than torch
     start, stop = bounds.start[0].cpu().numpy(), bounds.stop[0].cpu().numpy()
     begin = (lengths.cumsum() - lengths)[lengths > 0]
     marks = np.zeros((1, keys + 1), dtype=bool)  # the last one is for samples that see no key
