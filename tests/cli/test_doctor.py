@@ -25,7 +25,7 @@ FOUND = room.Diagnosis(
         InstructionSet("avx2", 1, compiled=True, runs=True, for_tests=False),
         InstructionSet("avx512", 2, compiled=True, runs=False, for_tests=False),
         InstructionSet("avx512_bf16", 3, compiled=False, runs=False, for_tests=False),
-        InstructionSet("emulated", 4, compiled=True, runs=True, for_tests=True),
+        InstructionSet("emulated_amx", 4, compiled=True, runs=True, for_tests=True),
     ),
     requested=None,
     chosen="avx2",
@@ -39,23 +39,23 @@ FOUND = room.Diagnosis(
 
 ALL_IS_WELL = """\
 Machine
-   system      Linux x86_64
-   processor   A processor
-   features    avx2, fma3
-   torch       2.13.0, 1 thread
-   OpenMP      /torch/libgomp.so.1
+   system        Linux x86_64
+   processor     A processor
+   features      avx2, fma3
+   torch         2.13.0, 1 thread
+   OpenMP        /torch/libgomp.so.1
 
 Native kernel
-   library     /here/libmultihead_native.so
-   scalar      runs here
-   avx2        used: the fastest that runs here
-   avx512      this processor lacks it
-   avx512_bf16 not in this build
-   emulated    for tests, only on request
+   library       /here/libmultihead_native.so
+   scalar        runs here
+   avx2          used: the fastest that runs here
+   avx512        this processor lacks it
+   avx512_bf16   not in this build
+   emulated_amx  for tests, only on request
 
 Kernels, the fastest first
-   native      rejects float16, float64: it computes float32
-   reference   supports every call
+   native        rejects float16, float64: it computes float32
+   reference     supports every call
 
 No problems found.
 """
@@ -72,17 +72,17 @@ def test_all_that_is_found_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.output == ALL_IS_WELL
 
 
-def test_a_forced_set_says_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_set_says_what_forced_it(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, replace(FOUND, requested="scalar", chosen="scalar"))
-    assert "   scalar      used: set by MULTIHEAD_CPU\n   avx2        runs here\n" in result.output
+    assert "   scalar        used: set by MULTIHEAD_CPU\n   avx2          runs here\n" in result.output
 
 
 def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(FOUND, library=None, absence="it was not built", sets=(), chosen=None, runtimes=None, features=())
     output = run(monkeypatch, bare, columns=200).output
-    assert "   features    torch names none\n" in output
-    assert "   OpenMP      the loaded runtimes cannot be listed on this system\n" in output
-    assert "Native kernel\n   library     none: it was not built\n\nKernels" in output
+    assert "   features      torch names none\n" in output
+    assert "   OpenMP        the loaded runtimes cannot be listed on this system\n" in output
+    assert "Native kernel\n   library       none: it was not built\n\nKernels" in output
     assert " ".join(output.split()).endswith(
         "! The native kernel is not available: it was not built. Calls use the next kernel that does not refuse; "
         "install a compiler, then multihead again."
@@ -90,13 +90,13 @@ def test_a_missing_library_and_a_silent_system_are_said_in_words(monkeypatch: py
 
 
 def test_no_runtime_of_its_own_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "   OpenMP      no runtime is loaded as a separate library\n" in run(
+    assert "   OpenMP        no runtime is loaded as a separate library\n" in run(
         monkeypatch, replace(FOUND, runtimes=())
     ).output  # fmt: skip
 
 
 @pytest.mark.parametrize("columns", [50, 60])
-def test_lines_wrap_beside_their_label(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_lines_wrap_next_to_their_label(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     reason = "it computes float32 and bfloat16, and the tensors are of another dtype altogether"
     result = run(monkeypatch, replace(FOUND, kernels=(room.Kernel("native", {"float16": reason}),)), columns)
     assert max(map(len, result.output.splitlines())) <= columns

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from multihead.doctor import Diagnosis
     from multihead.kernels.native.library import InstructionSet
 
+LABEL = 14  # width of the labels; the longest is "emulated_amx"
 EXAMPLES = """
 \b
 Examples:
@@ -105,8 +106,8 @@ def _entry(console: Console, label: str, text: str) -> None:
     """Print a label and its text, wrapped next to the label."""
     from multihead.cli.tensor_view import wrap
 
-    for number, line in enumerate(wrap(text, _width(console) - 15)):
-        console.print(f"   {'' if number else label:<12}", style="dim", end="", markup=False)
+    for number, line in enumerate(wrap(text, _width(console) - 3 - LABEL)):
+        console.print(f"   {'' if number else label:<{LABEL}}", style="dim", end="", markup=False)
         console.print(line, markup=False)
 
 
