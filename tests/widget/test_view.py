@@ -157,7 +157,7 @@ def test_a_cell_gets_the_widget_and_a_static_output(monkeypatch: pytest.MonkeyPa
     first, second = shown
     assert first["application/vnd.jupyter.widget-view+json"]["model_id"] == view.model_id
     sentence = (
-        "The live view of a <b>model</b> needs a running kernel: run this cell again. A picture and a table follow."
+        "The live view of a <b>model</b> needs a running kernel: run this cell again. A picture and table follow."
     )
     assert first["text/plain"] == sentence == repr(view)
     assert f'data-multihead-static="{view._page["mark"]}"' in second["text/html"]

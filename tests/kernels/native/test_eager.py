@@ -279,7 +279,7 @@ def test_a_profiler_names_the_operator_and_a_counter_counts_it() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     q, k, v = drawn()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         functional.attention(q, k, v)
     assert "multihead::attention" in [event.key for event in profile.key_averages()]
     with FlopCounterMode(display=False) as counter:
