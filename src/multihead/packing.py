@@ -258,8 +258,12 @@ class Padding(NamedTuple):
         """
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
-            if lengths is not None and not intercepted() and (ints := _as_ints(lengths)):
-                return _padding_of_ints(ints, x.shape[0], x.shape[1], x.device, side, together)
+            if not intercepted():
+                ints = lengths
+                if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
+                    ints = lengths.tolist()
+                if isinstance(ints, (tuple, list)) and set(map(type, ints)) == {int}:
+                    return _padding_of_ints(tuple(ints), x.shape[0], x.shape[1], x.device, side, together)
         rows = None if lengths is None else _packing("lengths", lengths, x, side)
         if memory is x:
             columns = rows
@@ -368,15 +372,6 @@ def _padding_of_ints(
     with torch.inference_mode(mode=False):  # tensors made in inference mode could not be saved for a backward pass
         rows = Packing.of(lengths, batch=batch, length=length, device=device, side=side)
     return _placed(Padding(rows, rows, length, length, Documents(lengths) if together else None))
-
-
-def _as_ints(lengths: Sequence[int] | Tensor) -> tuple[int, ...] | None:
-    """Return lengths whose values are at hand as ints; None for others, and for those that are no integers."""
-    if isinstance(lengths, Tensor):
-        if type(lengths) is not Tensor or lengths.device.type != "cpu" or lengths.dim() != 1:
-            return None
-        lengths = lengths.tolist()
-    return tuple(lengths) if isinstance(lengths, (tuple, list)) and set(map(type, lengths)) == {int} else None
 
 
 def _packing(name: str, lengths: Sequence[int] | Tensor, x: Tensor, side: Side) -> Packing:
