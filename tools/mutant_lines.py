@@ -93,7 +93,8 @@ MUTANTS = (
     Mutant("packing", "left padding is treated as right padding", "packing.py",
            'if self.side == "right":', 'if self.side != "":', _layer("padded or packed")),
     Mutant("packing", "every mask is used as it is on packed tokens", "masks/base.py",
-           "return all(part.translation_invariant for part in self.parts)", "return True", _layer("padded or packed")),
+           "return all(part.translation_invariant for part in self.parts)", "return True",
+           ("tests/layer/test_options.py", "-k", "packed")),
     Mutant("rotary", "the sign of the rotation", "rotary/waves.py",
            "cosine, sine = np.concatenate([cosine, cosine], -1), np.concatenate([-sine, sine], -1)",
            "cosine, sine = np.concatenate([cosine, cosine], -1), np.concatenate([sine, -sine], -1)",
@@ -209,6 +210,6 @@ MUTANTS = (
            ("tests/hooks/test_packed.py", "-k", "test_the_cache_of_a_prompt")),
     Mutant("packed models", "an observed batch is one text", "hooks/packed.py",
            "_padded.get()", "False",
-           ("tests/hooks/test_packed.py", "-k", "observed and bert-right")),
+           ("tests/hooks/test_packed.py", "-k", "observed and bert-left")),
 )
 # fmt: on
