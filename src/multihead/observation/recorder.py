@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -213,7 +213,7 @@ class Recorder:
         if state.key_starts is None:
             # A cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
-            state.key_starts = partial(places.key_starts, own_offset)
+            state.key_starts = cache(partial(places.key_starts, own_offset))
             new_sample = partial(SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses)
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
