@@ -1,0 +1,32 @@
+"""The entry points that are fuzzed, each with its share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fuzz import calls
+from tests.fuzz.draw import Draw
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry point.
+
+    Fields:
+        check: draws a case, runs it, and raises `Mismatch`, or any other error, if something is wrong.
+        share: of the time, relative to those of the others.
+        sample: how many cases `make test` runs.
+        seconds: how long a case takes at most, roughly; those of a second and more run in a process of their own.
+    """
+
+    check: Callable[[Draw], None]
+    share: float
+    sample: int
+    seconds: float = 0.01
+
+
+ENTRIES = {
+    "attention": Entry(calls.attention, 30, 400),
+    "weights": Entry(calls.weights, 6, 150),
+}
