@@ -102,7 +102,7 @@ class BlockedPass {
 template <class Element, Statistics STATISTICS>
 void blocked_with(const Call &call, char *workspace) {
   const ForwardPlan<Element> plan(call);
-  if constexpr (!ForwardPlan<Element>::NARROW)
+  if constexpr (HAS_COLUMNS<Element>)
     if (columns_apply<Element>(call))
       return BlockedPass<Element, QueriesAsColumns<Element, STATISTICS>>(call, plan, workspace).run();
   BlockedPass<Element, QueriesAsRows<Element, STATISTICS>>(call, plan, workspace).run();

@@ -61,10 +61,15 @@ struct ColumnsBlocks {
   }
 };
 
+// Whether an instruction set computes elements of this type by this file. With 16 registers of 8 floats the rows of
+// forward_rows.h are 1.2 to 1.7 times as fast.
+template <class Element>
+constexpr bool HAS_COLUMNS = LANES == 16 && !ForwardPlan<Element>::NARROW;
+
 // Whether this file computes the call.
 template <class Element>
 bool columns_apply(const Call &call) {
-  return !ForwardPlan<Element>::NARROW && !(call.softcap > 0 || call.bias || call.visible || call.dropout > 0);
+  return HAS_COLUMNS<Element> && !(call.softcap > 0 || call.bias || call.visible || call.dropout > 0);
 }
 
 // Copy keys [first, end) as rows (keys, depth), and their values as panels; those that are not finite as in

@@ -281,6 +281,9 @@ StackValue empty(int64_t dims, const int64_t *sizes, const int64_t *strides, int
   return reinterpret_cast<StackValue>(handle);
 }
 
+// How many samples have bounds of their own: all of them, or one that stands for all; none in an empty batch.
+int64_t samples_with_bounds(const Call &call, bool differ) { return differ || !call.batch ? call.batch : 1; }
+
 // Run the forward pass.
 void run_kernel(const Call &call) {
   switch (multihead_run(&call, Pass::FORWARD)) {
@@ -354,7 +357,7 @@ void BandArguments::set_fields(Call &call, IntegerPair &bounds) {
   if (lengths && (lengths.dims != 1 || lengths.dtype != torch.int64 ||
                   (lengths.sizes[0] != call.batch && lengths.sizes[0] != 1)))
     fail("lengths has shape %s. Give (batch or 1,) int64.", lengths.shape().text);
-  const int64_t samples = lengths && lengths.sizes[0] > 1 ? call.batch : 1;
+  const int64_t samples = samples_with_bounds(call, lengths && lengths.sizes[0] > 1);
   bounds.allocate(samples * call.queries);
   int64_t *start = bounds.first, *stop = bounds.second;
   for (int64_t sample = 0; sample < samples; sample++) {
@@ -535,7 +538,8 @@ void attention(StackValue *stack, uint64_t, uint64_t) {
   call.total_heads = number<int64_t>(stack[15]);
   call.first_row = number<int64_t>(stack[16]);
   call.key_start = number<int64_t>(stack[17]);
-  const int64_t samples = (start.dims && start.sizes[0] > 1) || (stop.dims && stop.sizes[0] > 1) ? call.batch : 1;
+  const int64_t samples =
+      samples_with_bounds(call, (start.dims && start.sizes[0] > 1) || (stop.dims && stop.sizes[0] > 1));
   IntegerPair bounds;
   bounds.allocate(samples * call.queries);
   copy_edge(call, start, samples, bounds.first);

@@ -202,11 +202,18 @@ def test_what_does_not_fit_has_the_error_of_a_planned_call(name: str) -> None:
     assert any(word in str(found.value) for word in ("Give ", "Convert ", "Move ", "Use "))
 
 
-@pytest.mark.parametrize("sizes", [(0, 4, 7), (3, 0, 7), (3, 4, 0)])
-def test_empty_calls_give_empty_or_zero_outputs(sizes: tuple[int, int, int]) -> None:
+EMPTY: list[tuple[tuple[int, int, int], masks.Mask]] = [
+    *(((batch, queries, keys), masks.Full()) for batch, queries, keys in ((0, 4, 7), (3, 0, 7), (3, 4, 0))),
+    ((0, 4, 7), masks.Lengths(torch.zeros(0, dtype=torch.int64))),
+    ((0, 7, 7), masks.Lengths([]) & masks.Causal()),
+]
+
+
+@pytest.mark.parametrize(("sizes", "mask"), EMPTY, ids=str)
+def test_empty_calls_give_empty_or_zero_outputs(sizes: tuple[int, int, int], mask: masks.Mask) -> None:
     batch, queries, keys = sizes
     q, k = torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, keys, 8)
-    output, logsumexp = functional.attention_with_logsumexp(q, k, k)
+    output, logsumexp = functional.attention_with_logsumexp(q, k, k, mask=mask)
     assert output.shape == q.shape
     assert not output.any() or keys
     assert logsumexp.shape == (batch, 2, queries)
@@ -265,10 +272,12 @@ def test_statistics_of_what_does_not_fit_have_the_error_of_a_planned_call(name: 
     assert any(word in str(found.value) for word in ("Give ", "Convert ", "Move ", "Use "))
 
 
-@pytest.mark.parametrize("sizes", [(0, 4, 7), (3, 0, 7), (3, 4, 0)])
-def test_statistics_of_empty_calls_are_those_of_queries_without_keys(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("sizes", "mask"), EMPTY, ids=str)
+def test_statistics_of_empty_calls_are_those_of_queries_without_keys(
+    sizes: tuple[int, int, int], mask: masks.Mask
+) -> None:
     batch, queries, keys = sizes
-    found = functional.statistics(torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, keys, 8))
+    found = functional.statistics(torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, keys, 8), mask=mask)
     for each, value in found.items():
         expected = -1 if each == "largest_key" else 0
         assert torch.equal(value, torch.full_like(value, expected)), each

@@ -99,19 +99,23 @@ def test_more_heads_than_are_packed_together_agree_with_the_oracle() -> None:
     assert_within_budget(case, "native", seen=seen_by(case))
 
 
+@pytest.mark.parametrize("kernel", ["native", None])
 @pytest.mark.parametrize("layouts", list(product(LAYOUTS, repeat=3))[::7], ids=", ".join)
-def test_every_layout_of_memory_gives_the_same_bits(layouts: tuple[str, str, str]) -> None:
+def test_every_layout_of_memory_gives_the_same_bits(layouts: tuple[str, str, str], kernel: str | None) -> None:
     case = long(queries=50, keys=70, mask=masks.Causal())
 
-    def run(tensors: list[Tensor]) -> list[Tensor]:
+    def run(tensors: list[Tensor], kernel: str | None) -> list[Tensor]:
         taught = [tensor.detach().requires_grad_() for tensor in tensors]
-        output, logsumexp = attention_with_logsumexp(*taught, mask=masks.Causal(), query_start=20, kernel="native")
+        output, logsumexp = attention_with_logsumexp(*taught, mask=masks.Causal(), query_start=20, kernel=kernel)
         of_output = torch.linspace(-1, 1, output.numel()).view_as(output)
         return [output.detach(), logsumexp.detach(), *torch.autograd.grad(output, taught, of_output)]
 
-    plain = run([case.q, case.k, case.v])
-    moved = run([laid_out(each, layout) for each, layout in zip((case.q, case.k, case.v), layouts, strict=True)])
-    assert all(torch.equal(one, two) for one, two in zip(moved, plain, strict=True))
+    plain = run([case.q, case.k, case.v], "native")
+    moved = [laid_out(each, layout) for each, layout in zip((case.q, case.k, case.v), layouts, strict=True)]
+    assert all(torch.equal(one, two) for one, two in zip(run(moved, kernel), plain, strict=True))
+    repeated = [each[..., :1].expand_as(each) for each in moved]
+    copied = run([each.contiguous() for each in repeated], "native")
+    assert all(torch.equal(one, two) for one, two in zip(run(repeated, kernel), copied, strict=True))
 
 
 @pytest.mark.parametrize("pattern", list(product((True, False), repeat=4)), ids=str)

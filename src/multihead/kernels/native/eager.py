@@ -16,7 +16,7 @@ from multihead import sequence_split
 from multihead.call import AttentionRequest, active
 from multihead.kernels.native import library
 from multihead.kernels.native.call import DTYPES
-from multihead.kernels.native.kernel import Job, gradients
+from multihead.kernels.native.kernel import Job, gradients, prepared
 from multihead.kernels.native.statistics import FIRST_KEY, OFFSETS
 from multihead.kernels.native_vs_sdpa import LOST
 from multihead.masks import Full, Lengths, Mask, Window
@@ -179,7 +179,7 @@ class _Differentiable(torch.autograd.Function):
         shape = AttentionShape.of(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         request = AttentionRequest(q, k, v, shape, _mask_of(band), scale, query_start, softcap=softcap)
-        job = Job(request, bounds_of(request), None, 0)
+        job = Job(prepared(request), bounds_of(request), None, 0)
         dq, dk, dv, *_ = gradients(job, (output, logsumexp), grad_output, grad_logsumexp, bias_wanted=False)
         return dq, dk, dv, None, None, None, None, None, None
 
