@@ -16,9 +16,11 @@ from torch import Tensor
 from tests import oracle
 from tests.fuzz.draw import Mismatch
 
-HUGE = 1e15  # products of three such numbers may overflow float32, in gradients only
+HUGE = {torch.float16: 1e3}  # products of three such numbers may overflow, in gradients only
+SINGLE_HUGE = 1e15
 LIMITS = {torch.float64: 1e300}  # sums of magnitudes above it may overflow; the bound of float32 for all others
 SINGLE_LIMIT = 1e37
+UNDERFLOW = 1e-30  # weights below the smallest float32 are 0; as a multiple of a rounding
 FAR = 1e25  # a term of this size absorbs scores in float64, too
 
 
@@ -53,9 +55,10 @@ class Rows:
     Fields:
         visible: (batch, heads, queries, keys), what a query sees; a bias of -inf hides.
         empty: sees no key.
-        nan: sees a NaN or an infinity, and must be NaN.
+        nan: sees a NaN or an infinity, and must be NaN; with a gradient of 0 it changes no other gradient.
         free: a sum may overflow; anything may come out.
-        heavy: holds so large numbers that gradients may overflow, or so large a bias that they are not defined.
+        heavy: holds so large numbers that gradients may overflow, or so large a bias that they are not defined;
+            what comes out is judged, and gradients are not.
     """
 
     visible: Tensor
@@ -106,14 +109,15 @@ def rows_of(call: Call) -> Rows:
     single = call.dtype != torch.float64
     limit = SINGLE_LIMIT if single else LIMITS[call.dtype]
     largest = torch.finfo(torch.float32 if single else torch.float64).max
+    huge = HUGE.get(call.dtype, SINGLE_HUGE)
     nan = some & ~q.isfinite().all(-1)
     over = visible & ~(magnitude <= limit)
-    heavy = some & (finite(q).abs().amax(-1, keepdim=False) > HUGE if q.shape[-1] else torch.zeros_like(some))
-    large_key = finite(k).abs().amax(-1) > HUGE if k.shape[-1] else torch.zeros_like(bad_key)
+    heavy = some & (finite(q).abs().amax(-1, keepdim=False) > huge if q.shape[-1] else torch.zeros_like(some))
+    large_key = finite(k).abs().amax(-1) > huge if k.shape[-1] else torch.zeros_like(bad_key)
     if call.v is not None:
         v = wide(call.v.double(), heads)
         bad_key = bad_key | ~v.isfinite().all(-1)
-        large_key = large_key | (finite(v).abs().amax(-1) > HUGE if v.shape[-1] else False)
+        large_key = large_key | (finite(v).abs().amax(-1) > huge if v.shape[-1] else False)
         total = visible.double() @ finite(v).abs()
         over = over | ~(total <= 0.88 * largest).all(-1, keepdim=True)
     nan = nan | (visible & bad_key[:, :, None]).any(-1)
@@ -177,6 +181,8 @@ def masked_cotangents(
     if of_output is None and of_logsumexp is None:
         return None
     kept = rows.with_gradient
+    if bool(kept.all()):  # an expanded gradient stays one
+        return of_output, of_logsumexp
     output = None if of_output is None else torch.where(kept[..., None], of_output, 0)
     return output, None if of_logsumexp is None else torch.where(kept, of_logsumexp, 0)
 
@@ -197,7 +203,10 @@ def add_gradients(
         outputs.append(dense.logsumexp)
         of_outputs.append(of_logsumexp.to(dense.logsumexp.dtype))
     grads = torch.autograd.grad(outputs, list(given.values()), of_outputs, materialize_grads=True, allow_unused=True)
-    judged.exact |= {f"gradient of {name}": each for name, each in zip(given, grads, strict=True)}
+    # A sink of -inf next to no key divides 0 by 0.
+    judged.exact |= {
+        f"gradient of {name}": torch.nan_to_num(each, nan=0.0) for name, each in zip(given, grads, strict=True)
+    }
 
 
 def _add_bands(
@@ -222,7 +231,7 @@ def _add_bands(
         size = torch.where(sinks.abs() > FAR, 0, sinks.abs())
         of_sink = (weight * (sums + size))[..., None]
         mean = mean + of_sink
-    off_p = p * (off + mean)
+    off_p = p * (off + mean) + UNDERFLOW * rows.visible
     band["weights"] = off_p
     v = wide(finite((call.k if call.v is None else call.v).detach().double()).abs(), heads)
     band["output"] = off_p @ v
@@ -242,12 +251,12 @@ def _add_bands(
     if call.bias is not None:
         band["gradient of bias"] = off_s.sum_to_size(call.bias.shape)
     if call.sinks is not None:
-        band["gradient of sinks"] = ((of_sink + mean * of_sink / sums) * moved_mean).sum((0, 2, 3))
+        band["gradient of sinks"] = ((sums + of_sink + mean * of_sink / sums) * moved_mean).sum((0, 2, 3))
 
 
 def _judge_gradients_at(judged: Judged, call: Call) -> None:
-    """Leave out the gradients of what a row that may overflow sees; a cotangent of 0 need not protect them."""
-    free = judged.rows.free
+    """Leave out the gradients of what a row that may overflow sees: a cotangent of 0 need not protect them."""
+    free = judged.rows.free | judged.rows.heavy
     group = (call.k.shape[1], call.q.shape[1] // call.k.shape[1])
     cells = judged.rows.visible & free[..., None]
     keys = ~cells.any(2).unflatten(1, group).any(2)[..., None]

@@ -63,7 +63,7 @@ def regions() -> Regions:
     return _regions[0]
 
 
-def laid_out(draw: Draw, name: str, values: Tensor, *, share: float = 0.35) -> Tensor:
+def laid_out(draw: Draw, name: str, values: Tensor, *, share: float = 0.35, expand: bool = True) -> Tensor:
     """Return the values in some layout; an expanded axis repeats its first row, and views may overlap.
 
     Args:
@@ -71,6 +71,7 @@ def laid_out(draw: Draw, name: str, values: Tensor, *, share: float = 0.35) -> T
         name: of the tensor, for the report.
         values: in the dtype of the tensor.
         share: of the cases in which the layout is not contiguous.
+        expand: whether an axis may be expanded, which changes the values.
     """
     feature = f"layout of {name}"
     if not draw.has(feature, share):
@@ -82,7 +83,7 @@ def laid_out(draw: Draw, name: str, values: Tensor, *, share: float = 0.35) -> T
     if random.random() < 0.3:
         order = sorted(order)
     expanded = [axis for axis in range(dims) if random.random() < 0.15]
-    if random.random() < 0.5:
+    if random.random() < 0.5 or not expand:
         expanded = []
     step = random.choice((1, 1, 1, 2, 3)) if dims else 1
     kept = values[tuple(slice(0, 1) if axis in expanded else slice(None) for axis in range(dims))]
