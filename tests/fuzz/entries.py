@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz import calls
+from tests.fuzz import calls, changes, measures
 from tests.fuzz.draw import Draw
 
 
@@ -28,5 +28,7 @@ class Entry:
 
 ENTRIES = {
     "attention": Entry(calls.attention, 30, 400),
+    "changed": Entry(changes.changed, 6, 100),
+    "statistics": Entry(measures.statistics, 8, 120),
     "weights": Entry(calls.weights, 6, 150),
 }

@@ -59,6 +59,7 @@ class Rows:
         free: a sum may overflow; anything may come out.
         heavy: holds so large numbers that gradients may overflow, or so large a bias that they are not defined;
             what comes out is judged, and gradients are not.
+        large: holds so large numbers in q, k or v.
     """
 
     visible: Tensor
@@ -66,6 +67,7 @@ class Rows:
     nan: Tensor
     free: Tensor
     heavy: Tensor
+    large: Tensor
 
     @property
     def judged(self) -> Tensor:
@@ -121,7 +123,7 @@ def rows_of(call: Call) -> Rows:
         total = visible.double() @ finite(v).abs()
         over = over | ~(total <= 0.88 * largest).all(-1, keepdim=True)
     nan = nan | (visible & bad_key[:, :, None]).any(-1)
-    heavy = heavy | (visible & large_key[:, :, None]).any(-1)
+    large = heavy = heavy | (visible & large_key[:, :, None]).any(-1)
     if bias is not None:
         nan = nan | (visible & ~bias.isfinite()).any(-1)
         over = over | (visible & (bias.abs() > 0.1 * largest) & (magnitude > 1e-8 * limit))
@@ -131,7 +133,7 @@ def rows_of(call: Call) -> Rows:
         nan = nan | (some & sinks.isnan())
         over = over | (visible & (sinks == torch.inf)[..., None])
         heavy = heavy | (some & (sinks.abs() > FAR))
-    return Rows(visible, ~some, nan, over.any(-1) & ~nan, heavy)
+    return Rows(visible, ~some, nan, over.any(-1) & ~nan, heavy, large)
 
 
 def scale_of(call: Call) -> float:
