@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-
 import torch
 from torch import Tensor
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 T = TypeVar("T")
@@ -63,6 +66,23 @@ class Draw:
     def cells(self, name: str, shape: Sequence[int], share: float) -> Tensor:
         """Random booleans, a share of them True."""
         return torch.rand(tuple(shape), generator=self.generator(name)) < share
+
+    def from_strategy(self, name: str, strategy: SearchStrategy[T]) -> T | None:
+        """Draw from a strategy of the other tests; None where it rejects its own choices."""
+        _wanted[:] = [strategy]
+        _found.clear()
+        _one.hypothesis.fuzz_one_input(self.stream(name).randbytes(8192))  # type: ignore[attr-defined]
+        return _found[0] if _found else None
+
+
+_wanted: list[SearchStrategy[Any]] = []
+_found: list[Any] = []
+
+
+@settings(database=None, deadline=None)
+@given(data=st.data())
+def _one(data: st.DataObject) -> None:
+    _found.append(data.draw(_wanted[0]))
 
 
 class Mismatch(AssertionError):  # noqa: N818

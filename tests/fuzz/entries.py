@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz import calls, changes, measures
+from tests.fuzz import calls, changes, drop_ins, layers, measures, records
 from tests.fuzz.draw import Draw
 
 
@@ -30,5 +30,10 @@ ENTRIES = {
     "attention": Entry(calls.attention, 30, 400),
     "changed": Entry(changes.changed, 6, 100),
     "statistics": Entry(measures.statistics, 8, 120),
+    "layer": Entry(layers.layer, 14, 60),
+    "texts": Entry(layers.texts, 8, 100),
+    "observed": Entry(records.observed, 8, 60),
+    "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80),
+    "tutorials": Entry(drop_ins.tutorials, 2, 40),
     "weights": Entry(calls.weights, 6, 150),
 }
