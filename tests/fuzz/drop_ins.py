@@ -27,7 +27,7 @@ def randomise(draw: Draw, module: nn.Module) -> None:
 
 
 def compare(name: str, ours: Tensor, exact: Tensor, plain: Tensor, rows: Tensor | None = None) -> None:
-    """Compare with the original in float64, by what the original loses in the dtype; NaN of the original is left out."""
+    """Compare with the original in float64, by what it loses in the dtype; its NaN are left out."""
     if ours.shape != exact.shape:
         raise Mismatch(f"{name} has another shape: {tuple(ours.shape)} instead of {tuple(exact.shape)}")
     left_out = exact.isnan() if rows is None else exact.isnan() | ~rows

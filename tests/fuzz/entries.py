@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz import calls, changes, drop_ins, layers, measures, records
+from tests.fuzz import calls, changes, drop_ins, files, graphs, layers, measures, models, ranks, records, ways
 from tests.fuzz.draw import Draw
 
 
@@ -35,5 +35,13 @@ ENTRIES = {
     "observed": Entry(records.observed, 8, 60),
     "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80),
     "tutorials": Entry(drop_ins.tutorials, 2, 40),
+    "hugging face": Entry(models.hugging_face, 4, 12, seconds=1.0),
+    "changed models": Entry(models.changed_models, 1, 6, seconds=1.0),
+    "overlapping": Entry(models.overlapping, 0.5, 3, seconds=1.0),
+    "ways": Entry(ways.ways, 8, 100),
+    "compiled": Entry(graphs.compiled, 2, 2, seconds=5.0),
+    "exported": Entry(graphs.exported, 1, 1, seconds=10.0),
+    "ranks": Entry(ranks.ranks, 2, 8, seconds=1.0),
+    "damaged census": Entry(files.damaged_census, 1, 4, seconds=1.0),
     "weights": Entry(calls.weights, 6, 150),
 }

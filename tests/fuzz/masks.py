@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -47,6 +48,12 @@ class Marked(masks.Mask):
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return self.marks[keys.clamp(0, len(self.marks) - 1)] | (queries == keys)
+
+    def select_sample(self, index: int) -> Marked:
+        return self
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Marked:
+        return self
 
 
 def drawn_mask(draw: Draw, size: Sizes) -> masks.Mask:

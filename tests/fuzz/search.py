@@ -92,9 +92,8 @@ class Search:
         finally:
             self.close()
 
-    def sample(self, name: str, count: int) -> None:
+    def sample(self, name: str, count: int, worker: Worker) -> None:
         """Run the first cases of one entry point."""
-        worker = self._worker()
         for case in self._cases(name, count):
             self._one(case, worker)
 

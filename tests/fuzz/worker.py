@@ -33,7 +33,7 @@ class Case:
         """The line that runs this case again."""
         without = f' --without "{", ".join(self.without)}"' if self.without else ""
         most = "" if self.most is None else f" --most {self.most}"
-        return f"python -m tests.fuzz --only {self.entry} --case {self.seed}{without}{most}"
+        return f"python -m tests.fuzz --only '{self.entry}' --case {self.seed}{without}{most}"
 
 
 @dataclass
