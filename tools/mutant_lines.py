@@ -34,6 +34,13 @@ def _layer(which: str) -> tuple[str, ...]:
 _FUSED = ("tests/kernels/test_agreement.py", "-k", "fused")
 
 # fmt: off
+# Corrections of faults that random calls find: `python -m tools.mutants --fuzz` undoes each, and times the fuzzer. The
+# tests are those that hold the correction.
+FUZZED = (
+    Mutant("gradients of plain calls", "features are read as contiguous if they are not", "kernels/native/eager.py",
+           "Job(prepared(request), bounds_of(request), None, 0)", "Job(request, bounds_of(request), None, 0)",
+           ("tests/kernels/native/test_eager.py",)),
+)
 MUTANTS = (
     Mutant("native kernel", "sums over blocks of queries are overwritten", "kernels/native/kernel.py",
            "added = dk.to(torch.float32, copy=True), dv.to(torch.float32, copy=True)", "added = dk.float(), dv.float()",

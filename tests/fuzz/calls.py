@@ -322,8 +322,9 @@ def compare_weights(call: Call, exact: Tensor, band: Tensor, judged: Tensor, fou
     """Weights are computed in float32 or better, whatever the dtype of the call."""
     if found.shape != exact.shape:
         raise Mismatch(f"weights have another shape: {tuple(found.shape)} instead of {tuple(exact.shape)}")
-    info = torch.finfo(torch.float64 if call.dtype == torch.float64 else torch.float32)
-    if found.dtype != info.dtype and str(found.dtype) != f"torch.{info.dtype}":
+    wide = torch.float64 if call.dtype == torch.float64 else torch.float32
+    info = torch.finfo(wide)
+    if found.dtype != wide:
         raise Mismatch(f"weights are {found.dtype}")
     allowed = info.eps * band + info.tiny
     wrong = outside(found, exact, allowed, judged)

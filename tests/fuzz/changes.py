@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 
 import torch
@@ -34,6 +34,7 @@ def changed(draw: Draw) -> None:
     call = drawn.call
     leaves = leaves_of(drawn)
     options = drawn.given()
+    assert call.v is not None
     output, logsumexp = mh.attention_with_logsumexp(call.q, call.k, call.v, **options)
     if not output.requires_grad:
         return
@@ -52,10 +53,10 @@ def changed(draw: Draw) -> None:
         places = of_masks
     name, tensor = random.choice(places)
     draw.notes["changed"] = name
-    copies = {each: getattr(call, each) for each in ("q", "k", "v", "bias", "sinks")}
-    before = replace(
-        call, **{each: value if value is None else value.detach().clone() for each, value in copies.items()}
-    )
+    before = copy.copy(call)
+    for each in ("q", "k", "v", "bias", "sinks"):
+        value = getattr(call, each)
+        setattr(before, each, value if value is None else value.detach().clone())
     with torch.no_grad():
         try:
             change(random, tensor, drawn.size.keys)

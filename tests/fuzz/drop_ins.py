@@ -159,6 +159,8 @@ def tutorials(draw: Draw) -> None:
     draw.notes |= {"kind": kind, "sizes": (batch, heads, queries, keys)}
     x, memory = draw.normal("x", batch, queries, WIDTH), draw.normal("memory", batch, keys, WIDTH)
     mask: Tensor | None = None
+    book: Any
+    made: Any
     if kind == "d2l":
         book, made = (
             Book(WIDTH, WIDTH, WIDTH, WIDTH, heads, 0.0),

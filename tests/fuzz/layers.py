@@ -117,7 +117,15 @@ def drawn_text_mask(draw: Draw) -> masks.Mask:
     if not draw.has("mask", 0.6):
         return masks.Full()
     random = draw.stream("mask")
-    some = (masks.Causal(), masks.Causal(), masks.Window(3), masks.Window(2, after=1), Every(3), Every(2), Before(1))
+    some: tuple[masks.Mask, ...] = (
+        masks.Causal(),
+        masks.Causal(),
+        masks.Window(3),
+        masks.Window(2, after=1),
+        Every(3),
+        Every(2),
+        Before(1),
+    )
     mask = random.choice(some)
     for _ in range(random.choice((0, 0, 1, 2))):
         other = random.choice(some)

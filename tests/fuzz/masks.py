@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,12 +109,12 @@ def _near(random: Random, most: int, *, least: int = 0) -> int:
     return random.choice((least, most, random.randint(least, most), random.randint(least, most)))
 
 
-def _counts(random: Random, shape: tuple[int, ...], most: int) -> Tensor | list[object] | tuple[object, ...]:
+def _counts(random: Random, shape: tuple[int, ...], most: int) -> Any:
     """Counts as a list, a tuple, or a tensor of some integer dtype and layout."""
     if 0 in shape and len(shape) == 2:
         return torch.zeros(shape, dtype=torch.int64)
     flat = [_near(random, most) for _ in range(shape[0] * (shape[1] if len(shape) > 1 else 1))]
-    rows: list[object] = list(flat)
+    rows: list[Any] = list(flat)
     if len(shape) == 2:
         rows = [flat[n * shape[1] : (n + 1) * shape[1]] for n in range(shape[0])]
     form = random.choice(("list", "tuple", "int64", "int64", "int32", "int16", "strided"))

@@ -115,6 +115,7 @@ class _Exact:
     def band(self, name: str) -> Tensor:
         """How far a statistic may be off, in roundings."""
         value, total = finite(self.exact[name].double()).abs(), self.off.sum(-1)
+        logsumexp: Tensor = self.judged.band["logsumexp"]
         if name == "received" or name == "coverage":
             return 8 + self.off.sum(-2) + value
         if name == "pooled_map":
@@ -126,7 +127,7 @@ class _Exact:
             of_entropy = 8 + (self.off * (1 - self.p.clamp(min=1e-45).log())).sum(-1)
             return of_entropy if name == "entropy" else (of_entropy + 8) * value
         if name == "largest_score":
-            return 8 + self.judged.band["logsumexp"] + total / self.p.amax(-1).clamp(min=1e-30) + value
+            return 8 + logsumexp + total / self.p.amax(-1).clamp(min=1e-30) + value
         if name in ("mean_distance", "distance_spread"):
             return self._of_distance(name)
         if name in ("contribution", "output_norm"):
@@ -135,9 +136,9 @@ class _Exact:
             parts = [
                 values[:, h] @ self.known.output_weight[:, h * width : (h + 1) * width].abs().mT for h in range(heads)
             ]
-            size = torch.stack(parts, 1).norm(dim=-1)
+            size: Tensor = torch.linalg.vector_norm(torch.stack(parts, 1), dim=-1)
             return 8 + 8 * (self.off * size[:, :, None]).sum(-1)
-        return 8 + total + self.judged.band["logsumexp"] * (name == "sink_mass")
+        return 8 + total + logsumexp * float(name == "sink_mass")
 
     def _of_distance(self, name: str) -> Tensor:
         at = torch.tensor(self.known.start).reshape(-1, 1, 1, 1) + torch.arange(self.p.shape[2])[:, None]

@@ -91,7 +91,7 @@ def ranks(draw: Draw) -> None:
     options: dict[str, Any] = {"softcap": 3.0} if draw.has("softcap", 0.2) else {}
     if draw.has("sinks", 0.2):
         options["sinks"] = draw.normal("sinks", heads).to(dtype)
-    call = Call(*tensors.values(), oracle.shown(mask, size.cells), **options)
+    call = Call(tensors["q"], tensors["k"], tensors["v"], oracle.shown(mask, size.cells), **options)
     of_output = draw.normal("gradient of output", size.batch, heads, length, size.value_dim).to(dtype)
     of_logsumexp = draw.normal("gradient of logsumexp", *size.cells[:3]).to(
         torch.float64 if dtype == torch.float64 else torch.float32

@@ -24,12 +24,14 @@ class Kind:
         case: the smallest one.
         outcome: how it ended.
         features: those that it needs to fail.
+        after: seconds from the start of the run to the first case.
         count: how many cases failed so.
     """
 
     case: Case
     outcome: Outcome
     features: frozenset[str]
+    after: float = 0.0
     count: int = 1
 
     def text(self) -> str:
@@ -37,7 +39,7 @@ class Kind:
         lines = [f"{self.case.entry}: {self.outcome.failure}", f"  needs: {needs}"]
         if self.outcome.described:
             lines.append(f"  case:  {self.outcome.described}")
-        lines.append(f"  again: {self.case.command()}")
+        lines += [f"  after: {self.after:.1f} s", f"  again: {self.case.command()}"]
         return "\n".join(lines)
 
 
@@ -166,6 +168,7 @@ class Search:
 
     def _reduce(self, case: Case, result: Outcome, worker: Worker) -> None:
         """Leave out one feature after another, and make the sizes smaller, as long as it fails with the same words."""
+        after = time.monotonic() - self.began
         end = time.monotonic() + REDUCING
         if not result.used:  # it died: once more, told step by step
             result = worker.run(replace(case, told=True))
@@ -190,7 +193,7 @@ class Search:
                 break
         if not best.described:
             best.described = worker.run(replace(case, told=True)).described
-        kind = Kind(case, best, frozenset(needed))
+        kind = Kind(case, best, frozenset(needed), after)
         with self.lock:
             for known in self.kinds:  # of another job, meanwhile
                 if (known.case.entry, known.outcome.shape, known.features) == (case.entry, shape, kind.features):

@@ -93,9 +93,9 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             case = connection.recv()
-        except EOFError:
+            connection.send(outcome(case, connection))
+        except (EOFError, BrokenPipeError):  # the run has ended
             os._exit(0)
-        connection.send(outcome(case, connection))
 
 
 class Worker:
