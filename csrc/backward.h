@@ -114,7 +114,7 @@ class Backward {
     if (logsumexp != -INF && !unused) {
       const Element *output = row_of<Element>(call_.output, call_.output_strides, head.batch, head.head, row);
       head.queries[row] = read_query(call_, head.batch, head.head, row);
-      head.logsumexp[row] = logsumexp * LOG2_E;
+      head.logsumexp[row] = to_log2(broadcast(logsumexp))[0];
       head.delta[row] = dot(grad_output, output, call_.value_dim) - grad_logsumexp;
     }
     call_.delta[index] = head.delta[row];

@@ -129,7 +129,7 @@ class BlockPair {
     Floats score = load(scores);
     if (call_.softcap > 0) {
       score = apply_softcap(call_, score);
-      const Floats tanh = score * broadcast(1 / (static_cast<float>(call_.softcap) * LOG2_E));
+      const Floats tanh = score * broadcast(1 / softcap_of(call_));
       store(keys_.softcap_slopes + index, select(visible, broadcast(1.f) - tanh * tanh, (Floats){}));
     }
     if (query.bias) score += scaled_bias(call_, query, key);

@@ -362,7 +362,7 @@ INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const Bl
     improved[half] = block.score[half] > before;
     const Floats now = select(improved[half], block.score[half], before);
     base[half] = select(now == broadcast(-INF), (Floats){}, now);  // -inf - -inf would be NaN
-    change[half] = select(before == broadcast(-INF), (Floats){}, before - base[half]);
+    change[half] = change_between(before, base[half]);
     panel.factor[half] = exp2(before - base[half]);
     panel.largest[half] = now;
   }
@@ -454,7 +454,7 @@ INLINE void write_panel_statistics(const Call &call, const Panel &panel, const N
   QueryStatistics results[2];
   for (int half = 0; half < 2; half++) {
     empty[half] = panel.total[half] == (Floats){};
-    results[half] = statistics_of(normalisers[half], panel.largest[half], panel.total[half], statistics.surprisal[half],
+    results[half] = statistics_of(normalisers[half], panel.total[half], statistics.surprisal[half],
                                   statistics.distance[half], statistics.square[half], statistics.pivot[half]);
   }
   write(call.entropy, [&](int half) { return results[half].entropy; });
@@ -491,7 +491,7 @@ void write_panel(const Call &call, const Panel &panel, int64_t batch, int64_t he
   for (int half = 0; half < 2; half++) {
     normalisers[half] = normaliser_of(call, head, panel.largest[half], panel.total[half]);
     store(inverses + half * LANES, normalisers[half].inverse);
-    store(logsumexps + half * LANES, normalisers[half].logsumexp * broadcast(LN_2));
+    store(logsumexps + half * LANES, normalisers[half].logsumexp);
   }
   Element *output = row_of<Element>(call.output, call.output_strides, batch, head, first);
   for (int64_t i = 0; i < panel.count; i++, sums += width, output += call.output_strides.row) {

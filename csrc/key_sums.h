@@ -163,7 +163,7 @@ class KeySumsPass {
         // Queries without a finite logsumexp and rows past the last query see no key: their weights count as 0.
         if (i < count && finite(logsumexp[i])) {
           row.query = read_query(call_, batch, head, first + i);
-          row.logsumexp = logsumexp[i] * LOG2_E;
+          row.logsumexp = to_log2(broadcast(logsumexp[i]))[0];
         } else {
           row.query = read_query(call_, batch, head, first + min(i, count - 1));
           row.query.start = row.query.stop = 0;

@@ -349,6 +349,11 @@ void BandArguments::set_fields(Call &call, IntegerPair &bounds) {
   call.scale = scaled ? number<double>(scale) : 1 / sqrt(static_cast<double>(call.head_dim));
   if (!isfinite(call.scale)) fail("scale is %g. Give a finite number.", call.scale);
   if (capped) call.softcap = number<double>(softcap);
+  // Sums of larger numbers could overflow; see `masks/counts.py`.
+  constexpr int64_t FURTHEST = int64_t(1) << 40;
+  if (query_start > FURTHEST || before > FURTHEST || after > FURTHEST)
+    fail("before is %lld, after %lld and query_start %lld. Give numbers up to 2^40.", static_cast<long long>(before),
+         static_cast<long long>(after), static_cast<long long>(query_start));
   if (query_start < 0) {
     if (call.queries != call.keys) fail("There are more or fewer queries than keys. Give query_start.");
     query_start = 0;

@@ -102,9 +102,30 @@ INLINE Ints load_lanes(const uint8_t *from, int64_t stride, int64_t first, int64
   return value;
 }
 
-// The softcap c tanh(score / c) of scores in units of log2.
+// Numbers from natural units to units of log2, in which scores are kept, and back. From 2^127 on, where the factor would
+// overflow, the slope is 1/2: the order of distinct numbers remains, and their differences are too large to matter.
+constexpr float STEEP = 0x1p127f, STEEP_OFFSET = STEEP * (LOG2_E - 0.5f);
+INLINE Floats with_sign_of(Floats x, float size) {
+  return (Floats)(((Ints)x & (int32_t)0x80000000) | (Ints)broadcast(size));
+}
+INLINE Floats to_log2(Floats x) {
+  const Floats distant = x * broadcast(0.5f) + with_sign_of(x, STEEP_OFFSET);
+  return select(absolute(x) > broadcast(STEEP), distant, x * broadcast(LOG2_E));
+}
+INLINE Floats from_log2(Floats x) {
+  const Floats rest = x - with_sign_of(x, STEEP_OFFSET);
+  return select(absolute(x) > broadcast(STEEP * LOG2_E), rest + rest, x * broadcast(LN_2));
+}
+
+// The c of the softcap c tanh(score / c) in units of log2. Outside of these limits neither it nor 1 / c is finite.
+INLINE float softcap_of(const Call &call) {
+  const double cap = call.softcap < 1e-37 ? 1e-37 : call.softcap > 1e38 ? 1e38 : call.softcap;
+  return static_cast<float>(cap) * LOG2_E;
+}
+
+// The softcap of scores in units of log2.
 INLINE Floats apply_softcap(const Call &call, Floats score) {
-  const float cap = static_cast<float>(call.softcap) * LOG2_E;
+  const float cap = softcap_of(call);
   return broadcast(cap) * tanh(score * broadcast(1 / cap));
 }
 
@@ -124,7 +145,7 @@ INLINE Ints visible_lanes(const Call &call, const Query &query, int64_t first) {
 // The bias of LANES keys in units of log2. Any NaN becomes the quiet NaN that exp2 propagates.
 INLINE Floats scaled_bias(const Call &call, const Query &query, int64_t first) {
   const Floats bias = load_lanes(query.bias, call.bias_strides.key, first, call.keys);
-  return select(bias == bias, bias * broadcast(LOG2_E), broadcast(NOT_A_NUMBER));
+  return select(bias == bias, to_log2(bias), broadcast(NOT_A_NUMBER));
 }
 
 // The factors of dropout for the weights of LANES keys: 0 or 1 / (1 - dropout). They depend on the seed and the cell

@@ -80,6 +80,10 @@ INLINE int64_t distance_between(int64_t a, int64_t b) { return a > b ? a - b : b
 // 2^x of one number, exactly 1 for 0; without the call of a library function, which would empty the vector registers.
 INLINE float exp2_of(float x) { return x == 0 ? 1.f : exp2(broadcast(x))[0]; }
 
+// How much scores relative to the largest one change where that rises. Limited, so that a product with a sum of weights
+// is finite: that far, all earlier weights become 0.
+INLINE Floats change_between(Floats before, Floats now) { return maximum(broadcast(-1e30f), before - now); }
+
 constexpr int64_t MAX_BLOCK_KEYS = 512;
 
 // -N .. N and their squares, for sums over a block whose vectors are counted from any of them.
@@ -213,7 +217,8 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
     return 1;
   }
   row.largest = block_largest != block_largest ? NOT_A_NUMBER : block_largest > before ? block_largest : before;
-  const float factor = exp2_of(before - row.largest), change = before == -INF ? 0.f : before - row.largest;
+  const float factor = exp2_of(before - row.largest);
+  const float change = change_between(broadcast(before), broadcast(row.largest))[0];
   if (STATISTICS != Statistics::NONE) {
     if (before == -INF) clear_statistics(row);
     if (block_largest > before) {
@@ -323,8 +328,10 @@ INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, SoftmaxRow &la
     } else {
       move_pivot(later, row.pivot);
     }
-    row.surprisal = merge(row.surprisal + row.lane_totals * broadcast(row.largest - now),
-                          later.surprisal + later.lane_totals * broadcast(later.largest - now));
+    const auto moved = [now](const SoftmaxRow &from) {
+      return from.surprisal + from.lane_totals * change_between(broadcast(from.largest), broadcast(now));
+    };
+    row.surprisal = merge(moved(row), moved(later));
     row.lane_totals = merge(row.lane_totals, later.lane_totals);
     row.distance = merge(row.distance, later.distance);
     row.square = merge(row.square, later.square);
@@ -339,31 +346,35 @@ INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, SoftmaxRow &la
 
 // What turns the weights of LANES queries into shares of their sums.
 struct Normaliser {
-  Floats inverse;    // of the sum of the weights, with that of the sink; 0 for a query without keys
-  Floats logsumexp;  // in units of log2
+  Floats inverse;      // of the sum of the weights, with that of the sink; 0 for a query without keys
+  Floats log_inverse;  // its log2, finite even where a huge sink makes the inverse 0
+  Floats logsumexp;    // in nats
 };
 INLINE Normaliser normaliser_of(const Call &call, int64_t head, Floats largest, Floats total) {
   Floats top = largest;
   const Ints empty = total == (Floats){};
   if (call.sinks) {
-    const Floats sink = broadcast(call.sinks[head] * LOG2_E);
+    const Floats sink = to_log2(broadcast(call.sinks[head]));
     top = select(sink > top, sink, top);
     total = total * exp2(largest - top) + exp2(sink - top);
   }
-  const Floats inverse = exp2(largest - top) / total;
-  return {select(empty, (Floats){}, inverse), select(empty, broadcast(-INF), top + log2(total))};
+  const Floats inverse = exp2(largest - top) / total, log_total = log2(total);
+  return {
+      select(empty, (Floats){}, inverse),
+      change_between(largest, top) - log_total,
+      select(empty, broadcast(-INF), from_log2(top + log_total)),
+  };
 }
 
 // What is reported of LANES queries, from the sums over their weights; see SoftmaxRow.
 struct QueryStatistics {
   Floats entropy, mean_distance, distance_spread;
 };
-INLINE QueryStatistics statistics_of(const Normaliser &normaliser, Floats largest, Floats total, Floats surprisal,
-                                     Floats distance, Floats square, Floats pivot) {
+INLINE QueryStatistics statistics_of(const Normaliser &normaliser, Floats total, Floats surprisal, Floats distance,
+                                     Floats square, Floats pivot) {
   const Ints empty = total == (Floats){};
   const Floats zero = (Floats){};
-  const Floats log_inverse = largest - normaliser.logsumexp;  // finite even where a huge sink makes the inverse 0
-  const Floats entropy = broadcast(-LN_2) * normaliser.inverse * (surprisal + total * log_inverse);
+  const Floats entropy = broadcast(-LN_2) * normaliser.inverse * (surprisal + total * normaliser.log_inverse);
   const Floats mean = distance / total, variance = square / total - mean * mean;
   return {
       select(empty | (entropy < zero), zero, entropy),
@@ -383,14 +394,14 @@ INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t b
   const int64_t index = (batch * call.heads + head) * call.queries + query;
   const bool empty = row.total == 0, bad = row.total != row.total;
   const Normaliser normaliser = normaliser_of(call, head, broadcast(row.largest), broadcast(row.total));
-  const float inverse = normaliser.inverse[0], logsumexp = normaliser.logsumexp[0];
+  const float inverse = normaliser.inverse[0];
   write_row(sums, call.value_dim, inverse, row_of<Element>(call.output, call.output_strides, batch, head, query));
-  call.logsumexp[index] = logsumexp * LN_2;
+  call.logsumexp[index] = normaliser.logsumexp[0];
   if (required_statistics(call) == Statistics::NONE) return;
   if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
   const QueryStatistics result =
-      statistics_of(normaliser, broadcast(row.largest), broadcast(row.total), broadcast(sum(row.surprisal)),
-                    broadcast(sum(row.distance)), broadcast(sum(row.square)), broadcast(static_cast<float>(row.pivot)));
+      statistics_of(normaliser, broadcast(row.total), broadcast(sum(row.surprisal)), broadcast(sum(row.distance)),
+                    broadcast(sum(row.square)), broadcast(static_cast<float>(row.pivot)));
   write_statistic(call.entropy, index, result.entropy[0]);
   write_statistic(call.largest_weight, index, inverse);
   write_statistic(call.mean_distance, index, result.mean_distance[0]);

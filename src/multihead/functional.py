@@ -21,10 +21,11 @@ from multihead.errors import (
     check_slice,
 )
 from multihead.explanation import Explanation, explained
-from multihead.kernels.choose import plan
+from multihead.kernels.choose import KERNELS, plan
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
-from multihead.kernels.nonfinite import restore_nan, without_nonfinite
+from multihead.kernels.nonfinite import may_overflow, restore_nan, without_nonfinite
+from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
@@ -42,6 +43,10 @@ from multihead.spelling import OF_FUNCTIONS, reject_unknown
 from multihead.tracing import traced, transformed
 
 _FULL = Full()
+_OVERFLOWS = (
+    "Entries of q, k or v are so large that scores may overflow; the reference kernel runs and holds queries x keys.",
+    "Scale them down, or hide padding by lengths= instead of large numbers.",
+)
 
 
 def attention(
@@ -433,6 +438,9 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     else:
         with without_autocast(request.shape.device):
             cleaned, bad_rows = without_nonfinite(request, bounds)
+            if cleaned is not request and chosen is not KERNELS["reference"] and may_overflow(cleaned):
+                warn_of_slow_path(*_OVERFLOWS)
+                chosen = KERNELS["reference"]
             attended = chosen.attend(cleaned, bounds)
             if bad_rows is not None:
                 attended = restore_nan(attended, bad_rows)
@@ -456,4 +464,4 @@ def _logsumexp(request: AttentionRequest, known: Tensor | None, dims: BatchDims 
             f"logsumexp has shape {tuple(known.shape)}.",
             f"Give (batch, heads, queries) = {(shape.batch, shape.num_heads, shape.query_length)}.",
         )
-    return known.detach().to(working_dtype(shape.dtype))
+    return known.detach().to(working_dtype(shape.dtype)).resolve_neg()

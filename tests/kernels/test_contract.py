@@ -12,11 +12,16 @@ from torch import Tensor
 from multihead import masks
 from multihead.errors import ArgumentError, MaskError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, statistics
+from multihead.scores import RelativeBias
 from tests import oracle
 from tests.kernel_names import EACH, dtypes_of, exactest
 from tests.oracle import shown
 
-pytestmark = pytest.mark.parametrize("kernel", EACH)
+# A number near the largest may overflow in kernels that cannot take it, which is computed by another, with a warning.
+pytestmark = [
+    pytest.mark.parametrize("kernel", EACH),
+    pytest.mark.filterwarnings("ignore:Entries of q, k or v are so large"),
+]
 BAD = (torch.nan, torch.inf, -torch.inf)
 # Rows of a few masks that plan differently: intervals per sample, triangles, blocks, a dense remainder.
 HIDING = {
@@ -99,6 +104,134 @@ def test_what_is_not_finite_in_a_hidden_key_or_value_changes_no_bit(
     assert bool(given["logsumexp"][~blind].isnan().all())
     for each in "qkv":
         assert torch.allclose(given[f"gradient of {each}"], expected[f"gradient of {each}"], atol=1e-6), each
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("name", HIDING)
+def test_a_hidden_number_near_the_largest_affects_nothing(kernel: str, name: str, which: str) -> None:
+    """Its score, or the gradient of its weight, overflows: inf - inf and 0 * inf are NaN."""
+    mask, (samples, keys) = HIDING[name]
+    for dtype in dtypes_of(kernel)[:2]:
+        q, k, v = inputs(dtype)
+        large = {"k": k.clone(), "v": v.clone()}
+        large[which][samples, :, keys] = 0.9 * torch.finfo(dtype).max
+        hit = torch.zeros(2, 9, dtype=torch.bool)
+        hit[samples, keys] = True
+        blind = ~(shown(mask, (2, 4, 9, 9)) & hit[:, None, None]).any(-1)  # (batch, heads, queries)
+        exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+        dense = oracle.attend(*exact, shown(mask, (2, 4, 9, 9)))
+        counted = blind & (dense.logsumexp != -torch.inf)
+        total = dense.output[counted].square().sum() + dense.logsumexp[counted].square().sum()
+        expected = [dense.output.detach(), dense.logsumexp.detach(), *torch.autograd.grad(total, exact)]
+        found = run(q, large["k"], large["v"], rows=blind, mask=mask, kernel=kernel)
+        measured = statistics(q, large["k"], v=large["v"], mask=mask)
+        limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+        # A row that sees it may be NaN, and so may the gradients of the keys that this row sees.
+        clean = ~(shown(mask, (2, 4, 9, 9)) & ~blind[..., None]).any(2)[:, ::2]  # (batch, kv_heads, keys)
+        for value, known, part in zip(found.values(), expected, (blind, blind, blind, clean, clean), strict=True):
+            assert oracle.difference(value[part], known[part]) < limit
+        of_oracle = oracle.statistics(dense.weights.detach(), shown(mask, (2, 4, 9, 9)), start=[0, 0])
+        for each, value in measured.items():
+            if each in of_oracle and each != "largest_key":
+                assert oracle.difference(value[blind], of_oracle[each][blind]) < max(limit, 1e-5), each
+
+
+@pytest.mark.parametrize("values", ["lowest", "3e38", "-3e38 and lowest", "-3e38 to 3e38", "some of -inf"])
+@pytest.mark.parametrize("sinks", [None, 2e38, -2e38])
+def test_a_finite_bias_hides_no_key(kernel: str, values: str, sinks: float | None) -> None:
+    """A row of the lowest number, as additive masks have for padding, is the mean of the values, as in float64."""
+    for dtype in dtypes_of(kernel)[:2]:
+        q, k, v = inputs(dtype)
+        bias = torch.zeros(2, 1, 9, 9, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+        lowest = torch.finfo(bias.dtype).min
+        if values == "some of -inf":
+            bias[:, :, 3:, ::2], bias[:, :, 3:, 1::2] = -torch.inf, lowest
+        else:
+            first, second = {
+                "lowest": (lowest, lowest),
+                "3e38": (3e38, 3e38),
+                "-3e38 and lowest": (-3e38, lowest),
+                "-3e38 to 3e38": (-3e38, 3e38),
+            }[values]
+            bias[:, :, 3:, :5], bias[:, :, 3:, 5:] = first, second
+        of_heads = None if sinks is None else torch.tensor([sinks, 0.5, -0.5, 2.0], dtype=bias.dtype)
+        seen = torch.ones(2, 4, 9, 9, dtype=torch.bool)
+        exact_sinks = None if of_heads is None else of_heads.double()
+        exact = oracle.attend(q.double(), k.double(), v.double(), seen, bias=bias.double(), sinks=exact_sinks)
+        options: dict[str, Any] = {"bias": bias, "sinks": of_heads}
+        output, logsumexp = attention_with_logsumexp(q, k, v, kernel=kernel, **options)
+        limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+        assert oracle.difference(output, exact.output) < limit
+        apart = (logsumexp.double() - exact.logsumexp).abs()
+        assert bool((apart <= max(limit, 1e-6) * exact.logsumexp.abs().clamp(min=1)).all())
+        assert oracle.difference(attention_weights(q, k, **options), exact.weights) < max(limit, 1e-6)
+        found = statistics(q, k, probes=("entropy", "largest_weight", "first_mass"), **options)
+        expected = {
+            "entropy": torch.special.entr(exact.weights).sum(-1),
+            "largest_weight": exact.weights.amax(-1),
+            "first_mass": exact.weights[..., 0],
+        }
+        for name, value in expected.items():
+            assert oracle.difference(found[name], value) < max(limit, 1e-5), name
+
+
+def test_negated_views_are_read_as_they_are_meant(kernel: str) -> None:
+    """The imaginary part of a conjugate stores its numbers with the other sign; here every tensor of a call does."""
+
+    def negated(tensor: Tensor) -> Tensor:
+        return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+    def found(tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        q, k, v, bias, sinks = tensors
+        leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+        outputs = attention_with_logsumexp(*leaves, bias=bias, sinks=sinks, kernel=kernel)
+        measured = statistics(*leaves[:2], bias=bias, sinks=sinks, logsumexp=grads[1])
+        weights = attention_weights(*leaves[:2], bias=bias, sinks=sinks)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads), weights, *measured.values()]
+
+    tensors = [*inputs(exactest(kernel)), torch.randn(2, 4, 9, 9), torch.randn(4)]
+    tensors[3:] = (each.to(tensors[0].dtype) for each in tensors[3:])
+    tensors[1] = tensors[1][:, :, :1].expand(-1, -1, 9, -1)  # an axis of stride 0 once confused a fallback of PyTorch
+    grads = [torch.randn(2, 4, 9, 8, dtype=tensors[0].dtype), torch.randn(2, 4, 9, dtype=tensors[0].dtype)]
+    views = [negated(each) for each in tensors]
+    views[1] = negated(tensors[1][:, :, :1]).expand(-1, -1, 9, -1)
+    assert all(each.is_neg() for each in views)
+    expected = found(tensors, grads)
+    for one, two in zip(found(views, [negated(each) for each in grads]), expected, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)  # a copy of an expanded axis may be multiplied in another order
+
+
+CHANGED: dict[str, tuple[Any, Any]] = {  # what makes the options of a call from a tensor, and this tensor
+    "keep": (lambda t: {"mask": masks.Keep(t, "queries keys")}, torch.ones(9, 9).tril() > 0),
+    "drop, in a tree": (
+        lambda t: {"mask": masks.Causal() & masks.Drop(t, "queries keys") | masks.Prefix(2)},
+        torch.eye(9) > 0,
+    ),
+    "prefix": (lambda t: {"mask": masks.Window(2) | masks.Prefix(t)}, torch.tensor([3, 4])),
+    "documents": (lambda t: {"mask": masks.Documents(t) | masks.Prefix(1)}, torch.tensor([3, 5])),
+    "lengths": (lambda t: {"mask": masks.Lengths(t)}, torch.tensor([5, 4])),
+    "start": (lambda t: {"mask": masks.Window(2) | masks.Prefix(1), "query_start": t}, torch.tensor([0, 1])),
+    "bias": (lambda t: {"bias": t}, torch.ones(1, 4, 9, 9)),
+    "relative bias": (lambda t: {"bias": RelativeBias(t)}, torch.ones(1, 4, 17)),
+    "sinks": (lambda t: {"sinks": t}, torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_tensor_changed_before_the_backward_pass_raises_or_changes_no_gradient(kernel: str, name: str) -> None:
+    options_of, tensor = CHANGED[name]
+    tensor = tensor.clone()
+    leaves = [each.requires_grad_() for each in inputs(exactest(kernel))]
+    output = attention(*leaves, kernel=kernel, **options_of(tensor))
+    expected = torch.autograd.grad(output.square().sum(), leaves, retain_graph=True)
+    tensor.logical_not_() if tensor.dtype == torch.bool else tensor.add_(1)
+    try:
+        found = torch.autograd.grad(output.square().sum(), leaves)
+    except RuntimeError as error:
+        found, raised = (), "modified by an inplace operation" in str(error)
+    else:
+        raised = False
+    assert raised or all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -71,6 +71,16 @@ def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = 
     return shown
 
 
+def tensors_seen_by(request: AttentionRequest) -> tuple[Tensor, ...]:
+    """Return the tensors that `seen` reads, which a backward pass that calls it saves.
+
+    So autograd raises where one of them was modified in place since the forward pass.
+    """
+    start, bias = request.query_start, request.bias
+    positions = (start,) if isinstance(start, Tensor) else ()
+    return (*request.mask.tensors(), *positions, *(() if bias is None else (values_of(bias),)))
+
+
 def dense(mask: Mask, request: AttentionRequest) -> Tensor:
     """Return the dense mask of a call: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import Attended, AttentionRequest
-from multihead.kernels.dense_tile import seen
+from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.tracing import readable
@@ -20,8 +20,8 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     """Replace non-finite entries by zero and return the query rows that must become NaN.
 
     0 * NaN is NaN: a hidden key's NaN would reach every query of the same matrix product, forward and backward.
-    Usually a sum, which reads the tensors once, shows that all entries are finite; where values cannot be read,
-    entries are replaced in any case.
+    Usually norms, which read the tensors once, show that all entries are finite; where values cannot be read, entries
+    are replaced in any case.
 
     Returns:
         the request, with finite entries, and (batch, heads, queries) bool, the rows that become NaN, or None.
@@ -29,10 +29,9 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()
     bad_numbers = None if numbers is None else numbers.isnan() | (numbers == torch.inf)
-    if readable(request.shape.device):
-        finite = torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum())
-        if bool(finite) and (bad_numbers is None or not bool(bad_numbers.any())):
-            return request, None
+    fits = readable(request.shape.device) and not may_overflow(request)
+    if fits and (bad_numbers is None or not bool(bad_numbers.any())):
+        return request, None
     bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
     bad_keys = ~(torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1))  # (batch, kv_heads, keys)
     cleaned = replace(
@@ -48,6 +47,21 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
     sees_any = ~bounds.sees_nothing[:, None]  # (batch or 1, 1, queries)
     return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bad_bias)
+
+
+def may_overflow(request: AttentionRequest) -> bool:
+    """Whether some entry is not finite, or so large that a product of two could overflow, where values can be read.
+
+    A product of two rows is at most that of their norms (Cauchy and Schwarz), and those are at most the norms of the
+    whole tensors. A kernel that adds -inf to hide a score needs finite ones: inf - inf is NaN.
+    """
+    if not readable(request.shape.device):
+        return False
+    dtype = working_dtype(request.shape.dtype)
+    tensors = [tensor.detach() for tensor in (request.q, request.k, request.v)]
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors])
+    largest = norms.max().item()
+    return not largest * largest * max(abs(request.scale), 1.0) < torch.finfo(dtype).max / 4  # also True for NaN
 
 
 def restore_nan(attended: Attended, rows: Tensor) -> Attended:

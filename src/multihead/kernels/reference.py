@@ -42,8 +42,11 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
 def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attended:
     """Attend from a range of queries to a range of keys that contains all keys they see."""
     dtype = working_dtype(request.q.dtype)
-    cells = scores(request, rows, keys).masked_fill(~seen(request, rows, keys), -torch.inf)
+    hidden = ~seen(request, rows, keys)
+    cells = scores(request, rows, keys).masked_fill(hidden, -torch.inf)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
+    if weights.requires_grad:  # the gradient of a hidden weight may overflow, and 0 * inf is NaN
+        weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
     grouped = dropped.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, keys)
     summed = grouped.flatten(2, 3) @ request.v[:, :, keys].to(dtype)  # (batch, kv_heads, group * queries, value_dim)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.call import Attended, AttentionRequest, Work
-from multihead.kernels.dense_tile import seen, without_tensors, working_dtype
+from multihead.kernels.dense_tile import seen, tensors_seen_by, without_tensors, working_dtype
 from multihead.kernels.double_backward import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.plan.rectangles import Rectangle, rectangles
@@ -56,7 +56,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    # It assumes a last stride of 1 without checking it.
+    # It assumes a last stride of 1 without checking it, and its fallback for a negative bit may change the strides.
+    q, k, v = (tensor.resolve_neg() for tensor in (q, k, v))
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
@@ -115,10 +116,14 @@ class _Cover:
         samples, rows, columns = self.samples(piece), slice(*piece.rows), slice(*piece.columns)
         return q[samples, :, rows], k[samples, :, columns], v[samples, :, columns]
 
+    def reads_cells(self, piece: Rectangle) -> bool:
+        """Whether a rectangle needs the cells of the mask and the bias."""
+        return piece.kind == "partial" or self.request.bias is not None
+
     def mask(self, piece: Rectangle) -> Tensor | None:
         """Return the additive mask of a rectangle: -inf where hidden, else the bias or 0; None where all are 0."""
         request, rows, columns = self.request, slice(*piece.rows), slice(*piece.columns)
-        if piece.kind != "partial" and request.bias is None:
+        if not self.reads_cells(piece):
             return None
         dtype = working_dtype(request.shape.dtype)
         hidden = ~seen(request, rows, columns)  # (batch or 1, heads or 1, rows, columns)
@@ -174,18 +179,20 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cover: _Cover) -> tuple[Tensor, Tensor]:
         output, logsumexp = _run(q, k, v, cover)
-        ctx.save_for_backward(q, k, v, output, logsumexp)
+        again = tensors_seen_by(cover.request) if any(cover.reads_cells(piece) for piece in cover.pieces) else ()
+        ctx.save_for_backward(q, k, v, output, logsumexp, *again)
         ctx.cover = replace(cover, request=without_tensors(cover.request))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
     @staticmethod
     def backward(ctx: Any, of_output: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, output, logsumexp = ctx.saved_tensors
+        q, k, v, output, logsumexp, *_ = ctx.saved_tensors  # raises if an input was modified since
         if torch.is_grad_enabled():
             # The code below builds no graph: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added outside
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
+        of_output, of_logsumexp = (None if each is None else each.resolve_neg() for each in (of_output, of_logsumexp))
         # Half precision would lose contributions that many rectangles add to one key.
         dtype = working_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))

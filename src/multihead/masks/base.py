@@ -282,6 +282,17 @@ class Mask:
         """Whether the mask holds tensors, whose values can change in place."""
         return self.cache_key() is None
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors in the fields of this mask and of the masks that it is made of."""
+        values = list(self.values().values())
+        for value in values:
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, Mask):
+                yield from value.tensors()
+            elif isinstance(value, (tuple, list)):
+                values.extend(value)
+
     def cache_key(self) -> tuple[object, ...] | None:
         """Return a key for caching results that depend on this mask, or None where it holds a tensor.
 

@@ -17,13 +17,14 @@ from multihead.kernels.native.statistics import second_pass
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
-from multihead.probes.tile import RowTotals, head_indices, in_float64, is_large, row_totals
+from multihead.probes.tile import RowTotals, base_of, head_indices, in_float64, is_large, row_totals
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
 from multihead.scores.relative import RelativeBias
 from multihead.shapes import AttentionShape
 from multihead.tracing import traced
 
 STRIP = 1 << 24  # scores of one head that are computed between two checks for cancellation
+VANISHING = 2.0**60  # next to which any score of moderate size is lost in float64
 DENSE_STRIP = 1 << 22  # the same, where visibility is evaluated cell by cell in PyTorch
 SMALL = 1 << 18  # scores below which preparing a call for the native kernel costs more than it saves
 
@@ -96,6 +97,7 @@ def blocks(
     bounds = bounds_of(request)
     dense = _is_dense(request, bounds)
     exact = block == (1, 1) or is_large(logsumexp)
+    base = base_of(request, logsumexp)
     totals = totals or RowTotals()
     with torch.no_grad(), without_autocast(request.shape.device):
         for strip in _strips(rows, columns, block, dense=dense):
@@ -113,8 +115,8 @@ def blocks(
                 cells = _cells(request, chosen, shown, strip, reached)
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             if exact:
-                row = row_totals(request, row, totals, chosen, slice(*strip))
-                part = in_float64(part)
+                row = row_totals(request, row, totals, chosen, slice(*strip), base)
+                part = in_float64(part) if base is None else _relative(in_float64(part), base[:, chosen, slice(*strip)])
             of_strip = _summed(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
             height, width = of_strip.sums.shape[1:]
@@ -195,6 +197,13 @@ def _part(
         wanted=frozenset(),
         origin=None,
     )
+
+
+def _relative(part: AttentionRequest, base: Tensor) -> AttentionRequest:
+    """Subtract the base of its rows, (1, heads, rows), from the bias of a part in float64."""
+    assert part.bias is not None
+    bias = bias_tile(part.bias, part.shape, slice(None), slice(None)) - base[..., None]
+    return replace(part, q=part.q.masked_fill(base[..., None].abs() > VANISHING, 0), bias=bias)
 
 
 def _bias_of(bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]) -> Bias:

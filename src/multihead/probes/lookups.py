@@ -83,4 +83,4 @@ def _weights(call: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
     bias = call.bias_at(keys.clamp(0, call.request.shape.key_length - 1))
     if bias is not None:
         cells = cells + bias.to(cells.dtype)
-    return (cells - call.divisor[..., None]).exp_().masked_fill_(~call.shown_at(keys), 0)
+    return call.log_weights(cells).exp_().masked_fill_(~call.shown_at(keys), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from multihead.kernels.nonfinite import without_nonfinite
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
 from multihead.probes.context import ProbeContext
-from multihead.probes.tile import RowTotals, in_float64, is_large, row_totals
+from multihead.probes.tile import RowTotals, base_of, in_float64, is_large, row_totals
 from multihead.scores.bias import values_of, with_values
 from multihead.scores.relative import RelativeBias
 
@@ -28,9 +29,10 @@ class MeasuredCall:
     Attributes:
         request: the call.
         bounds: its plan.
-        logsumexp: (batch, heads, queries), nats; -inf and NaN as they came.
+        logsumexp: (batch, heads, queries), nats, relative to the base; -inf and NaN as they came.
         context: further inputs of the probes.
         output: (batch, heads, queries, value_dim) of the call without dropout, or None.
+        base: (batch, heads, queries), to subtract from scores before the logsumexp, or None; see `tile.base_of`.
     """
 
     request: AttentionRequest
@@ -38,6 +40,7 @@ class MeasuredCall:
     logsumexp: Tensor
     context: ProbeContext
     output: Tensor | None = None
+    base: Tensor | None = None
 
     @staticmethod
     def of(
@@ -45,12 +48,18 @@ class MeasuredCall:
     ) -> MeasuredCall:
         """Plan a call; one with a large logsumexp is measured in float64."""
         bounds = bounds_of(request)
-        if logsumexp.dtype != torch.float64 and is_large(logsumexp):
+        base = base_of(request, logsumexp)
+        if base is not None or (logsumexp.dtype != torch.float64 and is_large(logsumexp)):
             heads, rows = torch.arange(request.shape.num_heads), slice(0, request.shape.query_length)
-            logsumexp = row_totals(request, logsumexp, RowTotals(), heads.to(request.shape.device), rows)
+            logsumexp = row_totals(request, logsumexp, RowTotals(), heads.to(request.shape.device), rows, base)
             request = in_float64(request)
             output = None if output is None else output.double()
-        return MeasuredCall(request, bounds, logsumexp, context, output)
+        return MeasuredCall(request, bounds, logsumexp, context, output, base)
+
+    @property
+    def whole_logsumexp(self) -> Tensor:
+        """(batch, heads, queries), nats: the logsumexp of the scores as the call has them."""
+        return self.logsumexp if self.base is None else self.logsumexp + self.base
 
     @cached_property
     def cleaned(self) -> AttentionRequest:
@@ -65,6 +74,12 @@ class MeasuredCall:
         """
         left_out = self.logsumexp.isnan() | (self.logsumexp == -torch.inf)
         return self.logsumexp.masked_fill(left_out, torch.finfo(self.logsumexp.dtype).max / 4)
+
+    def log_weights(self, scores: Tensor, rows: Any = ...) -> Tensor:
+        """Compute ln p = s - L from the scores (..., keys) of some rows, an index of (batch, heads, queries)."""
+        if self.base is not None:
+            scores = scores - self.base[rows][..., None]
+        return scores.to(self.divisor.dtype) - self.divisor[rows][..., None]
 
     @cached_property
     def positions(self) -> Tensor:

@@ -122,7 +122,7 @@ def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alik
     place = call.positions[index, queries][..., None]
     earlier_ones = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
     shown = earlier_ones & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
-    logs = cells - call.divisor[index][:, queries][..., None]
+    logs = call.log_weights(cells, (index, slice(None), queries))
     return logs.exp_().masked_fill_(~shown, 0).sum(-1)
 
 

@@ -393,7 +393,7 @@ def measured_parts(
     if "sink_mass" in parts and call.request.sinks is not None:
         found["sink_mass"] = _sink_mass(call, call.request.sinks)
     if "logsumexp" in parts:
-        found["logsumexp"] = call.logsumexp
+        found["logsumexp"] = call.whole_logsumexp
     if "output_norm" in parts and call.context.output_weight is not None:
         found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}
@@ -404,7 +404,7 @@ def measured_parts(
 
 def _sink_mass(call: MeasuredCall, sinks: Tensor) -> Tensor:
     """Compute the weight of the learned sink (heads,): (batch, heads, queries), 0 for rows of NaN."""
-    return (sinks.detach().to(call.divisor.dtype)[:, None] - call.divisor).exp()
+    return call.log_weights(sinks.detach().to(call.divisor.dtype)[:, None, None])[..., 0].exp()
 
 
 def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
@@ -486,7 +486,7 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
     if "sink_mass" in parts and request.sinks is not None:
         found["sink_mass"] = _sink_mass(measured, request.sinks)
     if "logsumexp" in parts:
-        found["logsumexp"] = measured.logsumexp.to(logsumexp.dtype)
+        found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
     # As the kernel does; for its own parts this changes nothing.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: _masked(value, empty, bad) for part, value in found.items()}

@@ -230,7 +230,6 @@ def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
     call, request = stream.call, group.request
     bounds, plan_row = call.bounds, 0 if call.bounds.shared else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
-    divisor = call.divisor[group.sample, group.heads, rows, None]
     for columns, free, side in _spans(stream, group, rows):
         shown: Tensor | None = None
         if every_cell_read:
@@ -238,14 +237,15 @@ def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
             cells = cells[group.sample if cells.shape[0] > 1 else 0]
             shown = cells[group.heads] if cells.shape[0] > 1 else cells
         elif not free:
-            key = torch.arange(*columns, device=divisor.device)
+            key = torch.arange(*columns, device=request.shape.device)
             shown = (key >= bounds.start[plan_row, rows, None]) & (key < bounds.stop[plan_row, rows, None])
             shown = shown[None]
         if group.q is not None and group.k is not None:
             product = group.q[:, :, rows].flatten(1, 2) @ group.k[:, slice(*columns)].mT
             logs = product.view(-1, rows.stop - rows.start, columns[1] - columns[0])
         else:
-            logs = scores(request, rows, slice(*columns))[0].to(divisor.dtype) - divisor
+            cells = scores(request, rows, slice(*columns))
+            logs = call.log_weights(cells[0], (group.sample, group.heads, rows))
         if shown is not None:
             logs.masked_fill_(~shown, 0)
         weights = logs.exp()

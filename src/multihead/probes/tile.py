@@ -21,6 +21,8 @@ ROWS = 32  # queries for which the keys are converted to float64 once, at least
 WIDTH = 512  # keys of a block, at least, where rows are summed block by block
 # Where a logsumexp is larger, its rounding and that of float32 scores reach the fourth digit of a weight.
 LARGE = 1024.0
+# Where it is larger still, as a bias of the lowest float makes it, even float64 loses the logarithm of a sum in it.
+HUGE = 2.0**33
 
 
 class RowTotals:
@@ -33,13 +35,14 @@ class RowTotals:
     def __init__(self) -> None:
         self._found: Tensor | None = None  # (batch, heads, queries), NaN where not computed yet
 
-    def of(self, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
+    def of(self, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None) -> Tensor:
         """Return the logsumexp of some rows of a call, always the same call: (batch, heads, rows), nats.
 
         Args:
             request: the call.
             heads: indices of the heads.
             rows: which queries.
+            base: the base of all rows of the call, see `base_of`; the result is relative to it.
         """
         if self._found is None:
             shape = request.shape
@@ -47,7 +50,7 @@ class RowTotals:
             self._found = torch.full(size, torch.nan, dtype=_precise(shape.device), device=shape.device)
         known = self._found[:, heads, rows]
         if bool(known.isnan().any()):
-            known = _streamed(request, heads, rows)
+            known = _streamed(request, heads, rows, base)
             self._found[:, heads, rows] = known
         return known
 
@@ -83,6 +86,7 @@ def tile(
         ArgumentError: a head does not exist.
     """
     shape, chosen = request.shape, head_indices(heads, request.shape.num_heads)
+    base = base_of(request, logsumexp)
     rows, columns = range(shape.query_length)[queries], range(shape.key_length)[keys]
     of_head = max(1, shape.batch * len(columns))
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
@@ -93,16 +97,16 @@ def tile(
             parts = []
             for first in range(0, max(len(rows), 1), num_rows):
                 part = _slice(rows[first : first + num_rows])
-                cells, shown = _scores(request, some_heads, part, _slice(columns))
+                cells, shown = _scores(request, some_heads, part, _slice(columns), base)
                 row = logsumexp[:, some_heads][:, :, part]  # (batch, heads, rows)
                 begin, end = _reached(request, part)
                 if columns.step == 1 and columns.start <= begin and end <= columns.stop:
-                    own = _with_sinks(_logsumexp(cells, logsumexp.dtype), request, some_heads)
+                    own = _with_sinks(_logsumexp(cells, logsumexp.dtype), request, some_heads, part, base)
                 elif totals is not None:
-                    own = totals.of(request, some_heads, part)
+                    own = totals.of(request, some_heads, part, base)
                 else:
-                    own = _streamed(request, some_heads, part)
-                own = _unless_other(own, row, request, some_heads, part)
+                    own = _streamed(request, some_heads, part, base)
+                own = _unless_other(own, row, request, some_heads, part, base)
                 own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
                 weights = (cells - own).to(logsumexp.dtype).exp_()
                 # Hidden cells of a row of NaN are 0 too.
@@ -111,8 +115,15 @@ def tile(
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-def row_totals(request: AttentionRequest, logsumexp: Tensor, totals: RowTotals, heads: Tensor, rows: slice) -> Tensor:
-    """Compute the logsumexp of some rows in float64, as `tile` does: (batch, heads, rows).
+def row_totals(
+    request: AttentionRequest,
+    logsumexp: Tensor,
+    totals: RowTotals,
+    heads: Tensor,
+    rows: slice,
+    base: Tensor | None = None,
+) -> Tensor:
+    """Compute the logsumexp of some rows in float64, as `tile` does: (batch, heads, rows), relative to the base.
 
     Args:
         request: the call.
@@ -120,9 +131,30 @@ def row_totals(request: AttentionRequest, logsumexp: Tensor, totals: RowTotals, 
         totals: keeps what is computed.
         heads: indices of the heads.
         rows: which queries.
+        base: the base of all rows of the call, see `base_of`.
     """
     with torch.no_grad(), without_autocast(request.shape.device):
-        return _unless_other(totals.of(request, heads, rows), logsumexp, request, heads, rows)
+        return _unless_other(totals.of(request, heads, rows, base), logsumexp, request, heads, rows, base)
+
+
+def base_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
+    """Return what to subtract from the scores of each row before its logsumexp, (batch, heads, queries) float64.
+
+    It is the largest bias that a query sees, where its L is HUGE: exp(s - L) = exp((s - base) - (L - base)). None where
+    no L is.
+    """
+    if request.bias is None or traced() or is_usual(logsumexp):
+        return None
+    huge = (logsumexp.abs() > HUGE) & logsumexp.isfinite()
+    if not bool(huge.any()):
+        return None
+    found = []
+    for first in range(0, request.shape.query_length, ROWS):
+        rows = slice(first, first + ROWS)
+        bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
+        largest = bias.masked_fill(~seen(request, rows), -torch.inf).amax(-1)
+        found.append(largest.expand_as(huge[:, :, rows]))
+    return torch.cat(found, 2).to(_precise(huge.device)).masked_fill(~huge, 0)
 
 
 def is_usual(logsumexp: Tensor) -> bool:
@@ -154,8 +186,10 @@ def in_float64(request: AttentionRequest) -> AttentionRequest:
     )
 
 
-def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores of a tile in float64, -inf where hidden, and which cells may be seen.
+def _scores(
+    request: AttentionRequest, heads: Tensor, queries: slice, keys: slice, base: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the scores of a tile in float64, less the base of its rows, -inf where hidden; and which may be seen.
 
     Returns:
         (batch, heads, queries, keys), and bool that broadcasts to it, or None where all may be seen.
@@ -168,6 +202,8 @@ def _scores(request: AttentionRequest, heads: Tensor, queries: slice, keys: slic
     if request.bias is not None:
         added = bias_tile(request.bias, request.shape, queries, keys).to(precise)
         cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
+    if base is not None:
+        cells = cells - base[:, heads][:, :, queries, None]
     if _all_seen(request, queries, keys):
         return cells, None
     shown = seen(request, queries, keys)
@@ -201,12 +237,17 @@ def _logsumexp(cells: Tensor, dtype: torch.dtype) -> Tensor:
     return (largest + terms.sum(-1, keepdim=True, dtype=cells.dtype).log()).masked_fill(hidden, -torch.inf)[..., 0]
 
 
-def _with_sinks(total: Tensor, request: AttentionRequest, heads: Tensor) -> Tensor:
-    """Let the sinks of a call take part in a logsumexp: (batch, heads, queries)."""
-    return total if request.sinks is None else total.logaddexp(request.sinks[heads].to(total.dtype)[:, None])
+def _with_sinks(
+    total: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
+) -> Tensor:
+    """Let the sinks of a call take part in a logsumexp less the base: (batch, heads, queries)."""
+    if request.sinks is None:
+        return total
+    sinks = request.sinks[heads].to(total.dtype)[:, None]
+    return total.logaddexp(sinks if base is None else sinks - base[:, heads][:, :, rows])
 
 
-def _streamed(request: AttentionRequest, heads: Tensor, queries: slice) -> Tensor:
+def _streamed(request: AttentionRequest, heads: Tensor, queries: slice, base: Tensor | None = None) -> Tensor:
     """Compute the logsumexp of some rows over all keys they see, block by block: (batch, heads, queries)."""
     shape, rows = request.shape, range(request.shape.query_length)[queries]
     dtype = working_dtype(shape.dtype)
@@ -219,10 +260,10 @@ def _streamed(request: AttentionRequest, heads: Tensor, queries: slice) -> Tenso
         width = max(WIDTH, CELLS // (of_row * num_rows))
         total = _logsumexp(_scores(request, heads, part, slice(0, 0))[0], dtype)
         for key in range(begin, end, width):
-            cells, _ = _scores(request, heads, part, slice(key, min(key + width, end)))
+            cells, _ = _scores(request, heads, part, slice(key, min(key + width, end)), base)
             total = total.logaddexp(_logsumexp(cells, dtype))
         found.append(total)
-    return _with_sinks(torch.cat(found, 2), request, heads)
+    return _with_sinks(torch.cat(found, 2), request, heads, queries, base)
 
 
 def _reached(request: AttentionRequest, rows: slice) -> tuple[int, int]:
@@ -235,16 +276,19 @@ def _reached(request: AttentionRequest, rows: slice) -> tuple[int, int]:
     return (int(start[seeing].min()), int(stop[seeing].max())) if bool(seeing.any()) else (0, 0)
 
 
-def _unless_other(own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
-    """Return the logsumexp of the call's own keys; the recorded one where it differs by more than rounding."""
-    apart, rounding = (own - recorded).abs(), 16 * torch.finfo(recorded.dtype).eps
+def _unless_other(
+    own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
+) -> Tensor:
+    """Return the logsumexp of the call's own keys, relative to the base; the recorded one where that is another."""
+    relative = recorded.to(own.dtype) if base is None else recorded - base[:, heads][:, :, rows]
+    apart, rounding = (own - relative).abs(), 16 * torch.finfo(recorded.dtype).eps
     near = apart <= rounding * (1 + recorded.abs())
     if traced() or not bool(near.all()):
         # Terms of a score may be larger than the score: it is rounded at most at the product of the norms.
         q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
         size = q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True) * abs(request.scale)
         near = apart <= rounding * (1 + recorded.abs() + size)
-    return torch.where(near, own, recorded.to(own.dtype))
+    return torch.where(near, own, relative)
 
 
 def _precise(device: torch.device) -> torch.dtype:

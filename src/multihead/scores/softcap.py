@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
@@ -15,4 +16,8 @@ def check_softcap(softcap: object) -> None:
 
 def softcapped(scores: Tensor, softcap: float | None) -> Tensor:
     """Bound scores to (-softcap, softcap). Source: Gemma 2, arXiv:2408.00118, section 2."""
-    return scores if softcap is None else softcap * (scores / softcap).tanh()
+    if softcap is None:
+        return scores
+    limits = torch.finfo(scores.dtype)  # beyond them neither c nor 1 / c is finite; c tanh(s / c) is s there, or 0
+    cap = min(max(softcap, 16 * limits.tiny), limits.max / 16)
+    return cap * (scores / cap).tanh()

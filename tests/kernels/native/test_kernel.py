@@ -350,12 +350,3 @@ def test_tensors_that_hold_no_memory_of_their_own_are_refused() -> None:
         q = torch.randn(1, 2, 5, 4)
     reason = kernel.refusal(request_of(q, q, q), bounds_of(request_of(*torch.zeros(3, 1, 2, 5, 4))))
     assert reason == "it reads plain tensors, and one is a FakeTensor"
-
-
-def test_a_negated_view_is_read_as_it_is_meant() -> None:
-    """The imaginary part of a conjugate holds its numbers with the other sign."""
-    z = torch.randn(3, 1, 2, 5, 4, dtype=torch.complex64).conj()
-    q, k, v = z.imag.unbind()
-    assert q.is_neg()
-    expected = attention(q.clone(), k.clone(), v.clone(), kernel="reference")
-    torch.testing.assert_close(attention(q, k, v, kernel="native"), expected, atol=1e-6, rtol=0)

@@ -140,11 +140,16 @@ def set_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
 
 
 def bias_as_read(bias: Bias) -> Bias:
-    """Return a bias in float32, and the values of a RelativeBias contiguous; no copy where it is so already."""
+    """Return a bias in float32 as it is stored, a RelativeBias contiguous; no copy where it is so already."""
     if not isinstance(bias, RelativeBias):
-        return bias.float()
-    values = bias.values.float().contiguous()
+        return bias.float().resolve_neg()
+    values = bias.values.float().resolve_neg().contiguous()
     return bias if values is bias.values else RelativeBias(values)
+
+
+def sinks_as_read(sinks: Tensor) -> Tensor:
+    """Return sinks (heads,) in float32 as they are stored, contiguous; no copy where they are so already."""
+    return sinks.float().resolve_neg().contiguous()
 
 
 def set_tensor(fields: Fields, name: str, tensor: Tensor) -> None:

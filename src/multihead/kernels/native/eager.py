@@ -19,7 +19,7 @@ from multihead.kernels.native.call import DTYPES
 from multihead.kernels.native.kernel import Job, gradients, prepared
 from multihead.kernels.native.statistics import FIRST_KEY, OFFSETS
 from multihead.kernels.native_vs_sdpa import LOST
-from multihead.masks import Full, Lengths, Mask, Window
+from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.masks.counts import FURTHEST
 from multihead.parts import Part
@@ -187,7 +187,9 @@ class _Differentiable(torch.autograd.Function):
 def _mask_of(band: Band) -> Mask:
     """Return a mask that shows what a band shows."""
     mask: Mask = Full()
-    if band.before >= 0 or band.after >= 0:
+    if band.before < 0 and band.after == 0:
+        mask = Causal()
+    elif band.before >= 0 or band.after >= 0:
         size, after = (FURTHEST if count < 0 else count for count in (band.before, band.after))
         mask = Window(size + 1, after)
     return mask if band.lengths is None else mask & Lengths(band.lengths)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from multihead.call import Attended, AttentionRequest, DropoutPlace, Work
-from multihead.kernels.dense_tile import dense, without_tensors
+from multihead.kernels.dense_tile import dense, tensors_seen_by, without_tensors
 from multihead.kernels.double_backward import differentiable_gradients
 from multihead.kernels.native import library
 from multihead.kernels.native.bias_gradient import BiasGradient
@@ -27,6 +27,7 @@ from multihead.kernels.native.call import (
     contiguous_features,
     empty_float32,
     set_tensor,
+    sinks_as_read,
 )
 from multihead.kernels.native.library import AT, STRIDES_AT
 from multihead.kernels.native.statistics import Measurement
@@ -220,7 +221,7 @@ def prepared(request: AttentionRequest) -> AttentionRequest:
         if isinstance(bias, Tensor) and bias.requires_grad:
             bias = bias.expand(-1, -1, -1, request.shape.key_length)  # the kernel writes a gradient for each key
     if sinks is not None:
-        sinks = sinks.float().contiguous()
+        sinks = sinks_as_read(sinks)
     if q is request.q and k is request.k and v is request.v and bias is request.bias and sinks is request.sinks:
         return request
     return replace(request, q=q, k=k, v=v, bias=bias, sinks=sinks)
@@ -316,7 +317,7 @@ def backward(
         row_delta = delta if rows.rows is WHOLE else torch.empty_like(row_logsumexp)
         fields[_LOGSUMEXP], fields[AT["delta"]] = row_logsumexp.data_ptr(), row_delta.data_ptr()
         if grad_logsumexp is not None:
-            row_grad_logsumexp = rows.of(grad_logsumexp).contiguous()
+            row_grad_logsumexp = rows.of(grad_logsumexp).resolve_neg().contiguous()
             fields[AT["grad_logsumexp"]] = row_grad_logsumexp.data_ptr()
         set_tensor(fields, "output", rows.of(output))
         set_tensor(fields, "grad_output", rows.of(grad_output))
@@ -354,14 +355,15 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor]:
         output, logsumexp = forward(job)
-        ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
+        again = () if job.bounds.remainder is None else tensors_seen_by(job.request)
+        ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp, *again)
         ctx.job = job._replace(request=without_tensors(job.request), measurement=None)
         ctx.set_materialize_grads(False)
         return output, logsumexp
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors  # raises if an input was modified since
+        q, k, v, bias, sinks, output, logsumexp, *_ = ctx.saved_tensors  # raises if an input was modified since
         request = replace(ctx.job.request, q=q, k=k, v=v, sinks=sinks)
         if request.bias is not None and bias is not None:
             request = replace(request, bias=with_values(request.bias, bias))

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.native import library
-from multihead.kernels.native.call import WHOLE, Fields, blocks, call_fields, contiguous_features, empty_float32
+from multihead.kernels.native.call import (
+    WHOLE,
+    Fields,
+    blocks,
+    call_fields,
+    contiguous_features,
+    empty_float32,
+    sinks_as_read,
+)
 from multihead.kernels.native.library import AT
 from multihead.masks.base import KeyBounds
 from multihead.parts import Part
@@ -196,7 +204,7 @@ def one_pass(
     measurement = Measurement.of(request, bounds, parts, special_keys)
     logsumexp = empty_float32(shape.batch, shape.num_heads, shape.query_length)
     q, k = contiguous_features(request.q), contiguous_features(request.k)
-    sinks = None if request.sinks is None else request.sinks.float().contiguous()
+    sinks = None if request.sinks is None else sinks_as_read(request.sinks)
     for rows in blocks(request, bounds):
         fields = call_fields(request, rows, q, k)
         fields[AT["value_dim"]] = 0
