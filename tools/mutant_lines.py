@@ -40,6 +40,13 @@ FUZZED = (
     Mutant("gradients of plain calls", "features are read as contiguous if they are not", "kernels/native/eager.py",
            "Job(prepared(request), bounds_of(request), None, 0)", "Job(request, bounds_of(request), None, 0)",
            ("tests/kernels/native/test_eager.py",)),
+    Mutant("changes in place", "a mask's tensors are not saved for the backward pass", "kernels/native/kernel.py",
+           "again = () if job.bounds.remainder is None else tensors_seen_by(job.request)", "again = ()",
+           ("tests/kernels/test_contract.py",)),
+    Mutant("non-finite values", "only NaN and inf are looked for, not what may overflow", "kernels/nonfinite.py",
+           "readable(request.shape.device) and not may_overflow(request)",
+           "bool(torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum()))",
+           ("tests/kernels/test_contract.py",)),
 )
 MUTANTS = (
     Mutant("native kernel", "sums over blocks of queries are overwritten", "kernels/native/kernel.py",
@@ -138,7 +145,7 @@ MUTANTS = (
            "rows = query_start.to(weight.device)[:, None]", "rows = query_start.to(weight.device).flip(0)[:, None]",
            ("tests/scores/test_learned.py",)),
     Mutant("softcap", "scores are not scaled back", "scores/softcap.py",
-           "else softcap * (scores / softcap).tanh()", "else (scores / softcap).tanh()",
+           "return cap * (scores / cap).tanh()", "return (scores / cap).tanh()",
            ("tests/scores/test_softcap.py",)),
     Mutant("sinks", "a sink adds weight instead of taking it", "scores/sinks.py",
            "share = (finite - sink).sigmoid()", "share = (sink - finite).sigmoid()", ("tests/scores/test_sinks.py",)),
