@@ -254,18 +254,27 @@ def split_with_nan(
     return joined(group, found, layout)
 
 
-def split_dropped(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str) -> dict[str, Tensor]:
+def split_dropped(
+    group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str, check: Any
+) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
-    with context_parallel(group, strategy=strategy, layout=layout):
+    with context_parallel(group, strategy=strategy, layout=layout, check=check):
         found = dropped(lambda x: taken.take(x, rank, 2), mask)
     return {name: unshard(group, each, layout=layout, dim=2) for name, each in found.items()}
 
 
 def _call(
-    group: Any, queries: int = 4, keys: int = 4, *, strategy: Any = "ring", dtype: Any = torch.float32, **options: Any
+    group: Any,
+    queries: int = 4,
+    keys: int = 4,
+    *,
+    strategy: Any = "ring",
+    check: Any = "every call",
+    dtype: Any = torch.float32,
+    **options: Any,
 ) -> Tensor:
     q, k = torch.zeros(1, 3, queries, 4, dtype=dtype), torch.zeros(1, 3, keys, 4, dtype=dtype)
-    with context_parallel(group, strategy=strategy):
+    with context_parallel(group, strategy=strategy, check=check):
         return mh.attention(q, k, k, **options)
 
 
@@ -345,6 +354,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         lambda group: _call(group, strategy="rings"),
         ArgumentError,
         'strategy is \'rings\'. Give "ring", "ulysses", "gather" or "auto".',
+    ),
+    "an unknown check": (
+        lambda group: _call(group, check="no call"),
+        ArgumentError,
+        'check is \'no call\'. Give "every call" or "first call".',
     ),
     "an unknown layout": (
         lambda group: shard(group, layout="zigzag", x=torch.zeros(1, 4)),  # type: ignore[arg-type]

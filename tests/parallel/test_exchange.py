@@ -172,6 +172,16 @@ def test_a_call_that_differs_on_one_rank_is_an_error_on_all(four: Processes, str
         assert str(found).endswith(" on rank 1. Give all ranks equal sizes and options.")
 
 
+def later_ones_differ(group: Any, rank: int) -> bool:
+    with context_parallel(group, check="first call"):
+        attended()
+        return bool(attended(softcap=1.0 + rank).any())
+
+
+def test_where_first_calls_are_compared_later_ones_may_differ(four: Processes) -> None:
+    assert four.results(later_ones_differ, ranks=2) == [False, False]
+
+
 def other_calls(group: Any, rank: int, name: str) -> None:
     ids = torch.arange(8).view(1, 8)
     if name == "ids":

@@ -9,6 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import c_char
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,8 +138,8 @@ def described(value: object) -> object:
             if not stride and shown.shape[dim]:  # one row is all that an expanded tensor holds
                 shown = shown.narrow(dim, 0, 1)
         content = shown.cpu().resolve_neg().contiguous()
-        content = content.as_strided((content.numel(),), (1,)).view(torch.uint8)
-        checksum = zlib.crc32(content.numpy())
+        # Read by its address: once numpy has a view of a storage, torch does not resize it, as FSDP does.
+        checksum = zlib.crc32((c_char * content.nbytes).from_address(content.data_ptr()))
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} with checksum {checksum:08x}"
     if isinstance(value, Mask):
         return [type(value).__name__, described(value.values())]

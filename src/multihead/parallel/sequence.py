@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -40,6 +40,8 @@ from multihead.scores.bias import values_of, with_values
 from multihead.sequence_split import RankWork, split
 from multihead.shapes import AttentionShape
 from multihead.tracing import outside_of_graphs, runs_backward, traced
+
+Check = Literal["every call", "first call"]
 
 _FULL = Full()
 _OUTSIDE = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
@@ -182,6 +184,7 @@ def context_parallel(
     strategy: Literal["auto"] | Strategy = "auto",
     layout: Kind = "contiguous",
     mask: Mask = _FULL,
+    check: Check = "every call",
 ) -> Iterator[None]:
     """Compute attention over sequences whose tokens are split over ranks.
 
@@ -197,6 +200,9 @@ def context_parallel(
             "auto" takes of the first two the one that sends less.
         layout: which tokens each rank holds, as `shard` returns it.
         mask: joined with the mask of every call; for models that make their masks themselves.
+        check: whether the ranks compare "every call", with its mask, bias and sinks bit for bit, or the "first call"
+            only. Then a later call that differs returns wrong numbers, waits for the group's timeout, or ends the
+            process.
 
     Raises:
         ArgumentError: there are no ranks, or a name is unknown.
@@ -214,11 +220,13 @@ def context_parallel(
     """
     if strategy != "auto" and strategy not in get_args(Strategy):
         raise ArgumentError(f"strategy is {strategy!r}.", 'Give "ring", "ulysses", "gather" or "auto".')
+    if check not in get_args(Check):
+        raise ArgumentError(f"check is {check!r}.", 'Give "every call" or "first call".')
     check_is_mask(mask)
     ranks = Ranks.of(mesh)
     if sequence_split.active is not None:
         raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
-    with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask)):
+    with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask, check)):
         yield
 
 
@@ -231,12 +239,16 @@ class _Split:
         layout: which tokens each of them holds.
         strategy: how they compute attention.
         mask: joined with the mask of every call.
+        check: which calls the ranks compare.
+        compared: whether they compared one.
     """
 
     ranks: Ranks
     layout: Layout
     strategy: Literal["auto"] | Strategy
     mask: Mask
+    check: Check
+    compared: bool = field(default=False, init=False)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         return self.layout.positions(self.ranks.rank, tokens * self.ranks.size, device)[None]
@@ -358,6 +370,10 @@ class _Split:
         Returns:
             the seed of its dropout, the same one on all ranks and in one process.
         """
+        # Drawn on every rank, so that generators stay alike.
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
+        if self.compared and self.check == "first call":
+            return compare(self.ranks, {}, seed) if request.dropout else seed
         shape = request.shape
         tensors = {"q": request.q, "k": request.k, "v": request.v, "bias": request.bias, "sinks": request.sinks}
         learned = [name for name, x in tensors.items() if x is not None and values_of(x).requires_grad]
@@ -382,9 +398,9 @@ class _Split:
             "Whether the call is observed": observed,
             "What is measured": sorted(map(repr, request.wanted)),
         }
-        # Drawn on every rank, so that generators stay alike.
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
-        return compare(self.ranks, call, seed)
+        seed = compare(self.ranks, call, seed)
+        self.compared = True
+        return seed
 
     def _by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
         """Compute with the keys of the whole sequence, which every rank receives."""
