@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import multihead as mh
@@ -210,6 +212,15 @@ def test_shard_and_unshard_compare_what_they_are_given(four: Processes, name: st
     for found in four.run(other_calls, name, ranks=2):
         assert type(found) is RankError
         assert str(found).startswith(start)
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_numbers_are_exchanged_on_the_cpu_whatever_the_backend_is_called(tmp_path: Path, backend: str | None) -> None:
+    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert Ranks.of(dist.init_device_mesh("cpu", (1,))).device == "cpu"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_values_are_described_alike_where_they_are_equal() -> None:

@@ -63,6 +63,12 @@ class Ranks(NamedTuple):
             raise ArgumentError(f"The ranks are {mesh!r}.", "Give a process group, or a DeviceMesh of one dimension.")
         return Ranks(mesh, dist.get_world_size(mesh), dist.get_rank(mesh))
 
+    @property
+    def device(self) -> str:
+        """The kind of device whose numbers they exchange: the CPU where they can, so that no device is waited for."""
+        backends = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
+        return "cpu" if "cpu:" in backends else backends.partition(":")[0]
+
     def peer(self, rank: int) -> int:
         """Return the global number of a rank of the group."""
         return dist.get_global_rank(self.group, rank)
@@ -108,8 +114,7 @@ def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
         return number
     given = {name: described(value) for name, value in call.items()}
     digest = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
-    device = "cpu" if "gloo" in dist.get_backend(ranks.group) else "cuda"
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True), number], device=device)
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True), number], device=ranks.device)
     found = own.new_empty(ranks.size, 2)
     with errors_of_ranks(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
         dist.all_gather(list(found.unbind()), own, group=ranks.group)
