@@ -84,6 +84,7 @@ def test_many_problems_are_cut_off(model: str, tmp_path: Path) -> None:
         ("empty.txt", b"", ""),
         ("cut.txt.gz", gzip.compress(b"w1 w2\n")[:-9], ": {file} cannot be read: Compressed file ended before the end"),
     ],
+    ids=["not UTF-8", "empty", "cut off"],
 )
 def test_the_status_is_1_where_texts_cannot_be_read_or_there_are_none(
     model: str, tmp_path: Path, name: str, content: bytes, problem: str

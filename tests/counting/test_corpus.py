@@ -161,6 +161,7 @@ class TestFiles:
             (".xz", lambda text: lzma.compress(text)[:-40] + b"\xff" * 40, "cannot be read: Corrupt input data."),
             (".zst", lambda text: text, "is compressed with zstd, which needs a package that is not installed."),
         ],
+        ids=["gzip, cut off", "gzip, changed", "bzip2", "xz", "zstd"],
     )
     def test_a_compressed_file_that_is_damaged_is_an_error_that_names_it(
         self,
