@@ -126,7 +126,8 @@ def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
 
 def _difference(calls: list[dict[str, object]]) -> RankError:
     """Return the error that names the first difference between the calls of the ranks."""
-    name = next(name for name in calls[0] if len({repr(each.get(name)) for each in calls}) > 1)
+    names = [name for each in calls for name in each]
+    name = next(name for name in names if len({repr(each.get(name)) for each in calls}) > 1)
     listed = ", ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(calls))
     return RankError(f"{name} differs between ranks: {listed}.", "Give all ranks equal sizes and options.")
 

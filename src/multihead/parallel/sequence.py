@@ -373,7 +373,7 @@ class _Split:
         # Drawn on every rank, so that generators stay alike.
         seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
         if self.compared and self.check == "first call":
-            return compare(self.ranks, {}, seed) if request.dropout else seed
+            return compare(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
         shape = request.shape
         tensors = {"q": request.q, "k": request.k, "v": request.v, "bias": request.bias, "sinks": request.sinks}
         learned = [name for name, x in tensors.items() if x is not None and values_of(x).requires_grad]
