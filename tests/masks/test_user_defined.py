@@ -14,6 +14,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import MaskError
 from multihead.masks.base import registered
+from multihead.masks.place import Place
 from multihead.plan.bounds import key_bounds
 from tests.kernel_names import EACH, exactest, rounding
 
@@ -55,6 +56,16 @@ class Anchors(masks.Mask):
 
     def select_sample(self, index: int) -> Anchors:
         return Anchors(self.keys[index : index + 1])
+
+
+@dataclass(frozen=True)
+class PerHead(masks.Mask):
+    """Another step in each head, without a tensor that holds them."""
+
+    heads: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries - keys) % (torch.arange(self.heads).view(1, -1, 1, 1) + 1) == 0
 
 
 def strided(size: int = LENGTH, n: int = 3) -> Tensor:
@@ -269,6 +280,17 @@ def test_a_padded_batch_is_packed_only_if_the_mask_is_an_interval() -> None:
         output = layer(x, mask=mask, lengths=lengths)
         for row, found, length in zip(x, output, lengths, strict=True):
             torch.testing.assert_close(found[:length], layer(row[None, :length], mask=mask)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_some_heads_of_a_mask_that_differs_between_heads_show_what_they_show_in_it() -> None:
+    mask, place = PerHead(4) & masks.Causal(), Place.of(LENGTH, LENGTH)
+    some = mask.select_heads(lambda x: x[:, 1:4] if x.shape[1] > 1 else x)
+    assert torch.equal(some.tile(place), mask.tile(place)[:, 1:4])
+    one = some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)
+    assert torch.equal(one.tile(place), mask.tile(place)[:, 3:])
+    assert one == some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)  # a value, so that it is planned once
+    same = StridedMask(3) & masks.Causal()
+    assert same.select_heads(lambda x: x[:, :1]) == same
 
 
 def test_a_mask_with_a_tensor_per_sample_must_define_select_sample() -> None:

@@ -8,7 +8,7 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 | `interval(queries, keys)` | None | where each query sees one interval of keys: others are skipped |
 | `band` | None | where each query sees a fixed number of keys on each side of it: small calls take half the time |
 | `select_sample(index)` | the mask itself | where the mask holds a tensor with a row per sample |
-| `select_heads(select)` | the mask itself | where the mask holds a tensor, and heads are split over processes |
+| `select_heads(select)` | `visible` of these heads | where the mask holds a tensor, and heads are split over ranks |
 | `uses_positions` | True | False where the query's own position changes nothing |
 | `translation_invariant` | False | True where only the distance from query to key matters: packed rows stay packed |
 | `sees_no_later_key` | False | True where no query sees a key after its own position |
@@ -176,7 +176,12 @@ class Mask:
             MaskError: the mask holds a tensor, and does not define this method.
         """
         if not self.holds_tensors:
-            return self
+            heads = 1 if self.defines_interval else self.tile(Place.of(1, 1)).shape[1]
+            return (
+                self
+                if heads == 1
+                else OfHeads(self, tuple(select(torch.arange(heads).view(1, -1, 1, 1)).flatten().tolist()))
+            )
         raise MaskError(
             f"{self!r} holds a tensor, and {type(self).__name__} does not define select_heads(select).",
             "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
@@ -552,6 +557,26 @@ class Shifted(Mask):
             return None
         inner = self.mask.with_first_keys(count + self.offset)
         return None if inner is None else Shifted(inner, self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class OfHeads(Mask):
+    """Some heads of a mask that differs between heads and holds no tensor to slice: its cells are sliced.
+
+    Attributes:
+        mask: the mask of all heads.
+        heads: the heads, in their order.
+    """
+
+    mask: Mask
+    heads: tuple[int, ...]
+
+    @property
+    def uses_positions(self) -> bool:  # type: ignore[override]
+        return self.mask.uses_positions
+
+    def tile(self, place: Place) -> Tensor:
+        return self.mask.tile(place)[:, list(self.heads)]
 
 
 @dataclass(frozen=True, eq=False)
