@@ -154,7 +154,7 @@ def resolved_query_start(
                 f"query_start is on the meta device, where it has no values, and q is on {device}.",
                 "Give one int per sample, on any other device.",
             )
-        if readable(query_start.device) and query_start.numel():
+        if type(query_start) is Tensor and readable(query_start.device) and query_start.numel():
             check_reachable(int(query_start.max()))
         return query_start
     if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:

@@ -25,7 +25,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import GetAttrKey, register_pytree_node
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
 from multihead.masks.counts import shown
@@ -89,7 +89,7 @@ def _flattened(mask: Mask) -> tuple[list[object], _Context]:
     return [values[name] for name in inner], (inner, tuple(pair for pair in values.items() if pair[0] not in inner))
 
 
-def _flattened_with_keys(mask: Mask) -> tuple[list[tuple[GetAttrKey, object]], _Context]:
+def _flattened_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
     children, context = _flattened(mask)
     return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
 
