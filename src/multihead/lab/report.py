@@ -163,28 +163,6 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
     translate = phrases.translate
     width = found.columns // found.parts
     sizes = {"columns": found.columns, "parts": found.parts, "width": width}
-    ways: dict[str, list[Match]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
-    for match in found.matches:
-        # The short rows count by the better of two scores: their mean, or the rows that carry the content.
-        short = max(match.short, match.own, key=lambda share: share.mean)
-        if not match.long.apart(short):
-            ways["vectors.level"].append(match)
-        else:
-            ways["vectors.long" if match.long.mean > short.mean else "vectors.short"].append(match)
-    one_seed = any(match.long.deviation is None for match in found.matches)
-    sentences = (
-        [translate("vectors.one seed")]
-        if one_seed
-        else [
-            translate(key, **sizes, contents=_contents(matches, found, phrases))
-            for key, matches in ways.items()
-            if matches
-        ]
-    )
-    if ways["vectors.long"] and ways["vectors.short"]:
-        sentences.insert(0, translate("vectors.depends"))
-    elif ways["vectors.long"] or ways["vectors.short"]:
-        sentences.insert(0, translate("vectors.never" if ways["vectors.long"] else "vectors.always"))
     rows = tuple(
         (
             translate(f"content.{match.content}"),
@@ -227,11 +205,34 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
     return Chapter(
         "vectors",
         translate("vectors.title"),
-        phrases.joined(sentences),
+        _verdict_on_rows(found, sizes, phrases),
         (translate("vectors.text", **sizes, **settings),),
         (Table(translate("vectors.caption"), columns, rows),),
         (bars(groups, label=translate("vectors.label")), translate("vectors.label")),
     )
+
+
+def _verdict_on_rows(found: Vectors, sizes: dict[str, int], phrases: Phrases) -> str:
+    """Name the contents for which one long row, or several short ones, find more partners."""
+    translate = phrases.translate
+    if any(match.long.deviation is None for match in found.matches):
+        return translate("vectors.one seed")
+    ways: dict[str, list[Match]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
+    for match in found.matches:
+        # The short rows count by the better of two scores: their mean, or the rows that carry the content.
+        short = max(match.short, match.own, key=lambda share: share.mean)
+        if not match.long.apart(short):
+            ways["vectors.level"].append(match)
+        else:
+            ways["vectors.long" if match.long.mean > short.mean else "vectors.short"].append(match)
+    sentences = [
+        translate(key, **sizes, contents=_contents(matches, found, phrases)) for key, matches in ways.items() if matches
+    ]
+    if ways["vectors.long"] and ways["vectors.short"]:
+        sentences.insert(0, translate("vectors.depends"))
+    elif ways["vectors.long"] or ways["vectors.short"]:
+        sentences.insert(0, translate("vectors.never" if ways["vectors.long"] else "vectors.always"))
+    return phrases.joined(sentences)
 
 
 def _contents(matches: list[Match], found: Vectors, phrases: Phrases) -> str:
