@@ -92,6 +92,29 @@ def test_visible_alone_is_enough_for_outputs_and_gradients_of_every_kernel(kerne
         torch.testing.assert_close(grad, wanted, atol=8 * rounding(kernel), rtol=8 * rounding(kernel))
 
 
+@pytest.mark.parametrize("field", [[1, 2], ([1], 2)], ids=repr)
+def test_a_field_that_is_a_list_is_refused_in_words(field: Any) -> None:
+    @dataclass(frozen=True)
+    class Listed(masks.Mask):
+        keys: Any
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return keys <= queries
+
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(MaskError) as refusal:
+        mh.attention(q, q, q, mask=Listed(field) & masks.Causal())
+    assert str(refusal.value) == (
+        f"The field keys of Listed is {field!r}, which can change, so that a plan made for it could not be looked up. "
+        "Store a tuple, or a tensor."
+    )
+
+
+def test_what_these_masks_say_about_themselves_is_true() -> None:
+    for mask in (StridedMask(3), BlockMask(3), Anchors(torch.tensor([1, 0])), BlockMask(3) & masks.Causal()):
+        masks.check(mask, queries=5, keys=LENGTH)
+
+
 def test_an_interval_makes_hidden_keys_skipped() -> None:
     bounds = key_bounds(BlockMask(3), queries=4, keys=8, query_start=2)
     assert (bounds.start.tolist(), bounds.stop.tolist()) == ([[0, 3, 3, 3]], [[3, 6, 6, 6]])

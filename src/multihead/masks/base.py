@@ -18,13 +18,14 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property, reduce
-from typing import ClassVar, NamedTuple
+from functools import cached_property, partial, reduce
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
 from multihead.masks.counts import shown
@@ -32,6 +33,7 @@ from multihead.masks.place import CallSize, Extent, Place, Span
 from multihead.tracing import constant_in_graphs
 
 _REGISTERED: dict[str, type[Mask]] = {}
+_NUMBERS = frozenset({int, float, bool, str, type(None)})  # types of fields that are certainly hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,33 @@ class Band(NamedTuple):
     lengths: Tensor | None = None
     before: int = -1
     after: int = -1
+
+
+_Context: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
+
+
+def _flattened(mask: Mask) -> tuple[list[object], _Context]:
+    """Return the fields of a mask that hold tensors or masks, and the names of these and the other fields."""
+    values = Mask.values(mask)
+    inner = tuple(
+        name
+        for name, value in values.items()
+        if any(isinstance(each, Tensor | Mask) for each in (value if isinstance(value, tuple) else (value,)))
+    )
+    return [values[name] for name in inner], (inner, tuple(pair for pair in values.items() if pair[0] not in inner))
+
+
+def _flattened_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
+    children, context = _flattened(mask)
+    return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
+
+
+def _unflattened(kind: type[Mask], children: Iterable[object], context: _Context) -> Mask:
+    """Rebuild a mask from the fields that `_flattened` returned; its arguments were checked when it was made."""
+    mask = kind.__new__(kind)
+    for name, value in (*zip(context[0], children, strict=True), *context[1]):
+        object.__setattr__(mask, name, value)
+    return mask
 
 
 class Mask:
@@ -118,6 +147,8 @@ class Mask:
                 "Give the class another name: a saved record finds a mask by the name of its class.",
             )
         _REGISTERED[cls.__name__] = cls
+        # torch.export takes a mask as an argument. A constant class would be compiled again for each tensor in it.
+        register_pytree_node(cls, _flattened, partial(_unflattened, cls), flatten_with_keys_fn=_flattened_with_keys)
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
             cls.band = None  # the band of a parent class does not describe what this class shows
 
@@ -313,8 +344,20 @@ class Mask:
                     return None
             elif isinstance(value, Tensor):
                 return None
+            elif type(value) not in _NUMBERS:
+                self._check_hashable(name, value)
             key.append(value)
         return tuple(key)
+
+    def _check_hashable(self, name: str, value: object) -> None:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise MaskError(
+                f"The field {name} of {type(self).__name__} is {value!r}, which can change, so that a plan made for it "
+                "could not be looked up.",
+                "Store a tuple, or a tensor.",
+            ) from error
 
     def values(self) -> dict[str, object]:
         """Return the fields by name: equality compares them, and a saved record stores them."""
