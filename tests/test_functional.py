@@ -10,7 +10,7 @@ import torch
 
 import multihead as mh
 from multihead import functional, masks
-from multihead.errors import ArgumentError, ShapeError
+from multihead.errors import ArgumentError, MaskError, ShapeError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, request_of, statistics
 from multihead.plan.bounds import key_bounds
 from multihead.plan.rectangles import rectangles
@@ -104,6 +104,50 @@ def test_looking_refuses_what_does_not_fit(function: Any) -> None:
     with pytest.raises(ShapeError) as refusal:
         function(Q, K[..., 1:])
     assert str(refusal.value) == "q has head_dim 16 and k has head_dim 15. Project both to the same head_dim."
+
+
+LAYER = mh.MultiHeadAttention(8, 2)
+UNUSABLE = {
+    "query_start": (
+        {"query_start": torch.zeros(2, dtype=torch.int64, device="meta"), "mask": masks.Causal()},
+        (
+            "query_start is on the meta device, where it has no values, and q is on cpu. "
+            "Give one int per sample, on any other device."
+        ),
+    ),
+    "lengths": (
+        {"mask": masks.Lengths(torch.ones(2, dtype=torch.int64, device="meta"))},
+        (
+            "The mask holds counts on the meta device, where they have no values, and they are needed on cpu. "
+            "Give ints, or a tensor on any other device."
+        ),
+    ),
+    **{
+        f"start {start}": (
+            {"query_start": start, "mask": masks.Causal()},
+            f"query_start is {start}. Give at most 1099511627776.",
+        )
+        for start in (2**63 - 1, 2**63, 10**30)
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda **call: attention(Q, K, V, **call),
+        lambda **call: attention_weights(Q, K, **call),
+        lambda **call: statistics(Q, K, **call),
+        lambda **call: LAYER(torch.randn(2, 4, 8), **call),
+    ],
+    ids=["attention", "attention_weights", "statistics", "layer"],
+)
+def test_positions_and_lengths_without_a_usable_value_are_refused_in_words(function: Any, name: str) -> None:
+    call, sentence = UNUSABLE[name]
+    with pytest.raises((ArgumentError, MaskError)) as refusal:
+        function(**call)
+    assert str(refusal.value) == sentence
 
 
 def test_an_explanation_names_the_kernel_its_skipped_share_and_its_memory() -> None:

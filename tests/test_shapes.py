@@ -147,7 +147,8 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 
 def resolve(query_start: Any, *, speaks: bool = True, queries: int = 3, keys: int = 5) -> int | Tensor:
-    return resolved_query_start(query_start, uses_positions=speaks, batch=2, queries=queries, keys=keys)
+    sizes = {"batch": 2, "queries": queries, "keys": keys}
+    return resolved_query_start(query_start, uses_positions=speaks, device=torch.device("cpu"), **sizes)
 
 
 def test_the_first_query_stands_where_it_is_said() -> None:
@@ -178,6 +179,16 @@ def test_left_out_where_the_mask_uses_positions_it_is_refused_with_both_spelling
         ("start", "query_start is 'start'. Give an int, a tensor with one int per sample, or \"end\"."),
         (-1, 'query_start is -1. Give an int of 0 or more, one per sample, or "end".'),
         (True, 'query_start is True. Give an int of 0 or more, one per sample, or "end".'),
+        (1 << 41, "query_start is 2199023255552. Give at most 1099511627776."),
+        (10**30, f"query_start is {10**30}. Give at most 1099511627776."),
+        (torch.tensor([0, 2**63 - 1]), f"query_start is {2**63 - 1}. Give at most 1099511627776."),
+        (
+            torch.zeros(2, dtype=torch.int64, device="meta"),
+            (
+                "query_start is on the meta device, where it has no values, and q is on cpu. "
+                "Give one int per sample, on any other device."
+            ),
+        ),
         (1.5, 'query_start is 1.5. Give an int of 0 or more, one per sample, or "end".'),
         (
             torch.tensor([1.0, 2.0]),

@@ -38,7 +38,7 @@ from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.sinks import check_sinks_fit
 from multihead.scores.softcap import check_softcap
 from multihead.sequence_split import reject_in_split
-from multihead.shapes import AttentionShape, resolved_query_start
+from multihead.shapes import FURTHEST, AttentionShape, resolved_query_start
 from multihead.spelling import OF_FUNCTIONS, reject_unknown
 from multihead.tracing import traced, transformed
 
@@ -401,11 +401,16 @@ def request_of(
         mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, to_come))
     if query_start is None and (not mask.uses_positions or queries == keys):
         start: int | Tensor = 0
-    elif type(query_start) is int and query_start >= 0:
+    elif type(query_start) is int and 0 <= query_start <= FURTHEST:
         start = query_start
     else:
         start = resolved_query_start(
-            query_start, uses_positions=mask.uses_positions, batch=batch, queries=queries, keys=keys
+            query_start,
+            uses_positions=mask.uses_positions,
+            batch=batch,
+            queries=queries,
+            keys=keys,
+            device=shape.device,
         )
     unheard: frozenset[str] = frozenset()
     return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, unheard, origin, scales)

@@ -8,7 +8,9 @@ import torch
 from torch import SymInt, Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.tracing import untraced
+from multihead.tracing import readable, untraced
+
+FURTHEST = 1 << 40  # tokens or keys, the largest number that a mask or position may have: larger sums could overflow
 
 Q_AXES = "(batch, heads, queries, head_dim)"
 K_AXES = "(batch, kv_heads, keys, head_dim)"
@@ -105,7 +107,13 @@ class AttentionShape(NamedTuple):
 
 
 def resolved_query_start(
-    query_start: int | Tensor | str | None, *, uses_positions: bool, batch: int, queries: int, keys: int
+    query_start: int | Tensor | str | None,
+    *,
+    uses_positions: bool,
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
 ) -> int | Tensor:
     """Resolve the position of the first query to an int, or to a tensor with one per sample.
 
@@ -115,9 +123,10 @@ def resolved_query_start(
         batch: number of samples.
         queries: number of queries.
         keys: number of keys.
+        device: where q is.
 
     Raises:
-        ArgumentError: it is missing where it matters, or out of range.
+        ArgumentError: it is missing where it matters, out of range, or a tensor without values.
     """
     if query_start is None:
         if uses_positions and queries != keys:
@@ -140,10 +149,25 @@ def resolved_query_start(
                 f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
                 f"Give one int per sample: shape ({batch},).",
             )
+        if query_start.is_meta and device.type != "meta":
+            raise ArgumentError(
+                f"query_start is on the meta device, where it has no values, and q is on {device}.",
+                "Give one int per sample, on any other device.",
+            )
+        if type(query_start) is Tensor and readable(query_start.device) and query_start.numel():
+            check_reachable(int(query_start.max()))
         return query_start
     if not isinstance(query_start, (int, SymInt)) or isinstance(query_start, bool) or query_start < 0:
         raise ArgumentError(f"query_start is {query_start!r}.", 'Give an int of 0 or more, one per sample, or "end".')
+    if isinstance(query_start, int):
+        check_reachable(query_start)
     return query_start
+
+
+def check_reachable(query_start: int) -> None:
+    """Check that the position of a query is one that intervals can hold."""
+    if query_start > FURTHEST:
+        raise ArgumentError(f"query_start is {query_start}.", f"Give at most {FURTHEST}.")
 
 
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:

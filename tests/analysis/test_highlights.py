@@ -160,6 +160,25 @@ def test_the_strongest_previous_head_is_named_with_its_share_and_chance() -> Non
     assert str(first) == "layer 0 head 0: 100 % on the previous token (chance 1.7 %)"
 
 
+@pytest.mark.parametrize(
+    ("per_layer", "english", "chinese"),
+    [
+        ((1, 1, 1, 2), "5 of 20 heads do so, in 4 layers", "20 个头中有 5 个如此，分布在 4 层"),
+        ((3, 3, 0, 0), "6 of 20 heads do so, in 2 layers", "20 个头中有 6 个如此，分布在 2 层"),
+        ((1, 4, 1, 0), "6 of 20 heads do so, most of them in layer 1", "20 个头中有 6 个如此，多数在第 1 层"),
+        ((0, 0, 5, 0), "5 of 20 heads do so", "20 个头中有 5 个如此"),
+    ],
+)
+def test_a_layer_has_most_of_the_heads_only_where_it_has_more_than_half(
+    per_layer: tuple[int, ...], english: str, chinese: str
+) -> None:
+    layers = [torch.stack([first_head()] * count + [even_head()] * (5 - count)) for count in per_layer]
+    record = record_of(*layers)
+    for lang, count in (("en", english), ("zh", chinese)):
+        (found,) = (one for one in findings(record.layers, lang=lang) if one.topic == "first")
+        assert found.count == count
+
+
 def test_what_was_measured_on_repeated_random_tokens_is_a_kind_a_statistic_and_a_finding() -> None:
     record = with_repeated(a_record(), 0, repeated_induction=0.92)
     profile = layer_profiles(record.layers, special=SPECIAL)[0]

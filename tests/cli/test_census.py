@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 
@@ -72,8 +73,28 @@ def test_many_problems_are_cut_off(model: str, tmp_path: Path) -> None:
     file.write_text("w1\x1b[31m\n" * 14 + '"w1"\n', encoding="utf-8")
     result = run(model, "--texts", str(file), "--out", str(tmp_path / "out"), "--threads", "1", "--probes", "entropy")
     lines = result.stderr.splitlines()
-    assert (result.exit_code, len(lines), lines[-1]) == (0, 11, "... and 4 more.")
+    assert (result.exit_code, len(lines), lines[-1]) == (1, 11, "... and 4 more.")
     assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("latin.txt", b"\xff\xfe\n", " byte 0: not UTF-8"),
+        ("empty.txt", b"", ""),
+        ("cut.txt.gz", gzip.compress(b"w1 w2\n")[:-9], ": {file} cannot be read: Compressed file ended before the end"),
+    ],
+    ids=["not UTF-8", "empty", "cut off"],
+)
+def test_the_status_is_1_where_texts_cannot_be_read_or_there_are_none(
+    model: str, tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    result = run(model, "--texts", str(file), "--out", str(tmp_path / "out"), "--threads", "1", "--probes", "entropy")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("tiny-bert: 0 texts with 0 tokens")
+    assert result.stderr.startswith(f"{file}{problem.format(file=file)}" if problem else "")
 
 
 class TestTheNumberOfAProcess:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -56,8 +60,6 @@ class TestShards:
         assert (len(shards), found) == (1, TEXTS)
 
     def test_texts_are_read_from_an_address(self) -> None:
-        import fsspec
-
         with fsspec.open("memory://corpus/a.txt", "w") as file:
             file.write("\n".join(TEXTS))
         files = find_files(["memory://corpus/*.txt"])
@@ -145,6 +147,35 @@ class TestFiles:
         assert [shard.file for shard in shards] == [there, gone]
         with pytest.raises(FileNotFoundError):
             list(rows(shards[1], "text"))
+
+    @pytest.mark.parametrize(
+        ("suffix", "damaged", "finding"),
+        [
+            (".gz", lambda text: gzip.compress(text)[:-20], "cannot be read: Compressed file ended before "),
+            (
+                ".gz",
+                lambda text: gzip.compress(text)[:10] + b"\xff" * 90,
+                "cannot be read: Error -3 while decompressing",
+            ),
+            (".bz2", lambda text: bz2.compress(text)[:-20], "cannot be read: Compressed file ended before "),
+            (".xz", lambda text: lzma.compress(text)[:-40] + b"\xff" * 40, "cannot be read: Corrupt input data."),
+            (".zst", lambda text: text, "is compressed with zstd, which needs a package that is not installed."),
+        ],
+        ids=["gzip, cut off", "gzip, changed", "bzip2", "xz", "zstd"],
+    )
+    def test_a_compressed_file_that_is_damaged_is_an_error_that_names_it(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        suffix: str,
+        damaged: Callable[[bytes], bytes],
+        finding: str,
+    ) -> None:
+        monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+        file = tmp_path / f"texts.txt{suffix}"
+        file.write_bytes(damaged("\n".join(TEXTS).encode()))
+        with pytest.raises(InputError, match=f"^{re.escape(f'{file} {finding}')}"):
+            list(rows(Shard(str(file), "lines", -1, 0, -1), "text"))
 
     def test_no_file_at_all_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"^There is no file '{tmp_path}/\*\.parquet'\. Check the names\.$"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import multihead as mh
-from multihead.counting.merge import HEADS, Merged, merged, missing_shards, write_merged
+from multihead.counting import merge
+from multihead.counting.merge import HEADS, SHARDS, Merged, merged, missing_shards, write_merged
 from multihead.counting.plan import read_plan
 from multihead.counting.shard import parquet_of, schema
 from multihead.errors import InputError
@@ -59,9 +62,42 @@ class TestAFolder:
     def copy(self, folder: Path, tmp_path: Path) -> Path:
         return Path(shutil.copytree(folder, tmp_path / "out"))
 
-    def test_writing_again_writes_the_same_bytes(self, copy: Path, folder: Path) -> None:
+    def test_a_table_is_written_where_it_is_not_there_with_the_same_bytes(self, copy: Path, folder: Path) -> None:
+        (copy / HEADS).unlink()
         write_merged(copy, read_plan(copy))
         assert (copy / HEADS).read_bytes() == (folder / HEADS).read_bytes()
+        os.utime(copy / HEADS, ns=(0, 0))
+        write_merged(copy, read_plan(copy))
+        assert (copy / HEADS).stat().st_mtime_ns == 0
+
+    def test_no_table_is_written_while_shards_are_missing(self, copy: Path) -> None:
+        plan = read_plan(copy)
+        for file in (copy / HEADS, copy / SHARDS, plan.shard_file(copy, 1)):
+            file.unlink()
+        write_merged(copy, plan)
+        assert not (copy / HEADS).exists()
+        write_merged(copy, plan, left_out=(1,))
+        assert (copy / HEADS).exists()
+
+    def test_a_table_without_a_shard_that_another_process_counts_meanwhile_is_replaced(
+        self, copy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other process has written its complete tables by the time that this one writes its own."""
+        plan, calls = read_plan(copy), []
+        plan.shard_file(copy, 1).unlink()
+
+        def merged_slowly(*args: Any) -> Merged:
+            calls.append(merged(*args))
+            if len(calls) == 1:
+                for file in (plan.shard_file(Path(), 1), HEADS, SHARDS):
+                    shutil.copy(folder / file, copy / file)
+            return calls[-1]
+
+        monkeypatch.setattr(merge, "merged", merged_slowly)
+        write_merged(copy, plan, left_out=(1,))
+        assert len(calls) == 2
+        for file in (HEADS, SHARDS):
+            assert (copy / file).read_bytes() == (folder / file).read_bytes()
 
     def test_shards_without_a_file_are_missing(self, copy: Path) -> None:
         plan = read_plan(copy)

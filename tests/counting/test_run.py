@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import re
 import resource
 import shutil
 import signal
+import socket
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,6 +184,37 @@ class TestProblems:
         assert (found.texts, found.missing, found.problems) == (60, [1], [f"{gone}: No such file or directory"])
         jsonl(gone, ["w1 w2"])
         assert mh.census(model, files, out=tmp_path / "out", threads=1).texts == 61
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_a_damaged_file_is_named_and_the_others_are_counted(
+        self, model: str, corpus: str, tmp_path: Path, workers: int
+    ) -> None:
+        """By every process that reads it, and none of them ends."""
+        damaged = tmp_path / "texts.txt.gz"
+        damaged.write_bytes(gzip.compress(Path(corpus).read_bytes())[:-20])
+        options: dict[str, Any] = {"out": tmp_path / "out", "shard_bytes": 1000, "workers": workers, "threads": 1}
+        found = mh.census(model, [corpus, str(damaged)], **options)
+        reason = "Compressed file ended before the end-of-stream marker was reached"
+        assert (found.texts, len(found.missing)) == (60, 1)
+        assert found.problems == [f"{damaged}: {damaged} cannot be read: {reason}. Write it again."]
+        assert (tmp_path / "out" / HEADS).exists()
+
+    def test_the_table_is_left_to_the_process_that_counts_a_missing_shard(
+        self, model: str, corpus: str, folder: Path, tmp_path: Path
+    ) -> None:
+        """Two processes make the same call: the one that ends first must not write an incomplete table."""
+        out = tmp_path / "out"
+        shutil.copytree(folder, out)
+        for name in (HEADS, SHARDS, "shards/000001.parquet"):
+            (out / name).unlink()
+        lease = out / "leases" / "000001.json"
+        lease.write_text(f'{{"host": "{socket.gethostname()}", "process": {os.getppid()}}}', encoding="utf-8")
+        options: dict[str, Any] = {"out": out, "shard_bytes": 1000, "threads": 1}
+        assert mh.census(model, corpus, **options).missing == [1]
+        assert not (out / HEADS).exists()
+        lease.unlink()
+        assert mh.census(model, corpus, **options).missing == []
+        assert merged_bytes(out) == merged_bytes(folder)
 
     def test_the_last_of_several_processes_writes_the_table_although_a_file_is_missing(
         self, model: str, corpus: str, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         return self.attend(x, mask=self.mask(lengths))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Blocked(masks.Mask):
+    """A mask of one's own."""
+
+    size: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return queries // self.size == keys // self.size
 
 
 class Padded(nn.Module):
@@ -103,6 +114,38 @@ def test_a_program_is_saved_and_loaded() -> None:
     torch.export.save(exported(model), kept)
     kept.seek(0)
     assert_same(torch.export.load(kept), model)
+
+
+KEPT = torch.rand(7, 7) > 0.3
+GIVEN: dict[str, masks.Mask] = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "and": masks.Causal() & masks.Window(3),
+    "or": masks.Causal() | masks.Prefix(2),
+    "lengths": masks.Lengths((7, 4, 0)),
+    "own": Blocked(2),
+    "own and": Blocked(2) & masks.Causal(),
+    "tensor": masks.Keep(KEPT, "queries keys"),
+    "and tensor": masks.Causal() & masks.Lengths(torch.tensor([7, 4, 1])),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_mask_is_an_argument_of_a_program(name: str, strict: bool) -> None:
+    attend, mask, x = layer(), GIVEN[name], torch.randn(3, 7, EMBED)
+    program = torch.export.export(attend, (x,), {"mask": mask}, strict=strict).module()
+    torch.testing.assert_close(program(x, mask=mask), attend(x, mask=mask))
+
+
+def test_tensors_of_a_mask_are_inputs_of_the_program_and_all_else_is_constant() -> None:
+    attend, x = layer(), torch.randn(3, 7, EMBED)
+    made = masks.Causal() & masks.Lengths(torch.tensor([7, 4, 1]))
+    program = torch.export.export(attend, (x,), {"mask": made}, strict=False).module()
+    other = masks.Causal() & masks.Lengths(torch.tensor([2, 0, 5]))
+    torch.testing.assert_close(program(x, mask=other), attend(x, mask=other))
+    with pytest.raises(ValueError, match="tree spec"):
+        program(x, mask=masks.Window(2) & masks.Lengths(torch.tensor([2, 0, 5])))
 
 
 def test_a_program_holds_the_attention_as_one_operator_and_the_parameters_by_their_names() -> None:

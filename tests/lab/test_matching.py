@@ -13,7 +13,7 @@ def test_without_noise_a_long_row_of_even_content_always_finds_its_partner() -> 
     found = vectors(trials=50, seeds=2, noises=(0.0,), lengths=(64,))
     even = found.matches[0]
     assert even.content == "even"
-    assert even.long == Spread(1.0, 0.0)
+    assert even.long == Spread.of([1.0, 1.0], questions=50)
 
 
 def test_under_heavy_noise_everything_is_a_guess() -> None:
@@ -55,13 +55,24 @@ def test_a_spread_is_the_mean_and_the_standard_deviation_of_its_values() -> None
     values = [0.1, 0.4, 0.7]
     expected = torch.tensor(values, dtype=torch.float64)
     assert Spread.of(values) == Spread(float(expected.mean()), float(expected.std()))
-    assert Spread.of([0.5]) == Spread(0.5, 0.0)
+    assert Spread.of([0.5]) == Spread(0.5, None)
 
 
 def test_means_are_apart_only_beyond_both_deviations_together() -> None:
     assert Spread(0.5, 0.1).apart(Spread(0.8, 0.1))
     assert not Spread(0.5, 0.2).apart(Spread(0.8, 0.2))
     assert not Spread(0.5, 0.0).apart(Spread(0.5, 0.0))
+
+
+def test_a_single_seed_is_never_apart_and_a_share_has_at_least_its_binomial_error() -> None:
+    assert not Spread(0.1, None).apart(Spread(0.9, 0.0))
+    assert not Spread(0.9, 0.0).apart(Spread(0.1, None))
+    half, close, far = (Spread.of([share, share], questions=500) for share in (0.5, 0.53, 0.55))
+    assert half.error == pytest.approx((0.25 / 500) ** 0.5)
+    assert half.deviation == 0
+    assert not half.apart(close)  # 0.03 is less than 2 * 0.0224
+    assert half.apart(far)
+    assert not Spread.of([1.0, 1.0], questions=500).apart(Spread.of([0.998, 0.998], questions=500))
 
 
 def test_parts_that_do_not_fit_and_empty_measurements_are_refused() -> None:

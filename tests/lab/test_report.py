@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multihead.lab.matching import Match, Spread
+from multihead.lab.matching import Match, Spread, vectors
 from multihead.lab.report import build_chapters
 from multihead.lab.text import Chapter, language
 from tests.lab.few import few_answers
@@ -110,6 +110,15 @@ def match(content, long: float, short: float, own: float, noise: float = 1.0) ->
 def test_the_verdict_on_long_and_short_rows_follows_from_the_shares(matches, expected: str) -> None:
     answers = replace(few_answers(), vectors=replace(few_answers().vectors, matches=matches))
     assert chapters(answers)["vectors"].answer == expected
+
+
+def test_one_seed_gives_no_verdict_on_rows() -> None:
+    found = vectors(trials=20, seeds=1, lengths=(8, 64), noises=(0.5,))
+    for lang, words in (("en", "One seed has no spread"), ("zh", "只有一个种子")):
+        made = {each.name: each for each in build_chapters(replace(few_answers(), vectors=found), language(lang))}
+        assert made["vectors"].answer.startswith(words)
+        assert made["lengths"].answer.startswith(words)
+        assert "±" not in "".join(cell for row in made["lengths"].tables[0].rows for cell in row)
 
 
 def test_length_is_called_better_only_where_it_was() -> None:

@@ -68,6 +68,27 @@ def plain(text: str) -> str:
                 "95.0 ± 7.1 % correct, 1 head last with 90.0 ± 0.0 %."
             ),
         ),
+        (
+            "one",
+            {1: (0.999, 0.999), 2: (1.0, 1.0)},
+            (
+                "Not beyond the spread. No number of heads is ahead by more than the spread: 2 heads came first with "
+                "100.0 ± 0.0 % correct, 1 head last with 99.9 ± 0.0 %."
+            ),
+        ),
+        (
+            "two",
+            {1: (1.0, 1.0), 2: (1.0, 1.0)},
+            "Yes, within the spread. A tie: 1 head (100.0 ± 0.0 %) and 2 heads (100.0 ± 0.0 %).",
+        ),
+        (
+            "two",
+            {1: (0.5,), 2: (1.0,)},
+            (
+                "One seed has no spread, so no number of heads is called better. "
+                "Correct: 1 head (50.0 %) and 2 heads (100.0 %)."
+            ),
+        ),
         ("one", {2: (0.9, 0.9)}, "2 heads: 90.0 ± 0.0 % correct."),
     ],
 )

@@ -20,6 +20,9 @@ def test_numbers_hold_together_over_the_end_of_a_line() -> None:
     assert english.heads(1) == f"1{NBSP}head"
     assert english.spread(Spread(0.981, 0.004)) == f"98.1{NBSP}±{NBSP}0.4{NBSP}%"
     assert english.number(Spread(12.34, 0.5)) == f"12.3{NBSP}±{NBSP}0.5"
+    assert english.spread(Spread(0.981, None)) == f"98.1{NBSP}%"
+    assert english.number(Spread(12.34, None)) == "12.3"
+    assert (english.seeds(1), english.seeds(5)) == (f"1{NBSP}seed", f"5{NBSP}seeds")
     assert percent(0.5, 0) == f"50{NBSP}%"
 
 

@@ -10,19 +10,58 @@ from torch import nn
 
 import multihead as mh
 from multihead import masks
+from multihead.call import AttentionCall, listen
 from multihead.errors import ArgumentError, ShapeError
 from multihead.packing import Packing
+from multihead.scores import ALiBi, RelativeBias, T5Bias
+from multihead.scores.relative import offsets
+
+
+class Calls:
+    """A listener that keeps what it hears."""
+
+    wanted: frozenset[Any] = frozenset()
+
+    def __init__(self) -> None:
+        self.heard: list[AttentionCall] = []
+
+    def hear(self, call: AttentionCall) -> None:
+        self.heard.append(call)
+
 
 X = torch.randn(2, 5, 12)
 TOKENS, PACKING = mh.pack(X, (5, 2))
 
 
 class Absolute(nn.Module):
-    """A position bias that speaks of absolute places."""
+    """A position bias of one's own that depends on the position of the key, and does not mention it."""
 
-    of_distance = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 20) * 2)
 
     def forward(self, queries: int, keys: int, **_: Any) -> torch.Tensor:
+        return self.weight[None, :, None, :keys].expand(1, -1, queries, -1)
+
+
+class Distance(nn.Module):
+    """A position bias of one's own that depends on the distance alone; of this it says nothing but its result."""
+
+    def forward(self, queries: int, keys: int, *, query_start: int | torch.Tensor = 0, **_: Any) -> RelativeBias:
+        return RelativeBias(-offsets(queries, keys, query_start=query_start)[:, None].abs().float() / 3)
+
+
+class Mistaken(ALiBi):
+    """A subclass that keeps `of_distance = True`, and returns a tensor."""
+
+    def forward(self, queries: int, keys: int, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros(1, 3, queries, keys)
+
+
+class Bare(nn.Module):
+    """A position bias without the keywords."""
+
+    def forward(self, queries: int, keys: int) -> torch.Tensor:
         return torch.zeros(1, 3, queries, keys)
 
 
@@ -84,8 +123,30 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], type[E
         {"cache": mh.KeyValueCache(window=4), "mask": masks.Causal() & masks.Window(4)},
         ArgumentError,
         (
-            "The layer's position_bias depends on absolute positions, and a cache with a window drops the first ones. "
-            "Give a cache that keeps all keys: KeyValueCache()."
+            "The layer's position_bias returned a Tensor, which may depend on absolute positions, and a cache with a "
+            "window drops the first ones. Return a scores.RelativeBias if only the distance matters, or give a cache "
+            "that keeps all keys: KeyValueCache()."
+        ),
+    ),
+    "a packed row with a bias that only says that it depends on the distance": (
+        {"position_bias": Mistaken(3)},
+        (X,),
+        {"lengths": (5, 2)},
+        ArgumentError,
+        (
+            "The layer's position_bias has of_distance = True, and returned a Tensor. "
+            "Return a scores.RelativeBias, or set of_distance = False."
+        ),
+    ),
+    "a position bias whose forward takes no keywords": (
+        {"position_bias": Bare()},
+        (X,),
+        {},
+        ArgumentError,
+        (
+            "position_bias is a Bare, whose forward does not take the positions of a call: "
+            "got an unexpected keyword argument 'query_start'. "
+            "Define forward(self, queries, keys, *, query_start=0, device=None, dtype=None)."
         ),
     ),
     "another side": (
@@ -104,6 +165,36 @@ def test_what_does_not_fit_is_refused_in_words(name: str) -> None:
     with pytest.raises(kind) as refusal:
         mh.MultiHeadAttention(12, 3, **options)(*inputs, **call)
     assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["lengths", "packing"])
+@pytest.mark.parametrize("position_bias", [Absolute(), Distance(), ALiBi(3)], ids=lambda each: type(each).__name__)
+def test_a_padded_sample_has_the_position_bias_that_it_has_alone(position_bias: nn.Module, packed: bool) -> None:
+    layer = mh.MultiHeadAttention(12, 3, position_bias=position_bias)
+    x, lengths = torch.randn(3, 12, 12), (12, 5, 8)
+    if packed:
+        tokens, packing = mh.pack(x, lengths)
+        output = mh.unpack(layer(tokens, mask=masks.Causal(), packing=packing), packing)
+    else:
+        output = layer(x, mask=masks.Causal(), lengths=lengths)
+    for sample, length in enumerate(lengths):
+        alone = layer(x[sample : sample + 1, :length], mask=masks.Causal())[0]
+        torch.testing.assert_close(output[sample, :length], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bias_by_distance_works_in_a_cache_with_a_window() -> None:
+    layer, x = mh.MultiHeadAttention(12, 3, position_bias=Distance()), torch.randn(2, 12, 12)
+    mask, cache = masks.Causal() & masks.Window(4), mh.KeyValueCache(window=4)
+    steps = [layer(step, mask=mask, cache=cache) for step in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x, mask=mask), atol=1e-5, rtol=1e-5)
+
+
+def test_samples_stay_in_one_row_where_the_bias_says_that_only_the_distance_matters() -> None:
+    for position_bias, rows in ((ALiBi(3), 1), (T5Bias(3), 1), (Absolute(), 2)):
+        layer = mh.MultiHeadAttention(12, 3, position_bias=position_bias)
+        with listen(calls := Calls()):
+            layer(X, mask=masks.Causal(), lengths=(5, 2))
+        assert [call.request.shape.batch for call in calls.heard] == [rows]
 
 
 def test_one_sample_needs_no_batch() -> None:

@@ -318,14 +318,6 @@ class TestRefusals:
         )
         assert cache.length == 0
 
-    def test_a_bias_of_absolute_places_where_the_first_ones_are_forgotten(self) -> None:
-        with pytest.raises(ArgumentError) as refused:
-            made(**OPTIONS["learned bias"])(text(), cache=KeyValueCache(window=WINDOW), mask=NEAR)
-        assert str(refused.value) == (
-            "The layer's position_bias depends on absolute positions, and a cache with a window drops the first ones. "
-            "Give a cache that keeps all keys: KeyValueCache()."
-        )
-
     def test_more_tokens_than_the_capacity(self) -> None:
         with torch.no_grad(), pytest.raises(ArgumentError) as refused:
             made()(text(), cache=KeyValueCache(capacity=LENGTH - 1), mask=CAUSAL)

@@ -14,6 +14,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import MaskError
 from multihead.masks.base import registered
+from multihead.masks.place import Place
 from multihead.plan.bounds import key_bounds
 from tests.kernel_names import EACH, exactest, rounding
 
@@ -57,6 +58,16 @@ class Anchors(masks.Mask):
         return Anchors(self.keys[index : index + 1])
 
 
+@dataclass(frozen=True)
+class PerHead(masks.Mask):
+    """Another step in each head, without a tensor that holds them."""
+
+    heads: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries - keys) % (torch.arange(self.heads).view(1, -1, 1, 1) + 1) == 0
+
+
 def strided(size: int = LENGTH, n: int = 3) -> Tensor:
     """(size, size) bool, by a loop."""
     return torch.tensor([[(i - j) % n == 0 for j in range(size)] for i in range(size)])
@@ -79,6 +90,29 @@ def test_visible_alone_is_enough_for_outputs_and_gradients_of_every_kernel(kerne
     torch.testing.assert_close(output.double(), expected, atol=rounding(kernel), rtol=rounding(kernel))
     for grad, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, wanted, atol=8 * rounding(kernel), rtol=8 * rounding(kernel))
+
+
+@pytest.mark.parametrize("field", [[1, 2], ([1], 2)], ids=repr)
+def test_a_field_that_is_a_list_is_refused_in_words(field: Any) -> None:
+    @dataclass(frozen=True)
+    class Listed(masks.Mask):
+        keys: Any
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return keys <= queries
+
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(MaskError) as refusal:
+        mh.attention(q, q, q, mask=Listed(field) & masks.Causal())
+    assert str(refusal.value) == (
+        f"The field keys of Listed is {field!r}, which can change, so that a plan made for it could not be looked up. "
+        "Store a tuple, or a tensor."
+    )
+
+
+def test_what_these_masks_say_about_themselves_is_true() -> None:
+    for mask in (StridedMask(3), BlockMask(3), Anchors(torch.tensor([1, 0])), BlockMask(3) & masks.Causal()):
+        masks.check(mask, queries=5, keys=LENGTH)
 
 
 def test_an_interval_makes_hidden_keys_skipped() -> None:
@@ -269,6 +303,17 @@ def test_a_padded_batch_is_packed_only_if_the_mask_is_an_interval() -> None:
         output = layer(x, mask=mask, lengths=lengths)
         for row, found, length in zip(x, output, lengths, strict=True):
             torch.testing.assert_close(found[:length], layer(row[None, :length], mask=mask)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_some_heads_of_a_mask_that_differs_between_heads_show_what_they_show_in_it() -> None:
+    mask, place = PerHead(4) & masks.Causal(), Place.of(LENGTH, LENGTH)
+    some = mask.select_heads(lambda x: x[:, 1:4] if x.shape[1] > 1 else x)
+    assert torch.equal(some.tile(place), mask.tile(place)[:, 1:4])
+    one = some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)
+    assert torch.equal(one.tile(place), mask.tile(place)[:, 3:])
+    assert one == some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)  # a value, so that it is planned once
+    same = StridedMask(3) & masks.Causal()
+    assert same.select_heads(lambda x: x[:, :1]) == same
 
 
 def test_a_mask_with_a_tensor_per_sample_must_define_select_sample() -> None:

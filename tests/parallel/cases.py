@@ -29,6 +29,16 @@ class Strided(masks.Mask):
         return ((queries - keys) % self.step == 0) | (keys == 1)
 
 
+@dataclass(frozen=True)
+class Alternating(masks.Mask):
+    """A mask of one's own that differs between heads, and holds no tensor."""
+
+    heads: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries - keys) % (torch.arange(self.heads).view(1, -1, 1, 1) + 1) == 0
+
+
 def _cells() -> Tensor:
     return torch.rand(BATCH, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.4
 
@@ -42,6 +52,7 @@ MASKS: dict[str, Callable[[], masks.Mask]] = {
     "lengths": lambda: masks.Causal() & masks.Lengths((11, 6)),
     "prefix": lambda: masks.Causal() | masks.Prefix((5, 2)),
     "user-defined": lambda: masks.Causal() & Strided(3),
+    "user-defined of each head": lambda: masks.Causal() & Alternating(HEADS),
     "a tensor": lambda: masks.Keep(_cells()),
 }
 TERMS = ("none", "bias", "bias of keys", "relative bias", "sinks", "softcap", "all")
@@ -98,15 +109,20 @@ def split_call(
     with context_parallel(group, strategy=strategy, layout=layout):
         taken = Layout(layout, ranks)
         found = computed(tensors(dtype), MASKS[mask](), terms, lambda x: taken.take(x, rank, 2))
-    joined = {}
+    return joined(group, found, layout)
+
+
+def joined(group: Any, found: dict[str, Tensor], layout: Any) -> dict[str, Tensor]:
+    """Join what each rank found of its tokens, and sum the gradients of what all tokens share."""
+    whole = {}
     for name, each in found.items():
         if name in ("output", "logsumexp", "gradient of q", "gradient of k", "gradient of v"):
-            joined[name] = unshard(group, each, layout=layout, dim=2)
+            whole[name] = unshard(group, each, layout=layout, dim=2)
         else:
             total = each.clone()
             torch.distributed.all_reduce(total, group=group)
-            joined[name] = total
-    return joined
+            whole[name] = total
+    return whole
 
 
 def split_calls(group: Any, rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
@@ -218,32 +234,47 @@ def dropped(take: Callable[[Tensor], Tensor], mask: str) -> dict[str, Tensor]:
     }
 
 
-def with_hidden_nan(take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return the result of a call in which every key that no query sees is NaN."""
-    given = tensors()
-    given["k"][0, :, 11:], given["v"][1, :, 6:] = torch.nan, torch.inf
-    return computed(given, MASKS["lengths"](), "none", take)
+def with_nan(take: Callable[[Tensor], Tensor], *, hidden: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the result of a call with keys that are NaN: all hidden ones, or one whose queries the loss leaves out."""
+    given = tensors(dtype)
+    if hidden:
+        given["k"][0, :, 11:], given["v"][1, :, 6:] = torch.nan, torch.inf
+    else:
+        given["k"][0, 0, 3] = torch.nan  # which the first two heads see from query 3 on
+        given["of output"][0, :2, 3:], given["of logsumexp"][0, :2, 3:] = 0, 0
+    return computed(given, MASKS["lengths"](), "sinks", take)
 
 
-def split_with_hidden_nan(group: Any, rank: int, ranks: int, strategy: Any, layout: Any) -> dict[str, Tensor]:
+def split_with_nan(
+    group: Any, rank: int, ranks: int, strategy: Any, layout: Any, hidden: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
     with context_parallel(group, strategy=strategy, layout=layout):
-        found = with_hidden_nan(lambda x: taken.take(x, rank, 2))
-    return {name: unshard(group, each, layout=layout, dim=2) for name, each in found.items()}
+        found = with_nan(lambda x: taken.take(x, rank, 2), hidden=hidden, dtype=dtype)
+    return joined(group, found, layout)
 
 
-def split_dropped(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str) -> dict[str, Tensor]:
+def split_dropped(
+    group: Any, rank: int, ranks: int, strategy: Any, layout: Any, mask: str, check: Any
+) -> dict[str, Tensor]:
     taken = Layout(layout, ranks)
-    with context_parallel(group, strategy=strategy, layout=layout):
+    with context_parallel(group, strategy=strategy, layout=layout, check=check):
         found = dropped(lambda x: taken.take(x, rank, 2), mask)
     return {name: unshard(group, each, layout=layout, dim=2) for name, each in found.items()}
 
 
 def _call(
-    group: Any, queries: int = 4, keys: int = 4, *, strategy: Any = "ring", dtype: Any = torch.float32, **options: Any
+    group: Any,
+    queries: int = 4,
+    keys: int = 4,
+    *,
+    strategy: Any = "ring",
+    check: Any = "every call",
+    dtype: Any = torch.float32,
+    **options: Any,
 ) -> Tensor:
     q, k = torch.zeros(1, 3, queries, 4, dtype=dtype), torch.zeros(1, 3, keys, 4, dtype=dtype)
-    with context_parallel(group, strategy=strategy):
+    with context_parallel(group, strategy=strategy, check=check):
         return mh.attention(q, k, k, **options)
 
 
@@ -323,6 +354,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[MultiheadError], str]] = {
         lambda group: _call(group, strategy="rings"),
         ArgumentError,
         'strategy is \'rings\'. Give "ring", "ulysses", "gather" or "auto".',
+    ),
+    "an unknown check": (
+        lambda group: _call(group, check="no call"),
+        ArgumentError,
+        'check is \'no call\'. Give "every call" or "first call".',
     ),
     "an unknown layout": (
         lambda group: shard(group, layout="zigzag", x=torch.zeros(1, 4)),  # type: ignore[arg-type]

@@ -235,6 +235,6 @@ def only_one(group: Any, rank: int) -> None:
 def test_all_ranks_observe_or_none(four: Processes) -> None:
     for found in four.run(only_one, ranks=2):
         assert str(found) == (
-            "Whether the call is observed, as a number, differs between ranks: 1 on rank 0, 0 on rank 1. Give all "
+            "Whether the call is observed differs between ranks: True on rank 0, False on rank 1. Give all "
             "ranks equal sizes and options."
         )

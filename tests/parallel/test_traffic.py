@@ -53,10 +53,10 @@ def traffic_of(group: Any, rank: int, strategy: Any, layout: Any) -> list[tuple[
     q = torch.randn(2, 4, 4, 8).requires_grad_()
     k, v = torch.randn(2, 2, 4, 8).requires_grad_(), torch.randn(2, 2, 4, 6).requires_grad_()
     for mask in MASKS.values():
-        with context_parallel(group, strategy=strategy, layout=layout):
+        with context_parallel(group, strategy=strategy, layout=layout, check="first call"):
             shown, silent = counted(partial(mh.explain, q, k, v, mask=mask))
             assert silent == 0
-            mh.attention(q, k, v, mask=mask)  # compares the calls, once in a context
+            mh.attention(q, k, v, mask=mask)  # compares the calls, in a message of 16 bytes
             output, forward = counted(partial(mh.attention, q, k, v, mask=mask))
             _, backward = counted(output.sum().backward)
         readable = mh.explanation.readable_bytes

@@ -70,7 +70,6 @@ def test_it_begins_as_no_bias_at_all() -> None:
     assert not bias.weight.any()
     assert list(bias.state_dict()) == ["weight"]
     assert str(bias) == "LearnedBias(num_heads=2, queries=6, keys=9)"
-    assert not bias.of_distance
 
 
 def test_it_compiles_once_for_all_starts() -> None:

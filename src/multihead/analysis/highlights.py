@@ -352,6 +352,9 @@ def _count(topic: str, profiles: Sequence[LayerProfile], words: Mapping[str, str
         return words["count.mean"].format(value=f"{float(values.nanmean()):.1f}")
     layers = Counter(layer for layer, _, _ in _heads_of(topic, profiles))
     number, heads = sum(layers.values()), sum(len(one.kinds) for one in profiles)
-    key = "count.one" if number == 1 else "count.most" if number > 4 and len(layers) > 1 else "count.some"
-    most = min(layers, key=lambda layer: (-layers[layer], layer))
-    return words[key].format(number=number, heads=heads, layer=profiles[most].number)
+    most, in_one = layers.most_common(1)[0]
+    if number <= 4 or len(layers) == 1:
+        key = "count.one" if number == 1 else "count.some"
+    else:
+        key = "count.most" if in_one > number / 2 else "count.spread"
+    return words[key].format(number=number, heads=heads, layer=profiles[most].number, layers=len(layers))

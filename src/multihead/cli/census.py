@@ -133,7 +133,7 @@ def census(
 
     Writes DIR/heads.parquet: per layer, head and statistic the number of queries, their mean, spread, extremes and
     distribution, and the strongest examples with the text around them. No activations are stored. Exit status 1: some
-    of the texts could not be read.
+    of the texts could not be read, or there are none.
     """
     part = None if shard is None else _parsed_shard(shard)
     require("pyarrow", purpose="A census", extra="census")
@@ -195,7 +195,7 @@ def census(
         click.echo(text("census.files", lang, file=visible(str(table)), folder=visible(out)))
     if page is not None and len(found.missing) < len(found.plan.shards):
         _write_page(found, page, other, lang)
-    if found.missing or not table.exists():
+    if found.missing or found.counts()["broken"] or not found.texts or not table.exists():
         context.exit(1)
 
 

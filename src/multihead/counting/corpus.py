@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import fsspec
 
-from multihead.errors import InputError
+from multihead.errors import InputError, MultiheadError
 from multihead.optional import require
 
 Kind = Literal["parquet", "jsonl", "lines"]
@@ -253,9 +253,9 @@ def rows(shard: Shard, column: str) -> Iterator[Row]:
 
     Raises:
         OSError: the file cannot be read.
-        InputError: it is no parquet file, or has no such column.
+        InputError: it is damaged, is no parquet file, or has no such column.
     """
-    for row in _parquet_rows(shard, column) if shard.kind == "parquet" else _line_rows(shard, column):
+    for row in _parquet_rows(shard, column) if shard.kind == "parquet" else _readable(_line_rows(shard, column), shard):
         text = row.text
         if text is None:
             yield row
@@ -267,6 +267,17 @@ def rows(shard: Shard, column: str) -> Iterator[Row]:
                 yield row
             except UnicodeEncodeError:
                 yield Row(row.index, row.place, None, "half of a surrogate pair, which is no character")
+
+
+def _readable(found: Iterator[Row], shard: Shard) -> Iterator[Row]:
+    """Yield rows; raise what a codec or a file system raises as an InputError that names the file."""
+    try:
+        yield from found
+    except (OSError, MultiheadError):
+        raise
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise InputError(f"{shard.file} cannot be read: {reason.rstrip('.')}.", "Write it again.") from error
 
 
 def _parquet_rows(shard: Shard, column: str) -> Iterator[Row]:
@@ -307,7 +318,13 @@ def _line_rows(shard: Shard, column: str) -> Iterator[Row]:
     with _opened(shard.file) as raw:
         source: Any = raw
         if (compression := _compression(shard.file)) is not None:
-            source = fsspec.compression.compr[compression](raw, mode="rb")
+            codec = fsspec.compression.compr.get(compression)
+            if codec is None:
+                raise InputError(
+                    f"{shard.file} is compressed with {compression}, which needs a package that is not installed.",
+                    "Run pip install zstandard.",
+                )
+            source = codec(raw, mode="rb")
         place, index = shard.start, 0
         if place:
             place -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,12 +175,40 @@ def merged(folder: Path, plan: Plan) -> Merged:
     return found
 
 
-def write_merged(folder: Path, plan: Plan) -> None:
-    """Write the table of heads and the table of shards of all shards that have a file."""
-    found = merged(folder, plan)
-    metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
-    write_whole(folder / HEADS, parquet_of(found.table(), metadata))
-    write_whole(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
+def write_merged(folder: Path, plan: Plan, left_out: Collection[int] = ()) -> None:
+    """Write the tables of heads and of shards, unless they are there, or shards are missing that others may count.
+
+    Another process may have counted a shard and written its tables while this one merged. So the shards are listed
+    again after each write, until the tables are those of all shards that have a file.
+
+    Args:
+        folder: the directory of the census.
+        plan: its plan.
+        left_out: the shards that cannot be read.
+    """
+    before: list[int] | None = None
+    while (missing := missing_shards(folder, plan)) != before and set(missing) <= set(left_out):
+        before = missing
+        done = [index for index in range(len(plan.shards)) if index not in missing]
+        if not done or all(written(folder / file, plan, done) is not None for file in (HEADS, SHARDS)):
+            return
+        found = merged(folder, plan)
+        metadata = {"plan": plan.id, "shards": [each["shard"] for each in found.shards]}
+        write_whole(folder / HEADS, parquet_of(found.table(), metadata))
+        write_whole(folder / SHARDS, parquet_of(shards_table(plan, found.shards), metadata))
+
+
+def written(file: Path, plan: Plan, done: Sequence[int]) -> Any:
+    """Read a merged table; None if there is none of exactly these shards."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        found = pq.read_table(file, use_threads=False, partitioning=None)
+    except (OSError, pa.ArrowException):
+        return None
+    metadata = read_metadata(found.schema)
+    return found if (metadata.get("plan"), metadata.get("shards")) == (plan.id, list(done)) else None
 
 
 def shards_table(plan: Plan, shards: Sequence[dict[str, Any]]) -> Any:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from multihead.analysis.find import FoundHead, Range, find
 from multihead.counting.corpus import rows
-from multihead.counting.merge import HEADS, SHARDS, merged, missing_shards, shards_table
+from multihead.counting.merge import HEADS, SHARDS, merged, missing_shards, shards_table, written
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import read_metadata
 from multihead.errors import ArgumentError, InputError, ProbeError, check_integer
 from multihead.escaping import visible
 from multihead.observation.presentation import presenter
@@ -171,7 +170,7 @@ class Census:
         plan = read_plan(place)
         missing = missing_shards(place, plan)
         done = [index for index in range(len(plan.shards)) if index not in set(missing)]
-        tables = [_written(place / file, plan, done) for file in (HEADS, SHARDS)]
+        tables = [written(place / file, plan, done) for file in (HEADS, SHARDS)]
         if any(table is None for table in tables):
             found = merged(place, plan)
             tables = [found.table(), shards_table(plan, found.shards)]
@@ -465,19 +464,6 @@ class _CountedLayer(RunningSummary):
                 values = np.array([quantile(row, SHARES[of]) for row in at])
             found[name] = torch.from_numpy(values.astype(np.float64))
         return found
-
-
-def _written(file: Path, plan: Plan, done: Sequence[int]) -> Any:
-    """Read a merged table; None if there is none of exactly these shards."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        found = pq.read_table(file, use_threads=False, partitioning=None)
-    except (OSError, pa.ArrowException):
-        return None
-    metadata = read_metadata(found.schema)
-    return found if (metadata.get("plan"), metadata.get("shards")) == (plan.id, list(done)) else None
 
 
 def _ranked(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multihead.counting.corpus import divide, find_files, sizes_of
-from multihead.counting.merge import missing_shards, write_merged
+from multihead.counting.merge import write_merged
 from multihead.counting.on_ray import count_on_ray
 from multihead.counting.plan import Plan, identity, model_id, tokenizer_id
 from multihead.counting.result import Census
@@ -158,15 +158,13 @@ def census(
 
 def _finished(plan: Plan, folder: Path, outcome: Outcome, *, partial: bool) -> Census:
     """Write the merged tables, unless other processes count shards that are missing, and return the census."""
-    problems = [*outcome.failed.values(), *outcome.dead]
-    missing = missing_shards(folder, plan)
-    unreadable = {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
-    left_to_others = set(missing) - outcome.failed.keys() - unreadable if partial else set()
-    if len(missing) < len(plan.shards) and not left_to_others:
-        try:
-            write_merged(folder, plan)
-        except InputError as error:  # a full disk: what is counted is kept, and can be read
-            problems.append(str(error))
+    problems, left_out = [*outcome.failed.values(), *outcome.dead], set(outcome.failed)
+    if partial:  # another process was the one to find that these cannot be read
+        left_out |= {index for index, shard in enumerate(plan.shards) if plan.files[shard.file] is None}
+    try:
+        write_merged(folder, plan, left_out)
+    except InputError as error:  # a full disk: what is counted is kept, and can be read
+        problems.append(str(error))
     return Census.load(folder, problems=problems)
 
 

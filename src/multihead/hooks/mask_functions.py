@@ -14,8 +14,8 @@ from torch import Tensor
 from multihead import sequence_split
 from multihead.errors import ArgumentError
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
-from multihead.masks.counts import FURTHEST
 from multihead.masks.place import Place
+from multihead.shapes import FURTHEST
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 

@@ -19,20 +19,34 @@ CONTENTS: tuple[Content, ...] = ("even", "uneven", "groups", "part", "two")
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and the standard deviation between them."""
+    """A mean over seeds and the standard deviation between them.
+
+    Attributes:
+        mean: the mean.
+        deviation: the standard deviation between seeds; None with a single seed.
+        error: the binomial standard error of one value, where it is a share of a number of questions; else 0.
+    """
 
     mean: float
-    deviation: float
+    deviation: float | None
+    error: float = 0.0
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        """Summarise one value per seed; with a single seed the deviation is 0."""
+    def of(cls, values: list[float], *, questions: int = 0) -> Spread:
+        """Summarise one value per seed, each a share of some questions, or no share if there are none."""
         each = torch.tensor(values, dtype=torch.float64)
-        return cls(float(each.mean()), float(each.std()) if len(values) > 1 else 0.0)
+        mean, error = float(each.mean()), 0.0
+        if questions:
+            share = (mean * questions + 1) / (questions + 2)  # rule of succession: 500 of 500 have an error, too
+            error = math.sqrt(share * (1 - share) / questions)
+        return cls(mean, float(each.std()) if len(values) > 1 else None, error)
 
     def apart(self, other: Spread) -> bool:
-        """Return whether the means differ by more than the sum of both deviations."""
-        return abs(self.mean - other.mean) > self.deviation + other.deviation
+        """Return whether the means differ by more than both deviations, each at least the error; not with one seed."""
+        if self.deviation is None or other.deviation is None:
+            return False
+        spread = max(self.deviation, self.error) + max(other.deviation, other.error)
+        return abs(self.mean - other.mean) > spread
 
 
 @dataclass(frozen=True)
@@ -156,12 +170,14 @@ def vectors(
             shares = [
                 _matched(content, noise, columns, parts, candidates, trials, seed + index) for index in range(seeds)
             ]
-            long, short, own = (Spread.of([share[column] for share in shares]) for column in range(3))
+            long, short, own = (Spread.of([share[column] for share in shares], questions=trials) for column in range(3))
             matches.append(Match(content, noise, long, short, own))
     measured = []
     for length in lengths:
         rows = [_of_length(length, length_noise, candidates, trials, seed + index) for index in range(seeds)]
-        measured.append(Length(length, *(Spread.of([row[column] for row in rows]) for column in range(5))))
+        columns_of = list(zip(*rows, strict=True))
+        found = Spread.of(list(columns_of[0]), questions=trials)
+        measured.append(Length(length, found, *(Spread.of(list(column)) for column in columns_of[1:])))
     return Vectors(columns, parts, candidates, trials, seeds, tuple(matches), tuple(measured), length_noise)
 
 

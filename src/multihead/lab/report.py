@@ -163,21 +163,6 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
     translate = phrases.translate
     width = found.columns // found.parts
     sizes = {"columns": found.columns, "parts": found.parts, "width": width}
-    ways: dict[str, list[Match]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
-    for match in found.matches:
-        # The short rows count by the better of two scores: their mean, or the rows that carry the content.
-        short = max(match.short, match.own, key=lambda share: share.mean)
-        if not match.long.apart(short):
-            ways["vectors.level"].append(match)
-        else:
-            ways["vectors.long" if match.long.mean > short.mean else "vectors.short"].append(match)
-    sentences = [
-        translate(key, **sizes, contents=_contents(matches, found, phrases)) for key, matches in ways.items() if matches
-    ]
-    if ways["vectors.long"] and ways["vectors.short"]:
-        sentences.insert(0, translate("vectors.depends"))
-    elif ways["vectors.long"] or ways["vectors.short"]:
-        sentences.insert(0, translate("vectors.never" if ways["vectors.long"] else "vectors.always"))
     rows = tuple(
         (
             translate(f"content.{match.content}"),
@@ -199,10 +184,10 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
         (
             translate("content and noise", content=translate(f"content.{match.content}"), noise=f"{match.noise:g}"),
             [
-                Bar(translate("bar.long"), "c1", match.long.mean, match.long.deviation),
-                Bar(translate("bar.short"), "c0", match.short.mean, match.short.deviation),
+                Bar(translate("bar.long"), "c1", match.long.mean, match.long.deviation or 0.0),
+                Bar(translate("bar.short"), "c0", match.short.mean, match.short.deviation or 0.0),
                 *(
-                    [Bar(translate("bar.own"), "c3", match.own.mean, match.own.deviation)]
+                    [Bar(translate("bar.own"), "c3", match.own.mean, match.own.deviation or 0.0)]
                     if match.content in ("part", "two")
                     else []
                 ),
@@ -211,15 +196,43 @@ def _matches(found: Vectors, phrases: Phrases) -> Chapter:
         for match in found.matches
     ]
     noises = phrases.listed(dict.fromkeys(f"{match.noise:g}" for match in found.matches))
-    settings = {"candidates": found.candidates, "trials": found.trials, "seeds": found.seeds, "noises": noises}
+    settings = {
+        "candidates": found.candidates,
+        "trials": found.trials,
+        "seeds": phrases.seeds(found.seeds),
+        "noises": noises,
+    }
     return Chapter(
         "vectors",
         translate("vectors.title"),
-        phrases.joined(sentences),
+        _verdict_on_rows(found, sizes, phrases),
         (translate("vectors.text", **sizes, **settings),),
         (Table(translate("vectors.caption"), columns, rows),),
         (bars(groups, label=translate("vectors.label")), translate("vectors.label")),
     )
+
+
+def _verdict_on_rows(found: Vectors, sizes: dict[str, int], phrases: Phrases) -> str:
+    """Name the contents for which one long row, or several short ones, find more partners."""
+    translate = phrases.translate
+    if any(match.long.deviation is None for match in found.matches):
+        return translate("vectors.one seed")
+    ways: dict[str, list[Match]] = {"vectors.long": [], "vectors.short": [], "vectors.level": []}
+    for match in found.matches:
+        # The short rows count by the better of two scores: their mean, or the rows that carry the content.
+        short = max(match.short, match.own, key=lambda share: share.mean)
+        if not match.long.apart(short):
+            ways["vectors.level"].append(match)
+        else:
+            ways["vectors.long" if match.long.mean > short.mean else "vectors.short"].append(match)
+    sentences = [
+        translate(key, **sizes, contents=_contents(matches, found, phrases)) for key, matches in ways.items() if matches
+    ]
+    if ways["vectors.long"] and ways["vectors.short"]:
+        sentences.insert(0, translate("vectors.depends"))
+    elif ways["vectors.long"] or ways["vectors.short"]:
+        sentences.insert(0, translate("vectors.never" if ways["vectors.long"] else "vectors.always"))
+    return phrases.joined(sentences)
 
 
 def _contents(matches: list[Match], found: Vectors, phrases: Phrases) -> str:
@@ -239,8 +252,9 @@ def _lengths(found: Vectors, phrases: Phrases) -> Chapter:
     translate = phrases.translate
     first, last = found.lengths[0], found.lengths[-1]
     better = last.found.mean > first.found.mean and last.found.apart(first.found)
+    one_seed = first.found.deviation is None
     answer = translate(
-        "lengths.better" if better else "lengths.worse",
+        "lengths.one seed" if one_seed else "lengths.better" if better else "lengths.worse",
         first=first.columns,
         last=last.columns,
         low=phrases.spread(first.found),
@@ -248,7 +262,9 @@ def _lengths(found: Vectors, phrases: Phrases) -> Chapter:
     )
     harmful = (last.plain_keys, last.scaled_keys), (last.plain_slope, last.scaled_slope)
     text = translate(
-        "lengths.text"
+        "lengths.text one seed"
+        if one_seed
+        else "lengths.text"
         if all(plain.mean < scaled.mean and plain.apart(scaled) for plain, scaled in harmful)
         else "lengths.text level",
         last=last.columns,
@@ -277,8 +293,8 @@ def _lengths(found: Vectors, phrases: Phrases) -> Chapter:
         "c0",
         [row.columns for row in found.lengths],
         [row.found.mean for row in found.lengths],
-        [max(row.found.mean - row.found.deviation, 0) for row in found.lengths],
-        [min(row.found.mean + row.found.deviation, 1) for row in found.lengths],
+        [max(row.found.mean - (row.found.deviation or 0.0), 0) for row in found.lengths],
+        [min(row.found.mean + (row.found.deviation or 0.0), 1) for row in found.lengths],
     )
     ticks = [row.columns for row in found.lengths]
     drawn = chart(

@@ -28,7 +28,7 @@ def experiment_chapter(experiment: Experiment, answers: Answers, phrases: Phrase
         steps=experiment.steps,
         batch=experiment.batch_size,
         rate=f"{experiment.learning_rate:g}",
-        seeds=answers.seeds,
+        seeds=phrases.seeds(answers.seeds),
         chance=percent(experiment.chance),
     )
     describe_heads = _induction_heads if isinstance(task, Induction) else _lookup_heads
@@ -68,7 +68,7 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
             )
         )
     drawn_bars = [
-        (translate(f"start.{name}"), [Bar(translate("bar.right"), "c1", share.mean, share.deviation)])
+        (translate(f"start.{name}"), [Bar(translate("bar.right"), "c1", share.mean, share.deviation or 0.0)])
         for name, share in right.items()
     ]
     apart = max(each.apart_after for each in copies.trainings)
@@ -92,6 +92,11 @@ def _verdict(experiment: Experiment, phrases: Phrases) -> str:
     best, share = phrases.heads(verdict.best), phrases.spread(found[verdict.best])
     if len(found) == 1:
         return translate("verdict.alone", best=best, share=share)
+    if any(each.deviation is None for each in found.values()):
+        shares = [
+            translate("with share", heads=phrases.heads(each), share=phrases.spread(found[each])) for each in found
+        ]
+        return translate("verdict.one seed", list=phrases.listed(shares))
 
     def listed(heads: Sequence[int]) -> str:
         return phrases.listed(
@@ -102,6 +107,8 @@ def _verdict(experiment: Experiment, phrases: Phrases) -> str:
     if not verdict.worse:
         worst = min(found, key=lambda each: found[each].mean)
         low = phrases.spread(found[worst])
+        if percent(found[worst].mean) == percent(found[verdict.best].mean):
+            return phrases.joined([single, translate("verdict.tie", list=listed(tuple(found)))])
         level = translate("verdict.level all", best=best, share=share, worst=phrases.heads(worst), low=low)
         return phrases.joined([single, level])
     sentences = [single, translate("verdict.apart", best=best, share=share, worse=listed(verdict.worse))]

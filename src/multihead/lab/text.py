@@ -75,6 +75,14 @@ class Phrases:
         """
         return self.words["1 head"] if number == 1 else self.translate("heads", n=number)
 
+    def seeds(self, number: int) -> str:
+        """Format a number of seeds.
+
+        >>> language("en").seeds(1).replace(NBSP, " ")
+        '1 seed'
+        """
+        return self.words["1 seed"] if number == 1 else self.translate("seeds", n=number)
+
     def listed(self, items: Iterable[str], last: str = "and") -> str:
         """Join items: "1, 2 or 4".
 
@@ -94,11 +102,15 @@ class Phrases:
         >>> language("en").spread(Spread(0.5, 0.01)).replace(NBSP, " ")
         '50.0 ± 1.0 %'
         """
+        if value.deviation is None:
+            return percent(value.mean)
         mean, deviation = f"{100 * value.mean:.1f}", f"{100 * value.deviation:.1f}{NBSP}%"
         return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 
     def number(self, value: Spread, digits: int = 1) -> str:
         """Format a number and its spread over seeds."""
+        if value.deviation is None:
+            return f"{value.mean:.{digits}f}"
         mean, deviation = f"{value.mean:.{digits}f}", f"{value.deviation:.{digits}f}"
         return self.translate("mean and deviation", mean=mean, deviation=deviation).replace(" ± ", f"{NBSP}±{NBSP}")
 

@@ -99,7 +99,7 @@ class Summary:
 class Verdict:
     """The best number of heads, and those that are worse by more than the spread.
 
-    One is worse if its mean differs from the best by more than the sum of both standard deviations.
+    One is worse if its mean differs from the best by more than the sum of both standard deviations, see `Spread.apart`.
 
     Attributes:
         best: the number of heads with the highest mean.
@@ -149,7 +149,13 @@ class Experiment:
             steps = [float(training.learned_at) for training in each if training.learned_at is not None]
             shares = [training.right for training in each]
             found.append(
-                Summary(num_heads, Spread.of(shares), tuple(shares), len(steps), Spread.of(steps) if steps else None)
+                Summary(
+                    num_heads,
+                    Spread.of(shares, questions=TESTED),
+                    tuple(shares),
+                    len(steps),
+                    Spread.of(steps) if steps else None,
+                )
             )
         return tuple(found)
 

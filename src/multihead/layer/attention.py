@@ -32,7 +32,9 @@ from multihead.layer.checks import (
     check_inputs,
     check_is_cache,
     check_packing,
+    check_position_bias,
     check_split,
+    check_takes_positions,
     dtype_of,
 )
 from multihead.layer.gates import gate, prepend
@@ -79,7 +81,9 @@ class MultiHeadAttention(nn.Module):
         rotary: how queries and keys are rotated by their positions.
         qk_norm: how queries and keys are normalised, before they are rotated.
         position_bias: a module whose `forward(queries, keys, query_start=, device=, dtype=)` returns what is added to
-            the scores, such as `scores.ALiBi`; layers may share one.
+            the scores, such as `scores.ALiBi`: a tensor, or a `scores.RelativeBias` if only the distance matters, which
+            a cache with a window needs. With `of_distance = True` samples with lengths are packed in one row. Layers
+            may share a module.
         softcap: c of c * tanh(scores / c), before the bias.
         sinks: whether each head has a learned logit that takes weight and has no value.
         head_gates: whether each head has a learned factor on its output, before the merge.
@@ -342,11 +346,10 @@ class MultiHeadAttention(nn.Module):
         within = memory is None or memory is x
         if sequence_split.active is not None:
             check_split(memory_lengths, packing, cache, within=within, added_key=self.bias_k is not None)
-        of_distance = getattr(self.position_bias, "of_distance", True)
         if packing is not None:
             check_packing(packing, x, memory, lengths, cache)
         if cache is not None:
-            check_cache(cache, mask, query_start, None if within else memory, absolute_bias=not of_distance)
+            check_cache(cache, mask, query_start, None if within else memory)
         memory = x if memory is None else memory
         values = memory if values is None else values
         if lengths is None and memory_lengths is None and packing is None:
@@ -359,7 +362,7 @@ class MultiHeadAttention(nn.Module):
             and (query_start is None or (isinstance(query_start, int) and query_start == 0))
             and (head_gates is None or head_gates.dim() == 1)
             and self.bias_k is None
-            and of_distance
+            and (self.position_bias is None or getattr(self.position_bias, "of_distance", False))
             and mask.translation_invariant
             and mask.defines_interval  # else the whole row would be evaluated cell by cell
         )
@@ -440,6 +443,7 @@ class MultiHeadAttention(nn.Module):
         if part.position_bias is not None:
             queries, keys = map_lengths(q, k, v)
             own = part.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
+            check_position_bias(own, packed=padding.documents is not None, cache=cache)
             bias = own if bias is None else added(bias, own, queries, keys)
         if part.bias_k is not None and part.bias_v is not None:
             if scales is not None:
@@ -579,4 +583,6 @@ def _check_kinds(rotary: object, qk_norm: object, position_bias: object, scale: 
     ):
         if given is not None and not isinstance(given, kind):
             raise ArgumentError(f"{name} is {given!r}.", f"Give for example {name}={example}, or None.")
+    if isinstance(position_bias, nn.Module):
+        check_takes_positions(position_bias)
     check_scale(scale)

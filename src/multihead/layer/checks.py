@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Mask
 from multihead.masks.base import check_is_mask
 from multihead.packing import Packing, check_packed
+from multihead.scores.relative import RelativeBias
 from multihead.sequence_split import reject_in_split
 
 
@@ -147,9 +149,7 @@ def check_is_cache(cache: object) -> None:
         )
 
 
-def check_cache(
-    cache: KeyValueCache, mask: Mask, query_start: object, memory: Tensor | None, *, absolute_bias: bool
-) -> None:
+def check_cache(cache: KeyValueCache, mask: Mask, query_start: object, memory: Tensor | None) -> None:
     """Check a cache against the other arguments of a call.
 
     Args:
@@ -157,22 +157,52 @@ def check_cache(
         mask: the mask; a cache with a window must keep all keys that it shows.
         query_start: in self-attention the cache knows it.
         memory: (batch, keys, features), the other sequence of a cross-attention, or None in self-attention.
-        absolute_bias: whether the position bias depends on absolute positions.
     """
     if query_start is not None and memory is None:
         raise ArgumentError(
             f"query_start is {query_start!r}, and a cache is given, which knows the position of the next token.",
             "Leave query_start out.",
         )
-    if absolute_bias and cache.window is not None:
-        raise ArgumentError(
-            "The layer's position_bias depends on absolute positions, and a cache with a window drops the first ones.",
-            "Give a cache that keeps all keys: KeyValueCache().",
-        )
     if memory is None:
         cache.check_remembered(mask)
     else:
         cache.check_same_memory(memory)
+
+
+def check_takes_positions(position_bias: nn.Module) -> None:
+    """Check that the forward of a position bias takes the arguments that the layer passes."""
+    try:
+        inspect.signature(position_bias.forward).bind(1, 1, query_start=0, device=None, dtype=None)
+    except TypeError as error:
+        raise ArgumentError(
+            f"position_bias is a {type(position_bias).__name__}, whose forward does not take the positions of a call: "
+            f"{error}.",
+            "Define forward(self, queries, keys, *, query_start=0, device=None, dtype=None).",
+        ) from error
+
+
+def check_position_bias(bias: object, *, packed: bool, cache: KeyValueCache | None) -> None:
+    """Check that a bias depends on the distance alone where positions are not those of the whole sequence.
+
+    Args:
+        bias: what the position bias returned; a tensor may depend on absolute positions.
+        packed: whether all samples are in one row, so that positions in the row are not those in the sample.
+        cache: the cache of the call; one with a window drops the first keys.
+    """
+    if isinstance(bias, RelativeBias):
+        return
+    if packed:
+        raise ArgumentError(
+            f"The layer's position_bias has of_distance = True, and returned a {type(bias).__name__}.",
+            "Return a scores.RelativeBias, or set of_distance = False.",
+        )
+    if cache is not None and cache.window is not None:
+        raise ArgumentError(
+            f"The layer's position_bias returned a {type(bias).__name__}, which may depend on absolute positions, and "
+            "a cache with a window drops the first ones.",
+            "Return a scores.RelativeBias if only the distance matters, or give a cache that keeps all keys: "
+            "KeyValueCache().",
+        )
 
 
 def check_split(memory_lengths: object, packing: object, cache: object, *, within: bool, added_key: bool) -> None:

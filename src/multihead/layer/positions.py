@@ -28,7 +28,8 @@ def first_position(query_start: int | Tensor | str | None, q: Tensor, keys: int)
     Raises:
         ArgumentError: it is missing, or out of range.
     """
-    start = resolved_query_start(query_start, uses_positions=True, batch=q.shape[0], queries=q.shape[2], keys=keys)
+    sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": keys}
+    start = resolved_query_start(query_start, uses_positions=True, device=q.device, **sizes)
     if isinstance(start, int) and start < 0:  # the "end" of fewer keys than queries; as an int it would be rejected
         return torch.full((q.shape[0],), start, device=q.device)
     return start

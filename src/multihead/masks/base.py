@@ -8,7 +8,7 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 | `interval(queries, keys)` | None | where each query sees one interval of keys: others are skipped |
 | `band` | None | where each query sees a fixed number of keys on each side of it: small calls take half the time |
 | `select_sample(index)` | the mask itself | where the mask holds a tensor with a row per sample |
-| `select_heads(select)` | the mask itself | where the mask holds a tensor, and heads are split over processes |
+| `select_heads(select)` | `visible` of these heads | where the mask holds a tensor, and heads are split over ranks |
 | `uses_positions` | True | False where the query's own position changes nothing |
 | `translation_invariant` | False | True where only the distance from query to key matters: packed rows stay packed |
 | `sees_no_later_key` | False | True where no query sees a key after its own position |
@@ -18,13 +18,14 @@ A mask of your own is a subclass with `visible`. Everything else has a default t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property, reduce
-from typing import ClassVar, NamedTuple
+from functools import cached_property, partial, reduce
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
 from multihead.masks.counts import shown
@@ -32,6 +33,7 @@ from multihead.masks.place import CallSize, Extent, Place, Span
 from multihead.tracing import constant_in_graphs
 
 _REGISTERED: dict[str, type[Mask]] = {}
+_NUMBERS = frozenset({int, float, bool, str, type(None)})  # types of fields that are certainly hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,33 @@ class Band(NamedTuple):
     lengths: Tensor | None = None
     before: int = -1
     after: int = -1
+
+
+_Context: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
+
+
+def _flattened(mask: Mask) -> tuple[list[object], _Context]:
+    """Return the fields of a mask that hold tensors or masks, and the names of these and the other fields."""
+    values = Mask.values(mask)
+    inner = tuple(
+        name
+        for name, value in values.items()
+        if any(isinstance(each, Tensor | Mask) for each in (value if isinstance(value, tuple) else (value,)))
+    )
+    return [values[name] for name in inner], (inner, tuple(pair for pair in values.items() if pair[0] not in inner))
+
+
+def _flattened_with_keys(mask: Mask) -> tuple[list[tuple[KeyEntry, object]], _Context]:
+    children, context = _flattened(mask)
+    return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
+
+
+def _unflattened(kind: type[Mask], children: Iterable[object], context: _Context) -> Mask:
+    """Rebuild a mask from the fields that `_flattened` returned; its arguments were checked when it was made."""
+    mask = kind.__new__(kind)
+    for name, value in (*zip(context[0], children, strict=True), *context[1]):
+        object.__setattr__(mask, name, value)
+    return mask
 
 
 class Mask:
@@ -118,6 +147,8 @@ class Mask:
                 "Give the class another name: a saved record finds a mask by the name of its class.",
             )
         _REGISTERED[cls.__name__] = cls
+        # torch.export takes a mask as an argument. A constant class would be compiled again for each tensor in it.
+        register_pytree_node(cls, _flattened, partial(_unflattened, cls), flatten_with_keys_fn=_flattened_with_keys)
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
             cls.band = None  # the band of a parent class does not describe what this class shows
 
@@ -176,7 +207,12 @@ class Mask:
             MaskError: the mask holds a tensor, and does not define this method.
         """
         if not self.holds_tensors:
-            return self
+            heads = 1 if self.defines_interval else self.tile(Place.of(1, 1)).shape[1]
+            return (
+                self
+                if heads == 1
+                else OfHeads(self, tuple(select(torch.arange(heads).view(1, -1, 1, 1)).flatten().tolist()))
+            )
         raise MaskError(
             f"{self!r} holds a tensor, and {type(self).__name__} does not define select_heads(select).",
             "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
@@ -308,8 +344,20 @@ class Mask:
                     return None
             elif isinstance(value, Tensor):
                 return None
+            elif type(value) not in _NUMBERS:
+                self._check_hashable(name, value)
             key.append(value)
         return tuple(key)
+
+    def _check_hashable(self, name: str, value: object) -> None:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise MaskError(
+                f"The field {name} of {type(self).__name__} is {value!r}, which can change, so that a plan made for it "
+                "could not be looked up.",
+                "Store a tuple, or a tensor.",
+            ) from error
 
     def values(self) -> dict[str, object]:
         """Return the fields by name: equality compares them, and a saved record stores them."""
@@ -552,6 +600,26 @@ class Shifted(Mask):
             return None
         inner = self.mask.with_first_keys(count + self.offset)
         return None if inner is None else Shifted(inner, self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class OfHeads(Mask):
+    """Some heads of a mask that differs between heads and holds no tensor to slice: its cells are sliced.
+
+    Attributes:
+        mask: the mask of all heads.
+        heads: the heads, in their order.
+    """
+
+    mask: Mask
+    heads: tuple[int, ...]
+
+    @property
+    def uses_positions(self) -> bool:  # type: ignore[override]
+        return self.mask.uses_positions
+
+    def tile(self, place: Place) -> Tensor:
+        return self.mask.tile(place)[:, list(self.heads)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.place import CallSize
+from multihead.shapes import FURTHEST
 from multihead.tracing import readable
 
-FURTHEST = 1 << 40  # tokens or keys; sums of larger numbers could overflow
 Ints: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
 
@@ -67,6 +67,11 @@ def _as_rows(given: object, name: str, form: str) -> tuple[int | tuple[int, ...]
 
 def as_tensor(counts: object, device: torch.device | str) -> Tensor:
     """Return counts as an int64 tensor on a device; a tensor that is there already is returned unchanged."""
+    if isinstance(counts, Tensor) and counts.is_meta and torch.device(device).type != "meta":
+        raise MaskError(
+            f"The mask holds counts on the meta device, where they have no values, and they are needed on {device}.",
+            "Give ints, or a tensor on any other device.",
+        )
     return torch.as_tensor(counts, dtype=torch.int64, device=device)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.errors import check_integer
 from multihead.masks.base import Band, Mask
-from multihead.masks.counts import FURTHEST
+from multihead.shapes import FURTHEST
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,11 @@ Every function reports a rank that stopped, or that does something else, as a Ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import c_char
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from multihead.errors import ArgumentError, RankError
+from multihead.masks import Mask
 from multihead.parallel.layout import Layout, Range
+from multihead.scores.relative import RelativeBias
 
 V = TypeVar("V")
 _Change = Callable[[Tensor, "Ranks", Layout], Tensor]
@@ -58,6 +63,12 @@ class Ranks(NamedTuple):
             raise ArgumentError(f"The ranks are {mesh!r}.", "Give a process group, or a DeviceMesh of one dimension.")
         return Ranks(mesh, dist.get_world_size(mesh), dist.get_rank(mesh))
 
+    @property
+    def device(self) -> str:
+        """The kind of device whose numbers they exchange: the CPU where they can, so that no device is waited for."""
+        backends = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
+        return "cpu" if "cpu:" in backends else backends.partition(":")[0]
+
     def peer(self, rank: int) -> int:
         """Return the global number of a rank of the group."""
         return dist.get_global_rank(self.group, rank)
@@ -83,35 +94,70 @@ def errors_of_ranks(doing: str) -> Iterator[None]:
         ) from error
 
 
-def compare(ranks: Ranks, sizes: dict[str, int], device: torch.device) -> None:
-    """Check that all ranks make the same call.
+def compare(ranks: Ranks, call: Mapping[str, object], number: int = 0) -> int:
+    """Check that all ranks make the same call, in one message of a fixed size.
+
+    It precedes all messages whose sizes depend on the call: with other sizes, gloo ends a process without an error.
 
     Args:
         ranks: the ranks.
-        sizes: numbers that must be equal on all of them, by name; each rank has the same names.
-        device: where the group communicates.
+        call: what must be equal on all of them, by name, as `described` takes it.
+        number: an int64 that is sent along.
+
+    Returns:
+        the number of rank 0.
 
     Raises:
-        RankError: a number differs, on all ranks; or a rank is missing.
+        RankError: a value differs, on all ranks; or a rank is missing.
     """
-    own = torch.tensor(list(sizes.values()), dtype=torch.int64, device=device)
-    found = [torch.empty_like(own) for _ in range(ranks.size)]
+    if ranks.size == 1:
+        return number
+    given = {name: described(value) for name, value in call.items()}
+    digest = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True), number], device=ranks.device)
+    found = own.new_empty(ranks.size, 2)
     with errors_of_ranks(f"Comparing the call of rank {ranks.rank} with those of the {ranks.size - 1} others"):
-        dist.all_gather(found, own, group=ranks.group)
-    table = torch.stack(found).tolist()
-    for name, values in zip(sizes, zip(*table, strict=True), strict=True):
-        if len(set(values)) > 1:
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise RankError(f"{name} differs between ranks: {listed}.", "Give all ranks equal sizes and options.")
+        dist.all_gather(list(found.unbind()), own, group=ranks.group)
+    digests, numbers = found.T.tolist()
+    if len(set(digests)) > 1:  # on every rank, so that all of them take part in what follows
+        raise _difference(gather_objects(given, ranks, to=None) or [])
+    return int(numbers[0])
 
 
-def from_first(number: Tensor, ranks: Ranks) -> Tensor:
-    """Return the number of rank 0, a tensor on the CPU."""
-    device = "cpu" if "gloo" in dist.get_backend(ranks.group) else "cuda"
-    sent = number.to(device)
-    with errors_of_ranks(f"Receiving a number of rank 0 on rank {ranks.rank}"):
-        dist.broadcast(sent, ranks.peer(0), group=ranks.group)
-    return sent.cpu()
+def _difference(calls: list[dict[str, object]]) -> RankError:
+    """Return the error that names the first difference between the calls of the ranks."""
+    names = [name for each in calls for name in each]
+    name = next(name for name in names if len({repr(each.get(name)) for each in calls}) > 1)
+    listed = ", ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(calls))
+    return RankError(f"{name} differs between ranks: {listed}.", "Give all ranks equal sizes and options.")
+
+
+def described(value: object) -> object:
+    """Return what stands for a value in a comparison of ranks: equal on two ranks where the values are equal.
+
+    A tensor counts bit for bit, and a mask with its fields. Objects of other types, such as functions, may not be
+    printed alike in two processes, and count by the names of their types.
+    """
+    if isinstance(value, Tensor):
+        shown = value.detach()
+        for dim, stride in enumerate(shown.stride()):
+            if not stride and shown.shape[dim]:  # one row is all that an expanded tensor holds
+                shown = shown.narrow(dim, 0, 1)
+        content = shown.cpu().resolve_neg().contiguous()
+        # Read by its address: once numpy has a view of a storage, torch does not resize it, as FSDP does.
+        checksum = zlib.crc32((c_char * content.nbytes).from_address(content.data_ptr()))
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} with checksum {checksum:08x}"
+    if isinstance(value, Mask):
+        return [type(value).__name__, described(value.values())]
+    if isinstance(value, RelativeBias):
+        return f"RelativeBias of {described(value.values)}"
+    if isinstance(value, Mapping):
+        return {name: described(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [described(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    return type(value).__name__
 
 
 def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Extent, Place
+from multihead.parallel.exchange import described
 from multihead.parallel.layout import Layout, Range
 from multihead.plan.bounds import CACHE_BYTES, PlanCache, key_bounds
 
@@ -104,6 +107,12 @@ class RingPlan:
     mask: Mask
     bounds: KeyBounds
     steps: tuple[Step, ...]
+
+    @cached_property
+    def checksum(self) -> str:
+        """A checksum of what the mask shows, equal on all ranks where they have equal masks."""
+        bounds = self.bounds
+        return f"{zlib.crc32(repr(described((bounds.start, bounds.stop, bounds.remainder))).encode()):08x}"
 
     @property
     def keys_sent(self) -> int:

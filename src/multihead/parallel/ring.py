@@ -200,6 +200,11 @@ class _Backward:
         grad_logsumexp: Tensor | None,
     ) -> None:
         self.ring, self.tensors, self.bias = ring, tensors, bias
+        # A NaN row that the loss does not use must not affect the gradients of its keys: it counts as one without keys.
+        unused = logsumexp.isnan() & (grad_output == 0).all(-1)
+        if grad_logsumexp is not None:
+            unused = unused & (grad_logsumexp == 0)
+        logsumexp = logsumexp.masked_fill(unused, -torch.inf)
         self.output, self.logsumexp = output, logsumexp
         self.grad_output, self.grad_logsumexp = grad_output, grad_logsumexp
         dtype = logsumexp.dtype
@@ -281,9 +286,11 @@ class _Backward:
         with torch.enable_grad(), split(None):
             found = attend(Terms(q, k, v, bias).request(self.ring, piece), kernel=self.ring.kernel, published=False)
         part, dtype = found.logsumexp.detach(), self.logsumexp.dtype
-        weight = (part - logsumexp).exp().masked_fill(part == -torch.inf, 0)
+        without_keys = (part == -torch.inf) | (logsumexp == -torch.inf)
+        weight = (part - logsumexp).exp().masked_fill(without_keys, 0)
         wide = grad_output.to(dtype)
         of_part = ((wide * found.output.detach().to(dtype)).sum(-1) - self.delta[:, :, piece.at]) * weight
+        of_part = of_part.masked_fill(without_keys, 0)  # its output may be NaN
         gradients = torch.autograd.grad(
             (found.output, found.logsumexp),
             inputs,

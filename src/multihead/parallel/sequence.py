@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from multihead.kernels.native.statistics import first_keys
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
-from multihead.parallel.exchange import Ranks, compare, from_first, gather, heads_for_tokens, tokens_for_heads
+from multihead.parallel.exchange import Ranks, compare, gather, heads_for_tokens, tokens_for_heads
 from multihead.parallel.layout import Kind, Layout, Range, check_kind
 from multihead.parallel.measuring import MergedParts, measured, stacked, unstacked
 from multihead.parallel.plan import MapBlock, RingPlan, keys_of_ring, ring_plan, visible_rectangle, work_per_rank
@@ -41,6 +40,8 @@ from multihead.scores.bias import values_of, with_values
 from multihead.sequence_split import RankWork, split
 from multihead.shapes import AttentionShape
 from multihead.tracing import outside_of_graphs, runs_backward, traced
+
+Check = Literal["every call", "first call"]
 
 _FULL = Full()
 _OUTSIDE = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
@@ -87,7 +88,7 @@ def shard(
     ignore_index: int = -100,
     **tensors: Tensor,
 ) -> Shard:
-    """Return the part of each tensor that this rank holds. Every rank has the whole tensors.
+    """Return the part of each tensor that this rank holds. Every rank has the whole tensors, which are compared.
 
     Args:
         mesh: the ranks that share a sequence: a process group, or a DeviceMesh of one dimension.
@@ -101,6 +102,7 @@ def shard(
 
     Raises:
         ShapeError: the tensors have different lengths, or the ranks cannot hold equal parts.
+        RankError: a tensor differs between ranks, in any bit; or one of them stopped.
 
     >>> import torch.distributed as dist, tempfile
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
@@ -123,6 +125,7 @@ def shard(
     kind = _better(mask, length, ranks.size) if layout == "auto" else check_kind(layout)
     chosen = Layout(kind, ranks.size)
     chosen.check_length(length)
+    compare(ranks, {"The call": "shard", "The tensors": ", ".join(tensors), "The layout": kind, **tensors})
     device = next(iter(tensors.values())).device
     parts = {name: chosen.take(tensor, ranks.rank, 1) for name, tensor in tensors.items()}
     return Shard(parts, chosen.positions(ranks.rank, length, device)[None], kind)
@@ -150,6 +153,9 @@ def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
     Returns:
         (batch, tokens, ...). It is differentiable: each rank receives the sum of all ranks' gradients of its part.
 
+    Raises:
+        RankError: the parts differ in shape or dtype, or a rank stopped.
+
     >>> import torch.distributed as dist, tempfile
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
     >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -157,8 +163,18 @@ def unshard(mesh: Any, tensor: Tensor, *, layout: Kind, dim: int = 1) -> Tensor:
     tensor([[5, 6, 7]])
     >>> dist.destroy_process_group()
     """
-    ranks = Ranks.of(mesh)
-    return gather(tensor, ranks, Layout(check_kind(layout), ranks.size), dim % tensor.dim())
+    ranks, dim = Ranks.of(mesh), dim % tensor.dim()
+    whole = Layout(check_kind(layout), ranks.size)
+    call = {
+        "The call": "unshard",
+        "The shape": str(tuple(tensor.shape)),
+        "The dtype": str(tensor.dtype),
+        "The layout": layout,
+        "dim": dim,
+        "Whether a gradient is needed": tensor.requires_grad and torch.is_grad_enabled(),
+    }
+    compare(ranks, call)
+    return gather(tensor, ranks, whole, dim)
 
 
 @contextmanager
@@ -168,6 +184,7 @@ def context_parallel(
     strategy: Literal["auto"] | Strategy = "auto",
     layout: Kind = "contiguous",
     mask: Mask = _FULL,
+    check: Check = "every call",
 ) -> Iterator[None]:
     """Compute attention over sequences whose tokens are split over ranks.
 
@@ -183,6 +200,9 @@ def context_parallel(
             "auto" takes of the first two the one that sends less.
         layout: which tokens each rank holds, as `shard` returns it.
         mask: joined with the mask of every call; for models that make their masks themselves.
+        check: whether the ranks compare "every call", with its mask, bias and sinks bit for bit, or the "first call"
+            only. Then a later call that differs returns wrong numbers, waits for the group's timeout, or ends the
+            process.
 
     Raises:
         ArgumentError: there are no ranks, or a name is unknown.
@@ -200,11 +220,13 @@ def context_parallel(
     """
     if strategy != "auto" and strategy not in get_args(Strategy):
         raise ArgumentError(f"strategy is {strategy!r}.", 'Give "ring", "ulysses", "gather" or "auto".')
+    if check not in get_args(Check):
+        raise ArgumentError(f"check is {check!r}.", 'Give "every call" or "first call".')
     check_is_mask(mask)
     ranks = Ranks.of(mesh)
     if sequence_split.active is not None:
         raise ArgumentError("This is inside of another context_parallel.", "Leave that one first.")
-    with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask)):
+    with split(_Split(ranks, Layout(check_kind(layout), ranks.size), strategy, mask, check)):
         yield
 
 
@@ -217,13 +239,15 @@ class _Split:
         layout: which tokens each of them holds.
         strategy: how they compute attention.
         mask: joined with the mask of every call.
-        compared: whether the ranks compared a call in this context: they do it once.
+        check: which calls the ranks compare.
+        compared: whether they compared one.
     """
 
     ranks: Ranks
     layout: Layout
     strategy: Literal["auto"] | Strategy
     mask: Mask
+    check: Check
     compared: bool = field(default=False, init=False)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -255,9 +279,9 @@ class _Split:
         request, planned, chosen = self._planned(request, kernel)
         if observed:
             request = replace(request, wanted=wanted_parts())
-        self._compare(request, planned, chosen.strategy, observed=observed)
+        seed = self._compare(request, planned, chosen.strategy, observed=observed)
         if request.dropout:
-            request, kernel = replace(request, part=self._drawn()), "native"
+            request, kernel = replace(request, part=DropoutPart(seed, DropoutPlace())), "native"
         if chosen.strategy == "ring":
             found = Ring(self.ranks, planned, request, kernel).attend()
         elif chosen.strategy == "ulysses":
@@ -340,32 +364,43 @@ class _Split:
         sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
         return Chosen("ring" if by_ring <= by_heads else "ulysses", sums)
 
-    def _drawn(self) -> DropoutPart:
-        """Draw the seed of a call's dropout, the same one on all ranks and in one process."""
-        seed = torch.randint(1 << 62, (), device="cpu")  # on every rank, so that generators stay alike
-        return DropoutPart(int(from_first(seed, self.ranks)), DropoutPlace())
+    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool) -> int:
+        """Compare a call with those of the other ranks, before anything else is sent.
 
-    def _compare(self, request: AttentionRequest, planned: RingPlan, strategy: Strategy, *, observed: bool) -> None:
-        """Compare the first call in this context with those of the other ranks."""
-        if self.compared or self.ranks.size == 1:
-            return
-        shape, bounds = request.shape, planned.bounds
-        seen = zlib.crc32(bounds.stop.cpu().numpy().tobytes(), zlib.crc32(bounds.start.cpu().numpy().tobytes()))
-        sizes = {
+        Returns:
+            the seed of its dropout, the same one on all ranks and in one process.
+        """
+        # Drawn on every rank, so that generators stay alike.
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if request.dropout else 0
+        if self.compared and self.check == "first call":
+            return compare(self.ranks, {"The call": "attention"}, seed) if request.dropout else seed
+        shape = request.shape
+        tensors = {"q": request.q, "k": request.k, "v": request.v, "bias": request.bias, "sinks": request.sinks}
+        learned = [name for name, x in tensors.items() if x is not None and values_of(x).requires_grad]
+        call = {
+            "The call": "attention",
             "The batch": shape.batch,
             "The number of heads": shape.num_heads,
             "The number of key/value heads": shape.num_kv_heads,
             "The number of tokens": shape.query_length,
             "head_dim": shape.head_dim,
             "value_dim": shape.value_dim,
-            "The size of a number in bytes": shape.dtype.itemsize,
-            "The strategy, as a number,": get_args(Strategy).index(strategy),
-            "The layout, as a number,": get_args(Kind).index(self.layout.kind),
-            "The mask, as a checksum,": seen,
-            "Whether the call is observed, as a number,": int(observed),
+            "The dtype": str(shape.dtype),
+            "The strategy": strategy,
+            "The layout": self.layout.kind,
+            "The mask, as a checksum,": planned.checksum,
+            "scale": request.scale,
+            "softcap": request.softcap,
+            "The bias": request.bias,
+            "The tensor of the sinks": request.sinks,
+            "dropout": request.dropout,
+            "What needs a gradient": ", ".join(learned) if torch.is_grad_enabled() else "",
+            "Whether the call is observed": observed,
+            "What is measured": sorted(map(repr, request.wanted)),
         }
-        compare(self.ranks, sizes, shape.device)
+        seed = compare(self.ranks, call, seed)
         self.compared = True
+        return seed
 
     def _by_gathering(self, request: AttentionRequest, planned: RingPlan, kernel: str | None) -> Attended:
         """Compute with the keys of the whole sequence, which every rank receives."""

@@ -13,7 +13,9 @@ Strategy = Literal["gather", "ulysses", "ring"]
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in a call, in bytes; what it keeps for itself is not counted.
+    """What one rank sends in a call, in bytes, after the 16 bytes to each other rank that compare their calls.
+
+    What it keeps for itself is not counted.
 
     Attributes:
         forward: in the forward pass.

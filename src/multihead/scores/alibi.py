@@ -49,6 +49,8 @@ class ALiBi(nn.Module):
 
     slopes: Tensor
 
+    of_distance = True  # only the distance matters: samples with lengths may be packed in one row
+
     def __init__(self, num_heads: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.num_heads = num_heads

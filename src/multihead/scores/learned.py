@@ -29,8 +29,6 @@ class LearnedBias(nn.Module):
     torch.Size([1, 8, 4, 10])
     """
 
-    of_distance = False  # it depends on absolute positions
-
     def __init__(
         self,
         num_heads: int,

@@ -70,6 +70,8 @@ class T5Bias(nn.Module):
     torch.Size([1, 8, 19])
     """
 
+    of_distance = True  # only the distance matters: samples with lengths may be packed in one row
+
     def __init__(
         self,
         num_heads: int,

@@ -21,11 +21,10 @@ from multihead.kernels.native.statistics import FIRST_KEY, OFFSETS
 from multihead.kernels.native_vs_sdpa import LOST
 from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
-from multihead.masks.counts import FURTHEST
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.scores.bias import Bias
-from multihead.shapes import AttentionShape
+from multihead.shapes import FURTHEST, AttentionShape
 from multihead.tracing import intercepted
 
 # `OpOverload.__call__` only passes its arguments on to these functions.
@@ -143,7 +142,7 @@ def _band(
     lengths, before, after = band
     if query_start is None:
         query_start = 0 if before < 0 and after < 0 else -1  # -1: the operator wants as many queries as keys
-    elif type(query_start) is not int or query_start < 0:
+    elif type(query_start) is not int or not 0 <= query_start <= FURTHEST:
         return None
     return lengths, before, after, query_start
 

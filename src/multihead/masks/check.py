@@ -1,0 +1,85 @@
+"""Check by brute force that everything a mask says about itself agrees with which keys it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from multihead.errors import MaskError
+from multihead.masks.base import Mask, check_is_mask
+from multihead.masks.place import CallSize, Extent, Place
+
+
+def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
+    """Check that `interval` and the attributes of a mask agree with `visible`, in every cell of small calls.
+
+    The call is repeated with the first query at several positions among the keys. It takes queries x keys memory.
+
+    Args:
+        mask: any mask, usually one of your own, or a combination with it.
+        queries: number of queries.
+        keys: number of keys.
+
+    Raises:
+        MaskError: two of them disagree; it names the first query and key.
+
+    >>> from multihead import masks
+    >>> masks.check(masks.Causal() & masks.Window(3))
+    >>> class Wrong(masks.Mask):
+    ...     def visible(self, queries, keys):
+    ...         return keys <= queries
+    ...
+    ...     def interval(self, queries, keys):
+    ...         return queries - 2, queries + 1
+    >>> masks.check(Wrong())
+    Traceback (most recent call last):
+    multihead.errors.MaskError: Wrong.interval hides key 0 from query 3, and visible shows it (query_start=0). ...
+    """
+    check_is_mask(mask)
+    for start in sorted({0, 1, max(keys - queries, 0), keys // 2, keys}):
+        place = Place.of(queries, keys, query_start=start)
+        visible = mask.tile(place)  # (batch or 1, heads or 1, queries, keys)
+        mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
+        for name, claimed in _claims(mask, place, start, visible):
+            differs = (claimed != visible).nonzero()
+            if len(differs):
+                sample, head, query, key = differs[0].tolist()
+                shows = bool(visible[sample, head, query, key])
+                says, instead = ("hides", "shows") if shows else ("shows", "hides")
+                preposition = "from" if shows else "to"
+                raise MaskError(
+                    f"{type(mask).__name__}.{name} {says} key {key} {preposition} query {query}, and visible {instead} "
+                    f"it (query_start={start}).",
+                    "Make both mean the same.",
+                )
+
+
+def _claims(mask: Mask, place: Place, start: int, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """List what a mask says about itself, each as the cells that would be visible: (batch, heads, queries, keys)."""
+    queries, keys = visible.shape[2:]
+    positions, columns = place.positions, place.columns
+    bounds = mask.bounds(Extent(positions.view(1, -1), keys, readable=True))
+    first, stop = (edge[:, None, :, None] for edge in (bounds.start, bounds.stop))
+    inside = (columns >= first) & (columns < stop)
+    yield "interval", inside if bounds.remainder is None else inside & bounds.remainder.tile(place)
+    intervals = [mask.interval_at(start + query, keys) for query in range(queries)]
+    if None not in intervals:
+        edges = torch.tensor(intervals).view(1, 1, queries, 2)
+        yield "interval_at", (columns >= edges[..., :1]) & (columns < edges[..., 1:])
+    if mask.band is not None:
+        lengths, before, after = mask.band
+        near = torch.ones_like(visible) if lengths is None else columns < lengths.view(-1, 1, 1, 1)
+        near = near if before < 0 else near & (columns >= positions - before)
+        yield "band", near if after < 0 else near & (columns <= positions + after)
+    if not mask.uses_positions:
+        yield "uses_positions = False", mask.tile(Place(positions + 1, place.rows, columns))
+    if mask.translation_invariant:
+        yield "translation_invariant", mask.tile(place.shifted(1))
+    if mask.sees_no_later_key:
+        yield "sees_no_later_key", visible & (columns <= positions)
+    if mask.lookback is not None:
+        yield "lookback", visible & (columns > positions - mask.lookback)
+    if mask.hides_nothing:
+        yield "hides_nothing", torch.ones_like(visible)

@@ -1,0 +1,90 @@
+"""The check of a mask of one's own: ours pass, and each claim that is wrong is named with the first cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multihead import masks
+from multihead.errors import MaskError
+from multihead.masks.base import Band
+from tests.drawing import sizes, trees
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_what_the_masks_of_the_package_say_about_themselves_is_true(data: st.DataObject) -> None:
+    size = data.draw(sizes(longest=9))
+    masks.check(data.draw(trees(size)), size.queries, size.keys)
+
+
+CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
+    "an interval that is too short": (
+        {"interval": lambda self, queries, keys: (queries - 2, queries + 1)},
+        "interval hides key 0 from query 3, and visible shows it (query_start=0)",
+    ),
+    "an interval that is too long": (
+        {"interval": lambda self, queries, keys: (0 * queries, queries + 2)},
+        "interval shows key 1 to query 0, and visible hides it (query_start=0)",
+    ),
+    "an interval of one query": (
+        {"interval_at": lambda self, position, keys: (0, position)},
+        "interval_at hides key 0 from query 0, and visible shows it (query_start=0)",
+    ),
+    "a band": (
+        {"band": Band(before=1, after=0)},
+        "band hides key 0 from query 2, and visible shows it (query_start=0)",
+    ),
+    "positions": (
+        {"uses_positions": False},
+        "uses_positions = False shows key 1 to query 0, and visible hides it (query_start=0)",
+    ),
+    "distances": (
+        {"visible": lambda self, queries, keys: keys <= queries // 2, "translation_invariant": True},
+        "translation_invariant hides key 0 from query 0, and visible shows it (query_start=0)",
+    ),
+    "later keys": (
+        {"visible": lambda self, queries, keys: keys <= queries + 1, "sees_no_later_key": True},
+        "sees_no_later_key hides key 1 from query 0, and visible shows it (query_start=0)",
+    ),
+    "a lookback": ({"lookback": 4}, "lookback hides key 0 from query 4, and visible shows it (query_start=0)"),
+    "hiding nothing": (
+        {"hides_nothing": True},
+        "hides_nothing shows key 1 to query 0, and visible hides it (query_start=0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_that_disagrees_with_visible_is_refused_with_the_first_query_and_key(name: str) -> None:
+    claims, sentence = CLAIMS[name]
+    causal = {"visible": lambda self, queries, keys: keys <= queries}
+    mask = type("Claiming", (masks.Mask,), causal | claims)()
+    with pytest.raises(MaskError) as refusal:
+        masks.check(mask)
+    assert str(refusal.value) == f"Claiming.{sentence}. Make both mean the same."
+
+
+def test_a_claim_is_checked_where_the_first_query_is_not_at_position_zero() -> None:
+    class Early(masks.Mask):
+        sees_no_later_key = True
+        lookback = 3
+
+        def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+            return keys <= queries
+
+    with pytest.raises(MaskError) as refusal:
+        masks.check(Early(), queries=1, keys=6)
+    assert str(refusal.value) == (
+        "Early.lookback hides key 0 from query 0, and visible shows it (query_start=3). Make both mean the same."
+    )
+
+
+def test_a_bare_tensor_is_no_mask() -> None:
+    with pytest.raises(MaskError, match=r"Give masks\.Keep\(t\)"):
+        masks.check(torch.ones(2, 2, dtype=torch.bool))  # type: ignore[arg-type]
