@@ -311,7 +311,8 @@ def weights(draw: Draw) -> None:
     cut = (slice(None), *place)
     for part in (judged.exact, judged.band):
         part["weights"] = part["weights"][cut]
-    judged.judged["weights"] = judged.judged["weights"].expand(size.cells)[cut]
+    exact = judged.judged["weights"] & ~judged.rows.large[..., None]  # scores of 1e20 are no numbers to subtract
+    judged.judged["weights"] = exact.expand(size.cells)[cut]
     bad = judged.rows.nan.unsqueeze(-1).expand(size.cells)[cut] & judged.rows.visible[cut]
     if bool(bad.any()) and not bool(found[bad].isnan().all()):
         raise Mismatch("weights of a row that sees NaN or an infinity are numbers")

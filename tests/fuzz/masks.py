@@ -163,5 +163,5 @@ def drawn_start(draw: Draw, size: Sizes) -> int | str | Tensor | None:
     if kind == "end":
         return "end"
     if kind == "far":
-        return random.choice((2**31 - 1, 2**31, 2**40, 2**62))
+        return random.choice((2**31 - 1, 2**31, 2**39, 2**40))
     return torch.tensor([random.randint(-2, size.keys) for _ in range(size.batch)], dtype=torch.int64)
