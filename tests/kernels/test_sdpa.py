@@ -48,10 +48,13 @@ def test_features_that_do_not_lie_side_by_side_are_read_right(which: int) -> Non
     expected = attention(*tensors, kernel="sdpa")
     tensors[which] = tensors[which].mT.contiguous().mT
     assert torch.equal(attention(*tensors, kernel="sdpa"), expected)
-    tensors[which] = torch.randn(2, 2, 20, 1).expand(-1, -1, -1, 8)
-    given = attention(*tensors, kernel="sdpa")
-    tensors[which] = tensors[which].contiguous()
-    assert torch.equal(given, attention(*tensors, kernel="sdpa"))
+    of_one_sample = torch.randn(64).as_strided((1, 2, 20, 8), (1, 8, 0, 1))  # a batch of 1 has any stride
+    for repeated in (torch.randn(2, 2, 20, 1).expand(-1, -1, -1, 8), of_one_sample):
+        tensors = [tensor[: len(repeated)] for tensor in tensors]
+        tensors[which] = repeated
+        given = attention(*tensors, kernel="sdpa")
+        tensors[which] = repeated.contiguous()
+        assert torch.equal(given, attention(*tensors, kernel="sdpa"))
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])

@@ -56,9 +56,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    # It assumes a last stride of 1 without checking it, and its fallback for a negative bit may change the strides.
-    q, k, v = (tensor.resolve_neg() for tensor in (q, k, v))
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    q, k, v = (_as_read(tensor) for tensor in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, logsumexp = _Fused.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
     else:
@@ -68,6 +66,16 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> Attended:
     if request.sinks is not None:
         output, logsumexp = with_sinks(output, logsumexp, request.sinks)
     return Attended(output, logsumexp)
+
+
+def _as_read(tensor: Tensor) -> Tensor:
+    """Return the tensor in a layout that the fused kernel reads right: (batch, heads, length, dim).
+
+    It assumes a last stride of 1, also of tensors that are created like this one, and the order of repeated axes is
+    undecided there.
+    """
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
@@ -192,7 +200,8 @@ class _Fused(torch.autograd.Function):
             # The code below builds no graph: a gradient penalty would silently be a constant.
             request = replace(ctx.cover.request, q=q, k=k, v=v, sinks=None)  # sinks are added outside
             return (*differentiable_gradients("sdpa", request, ctx.cover.bounds, of_output, of_logsumexp)[:3], None)
-        of_output, of_logsumexp = (None if each is None else each.resolve_neg() for each in (of_output, of_logsumexp))
+        of_output = None if of_output is None else _as_read(of_output)
+        of_logsumexp = None if of_logsumexp is None else of_logsumexp.resolve_neg()
         # Half precision would lose contributions that many rectangles add to one key.
         dtype = working_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))

@@ -21,12 +21,16 @@ def of_set(call: MeasuredCall, flags: Tensor) -> Tensor:
 
 
 def norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
-    """Return ||f_h(x_j)|| as columns, one per head of a group: (batch, kv_heads, keys, group)."""
+    """Return ||f_h(x_j)|| as columns, one per head of a group: (batch, kv_heads, keys, group).
+
+    They are finite, since 0 * inf would be NaN for the queries that do not see the key.
+    """
     shape = call.request.shape
     factors = _factors(call, output_weight).unflatten(0, (shape.num_kv_heads, -1))  # (kv_heads, group, rank, dim)
     v = call.cleaned.v.detach().to(factors.dtype)
     found = [_norm(v @ factors[:, index].mT) for index in range(shape.group)]
-    return torch.stack(found, -1)
+    most = torch.finfo(factors.dtype).max
+    return torch.stack(found, -1).nan_to_num(nan=most, posinf=most)
 
 
 def own_of_group(call: MeasuredCall, weighed: Tensor) -> Tensor:
@@ -91,5 +95,9 @@ def _factors(call: MeasuredCall, output_weight: Tensor) -> Tensor:
 
 
 def _norm(vectors: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
-    return found
+    """Compute the norm of each vector, (...) of (..., dim), divided by its largest number: squares could overflow."""
+    if not vectors.shape[-1]:
+        return vectors.new_zeros(vectors.shape[:-1])
+    largest = vectors.abs().amax(-1)
+    found: Tensor = torch.linalg.vector_norm(vectors / largest.masked_fill(largest == 0, 1)[..., None], dim=-1)
+    return found * largest
