@@ -13,6 +13,7 @@ from tests.fuzz.worker import Case, Outcome, Worker
 REDUCING = 15.0  # seconds for the smallest case of a kind
 KINDS_OF_A_SHAPE = 6  # further ones are counted with the last
 SLOW = 1.0
+QUOTA = 0.1  # share of the time that slow cases may take
 EVERY = 10.0  # seconds between lines of progress
 
 
@@ -115,9 +116,9 @@ class Search:
 
     def _job(self, end: float) -> None:
         quick, slow = self._worker(), self._worker()
-        while (now := time.monotonic()) < end:
+        while time.monotonic() < end:
             with self.lock:
-                name = self._next(now - self.began)
+                name = self._next()
                 case = Case(name, self.seed * 1_000_000 + self.tallies[name].cases)
                 self.tallies[name].cases += 1
                 self.tallies[name].seconds += self.entries[name].seconds  # until it is known
@@ -128,17 +129,17 @@ class Search:
             with self.lock:
                 self.tallies[name].seconds += taken - self.entries[name].seconds
 
-    def _next(self, elapsed: float) -> str:
-        """Choose the entry point that is furthest behind its share of the time."""
-        total = sum(entry.share for entry in self.entries.values())
-        spent = sum(tally.seconds for tally in self.tallies.values()) or elapsed
-
-        def behind(name: str) -> float:
-            entry = self.entries[name]
-            owed = spent * entry.share / total - self.tallies[name].seconds
-            return owed - (entry.seconds / 2 if entry.seconds >= SLOW and len(self.entries) > 1 else 0)
-
-        return max(self.entries, key=behind)
+    def _next(self) -> str:
+        """Choose the entry point that is furthest behind its share, of the slow ones as long as their quota lasts."""
+        slow = [name for name, entry in self.entries.items() if entry.seconds >= SLOW]
+        quick = [name for name in self.entries if name not in slow]
+        seconds = {name: tally.seconds for name, tally in self.tallies.items()}
+        chosen = max(slow, key=lambda name: self.entries[name].share / (seconds[name] + 1), default="")
+        if chosen and quick:
+            spent = sum(seconds[name] for name in slow) + self.entries[chosen].seconds
+            if spent > QUOTA * (sum(seconds.values()) + self.entries[chosen].seconds):
+                chosen = ""
+        return chosen or min(quick, key=lambda name: seconds[name] / self.entries[name].share)
 
     # ---- what fails
 
