@@ -16,7 +16,7 @@ from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError, ProbeError
 from multihead.hooks import huggingface, pretrained
 from multihead.hooks.pretrained import Inputs
-from multihead.kernels.native.statistics import first_keys
+from multihead.kernels.first_keys import first_keys
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
@@ -343,7 +343,8 @@ class Recorder:
         """
         request, attended = call.request, call.attended
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
-        first_key = first_keys(bounds_of(part_of(whole, span, packed=False)))
+        of_span = part_of(whole, span, packed=False)
+        first_key = first_keys(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         for each in queries:
             rows = slice(*each.own)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError
+from multihead.kernels.first_keys import first_seen
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.masks import Keep
 from multihead.masks.place import Span
@@ -394,9 +395,7 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
     if request.packed_lengths is not None:
         return packed_spans(request.packed_lengths)
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
-    start, stop, seeing = (
-        each.expand(batch, -1) for each in (bounds.start, bounds.stop, ~bounds.sees_nothing)
-    )  # (batch, queries)
+    stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
     if queries is not None:
         first, end = _hulls(queries)
     else:
@@ -412,6 +411,7 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         end_key = first_key.maximum(end_key.minimum(last))
     # A statistic of a row is valid for its sample if the row sees keys of that sample only.
     real = counted if queries is None else counted & queries
+    start = first_seen(request, bounds).expand(batch, -1)
     earliest = columns - _largest(columns - start, real)  # after the last key if no query counts
     holds_all = (earliest >= first_key) & (_largest(stop, real) <= end_key)
     holds_first = (earliest == columns - _largest(columns - start, seeing)) | ~real.any(1)
