@@ -68,6 +68,7 @@ CASES = {
     "padded": Case(mask=masks.Lengths((150, 20))),
     "padded and causal, a sample that sees nothing": Case(mask=masks.Causal() & masks.Lengths((0, 141))),
     "lengths a query, some of them 0": Case(mask=masks.Lengths(torch.arange(32).view(2, 16) * 4 % 100)),
+    "documents, tokens after the last": Case((2, 2, 16, 16), masks.Documents((2, 5)), 0),
     "documents": Case((2, 2, 150, 150), masks.Documents(((30, 20, 90), (150,))), 0),
     "prefix": Case(mask=masks.Causal() | masks.Prefix((20, 70))),
     "gaps": Case(mask=masks.Window(20) | masks.Prefix(3)),
@@ -186,7 +187,13 @@ def test_every_statistic_is_what_it_says_in_float32_without_the_native_kernel(
     assert {name: both for name, both in apart.items() if not both[0] <= both[1]} == {}
 
 
-@pytest.mark.parametrize("name", ["causal", "given a head, rows that see nothing", "bias that hides", "padded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("causal", "given a head, rows that see nothing", "bias that hides", "padded"),
+        "documents, tokens after the last",
+    ],
+)
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size: int) -> None:
     case = CASES[name]
@@ -200,7 +207,7 @@ def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size:
         context=ProbeContext(map_size=size, map_pool="max"),
         **case.terms,
     )["pooled_map"]
-    seen = oracle.shown(case.mask, (2, 4, 16, 150), case.start)
+    seen = oracle.shown(case.mask, (2, 4, *case.sizes[2:]), case.start)
     seen = seen & (case.terms["bias"] != -torch.inf) if "bias" in case.terms else seen
     p = oracle.attend(q, k, k, seen, **case.terms).weights
     assert oracle.difference(found, largest_of_blocks(p, seen, size)) <= 1e-12

@@ -237,6 +237,8 @@ def _reached(request: AttentionRequest, rows: slice) -> tuple[int, int]:
 
 def _unless_other(own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice) -> Tensor:
     """Return the logsumexp of the call's own keys; the recorded one where it differs by more than rounding."""
+    if not request.shape.key_length:
+        return recorded.to(own.dtype)
     apart, rounding = (own - recorded).abs(), 16 * torch.finfo(recorded.dtype).eps
     near = apart <= rounding * (1 + recorded.abs())
     if traced() or not bool(near.all()):
