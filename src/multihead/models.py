@@ -490,7 +490,9 @@ def _pretrained(
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
     for head in classes:
         try:
-            return getattr(transformers, head).from_pretrained(**source, dtype=choice, trust_remote_code=False)
+            # Named here, because a configuration may name a kernel of the Hugging Face hub, which is code.
+            options = {"dtype": choice, "trust_remote_code": False, "attn_implementation": "eager"}
+            return getattr(transformers, head).from_pretrained(**source, **options)
         except Exception as error:  # a broken file can raise any error
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue

@@ -29,6 +29,7 @@ from multihead.probes.lookups import at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, completed, parts_of, possible, resolved
+from multihead.record.summaries import queries_that_count
 
 LARGEST_KEY = PROBES["largest_key"]
 FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
@@ -119,7 +120,9 @@ class Tally:
         layer = self.layers[number]
         values = torch.stack([batch.flat(found[each]).cpu() for each in layer.statistics])
         sees = (batch.flat(call.attended.logsumexp) != -torch.inf).cpu()  # (heads, tokens)
-        counted = torch.stack([_defined(each, batch) for each in layer.statistics])[:, None] & sees
+        rules = {probe.name: probe.counted for probe in probes}
+        place = batch.position, batch.stop - batch.start, lambda: batch.occurred
+        counted = torch.stack([queries_that_count(rules[each], sees, *place) for each in layer.statistics])
         keys = batch.flat(found[LARGEST_KEY.name]).cpu()
         if call.request.packed_lengths is not None:
             keys = torch.where(keys >= 0, keys - batch.start, keys)
@@ -218,17 +221,6 @@ def _of_packed(
                 total += first if first is not None and torch.equal(each, batch.start) else weights(each)
             found[SPECIAL_KEYS] = total
     return found
-
-
-def _defined(statistic: str, batch: Batch) -> Tensor:
-    """Return for which tokens a statistic is defined, (tokens,) bool, as `record.summaries.queries_that_count` does."""
-    if statistic == "previous_mass":
-        return batch.position >= 1
-    if statistic == "next_mass":
-        return batch.position + 1 < batch.stop - batch.start
-    if statistic in ("duplicate_mass", "induction_mass"):
-        return batch.occurred
-    return torch.ones(batch.num_tokens, dtype=torch.bool)
 
 
 @contextmanager

@@ -319,10 +319,10 @@ class RecordedBatch:
         """Return each floating-point statistic, and which queries count in a summary: (batch, heads, queries) each."""
         real, positions, num_keys = self.places.queries
         sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
-        found = {}
+        rules, found = {probe.name: probe.counted for probe in self.probes}, {}
         for name, value in self.statistics.items():
             if value.is_floating_point():
-                found[name] = Measured(value, queries_that_count(name, sees, positions, num_keys, None))
+                found[name] = Measured(value, queries_that_count(rules[name], sees, positions, num_keys, None))
         return found
 
     def measured_samples(self) -> list[dict[str, Measured]]:
@@ -404,7 +404,8 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
     counted = seeing & (row >= first[:, None]) & (row < end[:, None])
-    last = torch.where(counted.any(1), _largest(stop, counted), columns)
+    none = columns if queries is None else torch.where(queries.any(1), columns, 0)  # a text without tokens has no key
+    last = torch.where(counted.any(1), _largest(stop, counted), none)
     first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
         first_key, end_key = _hulls(keys)

@@ -38,7 +38,10 @@ MOST_TOKENS = 1 << 28
 """Limit of the queries or keys of a sample; the longest contexts of models have 2^24 tokens. A file with statistics
 alone can claim more in a few bytes, and reading it would then take minutes or run out of memory."""
 
-MOST_HEADS = 1 << 18
+MOST_UNHELD = 1 << 22
+"""Limit of the keys of a sample of which the file holds nothing per key: neither k, nor ids, nor a statistic."""
+
+MOST_HEADS = 1 << 16
 """Limit of the heads of all layers together; the largest models have 2^14. Without queries they take no bytes in a
 file, but time wherever they are listed."""
 
@@ -232,7 +235,11 @@ def _record(
         one = layers[_within(layer, len(layers))].samples
         chosen = one[_within(sample, len(one))]
         calls.append((chosen, _within(call, len(chosen.calls))))
-    return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, _statistics(data))
+    statistics = _statistics(data)
+    for layer in layers:
+        for one in layer.samples:
+            one.counted = {name: each.counted for name, each in statistics.items()}
+    return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
 def _layer_split(data: Any, heads: int) -> LayerSplit | None:
@@ -273,6 +280,7 @@ def _alignment(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
 def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
     """Read how the statistics that are not built in are shown; files without any have no such entry."""
     found = {}
+    counted = _of(data.get("counted", {}), dict, "the queries that count")
     for name, fields in _of(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
             key: _of(value, str, f"the {key} of a statistic")
@@ -280,7 +288,7 @@ def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
         }
         if any(len(text) > MOST_LABEL for text in shown.values()):
             raise _WrongError(f"a label of a statistic has more than {MOST_LABEL} characters")
-        found[name] = Statistic(name, **shown)
+        found[name] = Statistic(name, **shown, counted=_of(counted.get(name, "all"), str, "the queries that count"))
     return found
 
 
@@ -414,6 +422,9 @@ class _Sample:
             one.keys_read = Reading.of(text)
         if (text := self.text("query_text", queries)) is not None:
             one.queries_read = Reading.of(text)
+        held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
+        if keys > MOST_UNHELD and not held:
+            raise _WrongError(f"it holds none of the {keys:,} keys of a sample")
         return one
 
     def segment(self, data: dict[str, Any], row_start: int) -> Segment:
