@@ -237,8 +237,8 @@ def _record(
         calls.append((chosen, _within(call, len(chosen.calls))))
     statistics = _statistics(data)
     for layer in layers:
-        for one in layer.samples:
-            one.counted = {name: each.counted for name, each in statistics.items()}
+        for sample_record in layer.samples:
+            sample_record.counted = {name: each.counted for name, each in statistics.items()}
     return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 

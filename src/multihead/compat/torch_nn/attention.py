@@ -219,7 +219,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         shown = Visible(Documents(lengths), None, 0)
         q, k, v = self._projected(tokens, tokens, tokens)
-        merged, _ = self._attended(q, k, v, shown, within=True, need_weights=False, average=False)
+        origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
+        merged, _ = self._attended(q, k, v, shown, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _padded(
