@@ -199,9 +199,10 @@ def _measured(call: AttentionCall, batch: Batch, probes: Sequence[Probe], contex
 def _of_packed(
     call: AttentionCall, batch: Batch, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
-    """Measure the weights on the first key, and on the few special keys, of each query's own text in a packed row."""
+    """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""
     found: dict[Part, Tensor] = {}
-    if not missing & {FIRST_KEY, SPECIAL_KEYS}:
+    counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
+    if not counts and SPECIAL_KEYS not in missing:
         return found
     logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
     measured = MeasuredCall.of(call.request, logsumexp, context)
@@ -210,8 +211,10 @@ def _of_packed(
         found = at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
         return found.masked_fill_(logsumexp.isnan(), torch.nan)
 
-    if FIRST_KEY in missing:
-        found[FIRST_KEY] = weights(batch.start)
+    for part, count in counts.items():
+        found[part] = torch.zeros_like(logsumexp)
+        for place in range(min(count, int(batch.lengths.max()))):
+            found[part] += weights(batch.start + place)  # 0 after the end of the text, whose query does not see it
     if SPECIAL_KEYS in missing and context.special_keys is not None:
         first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
         keys = batch.places_of(context.special_keys[0].cpu())  # (most, tokens)
