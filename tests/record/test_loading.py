@@ -221,6 +221,11 @@ def test_a_record_without_a_query_opens_and_makes_a_report(good: Path, tmp_path:
     found.report(tmp_path / "report.html")
 
 
+def test_a_sample_that_is_listed_twice_is_refused(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, _: said["layers"][0]["samples"].append(sample(said)))
+    assert refusal(file) == "FILE is damaged: two samples are called '0.0'. Save the record again."
+
+
 def test_keys_of_which_a_file_holds_nothing_are_limited(good: Path, tmp_path: Path) -> None:
     def claim(said: Any, tensors: dict[str, torch.Tensor]) -> None:
         without_queries(said, tensors, 8)

@@ -203,22 +203,28 @@ def _record(
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _WrongError("its id is not one")
     texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(data["texts"], list, "the texts")]
-    layers = []
-    heads = 0
+    layers: list[LayerRecord] = []
+    heads, claimed, numbers = 0, set[str](), set[int]()
     for place, each in enumerate(_of(data["layers"], list, "the layers")):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
-        samples = [
-            _Sample(one, name, tensors, stored, texts).read() for one in _of(each["samples"], list, "the samples")
-        ]
+        samples = []
+        for one in _of(each["samples"], list, "the samples"):
+            sample = _Sample(one, name, tensors, stored, texts)
+            if sample.tensor_name() in claimed:  # a short list could repeat a large sample many times
+                raise _WrongError(f"two samples are called {sample.tensor_name()!r}")
+            claimed.add(sample.tensor_name())
+            samples.append(sample.read())
         running_summary = (
             None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
         # Records of earlier versions have no numbers; a layer's number was its index in the file.
-        layers.append(
-            LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
-        )
+        number = _count(each.get("number", place), "a layer's number")
+        if number in numbers:
+            raise _WrongError("two layers have one number")
+        numbers.add(number)
+        layers.append(LayerRecord(name, samples, running_summary, number))
         layers[-1].alignment_heads = _alignment(each, layers[-1].num_heads)
         layers[-1].split = _layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
@@ -227,8 +233,6 @@ def _record(
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
             raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
-    if len({each.number for each in layers}) < len(layers):
-        raise _WrongError("two layers have one number")
     order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
