@@ -68,7 +68,7 @@ CASES = {
     "padded": Case(mask=masks.Lengths((150, 20))),
     "padded and causal, a sample that sees nothing": Case(mask=masks.Causal() & masks.Lengths((0, 141))),
     "lengths a query, some of them 0": Case(mask=masks.Lengths(torch.arange(32).view(2, 16) * 4 % 100)),
-    "documents, tokens after the last": Case((2, 2, 16, 16), masks.Documents((2, 5)), 0),
+    "documents, tokens after the last": Case((2, 2, 16, 16), masks.Documents((5,)), 0),
     "documents": Case((2, 2, 150, 150), masks.Documents(((30, 20, 90), (150,))), 0),
     "prefix": Case(mask=masks.Causal() | masks.Prefix((20, 70))),
     "gaps": Case(mask=masks.Window(20) | masks.Prefix(3)),
