@@ -492,7 +492,7 @@ def _pretrained(
         try:
             config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
             # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
-            config._attn_implementation = "eager"  # noqa: SLF001 - as an argument it would yield to the file
+            config._attn_implementation = None  # noqa: SLF001 - not what the file names; as an argument it would yield to it
             options = {"config": config, "dtype": choice, "trust_remote_code": False}
             return getattr(transformers, head).from_pretrained(**source, **options)
         except Exception as error:  # a broken file can raise any error
