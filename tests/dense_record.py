@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from multihead.errors import ProbeError
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.summaries import Measured, queries_that_count
+from multihead.record.summaries import Measured, occurred_before, queries_that_count
 from multihead.record.texts import Text
 
 
@@ -71,9 +72,14 @@ class DenseSample:
     def means(self) -> dict[str, Tensor]:
         return {name: each.values[:, each.counted[0]].mean(-1) for name, each in self.measured().items()}
 
+    @property
+    def occurred(self) -> Callable[[], Tensor] | None:
+        ids = self.text.ids
+        return None if ids is None else partial(occurred_before, self.positions, ids)
+
     def measured(self) -> dict[str, Measured]:
         counts = {
-            name: queries_that_count(name, self.sees, self.positions, self.num_keys, self.text.ids)
+            name: queries_that_count(statistic(name).counted, self.sees, self.positions, self.num_keys, self.occurred)
             for name in self.statistics
             if name not in ("received", "largest_key")
         }

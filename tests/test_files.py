@@ -139,10 +139,21 @@ class TestWhatIsThereAlready:
             subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
         assert (printed.read_text(), link.is_symlink()) == ("1\n2\n3\n", True)
 
-    def test_a_private_file_stays_private(self, tmp_path: Path) -> None:
-        (file := tmp_path / "page.html").touch(0o600)
+    @pytest.mark.parametrize(("mode", "kept"), [(0o600, 0o600), (0o4755, 0o755)])
+    def test_a_file_keeps_its_rights_and_no_setuid_bit(self, mode: int, kept: int, tmp_path: Path) -> None:
+        (file := tmp_path / "page.html").touch()
+        file.chmod(mode)
         write_whole(file, "new")
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.stat().st_mode) == kept
+
+    def test_the_content_reaches_the_disk_before_the_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (file := tmp_path / "page.html").write_text("old")
+        stored: list[tuple[int, str]] = []
+        monkeypatch.setattr(os, "fsync", lambda handle: stored.append((os.fstat(handle).st_size, file.read_text())))
+        write_whole(file, "newer")
+        assert stored == [(5, "old")]
 
 
 class TestWhatCannotBeWritten:

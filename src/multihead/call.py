@@ -46,6 +46,7 @@ class CallOrigin:
         continued: position of the call in a sequence that a cache keeps; else None.
         crosses: whether the keys come from another sequence than the queries; None if the layer cannot know.
         fresh: whether the layer computed q and k for this call alone, so that nothing writes to them afterwards.
+        real: (batch, queries) bool, False for queries that are padding; None if the layer does not know.
     """
 
     layer: nn.Module
@@ -53,6 +54,7 @@ class CallOrigin:
     continued: Continued | None = None
     crosses: bool | None = None
     fresh: bool = False
+    real: Tensor | None = None
 
 
 class DropoutPlace(NamedTuple):

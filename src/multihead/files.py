@@ -202,9 +202,10 @@ def _part_of(place: Path, info: os.stat_result | None) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(handle, "wb") as file:
             if info is not None:
-                part.chmod(stat.S_IMODE(info.st_mode))
+                part.chmod(stat.S_IMODE(info.st_mode) & 0o777)  # no setuid bit for other content
             yield file
             file.flush()
+            os.fsync(file.fileno())  # before the rename: after a power cut the name has the old content or the new
             if fcntl is None:
                 file.close()  # Windows cannot rename an open file
             part.replace(place)

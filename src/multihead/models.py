@@ -490,7 +490,11 @@ def _pretrained(
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
     for head in classes:
         try:
-            return getattr(transformers, head).from_pretrained(**source, dtype=choice, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+            # A configuration may name a kernel of the Hugging Face hub, which is code, also in its parts.
+            config._attn_implementation = None  # noqa: SLF001 - not what the file names; as an argument it would yield to it
+            options = {"config": config, "dtype": choice, "trust_remote_code": False}
+            return getattr(transformers, head).from_pretrained(**source, **options)
         except Exception as error:  # a broken file can raise any error
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue

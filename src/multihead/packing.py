@@ -288,6 +288,14 @@ class Padding(NamedTuple):
         """(1, tokens), each token's position in its sample, where the attention takes all samples in one row."""
         return None if self.documents is None or self.rows is None else self.rows.positions
 
+    @property
+    def real(self) -> Tensor | None:
+        """(batch, queries) bool, False for padding, where the attention takes a padded batch; else None."""
+        if self.documents is not None or self.rows is None:
+            return None
+        lengths = self.rows.lengths
+        return torch.arange(self.queries, device=lengths.device) < lengths[:, None]
+
     def drop(self, x: Tensor, memory: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Drop the padding before the projections: NaN in it must not reach a parameter's gradient.
 
@@ -344,8 +352,8 @@ class Padding(NamedTuple):
             return mask if key_lengths is None else mask & Lengths(key_lengths)
         lengths = self.rows.lengths
         visible = torch.full_like(lengths, keys) if key_lengths is None else key_lengths
-        real = torch.arange(self.queries, device=lengths.device) < lengths[:, None]  # (batch, queries)
-        return mask & Lengths(torch.where(real, visible[:, None], 0))
+        real = self.real
+        return mask if real is None else mask & Lengths(torch.where(real, visible[:, None], 0))
 
     def drop_rows(self, merged: Tensor) -> Tensor:
         """Drop the padding of the merged heads, before the output projection."""

@@ -23,7 +23,9 @@ from tests.families import DECODER, TEXT, family
 
 LENGTHS = 5, 1, 9, 3
 CHOSEN = (*probes.DEFAULT[:10], "duplicate_mass", "induction_mass", "contribution", "largest_score")
-PROBES = counted_probes([*CHOSEN, probes.tokens_mass("few", ids=(5, 6)), probes.offset_mass(-2)])
+OWN = probes.Probe("own", lambda parts: parts["offset_mass", 2], {("offset_mass", 2)}, counted="offset +2")
+MADE = probes.tokens_mass("few", ids=(5, 6)), probes.offset_mass(-2), probes.first_keys_mass(3), OWN
+PROBES = counted_probes([*CHOSEN, *MADE])
 SPECIAL = (1, 2)
 
 

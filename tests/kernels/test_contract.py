@@ -436,6 +436,9 @@ def test_empty_batches_queries_and_keys_are_no_special_case(kernel: str, size: t
         masks.Lengths((0,) * batch),
         masks.Keep(torch.ones(batch, keys, dtype=torch.bool), "batch keys"),
         masks.Documents(()),
+        masks.Documents(torch.zeros(batch, 1, dtype=torch.int64)),
+        masks.Keep(torch.ones(batch, keys, dtype=torch.bool), "batch keys")
+        & (masks.Causal() | masks.Documents(torch.zeros(batch, 2, dtype=torch.int64))),
     )
     for mask in some:
         q, k = torch.randn(batch, heads, queries, 8), torch.randn(batch, heads, keys, 8)
@@ -443,6 +446,8 @@ def test_empty_batches_queries_and_keys_are_no_special_case(kernel: str, size: t
         assert found["output"].shape == (batch, heads, queries, 8)
         if not keys:
             assert bool((found["output"] == 0).all() & (found["logsumexp"] == -torch.inf).all())
+        assert attention_weights(q, k, mask=mask, query_start=0).shape == (batch, heads, queries, keys)
+        assert statistics(q, k, mask=mask, query_start=0)["entropy"].shape == (batch, heads, queries)
 
 
 def test_autocast_leaves_the_tensors_as_they_are(kernel: str) -> None:

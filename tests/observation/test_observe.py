@@ -67,21 +67,44 @@ def test_a_layer_alone_is_named_by_its_class() -> None:
     assert [one.name for one in seen.layers] == ["MultiHeadAttention"]
 
 
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("own_mask", [masks.Full(), masks.Causal(), masks.Causal() & masks.Window(3)])
-def test_a_padded_batch_gives_each_sample_as_if_it_ran_alone(own_mask: masks.Mask) -> None:
-    layer = mh.MultiHeadAttention(16, 4, num_kv_heads=2)
+def test_a_padded_batch_gives_each_sample_as_if_it_ran_alone(
+    own_mask: masks.Mask, options: dict[str, bool], *, packed: bool
+) -> None:
+    layer = mh.MultiHeadAttention(16, 4, num_kv_heads=2, **options)
     x, lengths = torch.randn(3, 7, 16), (7, 3, 5)
     with mh.observe(layer) as seen:
-        layer(x, mask=own_mask, lengths=lengths)
+        if packed:
+            tokens, packing = mh.pack(x, lengths)
+            layer(tokens, mask=own_mask, packing=packing)
+        else:
+            layer(x, mask=own_mask, lengths=lengths)
     assert seen.layers[0].num_samples == 3
     for index, length in enumerate(lengths):
         with mh.observe(layer) as alone:
             layer(x[index : index + 1, :length], mask=own_mask)
         found, expected = seen.layers[0].sample(index), alone.layers[0].sample()
-        assert (found.num_queries, found.num_keys) == (length, length)
+        assert (found.num_queries, found.num_keys) == (length, length + bool(options.get("add_bias_kv")))
         torch.testing.assert_close(found.weights(), expected.weights(), atol=1e-6, rtol=0)
         assert torch.equal(found.visible(), expected.visible())
         torch.testing.assert_close(found.statistics, expected.statistics, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("own_mask", [masks.Causal(), masks.Causal() | masks.Prefix(2)])
+def test_a_text_without_tokens_has_no_queries_and_no_keys(own_mask: masks.Mask) -> None:
+    layer = mh.MultiHeadAttention(16, 4)
+    with mh.observe(layer) as seen:
+        layer(torch.randn(2, 5, 16), mask=own_mask, lengths=(0, 5))
+    assert [(one.num_queries, one.num_keys) for one in seen.layers[0].samples] == [(0, 0), (5, 5)]
+
+
+def test_weights_of_an_empty_memory_have_no_keys() -> None:
+    layer = mh.MultiHeadAttention(16, 4)
+    with mh.observe(layer) as seen:
+        layer(torch.randn(2, 5, 16), torch.randn(2, 0, 16))
+    assert seen.layers[0].sample().weights().shape == (4, 5, 0)
 
 
 def test_a_padded_memory_gives_each_sample_as_if_it_ran_alone() -> None:

@@ -23,7 +23,13 @@ PROBES = (
     *(*mh.probes.DEFAULT, "largest_score", "duplicate_mass", "induction_mass", "contribution", "output_norm"),
     *("received", "coverage", probes.offset_mass(-3), probes.first_keys_mass(2), probes.tokens_mass("odd", (3, 5))),
 )
-MASKS = {"padded": masks.Causal() & masks.Lengths((LENGTH, 9)), "documents": masks.Causal() & masks.Documents((6, 10))}
+MASKS = {
+    "padded": masks.Causal() & masks.Lengths((LENGTH, 9)),
+    "documents": masks.Causal() & masks.Documents((6, 10)),
+    # Ranks without a token of a text, and a text without any.
+    "short": masks.Causal() & masks.Documents(((2,), (16,))),
+    "a sample that sees nothing": masks.Lengths((LENGTH, 0)),
+}
 STRATEGIES = [("ring", "balanced"), ("ring", "contiguous"), ("ulysses", "balanced"), ("gather", "contiguous")]
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import multihead as mh
+from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.probes.probe import Probe, Statistic
 
@@ -129,6 +134,31 @@ def test_an_unknown_number_format_is_refused(number_format: str) -> None:
         f'The number format of mine is {number_format!r}. Give "share", a number of decimals such as ".2f", or of '
         'significant digits such as ".3g".'
     )
+
+
+@pytest.mark.parametrize("counted", ["", "previous", "offset 2", "offset -"])
+def test_an_unknown_rule_of_counting_is_refused(counted: str) -> None:
+    assert refusal_of("mine", len, {"entropy"}, counted=counted) == (
+        f'The queries counted for mine are {counted!r}. Give "all", "repeated", or an offset such as "offset -2".'
+    )
+
+
+@pytest.mark.parametrize("page", ["probes.md", "probes.zh.md"])
+@pytest.mark.parametrize("mask", [masks.Full(), masks.Causal()], ids=repr)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_example_of_the_page_is_the_sum_of_its_weights(page: str, mask: masks.Mask, *, with_sinks: bool) -> None:
+    """Against even weights by hand in float64: 4 queries and keys, and a sink that weighs as much as a key."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    example = re.search(r"^>>> OWN, .*?^\.\.\. \)$", text, re.DOTALL | re.MULTILINE)
+    assert example is not None
+    names: dict[str, Any] = {"probes": mh.probes}
+    exec(re.sub(r"^(>>>|\.\.\.) ", "", example[0], flags=re.MULTILINE), names)
+    q = torch.zeros(1, 2, 4, 8, dtype=torch.float64)
+    sinks = torch.zeros(2, dtype=torch.float64) if with_sinks else None
+    found = mh.statistics(q, q, mask=mask, sinks=sinks, probes=(names["local"],))["local_mass"][0, 0]
+    seen = [4] * 4 if mask == masks.Full() else [1, 2, 3, 4]
+    expected = [min(2, position + 1) / (seen[position] + with_sinks) for position in range(4)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_share_with_another_unit_is_refused() -> None:

@@ -68,6 +68,7 @@ CASES = {
     "padded": Case(mask=masks.Lengths((150, 20))),
     "padded and causal, a sample that sees nothing": Case(mask=masks.Causal() & masks.Lengths((0, 141))),
     "lengths a query, some of them 0": Case(mask=masks.Lengths(torch.arange(32).view(2, 16) * 4 % 100)),
+    "documents, tokens after the last": Case((2, 2, 16, 16), masks.Documents((5,)), 0),
     "documents": Case((2, 2, 150, 150), masks.Documents(((30, 20, 90), (150,))), 0),
     "prefix": Case(mask=masks.Causal() | masks.Prefix((20, 70))),
     "gaps": Case(mask=masks.Window(20) | masks.Prefix(3)),
@@ -186,7 +187,13 @@ def test_every_statistic_is_what_it_says_in_float32_without_the_native_kernel(
     assert {name: both for name, both in apart.items() if not both[0] <= both[1]} == {}
 
 
-@pytest.mark.parametrize("name", ["causal", "given a head, rows that see nothing", "bias that hides", "padded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("causal", "given a head, rows that see nothing", "bias that hides", "padded"),
+        "documents, tokens after the last",
+    ],
+)
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size: int) -> None:
     case = CASES[name]
@@ -200,7 +207,7 @@ def test_a_map_of_maxima_holds_the_largest_weight_of_each_block(name: str, size:
         context=ProbeContext(map_size=size, map_pool="max"),
         **case.terms,
     )["pooled_map"]
-    seen = oracle.shown(case.mask, (2, 4, 16, 150), case.start)
+    seen = oracle.shown(case.mask, (2, 4, *case.sizes[2:]), case.start)
     seen = seen & (case.terms["bias"] != -torch.inf) if "bias" in case.terms else seen
     p = oracle.attend(q, k, k, seen, **case.terms).weights
     assert oracle.difference(found, largest_of_blocks(p, seen, size)) <= 1e-12
@@ -219,10 +226,9 @@ def test_a_map_of_any_size_is_the_block_means(map_size: int) -> None:
 @settings(max_examples=40)
 @given(case=calls())
 def test_statistics_of_any_call_are_those_of_its_dense_weights(case: Drawn) -> None:
-    """All but the mass on the first key, which is that of the bounds where the mask has a remainder."""
     q, k = case.q.double(), case.k.double()
     options = {name: value.double() if isinstance(value, Tensor) else value for name, value in case.options.items()}
-    probes = tuple(name for name in DEFAULT if name not in ("first_mass", "special_mass", "sink_mass"))
+    probes = tuple(name for name in DEFAULT if name not in ("special_mass", "sink_mass"))
     given_ = statistics(
         q, k, mask=case.mask, query_start=case.query_start, probes=(*probes, "received", "pooled_map"), **options
     )
@@ -286,12 +292,27 @@ def test_blocks_in_which_no_cell_may_be_seen_are_nan_and_others_are_not() -> Non
     assert found[0, 0, 1, 0] == pytest.approx((2 / 3 + 2 / 4) / 4)
 
 
-def test_the_first_key_is_the_first_that_any_query_of_the_sample_sees() -> None:
-    """Left padding: the first token of the sample is not key 0."""
+@pytest.mark.parametrize("kernel_name", ["native", "none"])
+@pytest.mark.parametrize("by", ["one mask", "two masks", "a bias"])
+def test_the_first_key_is_the_first_that_any_query_of_the_sample_sees(
+    by: str, kernel_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left padding: the first token of the sample is not key 0, whatever hides the two before it."""
+    if kernel_name == "none":
+        monkeypatch.setattr(kernel, "refusal", lambda request, bounds: "it is not there")
     q = torch.zeros(1, 1, 4, 4)
     hidden = torch.tensor([[True, True, False, False]])
-    found = statistics(q, q, mask=masks.Causal() & masks.Drop(hidden, "batch keys"), probes=("first_mass",))
+    mask, bias = masks.Causal(), None
+    if by == "one mask":
+        mask &= masks.Drop(hidden, "batch keys")
+    elif by == "two masks":
+        mask &= masks.Drop(torch.tensor([[True, False, False, False]]), "batch keys")
+        mask &= masks.Drop(torch.tensor([[False, True, False, False]]), "batch keys")
+    else:
+        bias = torch.zeros(1, 1, 1, 4).masked_fill(hidden, -torch.inf)
+    found = statistics(q, q, mask=mask, bias=bias, probes=("first_mass", first_keys_mass(2)))
     assert found["first_mass"].tolist() == [[[0, 0, 1, 0.5]]]
+    assert found["first_2_mass"].tolist() == [[[0, 0, 1, 1]]]
 
 
 @pytest.mark.parametrize("mask", [masks.Full(), masks.Causal(), masks.Window(40) | masks.Prefix(4)], ids=repr)

@@ -206,7 +206,7 @@ def without_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int) -> 
 
 @pytest.mark.parametrize(
     ("heads", "finding"),
-    [(1 << 40, f"a number of heads is {1 << 40}"), ((1 << 18) - 1, "its layers have more than 262,144 heads")],
+    [(1 << 40, f"a number of heads is {1 << 40}"), ((1 << 16) - 1, "its layers have more than 65,536 heads")],
 )
 def test_heads_that_take_no_byte_are_limited(heads: int, finding: str, good: Path, tmp_path: Path) -> None:
     file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, heads))
@@ -214,9 +214,27 @@ def test_heads_that_take_no_byte_are_limited(heads: int, finding: str, good: Pat
     assert refusal(file) == f"FILE is damaged: {finding}. Save the record again."
 
 
-def test_a_record_without_a_query_opens(good: Path, tmp_path: Path) -> None:
+def test_a_record_without_a_query_opens_and_makes_a_report(good: Path, tmp_path: Path) -> None:
     file = changed(good, tmp_path, lambda said, tensors: without_queries(said, tensors, 8))
-    assert len(Record.load(file).table().rows) == 16
+    found = Record.load(file)
+    assert len(found.table().rows) == 16
+    found.report(tmp_path / "report.html")
+
+
+def test_a_sample_that_is_listed_twice_is_refused(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, _: said["layers"][0]["samples"].append(sample(said)))
+    assert refusal(file) == "FILE is damaged: two samples are called '0.0'. Save the record again."
+
+
+def test_keys_of_which_a_file_holds_nothing_are_limited(good: Path, tmp_path: Path) -> None:
+    def claim(said: Any, tensors: dict[str, torch.Tensor]) -> None:
+        without_queries(said, tensors, 8)
+        for layer in said["layers"]:
+            for one in layer["samples"]:
+                one["pieces"][0]["keys"] = 1 << 23
+
+    file = changed(good, tmp_path, claim)
+    assert refusal(file) == ("FILE is damaged: it holds none of the 8,388,608 keys of a sample. Save the record again.")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
@@ -387,6 +405,11 @@ def test_a_label_of_a_statistic_that_is_none_is_refused(
 ) -> None:
     file = changed(good, tmp_path, lambda said, _: said.update(statistics=statistics))
     assert refusal(file) == f"FILE is damaged: {what}. Save the record again."
+
+
+def test_queries_that_count_by_an_unknown_rule_are_refused(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, _: said.update(statistics={"late": {}}, counted={"late": "some"}))
+    assert refusal(file) == "FILE is damaged: The queries counted for late are 'some'. Save the record again."
 
 
 def test_a_file_cannot_relabel_a_built_in_statistic(good: Path, tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from multihead import masks
+import multihead as mh
+from multihead import masks, probes
 from multihead.errors import ArgumentError
+from multihead.observation.record import Record
 from tests.observation.recorded import asked, ids, read
 
 
@@ -60,3 +64,25 @@ def test_a_table_shows_the_summary_that_is_asked_for() -> None:
     assert [row["entropy"] for row in record.table(of="p95").rows][:4] == record.layers[0].summary("p95")[
         "entropy"
     ].tolist()
+
+
+def test_a_probe_says_which_queries_count_in_its_mean_also_in_a_file_and_in_running_sums(tmp_path: Path) -> None:
+    """Even weights of 10 keys: 0.1 on each key that exists; the mean over all queries would be less."""
+    layer = mh.MultiHeadAttention(8, 2).eval()
+    torch.nn.init.zeros_(layer.q_proj.weight)
+    far = probes.offset_mass(-5)
+    own = probes.Probe("mine", lambda parts: parts["offset_mass", -2], {("offset_mass", -2)}, counted="offset -2")
+    wanted = ("previous_mass", far, own)
+    records = {}
+    for keep in ("cpu", "summary"):
+        with mh.observe(layer, probes=wanted, keep=keep) as records[keep], torch.no_grad():
+            layer(torch.randn(2, 10, 8), lengths=(10, 4))
+            layer(torch.randn(1, 10, 8))
+    records["cpu"].save(tmp_path / "seen.safetensors")
+    records["file"] = Record.load(tmp_path / "seen.safetensors")
+    expected = {"previous_mass": (18 * 0.1 + 3 * 0.25) / 21, "offset_minus_5_mass": 0.1, "mine": (1.6 + 0.5) / 18}
+    for record in records.values():
+        means = record.layers[0].means()
+        assert {name: means[name].tolist() for name in expected} == {
+            name: pytest.approx([value] * 2) for name, value in expected.items()
+        }

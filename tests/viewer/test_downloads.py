@@ -66,8 +66,9 @@ def test_no_token_becomes_a_formula() -> None:
     place = slice(0, len(HOSTILE))
     rows = read(downloads.weights_csv(sample, 0, queries=place, keys=place, query_tokens=HOSTILE, key_tokens=HOSTILE))
     tokens = [row["key_token"] for row in rows[: len(HOSTILE)]]
-    assert tokens[:8] == [f"'{token}" for token in HOSTILE[:8]]
-    assert tokens[8:] == ['a,"b"', "two\nlines", "?"]
+    in_words = {"\t=1": "\\t=1", "\r=1": "\\r=1"}  # what begins with a backslash is no formula
+    assert tokens[:8] == [in_words.get(token, f"'{token}") for token in HOSTILE[:8]]
+    assert tokens[8:10] == ['a,"b"', "two\\nlines"]
     assert {row["query_token"] for row in rows} == set(tokens)
 
 

@@ -38,6 +38,9 @@ def test_nothing_and_everything_are_coded_exactly() -> None:
 
 
 def test_a_hidden_cell_is_not_a_zero() -> None:
+    infinite = maps.Rounding()
+    maps.encode(torch.tensor([float("inf"), 0.0]), bits=16, rounding=infinite)
+    assert infinite.largest == 0
     code = maps.encode(torch.tensor([float("nan"), 0.0]), bits=16, rounding=maps.Rounding())
     assert code.tolist() == [maps.HIDDEN, 1]
 

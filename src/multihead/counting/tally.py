@@ -29,6 +29,7 @@ from multihead.probes.lookups import at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, completed, parts_of, possible, resolved
+from multihead.record.summaries import queries_that_count
 
 LARGEST_KEY = PROBES["largest_key"]
 FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
@@ -119,7 +120,9 @@ class Tally:
         layer = self.layers[number]
         values = torch.stack([batch.flat(found[each]).cpu() for each in layer.statistics])
         sees = (batch.flat(call.attended.logsumexp) != -torch.inf).cpu()  # (heads, tokens)
-        counted = torch.stack([_defined(each, batch) for each in layer.statistics])[:, None] & sees
+        rules = {probe.name: probe.counted for probe in probes}
+        place = batch.position, batch.stop - batch.start, lambda: batch.occurred
+        counted = torch.stack([queries_that_count(rules[each], sees, *place) for each in layer.statistics])
         keys = batch.flat(found[LARGEST_KEY.name]).cpu()
         if call.request.packed_lengths is not None:
             keys = torch.where(keys >= 0, keys - batch.start, keys)
@@ -196,9 +199,10 @@ def _measured(call: AttentionCall, batch: Batch, probes: Sequence[Probe], contex
 def _of_packed(
     call: AttentionCall, batch: Batch, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
-    """Measure the weights on the first key, and on the few special keys, of each query's own text in a packed row."""
+    """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""
     found: dict[Part, Tensor] = {}
-    if not missing & {FIRST_KEY, SPECIAL_KEYS}:
+    counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
+    if not counts and SPECIAL_KEYS not in missing:
         return found
     logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
     measured = MeasuredCall.of(call.request, logsumexp, context)
@@ -207,8 +211,10 @@ def _of_packed(
         found = at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
         return found.masked_fill_(logsumexp.isnan(), torch.nan)
 
-    if FIRST_KEY in missing:
-        found[FIRST_KEY] = weights(batch.start)
+    for part, count in counts.items():
+        found[part] = torch.zeros_like(logsumexp)
+        for place in range(min(count, int(batch.lengths.max()))):
+            found[part] += weights(batch.start + place)  # 0 after the end of the text, whose query does not see it
     if SPECIAL_KEYS in missing and context.special_keys is not None:
         first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
         keys = batch.places_of(context.special_keys[0].cpu())  # (most, tokens)
@@ -218,17 +224,6 @@ def _of_packed(
                 total += first if first is not None and torch.equal(each, batch.start) else weights(each)
             found[SPECIAL_KEYS] = total
     return found
-
-
-def _defined(statistic: str, batch: Batch) -> Tensor:
-    """Return for which tokens a statistic is defined, (tokens,) bool, as `record.summaries.queries_that_count` does."""
-    if statistic == "previous_mass":
-        return batch.position >= 1
-    if statistic == "next_mass":
-        return batch.position + 1 < batch.stop - batch.start
-    if statistic in ("duplicate_mass", "induction_mass"):
-        return batch.occurred
-    return torch.ones(batch.num_tokens, dtype=torch.bool)
 
 
 @contextmanager

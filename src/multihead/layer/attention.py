@@ -459,7 +459,8 @@ class MultiHeadAttention(nn.Module):
         origin = None
         if listeners():
             continued = None if cache is None else cache.continued
-            origin = CallOrigin(self, padding.packed_lengths, continued, crosses, fresh=cache is None)
+            lengths = padding.packed_lengths
+            origin = CallOrigin(self, lengths, continued, crosses, fresh=cache is None, real=padding.real)
         return request_of(
             q,
             k,

@@ -66,7 +66,7 @@ class Documents(Mask):
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         ends = as_tensor(self.lengths, queries.device).cumsum(-1)
         ends = ends[None] if ends.dim() == 1 else ends
-        rows = max(ends.shape[0], queries.shape[0])
+        rows = ends.shape[0] if queries.shape[0] == 1 else queries.shape[0]  # either may be 0
         position = queries.expand(rows, -1).contiguous()
         # Document d has the keys from edges[d] up to edges[d + 1].
         edges = torch.nn.functional.pad(ends, (1, 0)).expand(rows, -1).contiguous()
@@ -115,8 +115,8 @@ def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
         int64, of the positions' shape with the batch of the lengths; -1 outside all documents.
     """
     ends = lengths.cumsum(-1)
-    rows = max(positions.shape[0], ends.shape[0] if ends.dim() == 2 else 1)
-    flat = positions.expand(rows, -1, -1, -1).reshape(rows, -1)
+    rows = len(ends) if ends.dim() == 2 and len(positions) == 1 else len(positions)  # either may be 0
+    flat = positions.expand(rows, -1, -1, -1).flatten(1)
     bounds = ends.expand(rows, -1) if ends.dim() == 2 else ends.expand(rows, ends.shape[0])
     index = torch.searchsorted(bounds.contiguous(), flat.contiguous(), right=True)
     outside = (index >= bounds.shape[-1]) | (flat < 0)

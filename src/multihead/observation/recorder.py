@@ -16,7 +16,7 @@ from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError, ProbeError
 from multihead.hooks import huggingface, pretrained
 from multihead.hooks.pretrained import Inputs
-from multihead.kernels.native.statistics import first_keys
+from multihead.kernels.first_keys import first_keys
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
@@ -27,7 +27,7 @@ from multihead.plan.bounds import bounds_of
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import Pool, ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
-from multihead.probes.statistics import from_kernel, of_call, possible, token_parts, without_positions
+from multihead.probes.statistics import from_kernel, of_call, possible, sink_mass, token_parts, without_positions
 from multihead.probes.tile import tile
 from multihead.record.batch import (
     KeptRows,
@@ -104,6 +104,7 @@ class Recorder:
     map_pool: Pool
     root: nn.Module
     wanted: frozenset[Part] = field(init=False)
+    _counted: dict[str, str] = field(init=False)  # which queries count, for statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # per layer and text
     _counts: dict[str, int] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class Recorder:
             if not probe.needs and probe.axes == "queries":
                 wanted |= probe.parts
         self.wanted = wanted
+        self._counted = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
 
     @torch.no_grad()
     def hear(self, call: AttentionCall) -> None:
@@ -214,7 +216,9 @@ class Recorder:
             # A cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(places.key_starts, own_offset))
-            new_sample = partial(SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses)
+            new_sample = partial(
+                SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses, counted=self._counted
+            )
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
                 batch = self._batch(call, places, parts, ids, name, new_sample)
@@ -261,7 +265,7 @@ class Recorder:
         ids = Ids(self._whole_ids(request, sequence, name), None, crosses=False, packed=False, query_start=0)
         parts = dict(attended.statistics)
         if request.sinks is not None:
-            parts["sink_mass"] = (request.sinks.detach()[:, None] - attended.logsumexp.detach()).exp()
+            parts["sink_mass"] = sink_mass(attended.logsumexp.detach(), request.sinks)
         left_out = places.not_sliceable
         shared = moved_together(parts, places)
         ready = [
@@ -276,7 +280,7 @@ class Recorder:
         samples = []
         for index, span in enumerate(places.found):
             queries, own_keys = (_overlaps(sequence.chunks(length), each) for each in (span.queries, span.keys))
-            sample = SampleRecord(layer.name, self.map_size, self.map_pool)
+            sample = SampleRecord(layer.name, self.map_size, self.map_pool, counted=self._counted)
             if sequence.place[1] > 1:
                 sample.split = SampleSplit(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
@@ -343,9 +347,11 @@ class Recorder:
         """
         request, attended = call.request, call.attended
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
-        first_key = first_keys(bounds_of(part_of(whole, span, packed=False)))
+        of_span = part_of(whole, span, packed=False)
+        first_key = first_keys(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
-        for each in queries:
+        nothing = (span.queries[0],) * 2
+        for each in queries or [_Overlap(nothing, (0, 0), (0, 0))]:  # without a token of the text: empty statistics
             rows = slice(*each.own)
             part = replace(
                 part_of(whole, replace(span, queries=each.positions), packed=False),
@@ -373,6 +379,10 @@ class Recorder:
         if request.continued is not None and request.continued.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.continued.lengths[:, None]
+        elif request.origin is not None and request.origin.real is not None:
+            real = request.origin.real
+            if request.origin.crosses is False and request.shape.key_length == request.shape.query_length:
+                padding = real
         elif origin is not None:
             real, padding = self._real_queries(request, name, origin.key_offset), origin.padding
         if self._spans is None or not self._spans.fits(request, real, padding):
@@ -480,7 +490,9 @@ class Recorder:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
         if layer.running_summary is not None:  # only the token ids are kept until the next call
-            target = SampleRecord(sample.name, self.map_size, crosses=sample.crosses, keys_read=sample.keys_read)
+            target = SampleRecord(
+                sample.name, self.map_size, crosses=sample.crosses, keys_read=sample.keys_read, counted=sample.counted
+            )
         target.add(
             Segment(request, key_start),
             kept(call.attended.logsumexp, device),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from multihead.call import AttentionRequest
+from multihead.kernels.first_keys import first_keys
 from multihead.masks import Full, Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Extent, Place
@@ -118,6 +120,15 @@ class RingPlan:
     def keys_sent(self) -> int:
         """How many keys this rank sends in a forward pass."""
         return sum(step.keys_sent for step in self.steps)
+
+    def first_keys(self, request: AttentionRequest) -> Tensor:
+        """Return the first key that some query of each sample sees: (batch or 1,), -1 for none.
+
+        Args:
+            request: a call on part of the sequence, with the bias of the whole sequence.
+        """
+        shape = request.shape._replace(query_length=self.length, key_length=self.length)
+        return first_keys(replace(request, shape=shape, mask=self.mask, query_start=0), self.bounds)
 
 
 _PLANS: PlanCache[RingPlan] = PlanCache(CACHE_BYTES)

@@ -23,7 +23,6 @@ from multihead.functional import attend
 from multihead.kernels.choose import plan
 from multihead.kernels.dense_tile import without_tensors, working_dtype
 from multihead.kernels.native import kernel as native
-from multihead.kernels.native.statistics import first_keys
 from multihead.parallel.exchange import Ranks, Transfer, by_token, of_ranges
 from multihead.parallel.layout import Range
 from multihead.parallel.measuring import MergedParts, measured
@@ -63,6 +62,13 @@ class Ring:
         ring = replace(self, request=replace(request, bias=_without_values(request.bias), sinks=None))
         output, logsumexp = _Ring.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
         return Attended(output, logsumexp, ring.statistics)
+
+    def first_keys(self, bias: Tensor | None) -> Tensor:
+        """Return the first key that some query of each sample sees, (batch or 1,), from the values of the bias."""
+        request = self.request
+        if bias is not None and request.bias is not None:
+            request = replace(request, bias=with_values(request.bias, bias))
+        return self.plan.first_keys(request)
 
     def start(self, index: int, k: Tensor, v: Tensor) -> Transfer | None:
         """Start the transfer of the keys and values of a step; None where nothing moves."""
@@ -155,7 +161,7 @@ class _Ring(torch.autograd.Function):
                     with split(None):
                         found = attend(part, kernel=ring.kernel, published=False)
                     if part.wanted:
-                        measures = measured(part, found, first_keys(ring.plan.bounds) - piece.keys[0])
+                        measures = measured(part, found, ring.first_keys(bias) - piece.keys[0])
                         merged.add(piece.at, piece.keys[0], found.logsumexp, measures)
                     merge(output[:, :, piece.at], logsumexp[:, :, piece.at], found.output, found.logsumexp)
                     del part, found  # before the next one is computed

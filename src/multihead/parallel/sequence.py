@@ -25,7 +25,6 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.explanation import readable_bytes
 from multihead.functional import attend
 from multihead.kernels.native import kernel as native
-from multihead.kernels.native.statistics import first_keys
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.place import CallSize
@@ -417,7 +416,7 @@ class _Split:
             logsumexps.append(found.logsumexp)
             if request.wanted:
                 at = slice(first, first + found.output.shape[2])
-                parts = measured(part, found, first_keys(planned.bounds) - first_key)
+                parts = measured(part, found, planned.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
         logsumexp = torch.cat(logsumexps, 2)
         return Attended(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
@@ -460,7 +459,7 @@ class _Split:
         logsumexp = tokens_for_heads(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.wanted:
             return Attended(output, logsumexp)
-        parts = measured(part, found, first_keys(planned.bounds))
+        parts = measured(part, found, planned.first_keys(request))
         exchanged = tokens_for_heads(stacked(parts), self.ranks, self.layout)
         return Attended(output, logsumexp, unstacked(exchanged, parts))
 

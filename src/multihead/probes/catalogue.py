@@ -46,6 +46,7 @@ def _at(offset: int, name: str, label: str, short_label: str = "") -> Probe:
         source=_OFFSET_SOURCES.get(offset, ""),
         default=offset in _OFFSETS,
         about=f"p_ij at {places.get(offset, f'position_i {offset:+d}')}",
+        counted=f"offset {offset:+d}" if offset else "all",
     )
 
 
@@ -176,6 +177,7 @@ _LISTED = (
         number_format=SHARE,
         source="arXiv:2211.00593",
         about="Σ p_ij over earlier keys that are the query's own token",
+        counted="repeated",
     ),
     Probe(
         "induction_mass",
@@ -185,6 +187,7 @@ _LISTED = (
         number_format=SHARE,
         source="prefix matching, arXiv:2209.11895",
         about="Σ p_ij over the keys right after those",
+        counted="repeated",
     ),
     Probe(
         "contribution",
@@ -264,7 +267,7 @@ def statistic(name: str, made: Mapping[str, Statistic] | None = None) -> Statist
 def offset_mass(offset: int) -> Probe:
     """Return the probe of the weight on the key at an offset from the query's own position.
 
-    Its number is 0 where that key is hidden or does not exist.
+    Its number is 0 where that key is hidden or does not exist; queries without such a key do not count in a mean.
 
     Raises:
         ProbeError: the offset is no integer.

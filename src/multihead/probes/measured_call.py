@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.dense_tile import seen
+from multihead.kernels.first_keys import first_keys
 from multihead.kernels.nonfinite import without_nonfinite
 from multihead.masks.base import KeyBounds
 from multihead.plan.bounds import bounds_of
@@ -92,14 +93,11 @@ class MeasuredCall:
 
     @cached_property
     def first_keys(self) -> Tensor:
-        """(batch,), int64: the first key of each sample; the number of keys where no query sees any."""
+        """(batch,), int64: the first key of each sample; -1 where no query sees any."""
         shape, first_key = self.request.shape, self.context.first_key
         if first_key is not None:
             return torch.as_tensor(first_key, device=shape.device).expand(shape.batch)
-        if not shape.query_length:
-            return torch.full((shape.batch,), shape.key_length, device=shape.device)
-        first = self.bounds.start.masked_fill(self.bounds.sees_nothing, shape.key_length).amin(1)
-        return first.expand(shape.batch)
+        return first_keys(self.request, self.bounds).expand(shape.batch)
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
         """(batch, keys), bool: the keys of a set, read from the context or found by token ids."""

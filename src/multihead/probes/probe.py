@@ -24,6 +24,7 @@ Axes = Literal["queries", "keys", "map"]
 SHARE = "share"
 TEN_PERCENT = 0.0995  # written as 9.9 %; from here on a share is written without a decimal
 _NUMBER_FORMAT = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
+_COUNTED = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
 _COLUMNS = ("layer", "head", "name", "kind", "of")  # other columns of tables, and the option of `Record.find`
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "sink_mass": ("sinks",),
@@ -46,9 +47,12 @@ class Statistic:
         number_format: how a number is written: "share" (0.123 -> 12 %, one decimal below ten percent), ".2f" (two
             decimals) or ".3g" (three significant digits, no exponent).
         short_label: the label for columns of few characters; the label if it is left out.
+        counted: which queries count in a mean or another summary, of those that see a key: "all"; "offset -2", those
+            whose text has a key at that offset from the query; "repeated", those whose token occurred before.
 
     Raises:
-        ArgumentError: a field of another type, an unknown number format, or a share with a unit other than "%".
+        ArgumentError: a field of another type, an unknown number format or rule of counting, or a share with a unit
+            other than "%".
 
     >>> first = Statistic("first_mass", label="first", number_format="share")
     >>> first.heading, first.number(0.0931), first.text(0.41)
@@ -62,9 +66,10 @@ class Statistic:
     unit: str = field(default="", kw_only=True, repr=False)
     number_format: str = field(default=".3g", kw_only=True, repr=False)
     short_label: str = field(default="", kw_only=True, repr=False)
+    counted: str = field(default="all", kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        for each in ("name", "label", "unit", "number_format", "short_label"):
+        for each in ("name", "label", "unit", "number_format", "short_label", "counted"):
             value = getattr(self, each)
             if not isinstance(value, str):
                 raise ArgumentError(f"The {each} of a statistic is {value!r}.", "Give a string.")
@@ -72,6 +77,11 @@ class Statistic:
             raise ArgumentError(
                 f"The number format of {self.name} is {self.number_format!r}.",
                 'Give "share", a number of decimals such as ".2f", or of significant digits such as ".3g".',
+            )
+        if not _COUNTED.fullmatch(self.counted):
+            raise ArgumentError(
+                f"The queries counted for {self.name} are {self.counted!r}.",
+                'Give "all", "repeated", or an offset such as "offset -2".',
             )
         if self.number_format == SHARE and self.unit not in ("", "%"):
             raise ArgumentError(
@@ -111,7 +121,8 @@ class Statistic:
 
     def display(self) -> dict[str, str]:
         """Return what a file or a page needs to show it: field name -> text, without the name."""
-        return {each.name: getattr(self, each.name) for each in fields(Statistic) if each.name != "name"}
+        shown = (each.name for each in fields(Statistic) if each.name not in ("name", "counted"))
+        return {name: getattr(self, name) for name in shown}
 
 
 @dataclass(frozen=True)
@@ -185,7 +196,7 @@ class Probe(Statistic):
 
     def shown(self) -> Statistic:
         """Return the statistic without its function, as a record keeps it."""
-        return Statistic(self.name, **self.display())
+        return Statistic(self.name, **self.display(), counted=self.counted)
 
 
 def _parts_of(name: str, parts: object) -> frozenset[Part]:

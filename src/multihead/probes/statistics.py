@@ -391,7 +391,7 @@ def measured_parts(
             case ("first_keys_mass", int(count)):
                 found[part] = lookups.on_first(call, count)
     if "sink_mass" in parts and call.request.sinks is not None:
-        found["sink_mass"] = _sink_mass(call, call.request.sinks)
+        found["sink_mass"] = sink_mass(call.whole_logsumexp, call.request.sinks)
     if "logsumexp" in parts:
         found["logsumexp"] = call.whole_logsumexp
     if "output_norm" in parts and call.context.output_weight is not None:
@@ -402,9 +402,10 @@ def measured_parts(
     return found | _over_all_keys(call, parts - found.keys(), sets)
 
 
-def _sink_mass(call: MeasuredCall, sinks: Tensor) -> Tensor:
-    """Compute the weight of the learned sink (heads,): (batch, heads, queries), 0 for rows of NaN."""
-    return call.log_weights(sinks.detach().to(call.divisor.dtype)[:, None, None])[..., 0].exp()
+def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Compute the weight of the learned sinks (heads,): (batch, heads, queries), 0 for queries that see no key."""
+    weights = (sinks.detach().to(logsumexp.dtype)[:, None] - logsumexp).exp()
+    return weights.masked_fill_(logsumexp == -torch.inf, 0)
 
 
 def _key_sets(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part, Tensor]:
@@ -484,7 +485,7 @@ def token_parts(call: AttentionCall, parts: frozenset[Part], special_keys: Tenso
         else:
             found |= from_native.measure(measured, [SPECIAL_KEYS])
     if "sink_mass" in parts and request.sinks is not None:
-        found["sink_mass"] = _sink_mass(measured, request.sinks)
+        found["sink_mass"] = sink_mass(measured.whole_logsumexp, request.sinks)
     if "logsumexp" in parts:
         found["logsumexp"] = measured.whole_logsumexp.to(logsumexp.dtype)
     # As the kernel does; for its own parts this changes nothing.

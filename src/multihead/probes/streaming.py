@@ -212,7 +212,7 @@ def _spans(stream: _Stream, group: _Group, rows: slice) -> Iterator[tuple[tuple[
     start, stop = start[seeing], stop[seeing]
     least, free, most = int(start.min()), int(start.max()), int(stop.max())
     seen_stop = max(int(stop.min()), free)  # all rows that see anything see [free, seen_stop)
-    if bounds.remainder is not None or group.request.bias is not None:
+    if bounds.remainder is not None or group.request.bias is not None or not bool(seeing.all()):
         free = seen_stop = most
     before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
     # Cuts that are a whole number of parts apart; the keys between two are seen by all rows, or on one side of all.

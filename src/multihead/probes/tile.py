@@ -280,6 +280,8 @@ def _unless_other(
     own: Tensor, recorded: Tensor, request: AttentionRequest, heads: Tensor, rows: slice, base: Tensor | None = None
 ) -> Tensor:
     """Return the logsumexp of the call's own keys, relative to the base; the recorded one where that is another."""
+    if not request.shape.key_length:
+        return recorded.to(own.dtype)
     relative = recorded.to(own.dtype) if base is None else recorded - base[:, heads][:, :, rows]
     apart, rounding = (own - relative).abs(), 16 * torch.finfo(recorded.dtype).eps
     near = apart <= rounding * (1 + recorded.abs())

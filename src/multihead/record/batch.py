@@ -13,6 +13,7 @@ from torch import Tensor
 
 from multihead.call import Attended, AttentionCall, AttentionRequest
 from multihead.errors import ModelError
+from multihead.kernels.first_keys import first_seen
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.masks import Keep
 from multihead.masks.place import Span
@@ -318,10 +319,10 @@ class RecordedBatch:
         """Return each floating-point statistic, and which queries count in a summary: (batch, heads, queries) each."""
         real, positions, num_keys = self.places.queries
         sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
-        found = {}
+        rules, found = {probe.name: probe.counted for probe in self.probes}, {}
         for name, value in self.statistics.items():
             if value.is_floating_point():
-                found[name] = Measured(value, queries_that_count(name, sees, positions, num_keys, None))
+                found[name] = Measured(value, queries_that_count(rules[name], sees, positions, num_keys, None))
         return found
 
     def measured_samples(self) -> list[dict[str, Measured]]:
@@ -394,9 +395,7 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
     if request.packed_lengths is not None:
         return packed_spans(request.packed_lengths)
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
-    start, stop, seeing = (
-        each.expand(batch, -1) for each in (bounds.start, bounds.stop, ~bounds.sees_nothing)
-    )  # (batch, queries)
+    stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
     if queries is not None:
         first, end = _hulls(queries)
     else:
@@ -405,13 +404,15 @@ def spans(request: AttentionRequest, *, queries: Tensor | None = None, keys: Ten
         first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
     counted = seeing & (row >= first[:, None]) & (row < end[:, None])
-    last = torch.where(counted.any(1), _largest(stop, counted), columns)
+    none = columns if queries is None else torch.where(queries.any(1), columns, 0)  # a text without tokens has no key
+    last = torch.where(counted.any(1), _largest(stop, counted), none)
     first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
         first_key, end_key = _hulls(keys)
         end_key = first_key.maximum(end_key.minimum(last))
     # A statistic of a row is valid for its sample if the row sees keys of that sample only.
     real = counted if queries is None else counted & queries
+    start = first_seen(request, bounds).expand(batch, -1)
     earliest = columns - _largest(columns - start, real)  # after the last key if no query counts
     holds_all = (earliest >= first_key) & (_largest(stop, real) <= end_key)
     holds_first = (earliest == columns - _largest(columns - start, seeing)) | ~real.any(1)

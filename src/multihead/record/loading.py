@@ -38,7 +38,10 @@ MOST_TOKENS = 1 << 28
 """Limit of the queries or keys of a sample; the longest contexts of models have 2^24 tokens. A file with statistics
 alone can claim more in a few bytes, and reading it would then take minutes or run out of memory."""
 
-MOST_HEADS = 1 << 18
+MOST_UNHELD = 1 << 22
+"""Limit of the keys of a sample of which the file holds nothing per key: neither k, nor ids, nor a statistic."""
+
+MOST_HEADS = 1 << 16
 """Limit of the heads of all layers together; the largest models have 2^14. Without queries they take no bytes in a
 file, but time wherever they are listed."""
 
@@ -200,22 +203,28 @@ def _record(
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _WrongError("its id is not one")
     texts = [_text(_of(each, dict, "a text"), tensors) for each in _of(data["texts"], list, "the texts")]
-    layers = []
-    heads = 0
+    layers: list[LayerRecord] = []
+    heads, claimed, numbers = 0, set[str](), set[int]()
     for place, each in enumerate(_of(data["layers"], list, "the layers")):
         name = _of(_of(each, dict, "a layer")["name"], str, "a layer's name")
-        samples = [
-            _Sample(one, name, tensors, stored, texts).read() for one in _of(each["samples"], list, "the samples")
-        ]
+        samples = []
+        for one in _of(each["samples"], list, "the samples"):
+            sample = _Sample(one, name, tensors, stored, texts)
+            if sample.tensor_name() in claimed:  # a short list could repeat a large sample many times
+                raise _WrongError(f"two samples are called {sample.tensor_name()!r}")
+            claimed.add(sample.tensor_name())
+            samples.append(sample.read())
         running_summary = (
             None if each["summed"] is None else _sums(_of(each["summed"], dict, "the sums"), tensors, version)
         )
         if len({one.num_heads for one in samples}) > 1 or bool(samples) is (running_summary is not None):
             raise _WrongError(f"the samples of layer {name!r} do not fit each other")
         # Records of earlier versions have no numbers; a layer's number was its index in the file.
-        layers.append(
-            LayerRecord(name, samples, running_summary, _count(each.get("number", place), "a layer's number"))
-        )
+        number = _count(each.get("number", place), "a layer's number")
+        if number in numbers:
+            raise _WrongError("two layers have one number")
+        numbers.add(number)
+        layers.append(LayerRecord(name, samples, running_summary, number))
         layers[-1].alignment_heads = _alignment(each, layers[-1].num_heads)
         layers[-1].split = _layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
@@ -224,15 +233,17 @@ def _record(
         heads += layers[-1].num_heads
         if heads > MOST_HEADS:
             raise _WrongError(f"its layers have more than {MOST_HEADS:,} heads")
-    if len({each.number for each in layers}) < len(layers):
-        raise _WrongError("two layers have one number")
     order = _shaped(tensors["calls"], (None, 3), "calls", torch.int64).tolist()
     calls = []
     for layer, sample, call in order:
         one = layers[_within(layer, len(layers))].samples
         chosen = one[_within(sample, len(one))]
         calls.append((chosen, _within(call, len(chosen.calls))))
-    return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, _statistics(data))
+    statistics = _statistics(data)
+    for layer in layers:
+        for sample_record in layer.samples:
+            sample_record.counted = {name: each.counted for name, each in statistics.items()}
+    return RecordParts(layers, _of(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
 def _layer_split(data: Any, heads: int) -> LayerSplit | None:
@@ -273,6 +284,7 @@ def _alignment(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
 def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
     """Read how the statistics that are not built in are shown; files without any have no such entry."""
     found = {}
+    counted = _of(data.get("counted", {}), dict, "the queries that count")
     for name, fields in _of(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
             key: _of(value, str, f"the {key} of a statistic")
@@ -280,7 +292,7 @@ def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
         }
         if any(len(text) > MOST_LABEL for text in shown.values()):
             raise _WrongError(f"a label of a statistic has more than {MOST_LABEL} characters")
-        found[name] = Statistic(name, **shown)
+        found[name] = Statistic(name, **shown, counted=_of(counted.get(name, "all"), str, "the queries that count"))
     return found
 
 
@@ -414,6 +426,9 @@ class _Sample:
             one.keys_read = Reading.of(text)
         if (text := self.text("query_text", queries)) is not None:
             one.queries_read = Reading.of(text)
+        held = one.k is not None or self.data["text"] is not None or not PER_KEY.isdisjoint(one.statistics)
+        if keys > MOST_UNHELD and not held:
+            raise _WrongError(f"it holds none of the {keys:,} keys of a sample")
         return one
 
     def segment(self, data: dict[str, Any], row_start: int) -> Segment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from multihead.escaping import visible
 from multihead.kernels.dense_tile import seen, working_dtype
 from multihead.plan.bounds import bounds_of
 from multihead.probes.blocks import Blocks
+from multihead.probes.catalogue import statistic
 from multihead.probes.context import Pool
 from multihead.probes.lookups import at_offset
 from multihead.probes.measured_call import MeasuredCall
@@ -51,6 +53,7 @@ class SampleRecord:
         queries_read: the text of the queries, if it is another one.
         split: the tokens that this rank holds, where a sequence is split over ranks; None = all of them. `q`,
             `logsumexp` and statistics are then those of its queries, and `k` has its keys.
+        counted: which queries count in a summary, for statistics that are not built in; see `probes.Statistic`.
     """
 
     name: str
@@ -65,6 +68,7 @@ class SampleRecord:
     keys_read: Reading = field(default_factory=Reading)
     queries_read: Reading = field(default_factory=Reading)
     split: SampleSplit | None = None
+    counted: dict[str, str] = field(default_factory=dict)
     _per_query: dict[str, Rows] = field(default_factory=dict)  # statistics per query, (heads, queries)
     _others: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
     _pooled: tuple[int, Tensor] | None = None
@@ -159,7 +163,7 @@ class SampleRecord:
     def means(self) -> dict[str, Tensor]:
         """Means over the queries that see a key: (heads,) float64 each.
 
-        `previous_mass` and `next_mass` are means over the queries that have such a key.
+        Those of offsets, such as `previous_mass`, are means over the queries that have such a key.
         """
         return self.summary()
 
@@ -170,8 +174,10 @@ class SampleRecord:
     def measured(self) -> dict[str, Measured]:
         """Return each floating-point statistic per query, and which queries count in a summary of it."""
         sees, positions, num_keys, ids = self.sees, self.positions, self.num_keys, self.text.ids
+        occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
+        rules = {name: self.counted.get(name) or statistic(name).counted for name in self.per_query}
         return {
-            name: Measured(value, summaries.queries_that_count(name, sees, positions, num_keys, ids))
+            name: Measured(value, summaries.queries_that_count(rules[name], sees, positions, num_keys, occurred))
             for name, value in self.per_query.items()
             if value.is_floating_point()
         }
@@ -254,7 +260,7 @@ class SampleRecord:
             return self
         rows, keys = self.calls[index]
         segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
-        alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses)
+        alone = SampleRecord(self.name, self.map_size, self.map_pool, crosses=self.crosses, counted=self.counted)
         alone.logsumexp.add(self.logsumexp.between(*rows))
         alone.q = None if self.q is None else Rows(2, [self.q.between(*rows)])
         alone.k = self.k

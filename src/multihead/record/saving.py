@@ -123,6 +123,10 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
         "texts": texts.written(tensors),
         "layers": layers,
     }
+    # Apart from the labels, so that an earlier version, which knows no such field, opens the file.
+    counted = {name: each.counted for name, each in record.statistics.items() if each.counted != "all"}
+    if counted:
+        data["counted"] = counted
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # UTF-8 cannot encode half of a surrogate pair, which a token may be; JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -63,34 +63,30 @@ def summary(
 
 
 def queries_that_count(
-    name: str, sees: Tensor, positions: Tensor, num_keys: int | Tensor, ids: Tensor | None
+    rule: str, sees: Tensor, positions: Tensor, num_keys: int | Tensor, occurred: Callable[[], Tensor] | None
 ) -> Tensor:
-    """Return which queries count in the summary of a statistic: those for which it is defined.
-
-    `previous_mass` counts the queries that have a key before their own, `next_mass` those that have one after it,
-    `duplicate_mass` and `induction_mass` those whose token has occurred before, all others the queries that see a key.
+    """Return which queries count in the summary of a statistic.
 
     Args:
-        name: the statistic.
+        rule: the `counted` of the statistic.
         sees: ([batch,] heads, queries) bool, the queries that see a key.
         positions: (queries,) or (batch, 1, queries) int64, their positions among the keys.
-        num_keys: number of keys of the sample, or of each query's sample, (batch, 1, queries).
-        ids: (keys,) int64, the token ids of the keys of the one sample, or None if unknown.
+        num_keys: number of keys of the sample, or of each query's sample, as the positions.
+        occurred: returns which queries' tokens occur earlier in the text, as the positions; None if unknown.
 
     Returns:
         ([batch,] heads, queries) bool.
     """
-    if name == "previous_mass":
-        return sees & (positions >= 1)
-    if name == "next_mass":
-        return sees & (positions + 1 < num_keys)
-    if name in ("duplicate_mass", "induction_mass") and ids is not None:
-        return sees & _occurred_before(positions, ids)
+    if rule == "repeated":
+        return sees if occurred is None else sees & occurred()
+    if rule != "all":
+        keys = positions + int(rule.removeprefix("offset "))
+        return sees & (keys >= 0) & (keys < num_keys)
     return sees
 
 
-def _occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
-    """Return which queries' tokens occur earlier in the text: (queries,) bool."""
+def occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
+    """Return which queries' tokens occur earlier in the text: (queries,) bool, of the token ids of its keys."""
     _, token = ids.unique(return_inverse=True)
     place = torch.arange(len(ids))
     first = torch.full((int(token.max()) + 1,), len(ids)).scatter_reduce(0, token, place, "amin")

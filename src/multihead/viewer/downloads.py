@@ -48,16 +48,17 @@ def check_size(queries: slice, keys: slice) -> None:
         )
 
 
+def _safe(value: object) -> object:
+    """Escape text for a spreadsheet, see `cell`, and its characters that act on a terminal."""
+    return cell(visible(value)) if isinstance(value, str) else value
+
+
 def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Write a header line and one line per head; characters that act on a terminal are escaped."""
-
-    def safe(value: object) -> object:
-        return cell(visible(value)) if isinstance(value, str) else value
-
     names = list(dict.fromkeys(name for row in rows for name in row))
     # A shell's tools expect lines to end like this; no cell holds a character that needs the other ending.
-    yield from _lines([[safe(name) for name in names]], end="\n")
-    yield from _lines(([safe(row.get(name, "")) for name in names] for row in rows), end="\n")
+    yield from _lines([[_safe(name) for name in names]], end="\n")
+    yield from _lines(([_safe(row.get(name, "")) for name in names] for row in rows), end="\n")
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
@@ -90,9 +91,9 @@ def weights_csv(
     """
     names = ["query", "key", *(["query_token"] if query_tokens else []), *(["key_token"] if key_tokens else [])]
     yield from _lines([[*names, "weight"]])
-    ends = [cell(each) for each in key_tokens[keys]] if key_tokens else None
+    ends = [_safe(each) for each in key_tokens[keys]] if key_tokens else None
     for query, row in _rows(sample, head, queries, keys):
-        begins = [cell(query_tokens[query])] if query_tokens else []
+        begins = [_safe(query_tokens[query])] if query_tokens else []
         yield from _lines(
             [query, key, *begins, *([ends[place]] if ends else []), weight]
             for place, (key, weight) in enumerate(zip(range(keys.start, keys.stop), row, strict=True))

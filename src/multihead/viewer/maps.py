@@ -28,9 +28,9 @@ class Rounding:
     largest: float = 0.0
 
     def update(self, weights: Tensor, decoded: Tensor) -> None:
-        """Include one tile; masked and NaN cells do not count."""
+        """Include one tile; masked cells, NaN and infinities do not count."""
         difference = (weights - decoded).abs()
-        known = difference[~difference.isnan()]
+        known = difference[difference.isfinite()]
         self.largest = max(self.largest, float(known.max()) if known.numel() else 0.0)
 
 

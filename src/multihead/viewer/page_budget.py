@@ -236,7 +236,7 @@ def _small_maps(one: SampleRecord, size: int) -> Tensor | None:
     """Return the pooled maps of a layer, from its statistics if they have the wanted size, else from the weights."""
     found = one.statistics.get("pooled_map")
     # A record pools a padded batch in blocks of the longest sample, which are too wide for a shorter one.
-    wanted = tuple(-(-length // -(-length // size)) for length in (one.num_queries, one.num_keys))
+    wanted = tuple(-(-length // max(1, -(-length // size))) for length in (one.num_queries, one.num_keys))
     if found is not None and tuple(found.shape[-2:]) == wanted:
         return found
     try:
@@ -257,7 +257,7 @@ def _put_maps(
     if small is None:
         return
     kept.rows, kept.cols = small.shape[-2:]
-    kept.row_block, kept.col_block = -(-one.num_queries // kept.rows), -(-one.num_keys // kept.cols)
+    kept.row_block, kept.col_block = -(-one.num_queries // max(1, kept.rows)), -(-one.num_keys // max(1, kept.cols))
     room.take(store.packs, f"m{index}", maps.pack_maps(small, rounding))
 
 

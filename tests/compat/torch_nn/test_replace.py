@@ -121,6 +121,7 @@ def test_no_fused_path_bypasses_a_drop_in_that_says_its_projections_are_packed(
     assert called == [layer.self_attn for layer in model.layers]
     assert [layer.name for layer in seen.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
     torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=2e-5)
+    assert [[one.num_queries for one in layer.samples] for layer in seen.layers] == [real.sum(1).tolist()] * 2
 
 
 def test_a_layer_saved_when_it_stated_separate_projections_states_packed_ones_after_loading() -> None:

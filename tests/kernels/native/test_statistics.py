@@ -9,14 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, Measurement, first_keys, one_pass, second_pass
-from multihead.masks.base import KeyBounds
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, Measurement, one_pass, second_pass
 from multihead.masks.place import Place
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
@@ -74,10 +72,6 @@ def test_every_statistic_of_a_drawn_call_is_that_of_its_definition(case: Drawn) 
         seen = seen & (request.bias != -torch.inf)
     start = oracle.positions_of_first(case.query_start, *case.size.cells[::2], case.size.keys)
     exact = oracle.statistics(whole.weights, seen, start=start)
-    # The first key is the first of the mask's: a bias is no mask.
-    first = first_keys(bounds).expand(case.size.batch)
-    picked = whole.weights.gather(-1, first.clamp(min=0)[:, None, None, None].expand(*seen.shape[:3], 1))[..., 0]
-    exact["first_mass"] = picked * (first >= 0)[:, None, None]
     for name in SETS:
         with library.using(name):
             attended = kernel.attend(replace(request, wanted=IN_THE_PASS), bounds)
@@ -205,20 +199,6 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
         with library.using(name):
             received, _ = second_pass(request, bounds, logsumexp, cell=None)
         assert oracle.difference(received, exact.sum(2)) < 2e-5
-
-
-def test_the_first_key_of_each_sample_is_the_first_that_some_query_sees() -> None:
-    start, stop = torch.tensor([[3, 2, 5], [4, 4, 4]]), torch.tensor([[4, 2, 6], [4, 4, 4]])
-    assert first_keys(KeyBounds(start, stop)).tolist() == [3, -1]
-    assert first_keys(KeyBounds(start[:, :0], stop[:, :0])).tolist() == [-1, -1]
-
-
-def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode() -> None:
-    bounds = bounds_of(long(6, masks.Full()))
-    with FlopCounterMode(display=False):
-        under_a_mode = first_keys(bounds)
-    assert first_keys(bounds) is not under_a_mode
-    assert first_keys(bounds) is first_keys(bounds)
 
 
 def test_only_what_is_wanted_is_measured() -> None:

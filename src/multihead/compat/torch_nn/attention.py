@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from multihead.call import CallOrigin
-from multihead.compat.torch_nn.masks import Sizes, Visible, visible
+from multihead.call import CallOrigin, listeners
+from multihead.compat.torch_nn.masks import Sizes, Visible, real_queries, visible
 from multihead.compat.torch_nn.nested import nested_like, padding_of
 from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share, reject_scripting
@@ -151,8 +152,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
         shown = visible(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
         k, v = self._with_added_keys(k, v)
+        origin = CallOrigin(self, crosses=False if within else None)
+        if within and listeners():
+            origin = replace(origin, real=real_queries(key_padding_mask))
         merged, weights = self._attended(
-            q, k, v, shown, within=within, need_weights=need_weights, average=average_attn_weights
+            q, k, v, shown, origin, need_weights=need_weights, average=average_attn_weights
         )
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
@@ -193,13 +197,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
 
     def _attended(
-        self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, *, within: bool, need_weights: bool, average: bool
+        self, q: Tensor, k: Tensor, v: Tensor, shown: Visible, origin: CallOrigin, *, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Split heads, attend and merge: (batch, queries, embed_dim), and the weights if they are needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         terms = (shown.mask, shown.bias, None, None, None, dropout, shown.query_start)
-        request = request_of(q, k, v, *terms, origin=CallOrigin(self, crosses=False if within else None))
+        request = request_of(q, k, v, *terms, origin=origin)
         if suits(request, need_weights=need_weights):
             output, weights = attended_by_head(request, need_weights=need_weights, average=average)
             return merge_heads(output), weights
@@ -215,7 +219,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         shown = Visible(Documents(lengths), None, 0)
         q, k, v = self._projected(tokens, tokens, tokens)
-        merged, _ = self._attended(q, k, v, shown, within=True, need_weights=False, average=False)
+        origin = CallOrigin(self, torch.tensor(lengths), crosses=False)
+        merged, _ = self._attended(q, k, v, shown, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _padded(

@@ -86,6 +86,12 @@ def _of_attn_mask(attn_mask: Tensor | None, sizes: Sizes, *, is_causal: bool) ->
     return Drop(pad(by_head, (sizes.extra, 0))), None
 
 
+def real_queries(key_padding_mask: Tensor | None) -> Tensor | None:
+    """Return which queries of a self-attention are no padding, (batch, queries) bool; None if that is unknown."""
+    hidden = None if key_padding_mask is None else _hidden(key_padding_mask)
+    return None if hidden is None else ~hidden
+
+
 def _of_padding(key_padding_mask: Tensor | None, sizes: Sizes) -> tuple[Mask, Tensor | None]:
     """Convert key_padding_mask to a mask, or to a bias (batch, 1, 1, keys)."""
     if key_padding_mask is None:

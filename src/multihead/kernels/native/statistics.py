@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest
+from multihead.kernels.first_keys import first_keys, first_seen
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
     WHOLE,
@@ -47,8 +48,7 @@ ONE_PASS: frozenset[Part] = frozenset(_FIELD)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
-# Of cached plans, by their bounds; of packed samples with their lengths.
-_FIRST_KEYS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
+# Of cached plans, by their bounds, with the lengths of the samples.
 _FIRST_KEYS_OF_PACKED: WeakKeyDictionary[KeyBounds, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 
@@ -114,7 +114,7 @@ class Measurement:
         elif start:
             result.inputs["query_start"] = torch.full((shape.batch,), start, device="cpu")
         if "target_key_weight" in raw:
-            first = first_keys(bounds)
+            first = first_keys(request, bounds)
             result.inputs["target_key"] = first if len(first) == shape.batch else first.repeat(shape.batch)
         if "special_keys_weight" in raw and special_keys is not None:
             result.inputs["special_keys"] = special_keys.contiguous()
@@ -146,43 +146,25 @@ class Measurement:
         return {part: of_offsets[part] if part in of_offsets else raw[name] for part, name in self.outputs.items()}
 
 
-def first_keys(bounds: KeyBounds) -> Tensor:
-    """Return the first key that some query of each sample sees: (batch or 1,), -1 where no query sees a key."""
-    found = _FIRST_KEYS.get(bounds)
-    if found is None:
-        found = _first_keys(bounds)
-        if not intercepted():  # a mode that replaces the tensors made under it must not reach the calls after it
-            _FIRST_KEYS[bounds] = found
-    return found
-
-
-def _first_keys(bounds: KeyBounds) -> Tensor:
-    if not bounds.start.shape[1]:
-        return torch.full((bounds.start.shape[0],), -1, device="cpu")
-    none = torch.iinfo(torch.int64).max
-    first = bounds.start.masked_fill(bounds.sees_nothing, none).amin(1)
-    return first.masked_fill(first == none, -1)
-
-
 def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return marks of the first key that some query of each packed sample sees: (1, keys) bool."""
     assert request.packed_lengths is not None
-    found = _FIRST_KEYS_OF_PACKED.get(bounds)
+    found = _FIRST_KEYS_OF_PACKED.get(bounds) if request.bias is None else None  # a bias is no part of a plan
     if found is not None and torch.equal(found[0], request.packed_lengths):
         return found[1]
-    marks = _marks_of_packed(request.packed_lengths, bounds, request.shape.key_length)
-    if not intercepted():
+    marks = _marks_of_packed(request.packed_lengths, first_seen(request, bounds)[0], request.shape.key_length)
+    if request.bias is None and not intercepted():
         _FIRST_KEYS_OF_PACKED[bounds] = request.packed_lengths.clone(), marks
     return marks
 
 
-def _marks_of_packed(packed_lengths: Tensor, bounds: KeyBounds, keys: int) -> Tensor:
+def _marks_of_packed(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor:
+    """Mark the first key of each sample, (1, keys) bool, given that of each query, (queries,)."""
     lengths = packed_lengths.cpu().numpy()  # NumPy starts faster than torch
-    start, stop = bounds.start[0].cpu().numpy(), bounds.stop[0].cpu().numpy()
     begin = (lengths.cumsum() - lengths)[lengths > 0]
     marks = np.zeros((1, keys + 1), dtype=bool)  # the last one is for samples that see no key
     if len(begin):
-        marks[0, np.minimum.reduceat(np.where(start < stop, start, keys), begin)] = True
+        marks[0, np.minimum.reduceat(first.cpu().numpy(), begin)] = True
     return torch.from_numpy(marks[:, :keys])
 
 
