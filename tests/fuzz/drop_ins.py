@@ -26,13 +26,21 @@ def randomise(draw: Draw, module: nn.Module) -> None:
             parameter.copy_(numbers * (0.7 if parameter.dim() > 1 else 0.3))
 
 
-def compare(name: str, ours: Tensor, exact: Tensor, plain: Tensor, rows: Tensor | None = None) -> None:
-    """Compare with the original in float64, by what it loses in the dtype; its NaN are left out."""
+def compare(name: str, ours: Tensor, exact: Tensor, plain: Tensor, size: float = 1.0) -> None:
+    """Compare with the original in float64, by what it loses in the dtype; its NaN are left out.
+
+    Args:
+        name: of the result.
+        ours: the result.
+        exact: that of the original in float64.
+        plain: that of the original.
+        size: of the largest number that was rounded on the way.
+    """
     if ours.shape != exact.shape:
         raise Mismatch(f"{name} has another shape: {tuple(ours.shape)} instead of {tuple(exact.shape)}")
-    left_out = exact.isnan() if rows is None else exact.isnan() | ~rows
+    left_out = exact.isnan()
     exact, plain, ours = (torch.where(left_out, 0, each.detach()) for each in (exact, plain, ours))
-    allowed = SLACK * (oracle.budget(exact.double(), plain) + 16 * torch.finfo(ours.dtype).eps)
+    allowed = SLACK * (oracle.budget(exact.double(), plain) + 16 * size * torch.finfo(ours.dtype).eps)
     error = oracle.difference(ours, exact.double())
     if not error <= allowed:
         raise Mismatch(f"{name} is off: by {error:.3g}, {allowed:.2g} is allowed")
@@ -147,8 +155,9 @@ def _compare_torch(
     if call["need_weights"]:
         assert weights is not None
         compare("weights", weights, exact[1], plain[1])
+    size = max((float(each.abs().max()) for each in exact[2] if each.numel()), default=1.0)
     for value, right, near in zip(grads, exact[2], plain[2], strict=True):
-        compare("a gradient", value, right, near)
+        compare("a gradient", value, right, near, max(1.0, size))
 
 
 def tutorials(draw: Draw) -> None:
