@@ -94,7 +94,7 @@ def serve(connection: Connection) -> None:
         try:
             case = connection.recv()
             connection.send(outcome(case, connection))
-        except (EOFError, BrokenPipeError):  # the run has ended
+        except (EOFError, ConnectionError):  # the run has ended
             os._exit(0)
 
 
