@@ -200,11 +200,12 @@ active = _listeners.get  # for calls that no compiler traces
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Publish every call in this context, and in no other thread, to a listener."""
-    token = _listeners.set((*_listeners.get(), listener))
+    # Not a token of the ContextVar: contexts that overlap may end in any order.
     try:
+        _listeners.set((*_listeners.get(), listener))
         yield
     finally:
-        _listeners.reset(token)
+        _listeners.set(tuple(each for each in _listeners.get() if each is not listener))
 
 
 def listeners() -> tuple[Listener, ...]:

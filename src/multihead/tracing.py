@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from threading import RLock
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -138,6 +139,31 @@ def untraced() -> Iterator[None]:
         yield
     finally:
         _put_jit_state(state)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code uncompiled, so that listeners receive its calls; the last of several users restores it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    user = object()
+    try:
+        with _lock:
+            _uncompiled.append(user)
+            if len(_uncompiled) == 1:
+                _stances.append(torch.compiler.set_stance("force_eager"))
+        yield
+    finally:
+        with _lock:
+            _uncompiled[:] = [each for each in _uncompiled if each is not user]
+            if not _uncompiled and _stances:
+                _stances.pop().__exit__(None, None, None)
+
+
+_lock = RLock()
+_uncompiled: list[object] = []
+_stances: list[torch.compiler.set_stance] = []
 
 
 def runs_backward() -> bool:

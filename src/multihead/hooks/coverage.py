@@ -12,7 +12,8 @@ import dis
 import inspect
 import re
 import sys
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -40,12 +41,17 @@ def attention_elsewhere(model: nn.Module) -> dict[str, str]:
     Returns:
         one sentence with the reason per qualified name; empty if all attention goes through the interface.
     """
-    return {name: reason for name, module in model.named_modules() if (reason := _reason(module.__class__)) is not None}
+    return {name: reason for name, module in model.named_modules() if (reason := _reason(module)) is not None}
 
 
 def looks_up(kind: Any) -> bool:
     """Whether modules of a class look their attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_names_of_forward(kind))
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_read(kind).names)
+
+
+def of_interface(kind: Any) -> bool:
+    """Whether a class, or one that it is derived from, looks attention up in transformers' AttentionInterface."""
+    return _base_of_interface(kind.__mro__) is not None
 
 
 def require_coverage(model: nn.Module) -> None:
@@ -96,27 +102,55 @@ def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]
     }
 
 
+def _reason(module: nn.Module) -> str | None:
+    """Return why attention in a module would not run on our kernels; None if it would, or if it has none."""
+    kind = type(module)
+    own = vars(module).get("forward")
+    if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
+        return _reason_of_class(kind)
+    replaced = _judged(kind, _read_function(kind, own, vars(module)), kind.__mro__)
+    return replaced and f"The forward of this {kind.__name__} was replaced. {replaced}"
+
+
 @cache
-def _reason(kind: Any) -> str | None:
-    """Return why attention in modules of a class would not run on our kernels; None if it would, or if it has none."""
+def _reason_of_class(kind: Any) -> str | None:
     if kind.__module__.split(".")[0] == "multihead":
         return None
     if issubclass(kind, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention computes its attention itself."
     if kind.__module__.split(".")[0] == "torch":
         return None
-    names = _names_of_forward(kind)
-    if _look_up(names) or _OF_SOMETHING_ELSE.search(kind.__name__):
+    return _judged(kind, _read(kind), kind.__mro__[1:])
+
+
+def _judged(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
+    """Return why attention in the code of a forward would not run on our kernels, or None.
+
+    Args:
+        kind: the class of the module.
+        code: what its forward uses.
+        bases: the classes whose forward it replaces.
+    """
+    if code.calls:
+        return f"{kind.__name__} calls {min(code.calls)} itself."
+    if _look_up(code.names) or _OF_SOMETHING_ELSE.search(kind.__name__):
         return None
-    if fused := names & _FUSED:
+    if fused := code.names & _FUSED:
         return f"{kind.__name__} calls torch's {min(fused)} itself."
     if (
-        _ATTENTION.search(kind.__name__)
-        and any(_SOFTMAX.search(name) for name in names)
-        and any(_PRODUCT.search(name) for name in names)
+        any(_ATTENTION.search(base.__name__) for base in kind.__mro__)
+        and any(_SOFTMAX.search(name) for name in code.names)
+        and any(_PRODUCT.search(name) for name in code.names)
     ):
         return f"{kind.__name__} computes its weights itself, without transformers' AttentionInterface."
+    if (base := _base_of_interface(bases)) is not None:
+        return f"{kind.__name__} replaces the forward of {base.__name__}, which calls transformers' AttentionInterface."
     return None
+
+
+def _base_of_interface(bases: tuple[Any, ...]) -> Any:
+    """Return the first of some classes with a forward that looks attention up in the interface, or None."""
+    return next((base for base in bases if "forward" in vars(base) and looks_up(base)), None)
 
 
 def _look_up(names: frozenset[str]) -> bool:
@@ -124,33 +158,104 @@ def _look_up(names: frozenset[str]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
 
 
+@dataclass(frozen=True)
+class _Code:
+    """What a forward uses, in its own code and in the methods and functions of the same files that it calls.
+
+    Attributes:
+        names: all names.
+        calls: the attention functions, such as eager ones, that it calls by their own name.
+    """
+
+    names: frozenset[str]
+    calls: frozenset[str]
+
+
 @cache
-def _names_of_forward(kind: Any) -> frozenset[str]:
-    """Return all names in a class's forward, and in the methods and functions of the same files that it uses."""
-    files = {base.__module__ for base in kind.__mro__ if base is not nn.Module}
+def _read(kind: Any) -> _Code:
+    """Return what the forward of a class uses."""
+    return _read_function(kind, kind.forward, {})
+
+
+def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
+    """Return what a forward uses.
+
+    Args:
+        kind: the class of the module.
+        forward: a function, a method, a partial of one, or one that wraps it.
+        own: the attributes of the module itself.
+    """
+    files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
     names: set[str] = set()
-    waiting: list[Any] = [kind.forward]
+    calls: set[str] = set()
+    waiting: list[Any] = [forward]
+    direct = {id(forward)}  # functions that are read whatever their file
     seen: set[CodeType] = set()
     while waiting:
-        function = inspect.unwrap(waiting.pop())
-        function = getattr(function, "__func__", function)  # that of a static method or a class method
+        given = waiting.pop()
+        function = _function_of(given)
+        if isinstance(function, partial):
+            parts = [function.func, *function.args, *function.keywords.values()]
+            waiting += parts
+            direct |= {id(each) for each in parts}
         if not inspect.isfunction(function) or function.__code__ in seen:
             continue
-        if function.__module__ not in files and function is not kind.forward:
+        if function.__module__ not in files and not {id(given), id(function)} & direct:
             continue
         seen.add(function.__code__)
-        own = _names_of_code(function.__code__)
-        names |= own
-        waiting += [inspect.getattr_static(kind, name, None) for name in own]
-        waiting += [function.__globals__.get(name) for name in own]
-    return frozenset(names)
+        used, called = _names_of_code(function.__code__)
+        names |= used
+        found = [function.__globals__.get(name) for name in used]
+        calls |= {name for name in called if _attends(found, function.__globals__.get(name), name)}
+        waiting += [inspect.getattr_static(kind, name, None) for name in used]
+        if "__class__" in function.__code__.co_freevars:  # super() calls what a later base defines
+            waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
+        waiting += found
+        held = [own.get(name) for name in used] + [_content(cell) for cell in function.__closure__ or ()]
+        held = [each for each in held if callable(each)]
+        waiting += held
+        direct |= {id(each) for each in held}
+    return _Code(frozenset(names), frozenset(calls))
 
 
-def _names_of_code(code: CodeType) -> frozenset[str]:
-    """Return the names in a code object and in those nested in it; `a @ b` is named matmul."""
+def _function_of(given: Any) -> Any:
+    """Return the function of a method, or that which a wrapper without code of its own calls."""
+    while True:
+        function = getattr(given, "__func__", given)  # that of a static method or a class method
+        if inspect.isfunction(function) or isinstance(function, partial) or not hasattr(function, "__wrapped__"):
+            return function
+        given = function.__wrapped__
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # it is empty
+
+
+def _attends(modules: list[Any], function: Any, name: str) -> bool:
+    """Whether a function, or that of this name in one of some modules, is one for transformers' AttentionInterface."""
+    functions = [function, *(getattr(each, name, None) for each in modules if inspect.ismodule(each))]
+    return any(
+        inspect.isfunction(each) and each.__code__.co_varnames[:4] == ("module", "query", "key", "value")
+        for each in functions
+    )
+
+
+def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names in a code object and in those nested in it, and those that it calls; `a @ b` is named matmul."""
     names = {*code.co_names, *code.co_freevars}
-    names |= {"matmul" for step in dis.get_instructions(code) if step.opname == "BINARY_OP" and step.argrepr == "@"}
+    calls: set[str] = set()
+    for step in dis.get_instructions(code):
+        if step.opname == "BINARY_OP" and step.argrepr == "@":
+            names.add("matmul")
+        # Python writes NULL, or self, below a function that it calls next.
+        if step.opname == "LOAD_METHOD" or (step.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in step.argrepr):
+            calls.add(str(step.argval))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names_of_code(constant)
-    return frozenset(names)
+            inner, called = _names_of_code(constant)
+            names |= inner
+            calls |= called
+    return frozenset(names), frozenset(calls)

@@ -1,4 +1,4 @@
-"""A tensor that stores a mask as a value while a model passes it on, and becomes dense only when computed with."""
+"""Mask tensors that a model passes on: one stores its mask as a value, and none can be added to scores."""
 
 from __future__ import annotations
 
@@ -8,14 +8,120 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from multihead.errors import ModelError
 from multihead.masks import Keep, Mask
 from multihead.masks.place import Place
 
 _KEYS_AXIS = 3
+# Operations whose result is still a mask.
+_RESHAPES = frozenset(
+    (
+        "slice",
+        "select",
+        "index",
+        "index_select",
+        "gather",
+        "expand",
+        "view",
+        "_unsafe_view",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "transpose",
+        "t",
+        "clone",
+        "repeat",
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "flip",
+        "roll",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "_to_copy",
+    )
+)
+# Operations that choose between numbers by a mask, or read its size only.
+_CHOICES = frozenset(
+    (
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "masked_select",
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "nonzero",
+    )
+)
 
 
-class LazyMask(Tensor):
-    """A tensor subclass shaped like a model's boolean mask (batch, 1, queries, keys) that stores a Mask and no cells.
+class BooleanMask(Tensor):
+    """A tensor subclass for a Boolean mask, True = visible, that raises where a model computes with it as with numbers.
+
+    A mask of transformers' eager attention is added to the scores. The mask of our attention is Boolean: added to
+    scores it would hide nothing.
+    """
+
+    _cells: Tensor
+    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
+
+    @staticmethod
+    def of(cells: Tensor) -> BooleanMask:
+        """Create one from a plain Boolean tensor."""
+        made: BooleanMask = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
+            BooleanMask, cells.size(), strides=cells.stride(), dtype=torch.bool, device=cells.device
+        )
+        made._cells = cells
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"BooleanMask({tuple(self.shape)})"
+
+    def dense(self) -> Tensor:
+        """Return the mask as a plain tensor."""
+        return self._cells
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        """Run an operation on the dense mask.
+
+        Raises:
+            ModelError: it computes numbers from the mask.
+        """
+        name = getattr(function, "__name__", "").split(".")[0]
+        args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
+        found = function(*args, **kwargs)
+        if name in _CHOICES or "scaled_dot_product" in name:
+            return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
+        results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+        if name in ("add", "add_") or any(each.dtype != torch.bool for each in results):
+            raise ModelError(
+                f"The model computes {name} of its attention mask, which is Boolean with this library's attention: "
+                "True = visible, not a number added to the scores.",
+                "Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or attn_implementation='eager'.",
+            )
+        return pytree.tree_map_only(Tensor, BooleanMask.of, found) if name in _RESHAPES else found
+
+
+class LazyMask(BooleanMask):
+    """A mask of a model, (batch, 1, queries, keys), that stores a Mask and no cells.
 
     Models pass the mask from where it is made to their attention layers, mostly unchanged; some slice keys off its
     end. Both keep the stored mask. Any other operation runs on the dense tensor, so that every change that a model
@@ -36,8 +142,6 @@ class LazyMask(Tensor):
     key_offset: int
     padding: Tensor | None
     packed_lengths: Tensor | None = None
-    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @staticmethod
     def __new__(
@@ -81,7 +185,7 @@ class LazyMask(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Run an operation on the dense mask, except for copies and for slices that cut keys off the end."""
@@ -97,5 +201,4 @@ class LazyMask(Tensor):
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
                 if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
                     return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
-        args, kwargs = pytree.tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return super().__torch_dispatch__(function, types, args, kwargs)

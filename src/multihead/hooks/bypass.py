@@ -1,0 +1,121 @@
+"""Find the modules of a running model whose attention bypasses ours.
+
+What code of a forward runs is known only when it runs: a layer may compute its own attention for one index, or receive
+the mask and ignore transformers' AttentionInterface. So modules that look attention up in the interface, and modules
+that receive the mask of `mask_for`, are watched: each must make a call of ours, itself or in its submodules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from multihead.errors import ModelError
+from multihead.hooks.coverage import of_interface
+from multihead.hooks.lazy_mask import BooleanMask
+from multihead.hooks.pretrained import innermost, pretrained_models
+from multihead.hooks.rejection import CHOICE
+from multihead.hooks.undo import Undo
+
+Report = Callable[[str], object]
+
+
+class Calls(threading.local):
+    """Attention calls of this thread.
+
+    Attributes:
+        count: number of calls so far.
+        before: the number when a module began its newest forward pass, by the module's id.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.before: dict[int, int] = {}
+
+
+calls = Calls()
+
+
+def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> None:
+    """Report modules that ran without a call of ours, though they attend or received our mask.
+
+    Args:
+        undo: receives the steps that end it.
+        model: a module that contains models of transformers.
+        implementation: the name of our attention; while a model runs another one, nothing is reported.
+        report: receives a sentence that names the module.
+    """
+    models: dict[str, Any] = pretrained_models(model)
+    for name, module in model.named_modules():
+        if (around := innermost(name, models)) is None:
+            continue
+        attends = of_interface(type(module))
+        if attends or _takes_mask(type(module)):
+            config = getattr(module, "config", models[around].config)
+            undo.before(module, _begin)
+            end = partial(_end, name, config, implementation, report, attends=attends)
+            undo.after(module, end, with_kwargs=True)
+
+
+def rejected(sentence: str) -> None:
+    """Raise the error for a module that ran without a call of ours.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(
+        sentence,
+        "Let it call the function that transformers' AttentionInterface returns, or run the model with "
+        "attn_implementation='eager'.",
+    )
+
+
+def _begin(module: nn.Module, _: Any) -> None:
+    if not torch.compiler.is_compiling():
+        calls.before[id(module)] = calls.count
+
+
+def _end(
+    name: str, config: Any, implementation: str, report: Report, module: nn.Module, *given: Any, attends: bool
+) -> None:
+    """Report a module that made no call; `given` are its arguments, its keyword arguments and its output."""
+    if torch.compiler.is_compiling() or calls.before.pop(id(module), None) != calls.count:
+        return
+    received = any(isinstance(each, BooleanMask) for each in (*given[0], *_values(given[1:-1])))
+    if (attends or received) and getattr(config, CHOICE, None) == implementation and not _compiled(module):
+        did = "received the attention mask and ran" if received else "ran"
+        report(f"{name} ({type(module).__name__}) {did} without a call of this library's attention.")
+
+
+def _values(keywords: tuple[Any, ...]) -> list[Any]:
+    return [value for each in keywords for value in each.values()]  # torch omits them while it adds a hook
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether a part of a module, or the code that runs it, is compiled: then its calls cannot be counted."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    if get_eval_frame_callback() not in (None, False):
+        return True
+    return any(hasattr(each, "_orig_mod") or vars(each).get("_compiled_call_impl") for each in module.modules())
+
+
+@cache
+def _takes_mask(kind: Any) -> bool:
+    """Whether modules of a class can receive a mask: by an argument of that name, or by any."""
+    if kind.__module__.split(".")[0] in ("multihead", "torch"):
+        return False
+    try:
+        parameters = inspect.signature(kind.forward).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any("mask" in each.name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
