@@ -1,8 +1,8 @@
 """Find the modules of a running model whose attention bypasses ours.
 
-What code of a forward runs is known only when it runs: a layer may compute its own attention for one index, or receive
+What code of a forward runs is known only when it runs: a layer may compute its own attention for one index, or read
 the mask and ignore transformers' AttentionInterface. So modules that look attention up in the interface, and modules
-that receive the mask of `mask_for`, are watched: each must make a call of ours, itself or in its submodules.
+that read the mask of `mask_for`, are watched: each must make a call of ours, itself or in its submodules.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 
 from multihead.errors import ModelError
 from multihead.hooks.coverage import of_interface
-from multihead.hooks.lazy_mask import BooleanMask
-from multihead.hooks.pretrained import innermost, pretrained_models
+from multihead.hooks.lazy_mask import uses
+from multihead.hooks.pretrained import innermost, is_within, pretrained_models
 from multihead.hooks.rejection import CHOICE
 from multihead.hooks.undo import Undo
 
@@ -32,19 +32,19 @@ class Calls(threading.local):
 
     Attributes:
         count: number of calls so far.
-        before: the number when a module began its newest forward pass, by the module's id.
+        before: that number, and how often masks had been read, when a module began its newest forward pass, by its id.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.before: dict[int, int] = {}
+        self.before: dict[int, tuple[int, int]] = {}
 
 
 calls = Calls()
 
 
 def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> None:
-    """Report modules that ran without a call of ours, though they attend or received our mask.
+    """Report modules that run without a call of ours, though they attend or read our mask.
 
     Args:
         undo: receives the steps that end it.
@@ -53,15 +53,16 @@ def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> 
         report: receives a sentence that names the module.
     """
     models: dict[str, Any] = pretrained_models(model)
+    attending = [name for name, module in model.named_modules() if of_interface(type(module))]
     for name, module in model.named_modules():
-        if (around := innermost(name, models)) is None:
-            continue
-        attends = of_interface(type(module))
-        if attends or _takes_mask(type(module)):
+        around = innermost(name, models)
+        attends = name in attending
+        # A part of attention may read the mask, such as the indexer of sparse attention.
+        reads = _takes_mask(type(module)) and not any(is_within(name, each) for each in attending)
+        if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.before(module, _begin)
-            end = partial(_end, name, config, implementation, report, attends=attends)
-            undo.after(module, end, with_kwargs=True)
+            undo.after(module, partial(_end, name, config, implementation, report, attends=attends))
 
 
 def rejected(sentence: str) -> None:
@@ -77,25 +78,22 @@ def rejected(sentence: str) -> None:
     )
 
 
-def _begin(module: nn.Module, _: Any) -> None:
+def _begin(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():
-        calls.before[id(module)] = calls.count
+        calls.before[id(module)] = calls.count, uses.count
 
 
 def _end(
-    name: str, config: Any, implementation: str, report: Report, module: nn.Module, *given: Any, attends: bool
+    name: str, config: Any, implementation: str, report: Report, module: nn.Module, *_: object, attends: bool
 ) -> None:
-    """Report a module that made no call; `given` are its arguments, its keyword arguments and its output."""
-    if torch.compiler.is_compiling() or calls.before.pop(id(module), None) != calls.count:
+    if torch.compiler.is_compiling():
         return
-    received = any(isinstance(each, BooleanMask) for each in (*given[0], *_values(given[1:-1])))
-    if (attends or received) and getattr(config, CHOICE, None) == implementation and not _compiled(module):
-        did = "received the attention mask and ran" if received else "ran"
-        report(f"{name} ({type(module).__name__}) {did} without a call of this library's attention.")
-
-
-def _values(keywords: tuple[Any, ...]) -> list[Any]:
-    return [value for each in keywords for value in each.values()]  # torch omits them while it adds a hook
+    before = calls.before.pop(id(module), None)
+    if before is None or before[0] != calls.count or not (attends or before[1] != uses.count):
+        return
+    if getattr(config, CHOICE, None) == implementation and not _compiled(module):
+        read = "" if attends else "read the attention mask, and "
+        report(f"{name} ({type(module).__name__}) {read}ran without a call of this library's attention.")
 
 
 def _compiled(module: nn.Module) -> bool:

@@ -14,9 +14,10 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from multihead.errors import ModelError
@@ -41,7 +42,11 @@ def attention_elsewhere(model: nn.Module) -> dict[str, str]:
     Returns:
         one sentence with the reason per qualified name; empty if all attention goes through the interface.
     """
-    return {name: reason for name, module in model.named_modules() if (reason := _reason(module)) is not None}
+    return {
+        name: reason
+        for name, module in model.named_modules()
+        if (reason := _reason(module) or _unlike_ours(module)) is not None
+    }
 
 
 def looks_up(kind: Any) -> bool:
@@ -112,6 +117,40 @@ def _reason(module: nn.Module) -> str | None:
     return replaced and f"The forward of this {kind.__name__} was replaced. {replaced}"
 
 
+def _unlike_ours(module: nn.Module) -> str | None:
+    """Return why the eager attention of a class outside transformers is not the function that we compute, or None.
+
+    What eager attention adds by itself, such as a bias, would be lost. Of the classes in transformers, `python -m
+    tools.families` compares all outputs.
+    """
+    kind = type(module)
+    if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
+        return None
+    for function in _read(kind).defaults:
+        if function.__module__.split(".")[0] != "transformers" and not _agrees(function, module):
+            return (
+                f"The eager attention of {kind.__name__}, {function.__name__}, computes something else than "
+                "softmax(scaling * q k' + mask) v."
+            )
+    return None
+
+
+def _agrees(function: FunctionType, module: nn.Module) -> bool:
+    """Whether an eager attention function returns softmax(scaling * q k' + mask) v for a small call."""
+    groups, device = getattr(module, "num_key_value_groups", 1), next(module.parameters(), torch.zeros(())).device
+    numbers = torch.arange(2.0 * (groups + 2) * 3 * 4, device=device).sin()
+    q, k, v = numbers.view(2, groups + 2, 3, 4).split((groups, 1, 1), 1)  # (batch, heads, tokens, head_dim)
+    mask = torch.full((3, 3), -torch.inf, device=device).triu(1)[None, None]
+    mask = mask.clamp(min=torch.finfo(mask.dtype).min)
+    try:
+        with torch.no_grad():
+            found = function(module, q, k, v, mask, scaling=0.7, dropout=0.0)[0]
+    except Exception:  # noqa: BLE001 - it needs more than every attention function is given
+        return False
+    expected = ((0.7 * q @ k.mT + mask).softmax(-1) @ v).transpose(1, 2)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
 @cache
 def _reason_of_class(kind: Any) -> str | None:
     if kind.__module__.split(".")[0] == "multihead":
@@ -165,10 +204,12 @@ class _Code:
     Attributes:
         names: all names.
         calls: the attention functions, such as eager ones, that it calls by their own name.
+        defaults: the attention functions that it names besides, as what the interface returns for eager attention.
     """
 
     names: frozenset[str]
     calls: frozenset[str]
+    defaults: frozenset[FunctionType]
 
 
 @cache
@@ -188,6 +229,7 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
     files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
     names: set[str] = set()
     calls: set[str] = set()
+    defaults: set[FunctionType] = set()
     waiting: list[Any] = [forward]
     direct = {id(forward)}  # functions that are read whatever their file
     seen: set[CodeType] = set()
@@ -206,7 +248,10 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
         used, called = _names_of_code(function.__code__)
         names |= used
         found = [function.__globals__.get(name) for name in used]
-        calls |= {name for name in called if _attends(found, function.__globals__.get(name), name)}
+        for name in used:
+            attention = _attention_functions(name, function.__globals__.get(name), found)
+            calls |= {name} if attention and name in called else set()
+            defaults |= attention
         waiting += [inspect.getattr_static(kind, name, None) for name in used]
         if "__class__" in function.__code__.co_freevars:  # super() calls what a later base defines
             waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
@@ -215,7 +260,7 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
         held = [each for each in held if callable(each)]
         waiting += held
         direct |= {id(each) for each in held}
-    return _Code(frozenset(names), frozenset(calls))
+    return _Code(frozenset(names), frozenset(calls), frozenset(defaults))
 
 
 def _function_of(given: Any) -> Any:
@@ -234,13 +279,14 @@ def _content(cell: Any) -> Any:
         return None  # it is empty
 
 
-def _attends(modules: list[Any], function: Any, name: str) -> bool:
-    """Whether a function, or that of this name in one of some modules, is one for transformers' AttentionInterface."""
-    functions = [function, *(getattr(each, name, None) for each in modules if inspect.ismodule(each))]
-    return any(
-        inspect.isfunction(each) and each.__code__.co_varnames[:4] == ("module", "query", "key", "value")
+def _attention_functions(name: str, function: Any, others: list[Any]) -> set[FunctionType]:
+    """Return those of a function, and of the ones with its name in some modules, that transformers' interface holds."""
+    functions = [function, *(getattr(each, name, None) for each in others if inspect.ismodule(each))]
+    return {
+        each
         for each in functions
-    )
+        if inspect.isfunction(each) and each.__code__.co_varnames[:4] == ("module", "query", "key", "value")
+    }
 
 
 def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -69,6 +70,15 @@ _CHOICES = frozenset(
 )
 
 
+class Uses(threading.local):
+    """How often code of this thread has read the values of a mask, other than in a call of our attention."""
+
+    count = 0
+
+
+uses = Uses()
+
+
 class BooleanMask(Tensor):
     """A tensor subclass for a Boolean mask, True = visible, that raises where a model computes with it as with numbers.
 
@@ -105,6 +115,7 @@ class BooleanMask(Tensor):
         Raises:
             ModelError: it computes numbers from the mask.
         """
+        uses.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
         args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
         found = function(*args, **kwargs)
