@@ -14,6 +14,7 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from multihead.errors import ModelError
 
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR"})
 _FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _SOFTMAX = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
 _PRODUCT = re.compile(r"matmul|bmm|einsum|irfft|natten|mra2_attention")  # irfft: the autocorrelation of Autoformer
@@ -250,7 +252,7 @@ def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
         found = [function.__globals__.get(name) for name in used]
         for name in used:
             attention = _attention_functions(name, function.__globals__.get(name), found)
-            calls |= {name} if attention and name in called else set()
+            calls |= {name} if attention and name in called and not _is_attention(function) else set()
             defaults |= attention
         waiting += [inspect.getattr_static(kind, name, None) for name in used]
         if "__class__" in function.__code__.co_freevars:  # super() calls what a later base defines
@@ -282,26 +284,32 @@ def _content(cell: Any) -> Any:
 def _attention_functions(name: str, function: Any, others: list[Any]) -> set[FunctionType]:
     """Return those of a function, and of the ones with its name in some modules, that transformers' interface holds."""
     functions = [function, *(getattr(each, name, None) for each in others if inspect.ismodule(each))]
-    return {
-        each
-        for each in functions
-        if inspect.isfunction(each) and each.__code__.co_varnames[:4] == ("module", "query", "key", "value")
-    }
+    return {each for each in functions if _is_attention(each)}
+
+
+def _is_attention(function: Any) -> bool:
+    """Whether a function has the arguments of those in transformers' AttentionInterface."""
+    return inspect.isfunction(function) and function.__code__.co_varnames[:4] == ("module", "query", "key", "value")
 
 
 def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names in a code object and in those nested in it, and those that it calls; `a @ b` is named matmul."""
     names = {*code.co_names, *code.co_freevars}
     calls: set[str] = set()
-    for step in dis.get_instructions(code):
+    steps = list(dis.get_instructions(code))
+    for index, step in enumerate(steps):
         if step.opname == "BINARY_OP" and step.argrepr == "@":
             names.add("matmul")
-        # Python writes NULL, or self, below a function that it calls next.
-        if step.opname == "LOAD_METHOD" or (step.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in step.argrepr):
+        # Python writes NULL, or self, next to a function that is called; until 3.12 before `module.function`.
+        if step.opname == "PUSH_NULL" or (step.opname in _LOADS and "NULL" in step.argrepr):
+            first = index + (step.opname == "PUSH_NULL") * (-1 if sys.version_info >= (3, 13) else 1)
+            attributes = takewhile(lambda each: each.opname == "LOAD_ATTR", steps[first + 1 :])
+            calls |= {str(each.argval) for each in (steps[first], *attributes) if each.opname in _LOADS}
+        elif step.opname == "LOAD_METHOD":
             calls.add(str(step.argval))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            inner, called = _names_of_code(constant)
+            inner, inner_calls = _names_of_code(constant)
             names |= inner
-            calls |= called
+            calls |= inner_calls
     return frozenset(names), frozenset(calls)
