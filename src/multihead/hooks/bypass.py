@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from multihead.errors import ModelError
-from multihead.hooks.coverage import of_interface
+from multihead.hooks.coverage import multiplies, of_interface
 from multihead.hooks.lazy_mask import uses
 from multihead.hooks.pretrained import innermost, is_within, pretrained_models
 from multihead.hooks.rejection import CHOICE
@@ -58,7 +58,7 @@ def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> 
         around = innermost(name, models)
         attends = name in attending
         # A part of attention may read the mask, such as the indexer of sparse attention.
-        reads = _takes_mask(type(module)) and not any(is_within(name, each) for each in attending)
+        reads = _may_read(type(module)) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.before(module, _begin)
@@ -108,12 +108,11 @@ def _compiled(module: nn.Module) -> bool:
 
 
 @cache
-def _takes_mask(kind: Any) -> bool:
-    """Whether modules of a class can receive a mask: by an argument of that name, or by any."""
+def _may_read(kind: Any) -> bool:
+    """Whether modules of a class can compute attention with a mask: they multiply, and have an argument for a mask."""
     if kind.__module__.split(".")[0] in ("multihead", "torch"):
         return False
-    try:
-        parameters = inspect.signature(kind.forward).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any("mask" in each.name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return multiplies(kind) and any(
+        "mask" in each.name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
+    )

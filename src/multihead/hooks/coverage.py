@@ -61,6 +61,19 @@ def of_interface(kind: Any) -> bool:
     return _base_of_interface(kind.__mro__) is not None
 
 
+def multiplies(kind: Any) -> bool:
+    """Whether the forward of a class multiplies matrices, as attention does."""
+    return any(_PRODUCT.search(name) for name in _read(kind).names)
+
+
+@cache
+def eager_arguments(kind: Any) -> frozenset[str] | None:
+    """Return the names in the code of the eager attention of a class; None if it is unknown."""
+    functions = _read(kind).defaults
+    names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
+    return frozenset().union(*names) if names else None
+
+
 def require_coverage(model: nn.Module) -> None:
     """Check that all attention of a model goes through transformers' AttentionInterface.
 

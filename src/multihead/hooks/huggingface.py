@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.hooks import output_attentions
 from multihead.hooks.bypass import Report, calls, rejected, watch
-from multihead.hooks.coverage import require_coverage
+from multihead.hooks.coverage import eager_arguments, require_coverage
 from multihead.hooks.lazy_mask import BooleanMask, LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
 from multihead.hooks.pretrained import is_cross_attention, pretrained_models
@@ -33,21 +33,11 @@ from multihead.layer.sharding import heads_of_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
 from multihead.sequence_split import reject_in_split
-from multihead.tracing import traced
+from multihead.tracing import constant_in_graphs, traced
 
 NAME = "multihead"
 _FULL, _CAUSAL = Full(), Causal()
 _ADDITIVE = frozenset({"deepseek_v4"})  # model types whose layers append numbers to the mask, so it must not be Boolean
-
-
-class _Transformers:
-    """What `register` reads of transformers.
-
-    Attributes:
-        options: the arguments that models may pass to any attention function, and that change no result of ours.
-    """
-
-    options: ClassVar[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +169,20 @@ def attend_for(
 
 
 def _check_options(module: nn.Module, options: dict[str, object]) -> None:
-    """Check that no tensor was given whose meaning is unknown: it would be left out of the computation."""
+    """Check that no tensor was given that the layer's eager attention uses: it would be left out here."""
     for name, value in options.items():
-        if isinstance(value, Tensor) and name not in _Transformers.options:
+        if isinstance(value, Tensor) and _matters(type(module), name):
             raise ModelError(
                 f"{type(module).__name__} passes the tensor {name!r} to its attention, which this library's attention "
                 "does not know.",
                 "Use this model with attn_implementation='eager'.",
             )
+
+
+@constant_in_graphs
+def _matters(kind: type[nn.Module], name: str) -> bool:
+    known = eager_arguments(kind)
+    return known is None or name in known
 
 
 def _mask_of_call(
@@ -381,9 +377,7 @@ def _selected(indices: Tensor, count: int) -> Tensor:
 def register() -> None:
     """Register the name in transformers, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.utils.generic import TransformersKwargs
 
-    _Transformers.options = frozenset(TransformersKwargs.__annotations__)
     AttentionInterface.register(NAME, attend_for)
     AttentionMaskInterface.register(NAME, mask_for)
     reject_elsewhere(NAME)

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from multihead.errors import ModelError
-from multihead.masks import Keep, Mask
+from multihead.masks import Full, Keep, Mask
 from multihead.masks.place import Place
 
 _KEYS_AXIS = 3
+_FULL = Full()
 # Operations whose result is still a mask.
 _RESHAPES = frozenset(
     (
@@ -212,4 +213,16 @@ class LazyMask(BooleanMask):
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
                 if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
                     return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
+        if name == "add.Tensor" and _hides_nothing(args):
+            args = pytree.tree_map_only(
+                LazyMask, lambda mask: torch.zeros((), device=mask.device).expand(mask.shape), args
+            )
+            return function(*args, **(kwargs or {}))
         return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _hides_nothing(terms: tuple[Any, ...]) -> bool:
+    """Whether a mask that hides nothing is added to scores or to a bias, where it is 0, as some layers do."""
+    scores = [each for each in terms if not isinstance(each, LazyMask)]
+    shown = all(each.mask == _FULL for each in terms if isinstance(each, LazyMask))
+    return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

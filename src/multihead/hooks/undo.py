@@ -86,7 +86,7 @@ class Undo:
         self.close()
 
     def __del__(self) -> None:
-        if not self.permanent:
+        if self._steps and not self.permanent:
             self.close()
 
 
@@ -148,5 +148,7 @@ def _remove(module: Any, hook: Callable[..., Any]) -> None:
         hooks = getattr(module, place)
         for key in [key for key, each in list(hooks.items()) if each is hook]:
             hooks.pop(key, None)
-            for mark in ("_with_kwargs", "_always_called"):
-                getattr(module, place + mark, {}).pop(key, None)
+        for mark in ("_with_kwargs", "_always_called"):
+            marks = getattr(module, place + mark, {})
+            for key in [key for key in list(marks) if key not in hooks]:  # also after an interruption
+                marks.pop(key, None)
