@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from threading import RLock
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch.fx.experimental import proxy_tensor
+
+from multihead.undo import Undo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,18 +149,22 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    user = object()
-    try:
+    with Undo() as undo:
+        user = object()
+        undo.callback(partial(_compile_again, user))
         with _lock:
             _uncompiled.append(user)
-            if len(_uncompiled) == 1:
+            if not _stances:
                 _stances.append(torch.compiler.set_stance("force_eager"))
         yield
-    finally:
-        with _lock:
-            _uncompiled[:] = [each for each in _uncompiled if each is not user]
-            if not _uncompiled and _stances:
-                _stances.pop().__exit__(None, None, None)
+
+
+def _compile_again(user: object) -> None:
+    with _lock:
+        _uncompiled[:] = [each for each in _uncompiled if each is not user]
+        if _stances and not _uncompiled:
+            _stances[0].__exit__(None, None, None)
+            del _stances[:1]
 
 
 _lock = RLock()

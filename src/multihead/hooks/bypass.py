@@ -22,7 +22,7 @@ from multihead.hooks.coverage import multiplies, of_interface
 from multihead.hooks.lazy_mask import uses
 from multihead.hooks.pretrained import innermost, is_within, pretrained_models
 from multihead.hooks.rejection import CHOICE
-from multihead.hooks.undo import Undo
+from multihead.undo import Undo
 
 Report = Callable[[str], object]
 

@@ -27,13 +27,13 @@ from multihead.hooks.lazy_mask import BooleanMask, LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
 from multihead.hooks.pretrained import is_cross_attention, pretrained_models
 from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
-from multihead.hooks.undo import Undo
 from multihead.kernels.native import eager
 from multihead.layer.sharding import heads_of_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
 from multihead.sequence_split import reject_in_split
 from multihead.tracing import constant_in_graphs, traced
+from multihead.undo import Undo
 
 NAME = "multihead"
 _FULL, _CAUSAL = Full(), Causal()

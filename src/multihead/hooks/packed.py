@@ -25,12 +25,12 @@ from multihead.errors import ModelError
 from multihead.hooks.huggingface import NAME, installed
 from multihead.hooks.lazy_mask import LazyMask
 from multihead.hooks.pretrained import is_within, pretrained_models
-from multihead.hooks.undo import Undo
 from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.packing import Packing
 from multihead.scores.relative import RelativeBias, offsets
 from multihead.scores.t5 import buckets_of
 from multihead.tracing import traced
+from multihead.undo import Undo
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # arguments with a value per token
 
@@ -112,7 +112,7 @@ FAMILIES = {
 """The supported families, by the class of transformers that holds their layers."""
 
 
-_padded: ContextVar[int] = ContextVar("padded", default=0)  # how many users need it
+_padded: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())  # those who need it
 
 
 class _RowMask(LazyMask):
@@ -165,11 +165,11 @@ def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, Family]], undo: U
 @contextmanager
 def padded() -> Iterator[None]:
     """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
-    _padded.set(_padded.get() + 1)
-    try:
+    user = object()
+    with Undo() as undo:
+        undo.callback(lambda: _padded.set(_padded.get() - {user}))
+        _padded.set(_padded.get() | {user})
         yield
-    finally:
-        _padded.set(_padded.get() - 1)
 
 
 def _stacks(model: nn.Module) -> list[tuple[nn.Module, Family]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from multihead.call import CallOrigin
 from multihead.hooks.lazy_mask import LazyMask
-from multihead.hooks.undo import Undo
+from multihead.undo import Undo
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,9 +15,9 @@ from multihead.explanation import Explanation, explained
 from multihead.hooks.huggingface import installed, register
 from multihead.hooks.packed import packed as leave_out_padding
 from multihead.hooks.pretrained import pretrained_models
-from multihead.hooks.undo import Undo
 from multihead.optional import require
 from multihead.parts import Part
+from multihead.undo import Undo
 
 
 @overload

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
 from typing import Any
-from weakref import ref
 
 from torch import nn
 
@@ -25,6 +24,7 @@ class Undo:
 
     permanent = False
     _steps: Sequence[Callable[[], object]] = ()  # until `__init__` has run, which may be interrupted
+    _uses: tuple[_Use, ...] = ()
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
@@ -51,6 +51,7 @@ class Undo:
     def set(self, owner: Any, attribute: str, value: object) -> None:
         """Set an attribute; the last of several users restores it."""
         use = _Use(owner, attribute)
+        self._uses = (*self._uses, use)
         self.callback(use.end)
         use.begin(value)
 
@@ -86,7 +87,10 @@ class Undo:
         self.close()
 
     def __del__(self) -> None:
-        if self._steps and not self.permanent:
+        if self.permanent:
+            for use in self._uses:
+                use.end(restore=False)  # nobody can restore it any more
+        elif self._steps:
             self.close()
 
 
@@ -108,22 +112,23 @@ class _Use:
         """Set the attribute."""
         with _lock:
             self.before = getattr(self.owner, self.attribute, None)
-            _uses[self._key] = [*map(ref, _living(self._key)), ref(self)]
+            _uses[self._key] = [*_uses.get(self._key, ()), self]
             setattr(self.owner, self.attribute, value)
 
-    def end(self) -> None:
+    def end(self, *, restore: bool = True) -> None:
         """Restore the attribute, or leave that to the next use of it, which began later and has not ended."""
         with _lock:
-            uses = _living(self._key)
+            uses = _uses.get(self._key, [])
             if self not in uses:
                 return  # it has not begun, or has ended
             later = uses[uses.index(self) + 1 :]
-            if later:
+            if restore and later:
                 later[0].before = self.before
-            else:
+            elif restore:
                 setattr(self.owner, self.attribute, self.before)
-            _uses[self._key] = [ref(use) for use in uses if use is not self]
-            _living(self._key)  # forgets the attribute where that was the last use
+            _uses[self._key] = [use for use in uses if use is not self]
+            if not _uses[self._key]:
+                del _uses[self._key]
 
     @property
     def _key(self) -> tuple[int, str]:
@@ -131,15 +136,7 @@ class _Use:
 
 
 _lock = RLock()  # dropping an object may run a step in the middle of another one
-_uses: dict[tuple[int, str], list[ref[_Use]]] = {}  # in the order in which they began
-
-
-def _living(key: tuple[int, str]) -> list[_Use]:
-    """Return the uses of an attribute that have not ended; a use whose `Undo` was dropped stays for good."""
-    uses = [use for each in _uses.get(key, ()) if (use := each()) is not None]
-    if not uses:
-        _uses.pop(key, None)
-    return uses
+_uses: dict[tuple[int, str], list[_Use]] = {}  # in the order in which they began
 
 
 def _remove(module: Any, hook: Callable[..., Any]) -> None:
