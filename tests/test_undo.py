@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import multihead as mh
@@ -18,7 +21,7 @@ from multihead import call, tracing
 from multihead.errors import ModelError
 from multihead.hooks.use import Used
 from multihead.undo import Undo
-from tests.families import family
+from tests.families import batch_of, family
 
 SRC = Path(mh.__file__).parent
 CHANGING = {
@@ -117,3 +120,83 @@ def test_ctrl_c_at_any_line_leaves_the_model_as_before(make: Any, name: str, con
         if state(model) != before:
             gc.collect()  # the frames that were left
         assert state(model) == before, f"interrupted at {reached}"
+
+
+class TestOverlap:
+    """Uses of one model that overlap, in any order: each receives its calls, and the last one restores the model."""
+
+    def test_of_two_records_each_has_the_calls_made_while_it_was_open(self) -> None:
+        model, batch = family("llama"), batch_of("llama")
+        before = state(model)
+        first, second = mh.observe(model), mh.observe(model)
+        early = first.__enter__()
+        late = second.__enter__()
+        model(**batch)
+        first.__exit__(None, None, None)
+        model(**batch)
+        model(**batch)
+        second.__exit__(None, None, None)
+        assert [[layer.num_samples for layer in record.layers] for record in (early, late)] == [[2, 2], [6, 6]]
+        assert state(model) == before
+
+    @pytest.mark.parametrize("contexts", [(used, observed), (observed, used), (packed, used), (used, packed)])
+    @pytest.mark.parametrize("first_ends_first", [True, False])
+    def test_of_two_kinds_of_use_the_last_one_restores_the_model(self, contexts: Any, first_ends_first: bool) -> None:
+        model, batch = family("llama"), batch_of("llama", padding="right")
+        before = state(model)
+        both = [context(model) for context in contexts]
+        for context in both:
+            context.__enter__()
+        for number, context in enumerate(both if first_ends_first else both[::-1]):
+            assert model.config._attn_implementation == "multihead", number
+            model(**batch)
+            context.__exit__(None, None, None)
+        assert state(model) == before
+
+    def test_of_a_permanent_use_within_another_one_nothing_is_left(self) -> None:
+        model = family("llama")
+        before = state(model)
+        with mh.use(model):
+            mh.use(model).undo()
+            assert model.config._attn_implementation == "multihead"
+        assert state(model) == before
+        mh.use(model)
+        model.set_attn_implementation("eager")
+        with suppress(ModelError), mh.observe(model):
+            pass
+        assert model.config._attn_implementation == "eager"
+
+    def test_of_tasks_that_take_turns_each_record_has_its_own_calls(self) -> None:
+        model, batch = family("llama"), batch_of("llama")
+        before = state(model)
+
+        async def task(number: int) -> list[int]:
+            await asyncio.sleep(0.001 * number)
+            with mh.observe(model) as record:
+                for _ in range(2):
+                    model(**batch)
+                    await asyncio.sleep(0.002)
+            return [layer.num_samples for layer in record.layers]
+
+        async def all_of_them() -> list[list[int]]:
+            return await asyncio.gather(*(task(number) for number in range(3)))
+
+        assert asyncio.run(all_of_them()) == [[4, 4]] * 3
+        assert state(model) == before
+
+    def test_of_threads_each_record_has_its_own_calls_and_tokens(self) -> None:
+        model, batch = family("llama"), batch_of("llama", padding="right")
+        before = state(model)
+
+        def read_by(number: int) -> tuple[list[list[int]], list[list[int]]]:
+            ids = (batch["input_ids"] + number) % 90 + 3
+            with torch.no_grad(), mh.observe(model) as record:
+                model(input_ids=ids, attention_mask=batch["attention_mask"])
+            assert [layer.num_samples for layer in record.layers] == [2, 2]
+            given = [row[mask.bool()].tolist() for row, mask in zip(ids, batch["attention_mask"], strict=True)]
+            return [text.ids.tolist() for text in record.texts if text.ids is not None], given
+
+        with ThreadPoolExecutor(4) as pool:
+            for found, given in pool.map(read_by, range(24)):
+                assert found == given
+        assert state(model) == before

@@ -69,6 +69,8 @@ _CHOICES = frozenset(
         "nonzero",
     )
 )
+# Of two masks too: added, they would show what either of them shows.
+_SUMS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
 
 
 class Uses(threading.local):
@@ -119,11 +121,11 @@ class BooleanMask(Tensor):
         uses.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
         args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
-        found = function(*args, **kwargs)
+        found = None if name in _SUMS else function(*args, **kwargs)
         if name in _CHOICES or "scaled_dot_product" in name:
             return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
         results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
-        if name in ("add", "add_") or any(each.dtype != torch.bool for each in results):
+        if name in _SUMS or any(each.dtype != torch.bool for each in results):
             raise ModelError(
                 f"The model computes {name} of its attention mask, which is Boolean with this library's attention: "
                 "True = visible, not a number added to the scores.",
