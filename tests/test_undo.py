@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import linecache
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,8 @@ CHANGING = {
     for each in ("call.py", "tracing.py", "undo.py", "hooks/use.py", "hooks/huggingface.py", "hooks/bypass.py")
 } | {str(SRC / each) for each in ("hooks/pretrained.py", "hooks/packed.py", "observation/observe.py")}
 
-# Until a block begins, `mh.use(model)` is permanent, as without a block; and Python ignores what `__del__` raises.
+# Until a block begins, `mh.use(model)` is permanent, as without a block; and Python ignores what `__del__` raises. A
+# lock is acquired and released in C, where no signal is handled.
 UNINTERRUPTED = (Used.__enter__.__code__, Undo.__del__.__code__)
 
 
@@ -60,7 +62,7 @@ def lines_of(run: Callable[[], object], stop: int = -1) -> list[Line]:
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in CHANGING or frame.f_code in UNINTERRUPTED:
             return None
-        if event == "line":
+        if event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() != "with _lock:":
             found.append((frame.f_code.co_filename, frame.f_lineno))
             if len(found) == stop + 1:
                 raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from threading import RLock
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.fx.experimental import proxy_tensor
@@ -169,7 +169,7 @@ def _compile_again(user: object) -> None:
 
 _lock = RLock()
 _uncompiled: list[object] = []
-_stances: list[torch.compiler.set_stance] = []
+_stances: list[Any] = []  # what ends the stance that they need
 
 
 def runs_backward() -> bool:

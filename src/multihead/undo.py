@@ -6,7 +6,7 @@ made, or was undone already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
@@ -23,11 +23,8 @@ class Undo:
     """
 
     permanent = False
-    _steps: Sequence[Callable[[], object]] = ()  # until `__init__` has run, which may be interrupted
+    _steps: tuple[Callable[[], object], ...] = ()
     _uses: tuple[_Use, ...] = ()
-
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], object]] = []
 
     @classmethod
     def of(cls, change: Callable[[Undo], object]) -> Undo:
@@ -46,7 +43,7 @@ class Undo:
 
     def callback(self, step: Callable[[], object]) -> None:
         """Register the step that undoes a change, before the change is made."""
-        self._steps.append(step)
+        self._steps = (*self._steps, step)
 
     def set(self, owner: Any, attribute: str, value: object) -> None:
         """Set an attribute; the last of several users restores it."""
@@ -76,7 +73,7 @@ class Undo:
     def _run(self) -> None:
         while self._steps:
             self._steps[-1]()
-            del self._steps[-1:]
+            self._steps = self._steps[:-1]
 
     def __enter__(self) -> Undo:
         return self

@@ -4,6 +4,7 @@ Each is what somebody may write, and right with eager attention. With ours the m
 rejected: nothing may be lost without a word.
 """
 
+# ruff: noqa: D102, SLF001 - each forward is written as those of transformers are
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def _merged(layer: Any, output: Tensor) -> Tensor:
     return projected
 
 
-class Outside(LlamaAttention):
+class Outside(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """It computes the softmax itself, under a name without attention."""
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
@@ -67,7 +68,7 @@ class OutsideAttention(Outside):
     """The same under a name with attention."""
 
 
-class BranchAttention(LlamaAttention):
+class BranchAttention(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """It calls the eager function in one layer."""
 
     def forward(
@@ -80,7 +81,7 @@ class BranchAttention(LlamaAttention):
         return _merged(self, attend(self, *heads, attention_mask, scaling=self.scaling)[0]), None
 
 
-class AlwaysEagerAttention(LlamaAttention):
+class AlwaysEagerAttention(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """It calls the eager function as an attribute of its module."""
 
     def forward(
@@ -91,7 +92,7 @@ class AlwaysEagerAttention(LlamaAttention):
         return _merged(self, output), None
 
 
-class MixerAttention(LlamaAttention):
+class MixerAttention(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """It divides exponentials by their sum instead of calling a softmax."""
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
@@ -100,7 +101,7 @@ class MixerAttention(LlamaAttention):
         return _merged(self, (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2)), None
 
 
-class BiasAttention(LlamaAttention):
+class BiasAttention(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """It adds a bias to the mask before it calls the function of the interface."""
 
     def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
@@ -109,7 +110,7 @@ class BiasAttention(LlamaAttention):
         return super().forward(*args, attention_mask=attention_mask + bias, **options)
 
 
-class ScaledAttention(LlamaAttention):
+class ScaledAttention(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """It gives its eager function a tensor that no other attention function takes."""
 
     def forward(
@@ -122,7 +123,7 @@ class ScaledAttention(LlamaAttention):
         return _merged(self, output), None
 
 
-class SlopedAttention(LlamaAttention):
+class SlopedAttention(LlamaAttention):  # type: ignore[misc]  # the class is Any to mypy
     """Its eager function adds a bias by itself."""
 
     def forward(

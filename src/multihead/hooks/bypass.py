@@ -58,7 +58,8 @@ def watch(undo: Undo, model: nn.Module, implementation: str, report: Report) -> 
         around = innermost(name, models)
         attends = name in attending
         # A part of attention may read the mask, such as the indexer of sparse attention.
-        reads = _may_read(type(module)) and not any(is_within(name, each) for each in attending)
+        kind: Any = type(module)
+        reads = _may_read(kind) and not any(is_within(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.before(module, _begin)

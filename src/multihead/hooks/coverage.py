@@ -124,7 +124,7 @@ def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]
 
 def _reason(module: nn.Module) -> str | None:
     """Return why attention in a module would not run on our kernels; None if it would, or if it has none."""
-    kind = type(module)
+    kind: Any = type(module)
     own = vars(module).get("forward")
     if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
         return _reason_of_class(kind)
@@ -138,7 +138,7 @@ def _unlike_ours(module: nn.Module) -> str | None:
     What eager attention adds by itself, such as a bias, would be lost. Of the classes in transformers, `python -m
     tools.families` compares all outputs.
     """
-    kind = type(module)
+    kind: Any = type(module)
     if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
         return None
     for function in _read(kind).defaults:

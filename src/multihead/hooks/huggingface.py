@@ -180,7 +180,7 @@ def _check_options(module: nn.Module, options: dict[str, object]) -> None:
 
 
 @constant_in_graphs
-def _matters(kind: type[nn.Module], name: str) -> bool:
+def _matters(kind: Any, name: str) -> bool:
     known = eager_arguments(kind)
     return known is None or name in known
 

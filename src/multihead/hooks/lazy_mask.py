@@ -110,7 +110,7 @@ class BooleanMask(Tensor):
         return self._cells
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Run an operation on the dense mask.
@@ -121,7 +121,7 @@ class BooleanMask(Tensor):
         uses.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
         args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
-        found = None if name in _SUMS else function(*args, **kwargs)
+        found: Any = None if name in _SUMS else function(*args, **kwargs)
         if name in _CHOICES or "scaled_dot_product" in name:
             return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
         results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
@@ -199,7 +199,7 @@ class LazyMask(BooleanMask):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Run an operation on the dense mask, except for copies and for slices that cut keys off the end."""
