@@ -17,7 +17,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test browser pictures check docs bench families sanitize mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench families sanitize mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ check: $(READY)  ## check lint rules, format, types, import layers, the native l
 docs: $(READY)  ## run the examples in the pages, check links and translations
 	$(BIN)/python -m pytest README.md README.zh.md docs
 	$(BIN)/python -m tools.translations
+
+fuzz: $(READY)  ## compare random calls of every entry point with float64; SECONDS=300 SEED=1 for a longer run
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0)
 
 bench: $(READY)  ## time the layer against PyTorch's and those of other libraries; checks every result first
 	@$(PIP) --no-deps --group peers

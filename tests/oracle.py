@@ -1,10 +1,12 @@
-"""What everything means, written a second time: loops and plain float64, with no call of multihead's own code."""
+"""What everything means, written a second time in plain float64, with no call of multihead's own code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from math import ceil
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -17,53 +19,55 @@ from multihead.masks.leading_keys import LeadingKeys
 AXES = ("batch", "heads", "queries", "keys")
 
 
-def listed(counts: object) -> Any:
-    return counts.tolist() if isinstance(counts, Tensor) else counts
-
-
-def sees(mask: masks.Mask, cell: tuple[int, int, int, int], position: int) -> bool:
-    """Whether query i of a sample and head may see key j; the query stands at `position` among the keys."""
-    b, _, i, j = cell
-    if isinstance(mask, And):
-        return all(sees(part, cell, position) for part in mask.parts)
-    if isinstance(mask, Or):
-        return any(sees(part, cell, position) for part in mask.parts)
-    if isinstance(mask, LeadingKeys):
-        return j < mask.count or sees(mask.mask, (b, cell[1], i, j - mask.count), position - mask.count)
-    if isinstance(mask, masks.Causal):
-        return j <= position
-    if isinstance(mask, masks.Window):
-        return j in range(position - mask.size + 1, position + mask.after + 1)
-    if isinstance(mask, (masks.Lengths, masks.Prefix)):
-        counts = listed(mask.lengths if isinstance(mask, masks.Lengths) else mask.length)
-        while not isinstance(counts, int):
-            counts = counts[min(b, len(counts) - 1)]
-            if not isinstance(counts, int):
-                counts = counts[i]
-        return j < counts
-    if isinstance(mask, masks.Documents):
-        rows = listed(mask.lengths)
-        row = rows if not rows or isinstance(rows[0], int) else rows[min(b, len(rows) - 1)]
-        edges = [sum(row[:n]) for n in range(len(row) + 1)]
-        return any(low <= position < high and low <= j < high for low, high in pairwise(edges))
-    if isinstance(mask, (masks.Keep, masks.Drop)):
-        place = dict(zip(AXES, cell, strict=True))
-        named = zip(mask.axes.split(), mask.tensor.shape, strict=True)
-        value = bool(mask.tensor[tuple(place[axis] if size > 1 else 0 for axis, size in named)])
-        return value if isinstance(mask, masks.Keep) else not value
-    assert isinstance(mask, masks.Full)
-    return True
-
-
 def shown(mask: masks.Mask, sizes: tuple[int, int, int, int], query_start: int | Tensor | str | None = None) -> Tensor:
-    """(batch, heads, queries, keys) bool, cell by cell."""
-    batch, heads, queries, keys = sizes
+    """(batch, heads, queries, keys) bool: which keys each query may see."""
+    batch, _, queries, keys = sizes
+    cells = [torch.arange(n).reshape([n if axis == at else 1 for axis in range(4)]) for at, n in enumerate(sizes)]
     start = positions_of_first(query_start, batch, queries, keys)
-    cells = [
-        [[[sees(mask, (b, h, i, j), start[b] + i) for j in range(keys)] for i in range(queries)] for h in range(heads)]
-        for b in range(batch)
-    ]
-    return torch.tensor(cells, dtype=torch.bool).reshape(sizes)
+    position = torch.tensor(start, dtype=torch.int64).reshape(batch, 1, 1, 1) + cells[2]
+    return _seen(mask, cells, position, cells[3]).expand(sizes)
+
+
+def _seen(mask: masks.Mask, cells: list[Tensor], position: Tensor, key: Tensor) -> Tensor:
+    """Whether a query that stands at `position` may see `key`; all of it broadcasts to the cells of a map."""
+    if isinstance(mask, (And, Or)):
+        parts = [_seen(part, cells, position, key) for part in mask.parts]
+        return reduce(and_ if isinstance(mask, And) else or_, parts)
+    if isinstance(mask, LeadingKeys):
+        return (key < mask.count) | _seen(mask.mask, cells, position - mask.count, key - mask.count)
+    if isinstance(mask, masks.Causal):
+        return key <= position
+    if isinstance(mask, masks.Window):
+        return (key > position - mask.size) & (key <= position + mask.after)
+    if isinstance(mask, (masks.Lengths, masks.Prefix)):
+        counts = torch.as_tensor(mask.lengths if isinstance(mask, masks.Lengths) else mask.length)
+        counts = counts.reshape(1) if counts.dim() == 0 else counts
+        return key < counts.reshape(counts.shape[0], 1, *(counts.shape[1:] or (1,)), 1)
+    if isinstance(mask, masks.Documents):
+        return _in_one_document(mask.lengths, cells[0], position, key)
+    if isinstance(mask, (masks.Keep, masks.Drop)):
+        # A key before the first is one of `LeadingKeys`, which shows it anyway.
+        place = dict(zip(AXES, (*cells[:3], key.clamp(min=0)), strict=True))
+        named = list(zip(mask.axes.split(), mask.tensor.shape, strict=True))
+        index = tuple(place[axis] if size > 1 else torch.zeros_like(place[axis]) for axis, size in named)
+        value = mask.tensor[index] if index else mask.tensor
+        return value if isinstance(mask, masks.Keep) else ~value
+    if type(mask) is not masks.Full:
+        return mask.visible(position, key)  # defined in the tests
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+def _in_one_document(lengths: Any, sample: Tensor, position: Tensor, key: Tensor) -> Tensor:
+    rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    if not rows or isinstance(rows[0], int):
+        rows = [rows]
+    found = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        edges = [sum(row[:n]) for n in range(len(row) + 1)]
+        for low, high in pairwise(edges):
+            both = (low <= position) & (position < high) & (low <= key) & (key < high)
+            found = found | (both & ((sample == b) | (len(rows) == 1)))
+    return found
 
 
 def positions_of_first(query_start: int | Tensor | str | None, batch: int, queries: int, keys: int) -> list[int]:

@@ -27,6 +27,7 @@ HABITS = (
     "demo-long",
     "demo-census",
     "test",
+    "fuzz",
     "browser",
     "pictures",
     "check",

@@ -34,6 +34,33 @@ def _layer(which: str) -> tuple[str, ...]:
 _FUSED = ("tests/kernels/test_agreement.py", "-k", "fused")
 
 # fmt: off
+# Corrections of faults that random calls find: `python -m tools.mutants --fuzz` undoes each, and times the fuzzer. The
+# tests are those that hold the correction.
+FUZZED = (
+    Mutant("gradients of plain calls", "features are read as contiguous if they are not", "kernels/native/eager.py",
+           "Job(prepared(request), bounds_of(request), None, 0)", "Job(request, bounds_of(request), None, 0)",
+           ("tests/kernels/native/test_eager.py",)),
+    Mutant("changes in place", "a mask's tensors are not saved for the backward pass", "kernels/native/kernel.py",
+           "again = () if job.bounds.remainder is None else tensors_seen_by(job.request)", "again = ()",
+           ("tests/kernels/test_contract.py",)),
+    Mutant("non-finite values", "only NaN and inf are looked for, not what may overflow", "kernels/nonfinite.py",
+           "readable(request.shape.device) and not may_overflow(request)",
+           "bool(torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum()))",
+           ("tests/kernels/test_contract.py",)),
+    Mutant("statistics", "the first key is that of the bounds of a mask", "kernels/first_keys.py",
+           "if bounds.remainder is None and request.bias is None:", "if bounds is not None:",
+           ("tests/kernels/test_first_keys.py",)),
+    Mutant("statistics", "a call without keys is measured", "probes/tile.py",
+           "if not request.shape.key_length:", "if request.shape.key_length < 0:", ("tests/probes/test_tile.py",)),
+    Mutant("weights", "rows are computed from a logsumexp of 1e38", "probes/tile.py",
+           "if request.bias is None or traced() or is_usual(logsumexp):", "if request is not None:",
+           ("tests/probes/test_tile.py",)),
+    Mutant("records", "padding that sees a learned key is recorded", "observation/recorder.py",
+           "elif request.origin is not None and request.origin.real is not None:", "elif request is None:",
+           ("tests/observation/test_recorder.py",)),
+    Mutant("position bias", "one of a user is taken to depend on the distance only", "layer/attention.py",
+           'getattr(self.position_bias, "of_distance", False)', "True", ("tests/layer/test_positions.py",)),
+)
 MUTANTS = (
     Mutant("native kernel", "sums over blocks of queries are overwritten", "kernels/native/kernel.py",
            "added = dk.to(torch.float32, copy=True), dv.to(torch.float32, copy=True)", "added = dk.float(), dv.float()",
@@ -131,7 +158,7 @@ MUTANTS = (
            "rows = query_start.to(weight.device)[:, None]", "rows = query_start.to(weight.device).flip(0)[:, None]",
            ("tests/scores/test_learned.py",)),
     Mutant("softcap", "scores are not scaled back", "scores/softcap.py",
-           "else softcap * (scores / softcap).tanh()", "else (scores / softcap).tanh()",
+           "return cap * (scores / cap).tanh()", "return (scores / cap).tanh()",
            ("tests/scores/test_softcap.py",)),
     Mutant("sinks", "a sink adds weight instead of taking it", "scores/sinks.py",
            "share = (finite - sink).sigmoid()", "share = (sink - finite).sigmoid()", ("tests/scores/test_sinks.py",)),

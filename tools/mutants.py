@@ -4,12 +4,15 @@ Each mutant of tools/mutant_lines.py is written into a copy of src/multihead wit
 and its tests run against the copy. If they pass, a test is missing.
 
     python -m tools.mutants [--only WORD]
+
+With --fuzz it undoes corrections instead, and measures how long the fuzzer (tests/fuzz) needs to find each.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from multihead.kernels.native import library
-from tools.mutant_lines import MUTANTS, Mutant
+from tools.mutant_lines import FUZZED, MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "multihead"
@@ -46,6 +49,12 @@ settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.generate))
 settings.load_profile("unshrunk")
 import pytest
 sys.exit(pytest.main(sys.argv[3:]))
+"""
+
+# The same for the processes that the fuzzer starts: Python runs this file from PYTHONPATH when it starts.
+_STARTED = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 """
 
 Outcome = Literal["caught", "survived", "no verdict"]
@@ -144,11 +153,73 @@ def verdict_of(status: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
     return "no verdict", printed[-1]
 
 
-def chosen(word: str | None) -> tuple[Mutant, ...]:
+def chosen(word: str | None, mutants: tuple[Mutant, ...] = MUTANTS) -> tuple[Mutant, ...]:
     """Return the mutants whose part, file or breakage contains a word; all if it is None."""
     if word is None:
-        return MUTANTS
-    return tuple(each for each in MUTANTS if word.lower() in f"{each.part} {each.file} {each.breaks}".lower())
+        return mutants
+    return tuple(each for each in mutants if word.lower() in f"{each.part} {each.file} {each.breaks}".lower())
+
+
+class Found(NamedTuple):
+    """How the fuzzer found a mutant with one seed.
+
+    Attributes:
+        seed: of the fuzzer.
+        seconds: after which the first case failed that passes without the mutant; None if there was none.
+        kind: the entry point of that case.
+    """
+
+    seed: int
+    seconds: float | None
+    kind: str
+
+
+def fuzzed(mutant: Mutant, seed: int, seconds: int) -> Found:
+    """Undo a correction in a copy, and run the fuzzer on it until it fails in a case that passes without the mutant."""
+    with tempfile.TemporaryDirectory(prefix="multihead-mutant-") as folder:
+        mutated(mutant, copied(Path(folder)))
+        (Path(folder) / "sitecustomize.py").write_text(_STARTED, encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(seconds), "--seed", str(seed)]
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            kind, after = "", 0.0
+            for line in run.stdout:
+                words = line.split()
+                kind = line.split(":")[0] if line[:1].strip() else kind
+                if words[:1] == ["after:"]:
+                    after = float(words[1])
+                elif words[:1] == ["again:"] and _passes(line.split("again:")[1].strip()):
+                    run.terminate()
+                    return Found(seed, after, kind)
+    return Found(seed, None, "")
+
+
+def _passes(command: str) -> bool:
+    """Whether a case that the fuzzer printed passes with the library as it is."""
+    words = [sys.executable, *shlex.split(command)[1:]]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return (
+        subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT, check=False).returncode
+        == 0
+    )
+
+
+def fuzz_table(mutants: Sequence[Mutant], seeds: int, seconds: int, console: Console) -> bool:
+    """Print how long the fuzzer takes for each mutant, and return whether it found all of them with all seeds."""
+    table, every = Table("undone", "median s", "worst s", "found by", box=None, pad_edge=False), True
+    for mutant in mutants:
+        found = [fuzzed(mutant, seed, seconds) for seed in range(1, seeds + 1)]
+        times = sorted(seconds if each.seconds is None else each.seconds for each in found)
+        missed = sum(each.seconds is None for each in found)
+        every = every and not missed
+        worst = f"not found with {missed} of {seeds} seeds" if missed else f"{times[-1]:.0f}"
+        kinds = ", ".join(dict.fromkeys(each.kind for each in found if each.kind))
+        row = (f"{mutant.part}: {mutant.breaks}", f"{times[len(times) // 2]:.0f}", worst, kinds)
+        console.print(" | ".join(row), markup=False, highlight=False)
+        table.add_row(*row)
+    console.print(table)
+    return every
 
 
 def table_of(verdicts: Sequence[tuple[Mutant, Verdict]]) -> Table:
@@ -172,6 +243,7 @@ Examples:
   python -m tools.mutants --list               all mutants, and the tests that must fail
   python -m tools.mutants --against tests/layer/test_agreement.py
                                                which of them one test file catches
+  python -m tools.mutants --fuzz --seeds 5     how long the fuzzer needs to find each correction that is undone
 """
 
 
@@ -179,12 +251,15 @@ Examples:
 @click.option("--only", metavar="WORD", help="Take the mutants whose part, file or breakage contains this word.")
 @click.option("--against", metavar="PATH", help="Run these tests instead of those of each mutant.")
 @click.option("--list", "listed", is_flag=True, help="Print the mutants and their tests, and run nothing.")
-def main(only: str | None, against: str | None, *, listed: bool) -> None:
+@click.option("--fuzz", is_flag=True, help="Undo corrections, and time how long `make fuzz` needs to find each.")
+@click.option("--seeds", default=5, show_default=True, help="With --fuzz: runs per correction.")
+@click.option("--seconds", default=300, show_default=True, help="With --fuzz: the longest run.")
+def main(only: str | None, against: str | None, seeds: int, seconds: int, *, listed: bool, fuzz: bool) -> None:
     """Break one line of the library at a time, and check that a test fails.
 
     Exits with 1 if the tests pass for a mutant.
     """
-    mutants, console = chosen(only), Console()
+    mutants, console = chosen(only, FUZZED if fuzz else MUTANTS), Console()
     if against is not None:
         mutants = tuple(each._replace(tests=tuple(against.split())) for each in mutants)
     if not console.is_terminal:
@@ -196,6 +271,8 @@ def main(only: str | None, against: str | None, *, listed: bool) -> None:
         for each in mutants:
             console.print(f"{each.part}: {each.breaks} ({' '.join(each.tests)})", markup=False, highlight=False)
         return
+    if fuzz:
+        sys.exit(0 if fuzz_table(mutants, seeds, seconds, console) else 1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     verdicts: list[tuple[Mutant, Verdict]] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -179,10 +179,10 @@ def assert_the_layer_agrees(case: LayerCase, kernel: str | None) -> None:
         error = oracle.difference(value, exact[name])
         assert error <= allowed, f"{kernel}: {name} is {error:.3g} off, and {allowed:.3g} is allowed: {case}"
     if not case.options.get("add_bias_kv"):
-        _assert_statistics_agree(case, seen, (whole, plain_whole), slack)
+        assert_statistics_agree(case, seen, (whole, plain_whole), slack)
 
 
-def _assert_statistics_agree(case: LayerCase, seen: mh.Record, wholes: tuple[Whole, Whole], slack: int) -> None:
+def assert_statistics_agree(case: LayerCase, seen: mh.Record, wholes: tuple[Whole, Whole], slack: int) -> None:
     """Hold what a record says of each sample, free of its padding, to the sums over the whole map."""
     samples = seen.layers[0].samples
     for sample, (queries, keys) in enumerate(zip(case.counts, case.key_counts, strict=True)):

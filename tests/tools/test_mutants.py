@@ -10,11 +10,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tools import mutants
-from tools.mutant_lines import MUTANTS, Mutant
+from tools.mutant_lines import FUZZED, MUTANTS, Mutant
 from tools.mutants import MutantError, Verdict
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
+@pytest.mark.parametrize("mutant", [*MUTANTS, *FUZZED], ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
 def test_the_text_of_a_mutant_occurs_in_its_file_exactly_once(mutant: Mutant) -> None:
     source = (mutants.SOURCES / mutant.file).read_text(encoding="utf-8")
     assert source.count(mutant.text) == 1
@@ -22,7 +22,7 @@ def test_the_text_of_a_mutant_occurs_in_its_file_exactly_once(mutant: Mutant) ->
     assert compile(source.replace(mutant.text, mutant.replacement), mutant.file, "exec")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
+@pytest.mark.parametrize("mutant", [*MUTANTS, *FUZZED], ids=lambda mutant: f"{mutant.part}: {mutant.breaks}")
 def test_the_tests_of_a_mutant_exist(mutant: Mutant) -> None:
     paths = [word for word in mutant.tests if word.startswith("tests/")]
     assert paths
@@ -102,3 +102,23 @@ def test_other_tests_can_replace_those_of_the_mutants() -> None:
     listed = CliRunner().invoke(mutants.main, ["--list", "--only", "softcap", "--against", "tests/test_heads.py -x"])
     assert listed.exit_code == 0
     assert listed.output == "softcap: scores are not scaled back (tests/test_heads.py -x)\n"
+
+
+def test_the_fuzzer_is_timed_until_a_case_fails_that_passes_without_the_mutant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first failure is one of the library as it is, the second one that of the mutant."""
+    (tmp_path / "tests" / "fuzz").mkdir(parents=True)
+    (tmp_path / "tests" / "fuzz" / "__main__.py").write_text(
+        "import sys\n"
+        "if '--case' in sys.argv: sys.exit('17' in sys.argv)\n"
+        "print('weights: Mismatch\\n  after: 1.5 s\\n  again: python -m tests.fuzz --only weights --case 17')\n"
+        "print('layer: Mismatch\\n  after: 2.5 s\\n  again: python -m tests.fuzz --only layer --case 18')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    softcap = next(each for each in MUTANTS if each.part == "softcap")
+    assert mutants.fuzzed(softcap, 1, 10) == mutants.Found(1, 2.5, "layer")
+    console = Console(width=200, record=True, file=StringIO())
+    assert mutants.fuzz_table([softcap], 3, 10, console)
+    assert "softcap: scores are not scaled back | 2 | 2 | layer" in console.export_text()

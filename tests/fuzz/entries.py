@@ -1,0 +1,48 @@
+"""The entry points that are fuzzed, each with its share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fuzz import calls, changes, drop_ins, files, graphs, layers, measures, models, ranks, records, ways
+from tests.fuzz.draw import Draw
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry point.
+
+    Fields:
+        check: draws a case, runs it, and raises `Mismatch`, or any other error, if something is wrong.
+        share: of the time, relative to those of the others; of the slow ones, in a tenth of the time.
+        sample: how many cases `make test` runs.
+        seconds: how long the first case takes, with its imports; those of a second and more are the slow ones, which
+            run in a process of their own.
+    """
+
+    check: Callable[[Draw], None]
+    share: float
+    sample: int
+    seconds: float = 0.01
+
+
+ENTRIES = {
+    "attention": Entry(calls.attention, 30, 400),
+    "changed": Entry(changes.changed, 6, 100),
+    "statistics": Entry(measures.statistics, 8, 120),
+    "layer": Entry(layers.layer, 14, 60),
+    "texts": Entry(layers.texts, 8, 100),
+    "observed": Entry(records.observed, 8, 60),
+    "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80),
+    "tutorials": Entry(drop_ins.tutorials, 2, 40),
+    "hugging face": Entry(models.hugging_face, 3, 12, seconds=5.0),
+    "changed models": Entry(models.changed_models, 1.5, 6, seconds=5.0),
+    "overlapping": Entry(models.overlapping, 1, 3, seconds=5.0),
+    "ways": Entry(ways.ways, 8, 100),
+    "compiled": Entry(graphs.compiled, 2, 2, seconds=10.0),
+    "exported": Entry(graphs.exported, 1.5, 1, seconds=10.0),
+    "ranks": Entry(ranks.ranks, 2, 8, seconds=5.0),
+    "damaged census": Entry(files.damaged_census, 1, 4, seconds=5.0),
+    "weights": Entry(calls.weights, 6, 150),
+}

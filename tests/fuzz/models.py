@@ -1,0 +1,221 @@
+"""Entry points: `use` and `observe` of tiny Hugging Face models, against their eager attention in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import multihead as mh
+from multihead.errors import ModelError
+from tests import oracle
+from tests.fuzz.draw import Draw, Mismatch
+
+SLACK = 16  # eager attention in float32 rounds as much, at other places; some of the models amplify it
+
+
+def hugging_face(draw: Draw) -> None:
+    """Tiny models of ten families, their queries and keys scaled until attention is sharp."""
+    from tests.families import FAMILIES, PADDED
+
+    name = draw.pick("family", *FAMILIES)
+    padding = draw.pick("padding", "none", "right", "left") if name in PADDED else "none"
+    model = sharp_model(draw, name)
+    batch = _batch(draw, name, padding)
+    way = draw.pick("way", "use", "use", "packed", "observe", "observe", "set_attn_implementation")
+    draw.notes |= {"family": name, "padding": padding, "way": way}
+    before = model.config._attn_implementation
+    plain = _eager(model, batch)
+    exact = _exact(model, batch, plain)
+    try:
+        found, seen = _ours(draw, model, batch, way)
+    except ModelError:
+        if way == "packed":  # not every family can
+            return
+        raise
+    if way != "set_attn_implementation" and model.config._attn_implementation != before:
+        raise Mismatch(f"the model is not restored: {model.config._attn_implementation} instead of {before}")
+    kept = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    rows = slice(None) if kept is None else kept.bool()
+    _compare("output", found[rows], exact[0][rows], plain[0][rows])
+    if seen is not None and padding == "none" and seen.layers[0].running_summary is None:
+        _compare_weights(name, seen, exact, plain)
+
+
+def sharp_model(draw: Draw, name: str) -> Any:
+    """A tiny model with parameters of this case, and scores as large as those of trained models."""
+    from tests.families import family
+    from tools.families.tiny import sharpen
+
+    model, generator = family(name), draw.generator("parameters")
+    factor = draw.pick("sharpened", 1.0, 2.0, 4.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+        sharpen(model, factor)
+    draw.notes["sharpened"] = factor
+    return model
+
+
+def _batch(draw: Draw, name: str, padding: str) -> dict[str, Tensor]:
+    from tests.families import VOCABULARY, batch_of
+
+    batch = batch_of(name, padding=padding)
+    for key, value in batch.items():
+        if key.endswith("input_ids"):
+            batch[key] = torch.randint(3, VOCABULARY, value.shape, generator=draw.generator(key))
+        elif value.is_floating_point():
+            batch[key] = draw.normal(key, *value.shape).float()
+    return batch
+
+
+def _eager(model: Any, batch: dict[str, Tensor]) -> Any:
+    from tests.watched import eager
+
+    kind = next(model.parameters()).dtype
+    return eager(model, {n: e.to(kind) if e.is_floating_point() else e for n, e in batch.items()})
+
+
+def _exact(model: Any, batch: dict[str, Tensor], plain: Any) -> Any:
+    """Eager attention in float64; in float32 where a family has no float64, or hides padding by overflow."""
+    try:
+        exact = _eager(copy.deepcopy(model).double(), batch)
+    except RuntimeError:
+        return plain
+    return exact if bool(exact[0].isfinite().all()) else plain
+
+
+def _ours(draw: Draw, model: Any, batch: dict[str, Tensor], way: str) -> tuple[Tensor, mh.Record | None]:
+    with torch.no_grad():
+        if way == "observe":
+            keep: Any = draw.pick("keep", "cpu", "device", "statistics", "summary")
+            with mh.observe(model, keep=keep) as seen:
+                return model(**batch)[0], seen
+        if way == "set_attn_implementation":
+            mh.use()
+            model.set_attn_implementation("multihead")
+            return model(**batch)[0], None
+        with mh.use(model, packed=way == "packed"):
+            return model(**batch)[0], None
+
+
+def _compare(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
+    exact = exact.double()
+    allowed = SLACK * oracle.budget(exact, plain) + 1e-3 * max(1.0, float(exact.abs().max()))
+    error = oracle.difference(found, exact)
+    if not error <= allowed:
+        raise Mismatch(f"{name} is off: by {error:.3g}, {allowed:.2g} is allowed")
+
+
+def _compare_weights(name: str, seen: mh.Record, exact: Any, plain: Any) -> None:
+    from tests.watched import eager_weights
+
+    expected, near = eager_weights(name, exact), eager_weights(name, plain)
+    if len(seen.layers) != len(expected):
+        raise Mismatch(f"a record has another number of layers: {len(seen.layers)} instead of {len(expected)}")
+    for layer, right, close in zip(seen.layers, expected, near, strict=True):
+        for index in range(layer.num_samples):
+            sample = layer.sample(index)
+            entropy = -torch.xlogy(right[index], right[index]).sum(-1)
+            of_plain = -torch.xlogy(close[index], close[index]).sum(-1)
+            n = sample.statistics["entropy"].shape[-1]
+            _compare("recorded entropy", sample.statistics["entropy"], entropy[:, :n], of_plain[:, :n])
+            if sample.keeps_weights:
+                found = sample.weights()
+                place = (index, slice(None), slice(0, found.shape[1]), slice(0, found.shape[2]))
+                _compare("recorded weights", found, right[place], close[place])
+
+
+# ---- models whose attention was changed by hand
+
+
+def _scores(layer: Any, states: Tensor, embeddings: Any, kind: str, mask: Tensor | None) -> Tensor:
+    """The attention of Llama, with something of one's own in it."""
+    from transformers.models.llama import modeling_llama as llama
+
+    shape = (*states.shape[:-1], -1, layer.head_dim)
+    q, k, v = (each(states).view(shape).transpose(1, 2) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = llama.apply_rotary_pos_emb(q, k, *embeddings)
+    if kind == "calls eager":
+        output = llama.eager_attention_forward(layer, q, k, v, mask, scaling=layer.scaling)[0]
+        return layer.o_proj(output.reshape(*states.shape[:-1], -1))  # type: ignore[no-any-return]
+    k, v = (llama.repeat_kv(each, layer.num_key_value_groups) for each in (k, v))
+    scores = q @ k.mT * layer.scaling
+    if mask is not None:
+        scores = scores + mask
+    if kind == "exp":
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+    else:
+        weights = scores.softmax(-1)
+    return layer.o_proj((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _change(model: Any, kind: str, named: str, where: str) -> None:
+    """Give one attention layer of a Llama a forward of its own."""
+    from transformers.models.llama import modeling_llama as llama
+
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **options: Any
+    ) -> Any:
+        if kind == "bias":
+            options |= {"position_embeddings": position_embeddings}
+            mask = None if attention_mask is None else attention_mask + 0.5 * torch.eye(hidden_states.shape[1])
+            return llama.LlamaAttention.forward(self, hidden_states, attention_mask=mask, **options)
+        return _scores(self, hidden_states, position_embeddings, kind, attention_mask), None
+
+    attention = model.model.layers[1].self_attn
+    if where == "instance":
+        attention.forward = MethodType(forward, attention)
+    else:
+        attention.__class__ = type(named, (llama.LlamaAttention,), {"forward": forward})
+
+
+def changed_models(draw: Draw) -> None:
+    """A Llama with attention of its own in one layer: refused in a sentence, or as with eager attention (O4)."""
+    kind = draw.pick("kind", "softmax", "calls eager", "exp", "bias")
+    named = draw.pick("named", "Outside", "OutsideAttention", "MixerAttention")
+    where = draw.pick("where", "class", "class", "instance")
+    way = draw.pick("way", "use", "observe", "set_attn_implementation")
+    draw.notes |= {"kind": kind, "named": named, "where": where, "way": way}
+    model = sharp_model(draw, "llama")
+    batch = _batch(draw, "llama", draw.pick("padding", "none", "right", "left"))
+    _change(model, kind, named, where)
+    plain = _eager(model, batch)
+    exact = _exact(model, batch, plain)
+    try:
+        found, _ = _ours(draw, model, batch, way)
+    except (ModelError, RuntimeError, TypeError):
+        return  # refused
+    rows: Any = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
+    _compare(f"output of a model with attention of its own ({kind})", found[rows], exact[0][rows], plain[0][rows])
+
+
+def overlapping(draw: Draw) -> None:
+    """Two `observe` or `use` of one model that overlap: both record everything, and the model is restored (S6)."""
+    model = sharp_model(draw, "llama")
+    batch = _batch(draw, "llama", "none")
+    before = model.config._attn_implementation
+    kinds: list[Callable[[], Any]] = [lambda: mh.observe(model), lambda: mh.use(model)]
+    one, other = (draw.pick(f"context {n}", *kinds)() for n in range(2))
+    calls = draw.pick("calls", 1, 2)
+    with torch.no_grad():
+        try:
+            one.__enter__()
+            seen = other.__enter__()
+        except ModelError:
+            return  # a second one may be refused
+        model(**batch)
+        one.__exit__(None, None, None)
+        for _ in range(calls):
+            model(**batch)
+        other.__exit__(None, None, None)
+    if model.config._attn_implementation != before:
+        raise Mismatch(f"the model is not restored: {model.config._attn_implementation} instead of {before}")
+    if isinstance(seen, mh.Record) and seen.layers[0].num_samples != 2 * (1 + calls):
+        raise Mismatch(f"a record has {seen.layers[0].num_samples} texts instead of {2 * (1 + calls)}")

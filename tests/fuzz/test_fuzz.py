@@ -1,0 +1,86 @@
+"""A fixed sample of the fuzzer's cases: each entry point against float64, in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from tests.fuzz.__main__ import main
+from tests.fuzz.draw import Draw
+from tests.fuzz.entries import ENTRIES, Entry
+from tests.fuzz.search import Search
+from tests.fuzz.worker import Case, Outcome, Worker
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_fixed_sample_of_cases_agrees_with_float64(name: str, worker: Worker) -> None:
+    search = Search(ENTRIES, report=lambda _: None)
+    search.sample(name, ENTRIES[name].sample, worker)
+    assert not search.kinds, "\n".join(kind.text() for kind in search.kinds)
+
+
+def test_a_case_is_the_same_for_a_seed_and_a_feature_that_is_left_out_changes_no_other() -> None:
+    whole, again, less = Draw(17), Draw(17), Draw(17, without=("a",))
+    features = [f"{letter}" for letter in "abcdefgh"]
+    drawn = [[draw.has(each, 0.9) for each in features] for draw in (whole, again, less)]
+    assert drawn[0] == drawn[1]
+    assert drawn[0][1:] == drawn[2][1:]
+    assert (drawn[0][0], drawn[2][0]) == (True, False)
+    assert whole.normal("x", 3).equal(less.normal("x", 3))
+
+
+class Broken:
+    """A worker whose cases fail while they have a feature."""
+
+    def __init__(self, *needed: str) -> None:
+        self.needed, self.runs = set(needed), 0
+
+    def run(self, case: Case) -> Outcome:
+        self.runs += 1
+        features = [each for each in ("one", "two", "three") if each not in case.without]
+        failure = "Mismatch: output is off: 3 instead of 4" if self.needed <= set(features) else None
+        return Outcome(failure, features)
+
+
+def test_a_failure_is_reduced_to_the_features_that_it_needs_and_printed_once() -> None:
+    printed: list[str] = []
+    search = Search({"attention": Entry(lambda _: None, 1, 1)}, report=printed.append)
+    search.sample("attention", 5, Broken("two"))  # type: ignore[arg-type]
+    (kind,) = search.kinds
+    assert (kind.features, kind.count) == (frozenset({"two"}), 5)
+    assert len(printed) == 1
+    assert "python -m tests.fuzz --only 'attention' --case 0 --without \"three, one\" --most 1" in printed[0]
+
+
+def test_a_known_fault_does_not_hide_another_one_in_the_same_case() -> None:
+    search = Search({"attention": Entry(lambda _: None, 1, 1)}, report=lambda _: None)
+    search.sample("attention", 1, Broken("two"))  # type: ignore[arg-type]
+    search.sample("attention", 1, Broken("one"))  # type: ignore[arg-type]
+    assert [kind.features for kind in search.kinds] == [frozenset({"two"}), frozenset({"one"})]
+
+
+def test_a_process_that_dies_is_a_failure_and_the_next_case_has_a_new_one(worker: Worker) -> None:
+    worker.run(Case("attention", 1))
+    assert worker.process is not None
+    worker.process.kill()
+    ended = worker.run(Case("attention", 2))
+    assert ended.failure == "Death: SIGKILL"
+    assert worker.run(Case("attention", 2)).failure is None
+
+
+def test_the_command_explains_itself_and_rejects_unknown_names() -> None:
+    assert "python -m tests.fuzz --only attention --case 17" in CliRunner().invoke(main, ["--help"]).output
+    listed = CliRunner().invoke(main, ["--list"]).output.splitlines()
+    assert [line[:24].strip() for line in listed] == list(ENTRIES)
+    result = CliRunner().invoke(main, ["--only", "nothing"])
+    assert result.exit_code == 2
+    assert "No entry point contains 'nothing'. There are: attention," in result.output
