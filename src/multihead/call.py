@@ -17,6 +17,7 @@ from multihead.quantised import Scales, expand
 from multihead.scores.bias import Bias
 from multihead.shapes import AttentionShape
 from multihead.tracing import runs_backward
+from multihead.undo import Undo
 
 
 class Continued(NamedTuple):
@@ -202,11 +203,10 @@ active = _listeners.get  # for calls that no compiler traces
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Publish every call in this context, and in no other thread, to a listener."""
-    token = _listeners.set((*_listeners.get(), listener))
-    try:
+    with Undo() as undo:  # not by a token of the ContextVar: contexts that overlap may end in any order
+        undo.callback(lambda: _listeners.set(tuple(each for each in _listeners.get() if each is not listener)))
+        _listeners.set((*_listeners.get(), listener))
         yield
-    finally:
-        _listeners.reset(token)
 
 
 def listeners() -> tuple[Listener, ...]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from functools import cache, partial, wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.fx.experimental import proxy_tensor
+
+from multihead.undo import Undo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,6 +141,35 @@ def untraced() -> Iterator[None]:
         yield
     finally:
         _put_jit_state(state)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code uncompiled, so that listeners receive its calls; the last of several users restores it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with Undo() as undo:
+        user = object()
+        undo.callback(partial(_compile_again, user))
+        with _lock:
+            _uncompiled.append(user)
+            if not _stances:
+                _stances.append(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _compile_again(user: object) -> None:
+    with _lock:
+        _uncompiled[:] = [each for each in _uncompiled if each is not user]
+        if _stances and not _uncompiled:
+            _stances[0].__exit__(None, None, None)
+            del _stances[:1]
+
+
+_lock = RLock()
+_uncompiled: list[object] = []
+_stances: list[Any] = []  # what ends the stance that they need
 
 
 def runs_backward() -> bool:

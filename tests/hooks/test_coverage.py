@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial, update_wrapper
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import multihead as mh
 from multihead.errors import ModelError
@@ -71,6 +74,78 @@ def test_routers_and_weights_that_are_no_attention_are_no_false_alarm() -> None:
             return torch.matmul(x.softmax(-1), x)
 
     assert attention_elsewhere(Router()) == {}
+
+
+def called_by_closure(layer: Any) -> Any:
+    original = layer.forward
+    return lambda *args, **options: original(*args, **options)  # noqa: PLW0108
+
+
+def called_by_partial(layer: Any) -> Any:
+    return partial(type(layer).forward, layer)
+
+
+def called_by_attribute(layer: Any) -> Any:
+    layer._old_forward = layer.forward  # as accelerate does
+
+    def forward(module: Any, *args: Any, **options: Any) -> Any:
+        return module._old_forward(*args, **options)
+
+    return update_wrapper(partial(forward, layer), layer.forward)
+
+
+@pytest.mark.parametrize("wrapped", [called_by_closure, called_by_partial, called_by_attribute])
+def test_a_forward_around_that_of_the_class_is_no_other_attention(wrapped: Any) -> None:
+    model = family("llama")
+    layer = model.model.layers[1].self_attn
+    layer.forward = wrapped(layer)
+    assert attention_elsewhere(model) == {}
+
+
+def test_a_wrapper_is_judged_by_what_it_calls_and_not_by_what_it_wraps() -> None:
+    model = family("llama")
+    layer = model.model.layers[1].self_attn
+    layer.forward = update_wrapper(lambda hidden_states, **_: (hidden_states, None), layer.forward)
+    assert attention_elsewhere(model) == {
+        "model.layers.1.self_attn": "The forward of this LlamaAttention was replaced. LlamaAttention replaces the "
+        "forward of LlamaAttention, which calls transformers' AttentionInterface."
+    }
+
+
+eager: Any = None  # the eager attention of `Own`
+
+
+def same(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any) -> Any:
+    scores = query @ key.repeat_interleave(module.num_key_value_groups, 1).mT * scaling
+    weights = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
+    return (weights @ value.repeat_interleave(module.num_key_value_groups, 1)).transpose(1, 2).contiguous(), weights
+
+
+def scaled_twice(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+    return same(module, query, key, 2 * value, attention_mask, **options)
+
+
+def with_more(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, slopes: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(("function", "equal"), [(same, True), (scaled_twice, False), (with_more, False)])
+def test_eager_attention_of_ones_own_is_compared_with_ours(
+    function: Any, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(LlamaAttention):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+            return attend(self, hidden_states, hidden_states, hidden_states, None)
+
+    monkeypatch.setitem(globals(), "eager", function)
+    model = family("llama")
+    model.model.layers[1].self_attn.__class__ = Own
+    expected = (
+        f"The eager attention of Own, {function.__name__}, computes something else than "
+        "softmax(scaling * q k' + mask) v."
+    )
+    assert attention_elsewhere(model) == ({} if equal else {"model.layers.1.self_attn": expected})
 
 
 def test_the_error_names_the_first_module_and_its_reason() -> None:

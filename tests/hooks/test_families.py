@@ -6,6 +6,7 @@ attention, are compared by the tool that compares all of them (`python -m tools.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
+from multihead.errors import ModelError
 from multihead.probes import PROBES
 from multihead.record.sample import SampleRecord
 from tests.families import CALLS, DECODERS, FAMILIES, LENGTH, PADDED, VOCABULARY, batch_of, family
 from tests.watched import brute_force, eager, eager_weights, watched, without_padding
 from tools.families.catalogue import model_classes
 from tools.families.comparison import SHARP, Result, compare
+from tools.families.detours import DETOURS, detour
 
 CASES = [(name, "none") for name in FAMILIES] + [(name, side) for name in PADDED for side in ("right", "left")]
 
@@ -235,6 +238,54 @@ def test_the_comparison_finds_attention_without_one_of_its_parts(part: str) -> N
     family, name = WITH[part]
     assert part in compared(family, name).features
     assert compared(family, name, part).outcome == "different"
+
+
+def by_use(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    with mh.use(model):
+        return model(**batch)[0]  # type: ignore[no-any-return]
+
+
+def by_name(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    mh.use()
+    model.set_attn_implementation("multihead")
+    return model(**batch)[0]  # type: ignore[no-any-return]
+
+
+def by_observing(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    with mh.observe(model):
+        return model(**batch)[0]  # type: ignore[no-any-return]
+
+
+REPLACED = "LlamaForCausalLM computes attention where it cannot be replaced: model.layers.1.self_attn. "
+BOOLEAN = "The model computes add of its attention mask, which is Boolean with this library's attention"
+REFUSALS = {
+    "softmax of its own": f"{REPLACED}Outside computes its weights itself",
+    "softmax of its own, named attention": f"{REPLACED}OutsideAttention computes its weights itself",
+    "eager function in one layer": BOOLEAN,
+    "eager function of the module": f"{REPLACED}AlwaysEagerAttention calls eager_attention_forward itself.",
+    "exponentials and their sum": f"{REPLACED}MixerAttention replaces the forward of LlamaAttention, which calls",
+    "bias added to the mask": BOOLEAN,
+    "replaced forward": f"{REPLACED}The forward of this LlamaAttention was replaced. LlamaAttention computes its",
+    "tensor for the eager function": "ScaledAttention passes the tensor 'head_scale' to its attention, which this",
+    "bias of the eager function": f"{REPLACED}The eager attention of SlopedAttention, _sloped, computes something else",
+}
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("road", [by_use, by_name, by_observing])
+@pytest.mark.parametrize("name", DETOURS)
+def test_a_layer_that_bypasses_our_attention_is_rejected(name: str, road: Any, padding: str) -> None:
+    """Accepted, its output would be 0.8 to 2.5 off that of eager attention."""
+    model, batch = family("llama"), batch_of("llama", padding=padding)
+    detour(model, name)
+    assert eager(model, batch)[0].isfinite().all()
+    with torch.no_grad(), pytest.raises(ModelError, match=re.escape(REFUSALS[name])):
+        road(model, batch)
+
+
+@pytest.mark.parametrize("name", DETOURS)
+def test_the_comparison_of_all_families_finds_each_detour(name: str) -> None:
+    assert compared("llama", "LlamaModel", name).outcome == "rejected"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
@@ -136,7 +137,10 @@ def test_a_family_with_layers_of_a_package_that_is_missing_is_rejected_by_their_
     assert "NeighborhoodAttention computes its weights itself" in result.reason
 
 
-def test_attention_that_bypasses_the_interface_is_a_difference_in_the_number_of_calls(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("watched", [True, False])
+def test_attention_that_bypasses_the_interface_is_rejected_or_a_difference_in_the_number_of_calls(
+    watched: bool, monkeypatch: Any
+) -> None:
     """A layer that looks its attention up, and then does not use it, cannot be found by its code."""
     kind = next(each for each in model_classes("bert") if each.__name__ == "BertModel")
     attention = nn.Module.get_submodule(kind(tiny_configuration(hf.BertConfig)), "encoder.layer.0.attention.self")
@@ -149,10 +153,16 @@ def test_attention_that_bypasses_the_interface_is_a_difference_in_the_number_of_
 
     monkeypatch.setattr("tools.families.comparison.require_coverage", lambda model: None)
     monkeypatch.setattr("multihead.hooks.huggingface.require_coverage", lambda model: None)
+    if not watched:
+        monkeypatch.setattr("multihead.hooks.huggingface.watch", lambda *_: None)
     monkeypatch.setattr("tools.families.comparison.looks_up", lambda each: each is type(attention))
     monkeypatch.setattr(type(attention), "forward", forward)
     result = compare("bert", kind)
-    assert (result.outcome, result.reason) == ("different", "0 calls of ours, 2 of eager attention.")
+    if watched:
+        assert result.outcome == "rejected"
+        assert "encoder.layer.0.attention.self (BertSelfAttention) ran without a call" in result.reason
+    else:
+        assert (result.outcome, result.reason) == ("different", "0 calls of ours, 2 of eager attention.")
 
 
 def results() -> list[dict[str, Any]]:

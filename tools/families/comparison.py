@@ -21,6 +21,7 @@ from multihead.hooks import huggingface
 from multihead.hooks.coverage import attention_elsewhere, looks_up, require_coverage
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
+from tools.families.detours import DETOURS, detour
 from tools.families.inputs import candidates, configurations
 from tools.families.overrides import WITHOUT_EAGER
 from tools.families.tiny import full_configuration, sharpen, steepen, tiny_configuration, tiny_model
@@ -96,14 +97,20 @@ class Trace:
 
 
 def compare(family: str, kind: Any, mutation: str | None = None) -> Result:
-    """Compare one model class; with a mutation, our attention is broken on purpose and must differ."""
+    """Compare one model class.
+
+    With a mutation our attention is broken on purpose, and must differ. With a detour one layer of the model does not
+    use our attention, and the model must be equal or rejected.
+    """
     result = Result(family, kind.__name__, part=is_part(kind))
     torch.manual_seed(0)
     model = None
     try:
         model = tiny_model(kind, tiny_configuration(kind.config_class, kind))
+        if mutation in DETOURS:
+            detour(model, mutation)
         with torch.no_grad():
-            _compare(model, result, mutation)
+            _compare(model, result, None if mutation in DETOURS else mutation)
     except DifferentError as error:
         result.outcome, result.reason = "different", str(error)
     except ModelError as error:

@@ -59,7 +59,8 @@ _TEXTS: dict[str, dict[str, str]] = {
         "mutations": "## Errors that the comparison finds",
         "mutations_text": (
             "`python -m tools.families --mutate` drops one part of our attention, and expects a difference in every "
-            "family that uses it, in one class each."
+            "family that uses it, in one class each. It also gives one layer of Llama attention that bypasses ours, in "
+            "{detours} ways (tools/families/detours.py); each must be equal or rejected."
         ),
         "mutations_head": "| dropped | families | found |\n|---|---|---|",
         "missed": "not found in {names}",
@@ -110,6 +111,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "mutations": "## 比较能发现的错误",
         "mutations_text": (
             "`python -m tools.families --mutate` 去掉我们的注意力的一个部分，并要求用到它的每个族（各取一个类）都出现差异。"
+            "它还用 {detours} 种方式让 Llama 的一层绕过我们的注意力（tools/families/detours.py）；每一种都必须相等或被拒绝。"
         ),
         "mutations_head": "| 去掉 | 族 | 发现 |\n|---|---|---|",
         "missed": "未发现：{names}",
@@ -143,6 +145,7 @@ def page(results: list[dict[str, Any]], version: str, language: str, layers: set
         layers: all classes of attention layers, with their families.
     """
     from tools.families.comparison import FACTOR, FLOOR, STEPS
+    from tools.families.detours import DETOURS
     from tools.families.overrides import WITHOUT_EAGER
 
     say = _TEXTS[language]
@@ -177,7 +180,7 @@ def page(results: list[dict[str, Any]], version: str, language: str, layers: set
         ),
         _layers_that_ran(results, layers, say),
         say["mutations"],
-        say["mutations_text"],
+        say["mutations_text"].format(detours=len(DETOURS)),
         _mutations([each for each in results if each["mutation"]], say),
         say["built"],
         _by_class(by_outcome["not built"], say["built_head"]),

@@ -12,14 +12,18 @@ import dis
 import inspect
 import re
 import sys
-from functools import cache
-from types import CodeType
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import takewhile
+from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from multihead.errors import ModelError
 
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR"})
 _FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _SOFTMAX = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
 _PRODUCT = re.compile(r"matmul|bmm|einsum|irfft|natten|mra2_attention")  # irfft: the autocorrelation of Autoformer
@@ -40,12 +44,34 @@ def attention_elsewhere(model: nn.Module) -> dict[str, str]:
     Returns:
         one sentence with the reason per qualified name; empty if all attention goes through the interface.
     """
-    return {name: reason for name, module in model.named_modules() if (reason := _reason(module.__class__)) is not None}
+    return {
+        name: reason
+        for name, module in model.named_modules()
+        if (reason := _reason(module) or _unlike_ours(module)) is not None
+    }
 
 
 def looks_up(kind: Any) -> bool:
     """Whether modules of a class look their attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_names_of_forward(kind))
+    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _look_up(_read(kind).names)
+
+
+def of_interface(kind: Any) -> bool:
+    """Whether a class, or one that it is derived from, looks attention up in transformers' AttentionInterface."""
+    return _base_of_interface(kind.__mro__) is not None
+
+
+def multiplies(kind: Any) -> bool:
+    """Whether the forward of a class multiplies matrices, as attention does."""
+    return any(_PRODUCT.search(name) for name in _read(kind).names)
+
+
+@cache
+def eager_arguments(kind: Any) -> frozenset[str] | None:
+    """Return the names in the code of the eager attention of a class; None if it is unknown."""
+    functions = _read(kind).defaults
+    names = [{*each.__code__.co_varnames, *map(str, each.__code__.co_consts)} for each in functions]
+    return frozenset().union(*names) if names else None
 
 
 def require_coverage(model: nn.Module) -> None:
@@ -96,27 +122,89 @@ def chosen_by_name(kind: type[nn.Module], implementation: str) -> dict[str, str]
     }
 
 
+def _reason(module: nn.Module) -> str | None:
+    """Return why attention in a module would not run on our kernels; None if it would, or if it has none."""
+    kind: Any = type(module)
+    own = vars(module).get("forward")
+    if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
+        return _reason_of_class(kind)
+    replaced = _judged(kind, _read_function(kind, own, vars(module)), kind.__mro__)
+    return replaced and f"The forward of this {kind.__name__} was replaced. {replaced}"
+
+
+def _unlike_ours(module: nn.Module) -> str | None:
+    """Return why the eager attention of a class outside transformers is not the function that we compute, or None.
+
+    What eager attention adds by itself, such as a bias, would be lost. Of the classes in transformers, `python -m
+    tools.families` compares all outputs.
+    """
+    kind: Any = type(module)
+    if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
+        return None
+    for function in _read(kind).defaults:
+        if function.__module__.split(".")[0] != "transformers" and not _agrees(function, module):
+            return (
+                f"The eager attention of {kind.__name__}, {function.__name__}, computes something else than "
+                "softmax(scaling * q k' + mask) v."
+            )
+    return None
+
+
+def _agrees(function: FunctionType, module: nn.Module) -> bool:
+    """Whether an eager attention function returns softmax(scaling * q k' + mask) v for a small call."""
+    groups, device = getattr(module, "num_key_value_groups", 1), next(module.parameters(), torch.zeros(())).device
+    numbers = torch.arange(2.0 * (groups + 2) * 3 * 4, device=device).sin()
+    q, k, v = numbers.view(2, groups + 2, 3, 4).split((groups, 1, 1), 1)  # (batch, heads, tokens, head_dim)
+    mask = torch.full((3, 3), -torch.inf, device=device).triu(1)[None, None]
+    mask = mask.clamp(min=torch.finfo(mask.dtype).min)
+    try:
+        with torch.no_grad():
+            found = function(module, q, k, v, mask, scaling=0.7, dropout=0.0)[0]
+    except Exception:  # noqa: BLE001 - it needs more than every attention function is given
+        return False
+    expected = ((0.7 * q @ k.mT + mask).softmax(-1) @ v).transpose(1, 2)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
 @cache
-def _reason(kind: Any) -> str | None:
-    """Return why attention in modules of a class would not run on our kernels; None if it would, or if it has none."""
+def _reason_of_class(kind: Any) -> str | None:
     if kind.__module__.split(".")[0] == "multihead":
         return None
     if issubclass(kind, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention computes its attention itself."
     if kind.__module__.split(".")[0] == "torch":
         return None
-    names = _names_of_forward(kind)
-    if _look_up(names) or _OF_SOMETHING_ELSE.search(kind.__name__):
+    return _judged(kind, _read(kind), kind.__mro__[1:])
+
+
+def _judged(kind: Any, code: _Code, bases: tuple[Any, ...]) -> str | None:
+    """Return why attention in the code of a forward would not run on our kernels, or None.
+
+    Args:
+        kind: the class of the module.
+        code: what its forward uses.
+        bases: the classes whose forward it replaces.
+    """
+    if code.calls:
+        return f"{kind.__name__} calls {min(code.calls)} itself."
+    if _look_up(code.names) or _OF_SOMETHING_ELSE.search(kind.__name__):
         return None
-    if fused := names & _FUSED:
+    if fused := code.names & _FUSED:
         return f"{kind.__name__} calls torch's {min(fused)} itself."
     if (
-        _ATTENTION.search(kind.__name__)
-        and any(_SOFTMAX.search(name) for name in names)
-        and any(_PRODUCT.search(name) for name in names)
+        any(_ATTENTION.search(base.__name__) for base in kind.__mro__)
+        and any(_SOFTMAX.search(name) for name in code.names)
+        and any(_PRODUCT.search(name) for name in code.names)
     ):
         return f"{kind.__name__} computes its weights itself, without transformers' AttentionInterface."
+    if (base := _base_of_interface(bases)) is not None:
+        return f"{kind.__name__} replaces the forward of {base.__name__}, which calls transformers' AttentionInterface."
     return None
+
+
+def _base_of_interface(bases: tuple[Any, ...]) -> Any:
+    """Return the first of some classes with a forward that looks attention up in the interface, or None."""
+    return next((base for base in bases if "forward" in vars(base) and looks_up(base)), None)
 
 
 def _look_up(names: frozenset[str]) -> bool:
@@ -124,33 +212,117 @@ def _look_up(names: frozenset[str]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
 
 
+@dataclass(frozen=True)
+class _Code:
+    """What a forward uses, in its own code and in the methods and functions of the same files that it calls.
+
+    Attributes:
+        names: all names.
+        calls: the attention functions, such as eager ones, that it calls by their own name.
+        defaults: the attention functions that it names besides, as what the interface returns for eager attention.
+    """
+
+    names: frozenset[str]
+    calls: frozenset[str]
+    defaults: frozenset[FunctionType]
+
+
 @cache
-def _names_of_forward(kind: Any) -> frozenset[str]:
-    """Return all names in a class's forward, and in the methods and functions of the same files that it uses."""
-    files = {base.__module__ for base in kind.__mro__ if base is not nn.Module}
+def _read(kind: Any) -> _Code:
+    """Return what the forward of a class uses."""
+    return _read_function(kind, kind.forward, {})
+
+
+def _read_function(kind: Any, forward: Any, own: dict[str, Any]) -> _Code:
+    """Return what a forward uses.
+
+    Args:
+        kind: the class of the module.
+        forward: a function, a method, a partial of one, or one that wraps it.
+        own: the attributes of the module itself.
+    """
+    files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
     names: set[str] = set()
-    waiting: list[Any] = [kind.forward]
+    calls: set[str] = set()
+    defaults: set[FunctionType] = set()
+    waiting: list[Any] = [forward]
+    direct = {id(forward)}  # functions that are read whatever their file
     seen: set[CodeType] = set()
     while waiting:
-        function = inspect.unwrap(waiting.pop())
-        function = getattr(function, "__func__", function)  # that of a static method or a class method
+        given = waiting.pop()
+        function = _function_of(given)
+        if isinstance(function, partial):
+            parts = [function.func, *function.args, *function.keywords.values()]
+            waiting += parts
+            direct |= {id(each) for each in parts}
         if not inspect.isfunction(function) or function.__code__ in seen:
             continue
-        if function.__module__ not in files and function is not kind.forward:
+        if function.__module__ not in files and not {id(given), id(function)} & direct:
             continue
         seen.add(function.__code__)
-        own = _names_of_code(function.__code__)
-        names |= own
-        waiting += [inspect.getattr_static(kind, name, None) for name in own]
-        waiting += [function.__globals__.get(name) for name in own]
-    return frozenset(names)
+        used, called = _names_of_code(function.__code__)
+        names |= used
+        found = [function.__globals__.get(name) for name in used]
+        for name in used:
+            attention = _attention_functions(name, function.__globals__.get(name), found)
+            calls |= {name} if attention and name in called and not _is_attention(function) else set()
+            defaults |= attention
+        waiting += [inspect.getattr_static(kind, name, None) for name in used]
+        if "__class__" in function.__code__.co_freevars:  # super() calls what a later base defines
+            waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
+        waiting += found
+        held = [own.get(name) for name in used] + [_content(cell) for cell in function.__closure__ or ()]
+        held = [each for each in held if callable(each)]
+        waiting += held
+        direct |= {id(each) for each in held}
+    return _Code(frozenset(names), frozenset(calls), frozenset(defaults))
 
 
-def _names_of_code(code: CodeType) -> frozenset[str]:
-    """Return the names in a code object and in those nested in it; `a @ b` is named matmul."""
+def _function_of(given: Any) -> Any:
+    """Return the function of a method, or that which a wrapper without code of its own calls."""
+    while True:
+        function = getattr(given, "__func__", given)  # that of a static method or a class method
+        if inspect.isfunction(function) or isinstance(function, partial) or not hasattr(function, "__wrapped__"):
+            return function
+        given = function.__wrapped__
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # it is empty
+
+
+def _attention_functions(name: str, function: Any, others: list[Any]) -> set[FunctionType]:
+    """Return those of a function, and of the ones with its name in some modules, that transformers' interface holds."""
+    functions = [function, *(getattr(each, name, None) for each in others if inspect.ismodule(each))]
+    return {each for each in functions if _is_attention(each)}
+
+
+def _is_attention(function: Any) -> bool:
+    """Whether a function has the arguments of those in transformers' AttentionInterface."""
+    return inspect.isfunction(function) and function.__code__.co_varnames[:4] == ("module", "query", "key", "value")
+
+
+def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names in a code object and in those nested in it, and those that it calls; `a @ b` is named matmul."""
     names = {*code.co_names, *code.co_freevars}
-    names |= {"matmul" for step in dis.get_instructions(code) if step.opname == "BINARY_OP" and step.argrepr == "@"}
+    calls: set[str] = set()
+    steps = list(dis.get_instructions(code))
+    for index, step in enumerate(steps):
+        if step.opname == "BINARY_OP" and step.argrepr == "@":
+            names.add("matmul")
+        # Python writes NULL, or self, next to a function that is called; until 3.12 before `module.function`.
+        if step.opname == "PUSH_NULL" or (step.opname in _LOADS and "NULL" in step.argrepr):
+            first = index + (step.opname == "PUSH_NULL") * (-1 if sys.version_info >= (3, 13) else 1)
+            attributes = takewhile(lambda each: each.opname == "LOAD_ATTR", steps[first + 1 :])
+            calls |= {str(each.argval) for each in (steps[first], *attributes) if each.opname in _LOADS}
+        elif step.opname == "LOAD_METHOD":
+            calls.add(str(step.argval))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names_of_code(constant)
-    return frozenset(names)
+            inner, inner_calls = _names_of_code(constant)
+            names |= inner
+            calls |= inner_calls
+    return frozenset(names), frozenset(calls)

@@ -8,10 +8,9 @@ no mask at all, and padding and causality are silently ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from multihead.call import AttentionRequest, CallOrigin, listeners
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.hooks import output_attentions
-from multihead.hooks.coverage import require_coverage
-from multihead.hooks.lazy_mask import LazyMask
+from multihead.hooks.bypass import Report, calls, rejected, watch
+from multihead.hooks.coverage import eager_arguments, require_coverage
+from multihead.hooks.lazy_mask import BooleanMask, LazyMask
 from multihead.hooks.mask_functions import Extent, padding_mask, padding_of_keys, recognised
 from multihead.hooks.pretrained import is_cross_attention, pretrained_models
 from multihead.hooks.rejection import CHOICE, configurations, reject_elsewhere
@@ -32,7 +32,8 @@ from multihead.layer.sharding import heads_of_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.scores.bias import Bias, added
 from multihead.sequence_split import reject_in_split
-from multihead.tracing import traced
+from multihead.tracing import constant_in_graphs, traced
+from multihead.undo import Undo
 
 NAME = "multihead"
 _FULL, _CAUSAL = Full(), Causal()
@@ -56,24 +57,30 @@ origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
 """The origin of the call that listeners are receiving; None if no Hugging Face model made it."""
 
 
-def installed(model: nn.Module) -> ExitStack:
+def installed(model: nn.Module, report: Report = rejected) -> Undo:
     """Make all Hugging Face models in a module call this library's attention.
 
+    Args:
+        model: any module.
+        report: receives a sentence for a module that runs without calling it; raises by default.
+
     Returns:
-        what undoes it: a context manager, or its `close()`. Dropped without either, the change is permanent.
+        what undoes it.
 
     Raises:
         ModelError: a model computes attention where it cannot be replaced.
     """
-    undo = ExitStack()
+    return Undo.of(partial(_install, model, report))
+
+
+def _install(model: nn.Module, report: Report, undo: Undo) -> None:
     if not pretrained_models(model):
-        return undo
+        return
     register()
     require_coverage(model)
+    watch(undo, model, NAME, report)
     for config in configurations(model):
-        undo.callback(setattr, config, CHOICE, getattr(config, CHOICE, None))
-        setattr(config, CHOICE, NAME)
-    return undo
+        undo.set(config, CHOICE, NAME)
 
 
 def attend_for(
@@ -118,6 +125,9 @@ def attend_for(
     Returns:
         (batch, queries, heads, value_dim), contiguous; and the weights where the model returns them, else None.
     """
+    if not torch.compiler.is_compiling():
+        calls.count += 1
+    _check_options(module, options)
     if cache is not None:
         raise ModelError(
             "The model runs with continuous batching, which this library does not support.",
@@ -158,6 +168,23 @@ def attend_for(
     return output.transpose(1, 2).contiguous(), weights
 
 
+def _check_options(module: nn.Module, options: dict[str, object]) -> None:
+    """Check that no tensor was given that the layer's eager attention uses: it would be left out here."""
+    for name, value in options.items():
+        if isinstance(value, Tensor) and _matters(type(module), name):
+            raise ModelError(
+                f"{type(module).__name__} passes the tensor {name!r} to its attention, which this library's attention "
+                "does not know.",
+                "Use this model with attn_implementation='eager'.",
+            )
+
+
+@constant_in_graphs
+def _matters(kind: Any, name: str) -> bool:
+    known = eager_arguments(kind)
+    return known is None or name in known
+
+
 def _mask_of_call(
     module: nn.Module, attention_mask: Tensor | None, queries: int, keys: int, *, is_causal: bool | None
 ) -> tuple[Mask, Bias | None, int | None]:
@@ -172,6 +199,8 @@ def _mask_of_call(
         return _FULL, None, None
     if isinstance(attention_mask, LazyMask):
         return attention_mask.mask, None, attention_mask.query_start
+    if isinstance(attention_mask, BooleanMask):
+        attention_mask = attention_mask.dense()
     return *mask_of_tensor(attention_mask, keys), None
 
 

@@ -1,21 +1,141 @@
-"""A tensor that stores a mask as a value while a model passes it on, and becomes dense only when computed with."""
+"""Mask tensors that a model passes on: one stores its mask as a value, and none can be added to scores."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from multihead.masks import Keep, Mask
+from multihead.errors import ModelError
+from multihead.masks import Full, Keep, Mask
 from multihead.masks.place import Place
 
 _KEYS_AXIS = 3
+_FULL = Full()
+# Operations whose result is still a mask.
+_RESHAPES = frozenset(
+    (
+        "slice",
+        "select",
+        "index",
+        "index_select",
+        "gather",
+        "expand",
+        "view",
+        "_unsafe_view",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "transpose",
+        "t",
+        "clone",
+        "repeat",
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "flip",
+        "roll",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "_to_copy",
+    )
+)
+# Operations that choose between numbers by a mask, or read its size only.
+_CHOICES = frozenset(
+    (
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "masked_select",
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "nonzero",
+    )
+)
+# Of two masks too: added, they would show what either of them shows.
+_SUMS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
 
 
-class LazyMask(Tensor):
-    """A tensor subclass shaped like a model's boolean mask (batch, 1, queries, keys) that stores a Mask and no cells.
+class Uses(threading.local):
+    """How often code of this thread has read the values of a mask, other than in a call of our attention."""
+
+    count = 0
+
+
+uses = Uses()
+
+
+class BooleanMask(Tensor):
+    """A tensor subclass for a Boolean mask, True = visible, that raises where a model computes with it as with numbers.
+
+    A mask of transformers' eager attention is added to the scores. The mask of our attention is Boolean: added to
+    scores it would hide nothing.
+    """
+
+    _cells: Tensor
+    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
+
+    @staticmethod
+    def of(cells: Tensor) -> BooleanMask:
+        """Create one from a plain Boolean tensor."""
+        made: BooleanMask = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
+            BooleanMask, cells.size(), strides=cells.stride(), dtype=torch.bool, device=cells.device
+        )
+        made._cells = cells
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"BooleanMask({tuple(self.shape)})"
+
+    def dense(self) -> Tensor:
+        """Return the mask as a plain tensor."""
+        return self._cells
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        """Run an operation on the dense mask.
+
+        Raises:
+            ModelError: it computes numbers from the mask.
+        """
+        uses.count += 1
+        name = getattr(function, "__name__", "").split(".")[0]
+        args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.dense(), (args, kwargs or {}))
+        found: Any = None if name in _SUMS else function(*args, **kwargs)
+        if name in _CHOICES or "scaled_dot_product" in name:
+            return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
+        results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+        if name in _SUMS or any(each.dtype != torch.bool for each in results):
+            raise ModelError(
+                f"The model computes {name} of its attention mask, which is Boolean with this library's attention: "
+                "True = visible, not a number added to the scores.",
+                "Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or attn_implementation='eager'.",
+            )
+        return pytree.tree_map_only(Tensor, BooleanMask.of, found) if name in _RESHAPES else found
+
+
+class LazyMask(BooleanMask):
+    """A mask of a model, (batch, 1, queries, keys), that stores a Mask and no cells.
 
     Models pass the mask from where it is made to their attention layers, mostly unchanged; some slice keys off its
     end. Both keep the stored mask. Any other operation runs on the dense tensor, so that every change that a model
@@ -36,8 +156,6 @@ class LazyMask(Tensor):
     key_offset: int
     padding: Tensor | None
     packed_lengths: Tensor | None = None
-    # `__torch_dispatch__` sees every operation. Another hook would only make attributes slow.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @staticmethod
     def __new__(
@@ -97,5 +215,16 @@ class LazyMask(Tensor):
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
                 if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
                     return source.first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
-        args, kwargs = pytree.tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        if name == "add.Tensor" and _hides_nothing(args):
+            args = pytree.tree_map_only(
+                LazyMask, lambda mask: torch.zeros((), device=mask.device).expand(mask.shape), args
+            )
+            return function(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _hides_nothing(terms: tuple[Any, ...]) -> bool:
+    """Whether a mask that hides nothing is added to scores or to a bias, where it is 0, as some layers do."""
+    scores = [each for each in terms if not isinstance(each, LazyMask)]
+    shown = all(each.mask == _FULL for each in terms if isinstance(each, LazyMask))
+    return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,6 +30,7 @@ from multihead.packing import Packing
 from multihead.scores.relative import RelativeBias, offsets
 from multihead.scores.t5 import buckets_of
 from multihead.tracing import traced
+from multihead.undo import Undo
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # arguments with a value per token
 
@@ -111,7 +112,7 @@ FAMILIES = {
 """The supported families, by the class of transformers that holds their layers."""
 
 
-_padded: ContextVar[bool] = ContextVar("padded", default=False)
+_padded: ContextVar[frozenset[object]] = ContextVar("padded", default=frozenset())  # those who need it
 
 
 class _RowMask(LazyMask):
@@ -124,7 +125,7 @@ class _RowMask(LazyMask):
     packing: Packing
 
 
-def packed(model: nn.Module) -> ExitStack:
+def packed(model: nn.Module) -> Undo:
     """Leave padding out of all Hugging Face models in a module, and run their attention on this library's kernels.
 
     Outputs at tokens are those of the padded batch up to rounding, and 0 at padding. A call is packed if it has an
@@ -140,34 +141,35 @@ def packed(model: nn.Module) -> ExitStack:
         model: a model of transformers, or a module that contains some.
 
     Returns:
-        what undoes it: a context manager, or its `close()`.
+        what undoes it.
 
     Raises:
         ModelError: it contains no model of transformers, or one of a family that is not supported.
     """
     stacks = _stacks(model)
-    with ExitStack() as undo:
-        undo.enter_context(installed(model))
-        for module, family in stacks:
-            before = partial(_pack, family)
-            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
-            for part in (module, *read):
-                undo.callback(part.register_forward_hook(_unpack, with_kwargs=True).remove)
-            if family.relative:
-                layer = module.get_submodule(family.relative)
-                undo.callback(layer.register_forward_pre_hook(_add_relative_bias, with_kwargs=True).remove)
-        return undo.pop_all()
+    return Undo.of(partial(_add_hooks, model, stacks))
+
+
+def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, Family]], undo: Undo) -> None:
+    used = installed(model)
+    undo.callback(used.close)
+    for module, family in stacks:
+        undo.before(module, partial(_pack, family), with_kwargs=True)
+        read = [module.get_submodule(family.read_by_model)] if family.read_by_model else []
+        for part in (module, *read):
+            undo.after(part, _unpack, with_kwargs=True)
+        if family.relative:
+            undo.before(module.get_submodule(family.relative), _add_relative_bias, with_kwargs=True)
 
 
 @contextmanager
 def padded() -> Iterator[None]:
     """Run packed models padded in this context, and in no other thread: a record finds samples by their rows."""
-    token = _padded.set(True)
-    try:
+    user = object()
+    with Undo() as undo:
+        undo.callback(lambda: _padded.set(_padded.get() - {user}))
+        _padded.set(_padded.get() | {user})
         yield
-    finally:
-        _padded.reset(token)
 
 
 def _stacks(model: nn.Module) -> list[tuple[nn.Module, Family]]:

@@ -6,7 +6,8 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import MethodType
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from multihead.call import CallOrigin
 from multihead.hooks.lazy_mask import LazyMask
+from multihead.undo import Undo
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
@@ -35,6 +37,11 @@ def is_within(name: str, other: str) -> bool:
     (True, False, True)
     """
     return not other or f"{name}.".startswith(f"{other}.")
+
+
+def innermost(name: str, models: dict[str, Any]) -> str | None:
+    """Return the name of the innermost of some models around a module, itself included; None if there is none."""
+    return max((each for each in models if is_within(name, each)), key=len, default=None)
 
 
 def crosses(origin: CallOrigin, name: str) -> bool:
@@ -150,29 +157,36 @@ class Inputs:
                 return next((each.given for each in self._models if each.module is encoder), model.given)
         return Given()
 
-    def enter(self, model: _Model, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Receive the arguments of a model that is about to run."""
+    def enter(self, model: _Model, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Receive the arguments of a model that is about to run; torch omits `kwargs` while it adds the hook."""
+        if self not in _receiving.get():
+            return  # another thread runs the model, whose calls the listeners of this one do not receive
         self.passes += self._depth == 0
         self._depth += 1
-        model.given = _given(model.signature, args, kwargs)
+        model.given = _given(model.signature, args, kwargs or {})
         self.any_ids |= model.given.ids is not None
 
     def leave(self, *_: object) -> None:
         """Count a model that has run."""
-        self._depth = max(self._depth - 1, 0)
+        if self in _receiving.get():
+            self._depth = max(self._depth - 1, 0)
+
+
+_receiving: ContextVar[tuple[Inputs, ...]] = ContextVar("receiving", default=())
 
 
 @contextmanager
 def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
-    """Record the inputs of a model and of all Hugging Face models in it while the context is active."""
+    """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = Inputs()
-    with ExitStack() as stack:
+    with Undo() as undo:
+        undo.callback(lambda: _receiving.set(tuple(each for each in _receiving.get() if each is not inputs)))
+        _receiving.set((*_receiving.get(), inputs))
         for name, module in {"": model, **pretrained_models(model)}.items():
             each = _Model(name and f"{name}.", module, _signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
-            before = module.register_forward_pre_hook(partial(inputs.enter, each), with_kwargs=True, prepend=True)
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(inputs.leave, always_call=True).remove)
+            undo.before(module, partial(inputs.enter, each), with_kwargs=True, prepend=True)
+            undo.after(module, inputs.leave, always_call=True)
         yield inputs
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from multihead.hooks.coverage import attention_elsewhere, chosen_by_name, rejection
-from multihead.hooks.pretrained import is_within, pretrained_models
+from multihead.hooks.pretrained import innermost, pretrained_models
 
 CHOICE = "_attn_implementation_internal"  # the attribute of a configuration that names its attention
 
@@ -104,15 +104,10 @@ def _check(model: Any, concerns: Callable[[Any], bool]) -> None:
     if not wanting:
         return
     elsewhere = {
-        name: reason for name, reason in attention_elsewhere(model).items() if _innermost(name, models) in wanting
+        name: reason for name, reason in attention_elsewhere(model).items() if innermost(name, models) in wanting
     }
     if elsewhere:
         raise rejection(type(model), elsewhere)
-
-
-def _innermost(name: str, models: dict[str, Any]) -> str:
-    """Return the name of the innermost model around a module, itself included."""
-    return max((each for each in models if is_within(name, each)), key=len)
 
 
 def _requested(config: Any, request: Any) -> dict[int, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, overload
@@ -18,6 +17,7 @@ from multihead.hooks.packed import packed as leave_out_padding
 from multihead.hooks.pretrained import pretrained_models
 from multihead.optional import require
 from multihead.parts import Part
+from multihead.undo import Undo
 
 
 @overload
@@ -77,7 +77,10 @@ class Used:
     """
 
     model: nn.Module
-    _undo: ExitStack
+    _undo: Undo
+
+    def __post_init__(self) -> None:
+        self._undo.permanent = True  # a handle that is not kept undoes nothing
 
     def undo(self) -> None:
         """Restore the attention that the model had before."""
@@ -99,6 +102,7 @@ class Used:
         return found.by_name
 
     def __enter__(self) -> Used:
+        self._undo.permanent = False
         return self
 
     def __exit__(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from multihead.call import listen
@@ -23,6 +22,7 @@ from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, default_probes, resolved
+from multihead.tracing import uncompiled
 
 
 @contextmanager
@@ -90,12 +90,12 @@ def observe(
         statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
     )
     of_hugging_face = bool(pretrained_models(root))
+    bypassed: list[str] = []
     with ExitStack() as stack:
         if of_hugging_face:
-            stack.enter_context(huggingface.installed(root))
+            stack.enter_context(huggingface.installed(root, bypassed.append))
             stack.enter_context(padded())
-        if "torch._dynamo" in sys.modules:  # a compiled graph does not report its calls
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())  # a compiled graph does not report its calls
         inputs = stack.enter_context(recorded_inputs(root))
         recorder = Recorder(
             record=record,
@@ -119,6 +119,12 @@ def observe(
         record.name_tokens(tokenizer)
     elif special_ids:
         record.mark_special(special_ids)
+    if bypassed:
+        warnings.warn(
+            f"The record is incomplete. {' '.join(dict.fromkeys(bypassed))} "
+            "Let it call the function that transformers' AttentionInterface returns.",
+            stacklevel=3,
+        )
     recorder.check_complete(root)
 
 
