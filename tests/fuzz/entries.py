@@ -30,7 +30,7 @@ class Entry:
 ENTRIES = {
     "attention": Entry(calls.attention, 30, 400),
     "changed": Entry(changes.changed, 6, 100),
-    "statistics": Entry(measures.statistics, 8, 120),
+    "statistics": Entry(measures.statistics, 14, 120),
     "layer": Entry(layers.layer, 14, 60),
     "texts": Entry(layers.texts, 8, 100),
     "observed": Entry(records.observed, 8, 60),

@@ -148,7 +148,10 @@ def _tensor(random: Random, size: Sizes) -> masks.Mask:
     tensor = torch.rand(shape, generator=generator) < random.choice((0.0, 0.5, 0.5, 0.8, 0.8, 1.0))
     if len(shape) > 1 and random.random() < 0.3:
         tensor = tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    return random.choice((masks.Keep, masks.Drop))(tensor, " ".join(named))
+    kind = random.choice((masks.Keep, masks.Drop))
+    if named[-1:] == ["keys"] and shape[-1] > 1 and random.random() < 0.3:
+        tensor[..., : random.randint(1, shape[-1] - 1)] = kind is masks.Drop  # nobody sees the first keys
+    return kind(tensor, " ".join(named))
 
 
 def drawn_start(draw: Draw, size: Sizes) -> int | str | Tensor | None:

@@ -172,7 +172,10 @@ class Search:
         after = time.monotonic() - self.began
         end = time.monotonic() + REDUCING
         if not result.used:  # it died: once more, told step by step
-            result = worker.run(replace(case, told=True))
+            again = worker.run(replace(case, told=True))
+            if again.failure is None:
+                result.failure = f"{result.failure} (not when it ran alone)"
+            result.used, result.described = again.used, again.described
         shape, best = result.shape, result
         features = result.used
         needed = list(features)
