@@ -308,9 +308,11 @@ def test_a_nan_in_the_query_makes_that_row_nan_alone(kernel: str, bad: float, ke
 def test_a_nan_query_that_sees_no_key_returns_zero(kernel: str) -> None:
     q, k, v = inputs()
     q[0] = torch.nan
-    found = run(q, k, v, mask=masks.Lengths((0, 9)), kernel=kernel)
-    assert bool((found["output"][0] == 0).all() & (found["logsumexp"][0] == -torch.inf).all())
-    assert all(bool(found[f"gradient of {name}"].isfinite().all()) for name in "qkv")
+    no_key = masks.Keep(torch.tensor([[False] * 9, [True] * 9]), "batch keys")
+    for mask in (masks.Lengths((0, 9)), masks.Window(2) & no_key | masks.Lengths((0, 3)) & masks.Prefix(2)):
+        found = run(q, k, v, mask=mask, kernel=kernel)
+        assert bool((found["output"][0] == 0).all() & (found["logsumexp"][0] == -torch.inf).all())
+        assert all(bool(found[f"gradient of {name}"].isfinite().all()) for name in "qkv")
 
 
 def test_weights_and_statistics_of_a_nan_row_are_nan_and_those_of_others_are_not(kernel: str) -> None:
@@ -447,6 +449,8 @@ def test_empty_batches_queries_and_keys_are_no_special_case(kernel: str, size: t
         if not keys:
             assert bool((found["output"] == 0).all() & (found["logsumexp"] == -torch.inf).all())
         assert attention_weights(q, k, mask=mask, query_start=0).shape == (batch, heads, queries, keys)
+        for bias in (None, torch.zeros(batch, heads, queries, keys)):
+            assert statistics(q, k, mask=mask, bias=bias, query_start=0)["entropy"].shape == (batch, heads, queries)
         assert statistics(q, k, mask=mask, query_start=0)["entropy"].shape == (batch, heads, queries)
 
 

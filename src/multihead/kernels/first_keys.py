@@ -39,7 +39,7 @@ def first_seen(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """
     none = request.shape.key_length
     first = bounds.start.masked_fill(bounds.sees_nothing, none)
-    if bounds.remainder is None and request.bias is None:
+    if (bounds.remainder is None and request.bias is None) or not request.shape.batch:
         return first
     queries = request.shape.query_length
     found = [_in_rows(request, bounds, slice(row, min(row + ROWS, queries))) for row in range(0, queries, ROWS)]

@@ -45,7 +45,7 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         cleaned = replace(cleaned, bias=with_values(bias, values_of(bias).masked_fill(bad_numbers, 0)))
         bad_bias = with_values(bias, bad_numbers.float())
     bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
-    sees_any = ~bounds.sees_nothing[:, None]  # (batch or 1, 1, queries)
+    sees_any = _sees(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
     return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bad_bias)
 
 
