@@ -48,7 +48,8 @@ FUZZED = (
            "bool(torch.isfinite(q.detach().sum() + k.detach().sum() + v.detach().sum()))",
            ("tests/kernels/test_contract.py",)),
     Mutant("statistics", "the first key is that of the bounds of a mask", "kernels/first_keys.py",
-           "if bounds.remainder is None and request.bias is None:", "if bounds is not None:",
+           "if (bounds.remainder is None and request.bias is None) or not request.shape.batch:",
+           "if bounds is not None:",
            ("tests/kernels/test_first_keys.py",)),
     Mutant("statistics", "a call without keys is measured", "probes/tile.py",
            "if not request.shape.key_length:", "if request.shape.key_length < 0:", ("tests/probes/test_tile.py",)),
@@ -236,7 +237,7 @@ MUTANTS = (
            "if layer.is_initialized and", "if False and",
            ("tests/hooks/test_packed.py", "-k", "test_the_cache_of_a_prompt")),
     Mutant("packed models", "an observed batch is one text", "hooks/packed.py",
-           "_padded.get()", "False",
+           "        _padded.get()\n", "        False\n",
            ("tests/hooks/test_packed.py", "-k", "observed and bert-left")),
 )
 # fmt: on

@@ -45,7 +45,7 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
     hidden = ~seen(request, rows, keys)
     cells = scores(request, rows, keys).masked_fill(hidden, -torch.inf)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
-    if weights.requires_grad:  # the gradient of a hidden weight may overflow, and 0 * inf is NaN
+    if weights.requires_grad or traced():  # the gradient of a hidden weight may overflow, and 0 * inf is NaN
         weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
     grouped = dropped.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, keys)

@@ -68,6 +68,7 @@ def observe(
             the end: no attention call was captured, or one of `layers` matches no layer that ran.
         ArgumentError, ProbeError: an option that does not exist.
 
+    >>> import torch
     >>> import multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
     >>> with mh.observe(layer) as seen:
