@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import multihead as mh
 from multihead import masks
@@ -47,20 +46,6 @@ def near(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(
         found.detach().double() / size, exact.detach() / size, rtol=0, atol=200 * torch.finfo(found.dtype).eps
     )
-
-
-@pytest.mark.parametrize("keys", [0, 1])
-def test_a_mask_of_cells_without_a_key_leaves_zeros_in_every_transform(keys: int) -> None:
-    """There is no first visible key to look for."""
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
-    mask = masks.Keep(torch.ones(3, keys, dtype=torch.bool), "queries keys")
-
-    def total(q: Tensor) -> Tensor:
-        return mh.attention(q, k, k, mask=mask).sum()
-
-    assert vmap(total)(q[None]).tolist() == [0]
-    assert float(grad(total)(q).abs().sum()) == 0
-    assert float(make_fx(total)(q)(q)) == 0
 
 
 @each_dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 from multihead.call import AttentionRequest
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.place import Extent
-from multihead.tracing import intercepted, readable
+from multihead.tracing import intercepted, readable, traced
 
 # Cached plans may take this many bytes together: 16 for each query that has bounds of its own.
 CACHE_BYTES = 32 << 20
@@ -138,8 +138,7 @@ def _positions(count: int, device: torch.device) -> Tensor:
 
 def _computed(mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device) -> KeyBounds:
     row = torch.arange(queries, device=device)[None]
-    # A compiled graph may know the number of keys only when it runs.
-    if not torch.compiler.is_compiling() and type(keys) is int and not keys:
+    if not traced() and not keys:  # a graph may know the number of keys only when it runs
         return KeyBounds(torch.zeros_like(row), torch.zeros_like(row))
     first = query_start.to(device)[:, None] if isinstance(query_start, Tensor) else query_start
     may_read = readable(device)
