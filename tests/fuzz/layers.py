@@ -29,7 +29,7 @@ def layer(draw: Draw) -> None:
         return
     draw.notes["case"] = case
     made = built(case)
-    if draw.has("observed", 0.15) and not case.options.get("add_bias_kv"):
+    if draw.has("observed", 0.15):
         with mh.observe(made, probes=MEASURED) as seen:
             by_the_layer(case, made)
         wholes = by_the_book(case, made, torch.float64)[1], by_the_book(case, made, case.dtype)[1]
