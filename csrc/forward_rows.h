@@ -152,7 +152,7 @@ class BlockOfRows {
     }
   }
 
-  void compute_scores(const Packed *packed_k) const {
+  NOINLINE void compute_scores(const Packed *packed_k) const {
     const int64_t depth = plan_.depth, tiles = tiles_;
     const float factor = scale();
     for (int64_t key = block_; key < block_end_; key += COLUMNS)
@@ -202,7 +202,7 @@ class BlockOfRows {
   }
 
   // Add the values of the block of keys, times their weights, to the sums of each query.
-  void add_values(const Packed *packed_v) const {
+  NOINLINE void add_values(const Packed *packed_v) const {
     const int64_t width = plan_.width;
     for (int64_t column = 0; column < width; column += COLUMNS)
       for (int64_t tile = 0; tile < tiles_; tile++) {
