@@ -51,7 +51,6 @@ INLINE bool all_zero(const Element *row, int64_t dim) {
 
 // ---------------------------------------------------------------- the pass
 
-template <class Element>
 class Backward {
  public:
   Backward(const Call &call, char *workspace) : call_(call), plan_(backward_plan(call)), threads_(workspace) {
@@ -65,7 +64,10 @@ class Backward {
       for (int64_t begin = 0; begin < plan_.kv_heads; begin += plan_.wave) {
         const int64_t heads = min(plan_.wave, plan_.kv_heads - begin);
         const int64_t blocks = plan_.blocks, parts = heads * plan_.group * blocks, tasks = heads * plan_.chunks;
-        team.for_each(parts, [&](int64_t part) { pack_block(head_at(begin, part / blocks), part % blocks); });
+        team.for_each(parts, [&](int64_t part) {
+          const PackedHead head = head_at(begin, part / blocks);
+          with_element(call_, [&](auto element) { pack_block<decltype(element)>(head, part % blocks); });
+        });
         // The first chunks first: under a causal mask they take longest.
         team.for_each(tasks, [&](int64_t part) { task(begin, heads, part % heads, part / heads, keys); });
         team.for_each(parts, [&](int64_t part) { write_block(head_at(begin, part / blocks), part % blocks); });
@@ -82,14 +84,15 @@ class Backward {
 
   // ------------------------------------------------------------ queries
 
-  void pack_block(const PackedHead &head, int64_t block) const {
+  template <class Element>
+  NOINLINE void pack_block(const PackedHead &head, int64_t block) const {
     const int64_t first = block * BACKWARD_QUERIES, end = min(plan_.rows, first + BACKWARD_QUERIES);
     for (int64_t chunk = 0; chunk < plan_.chunks; chunk++) head.started[chunk * plan_.blocks + block] = 0;
     Span block_span = span_of_no_query(call_);
     for (int64_t tile = first / ROWS; tile < end / ROWS; tile++) {
       Span span = span_of_no_query(call_);
       for (int64_t row = tile * ROWS; row < tile * ROWS + ROWS; row++) {
-        begin_query(head, row);
+        begin_query<Element>(head, row);
         span.add(head.queries[row]);
       }
       head.tiles[tile] = span;
@@ -97,10 +100,11 @@ class Backward {
     }
     head.blocks[block] = block_span;
     if (block_span.empty()) return;  // its rows will not be read
-    for (int64_t row = first; row < end; row++) pack_query(head, row);
+    for (int64_t row = first; row < end; row++) pack_query<Element>(head, row);
   }
 
   // Read the visible keys and the logsumexp of a row, and compute its delta. Rows past the last query see no key.
+  template <class Element>
   void begin_query(const PackedHead &head, int64_t row) const {
     head.queries[row] = {};
     head.logsumexp[row] = head.delta[row] = 0;
@@ -108,7 +112,7 @@ class Backward {
     const int64_t index = (head.batch * call_.heads + head.head) * call_.queries + row;
     const float logsumexp = call_.logsumexp[index];
     const float grad_logsumexp = call_.grad_logsumexp ? call_.grad_logsumexp[index] : 0.f;
-    const Element *grad_output = grad_output_row(head, row);
+    const Element *grad_output = grad_output_row<Element>(head, row);
     // A NaN row that the loss does not use must not affect the gradients of its keys.
     const bool unused = logsumexp != logsumexp && grad_logsumexp == 0 && all_zero(grad_output, call_.value_dim);
     if (logsumexp != -INF && !unused) {
@@ -120,6 +124,7 @@ class Backward {
     call_.delta[index] = head.delta[row];
   }
 
+  template <class Element>
   void pack_query(const PackedHead &head, int64_t row) const {
     float *q = head.q + row * plan_.q_stride, *grad_output = head.grad_output + row * plan_.v_stride;
     if (row >= call_.queries) {
@@ -129,10 +134,11 @@ class Backward {
     }
     const Element *from = row_of<Element>(call_.q, call_.q_strides, head.batch, head.head, row);
     pack_finite_row(from, call_.head_dim, plan_.q_width, q);
-    if (!pack_finite_row(grad_output_row(head, row), call_.value_dim, plan_.v_width, grad_output))
+    if (!pack_finite_row(grad_output_row<Element>(head, row), call_.value_dim, plan_.v_width, grad_output))
       head.logsumexp[row] = NOT_A_NUMBER;  // then its P is NaN
   }
 
+  template <class Element>
   const Element *grad_output_row(const PackedHead &head, int64_t row) const {
     return row_of<Element>(call_.grad_output, call_.grad_output_strides, head.batch, head.head, row);
   }
@@ -149,10 +155,18 @@ class Backward {
       for (int64_t x = 0; x < count; x += LANES) store(sum + x, load(sum + x) + load(part + x));
       if (!sum) sum = part;
     }
-    for (int64_t row = first; row < end; row++) {
-      Element *dq = row_of<Element>(call_.dq, call_.dq_strides, head.batch, head.head, row);
-      write_row(sum ? sum + (row - first) * width : nullptr, call_.head_dim, static_cast<float>(call_.scale), dq);
-    }
+    write_rows(sum, width, end - first, call_.head_dim, static_cast<float>(call_.scale), call_.dq, call_.dq_strides,
+               head.batch, head.head, first);
+  }
+
+  // Write rows (count, dim) of floats times a factor, from row `first` of a head of a tensor on; zeros for null.
+  NOINLINE void write_rows(const float *from, int64_t width, int64_t count, int64_t dim, float factor, void *tensor,
+                           const RowStrides &strides, int64_t batch, int64_t head, int64_t first) const {
+    with_element(call_, [&](auto element) {
+      auto *to = row_of<decltype(element)>(tensor, strides, batch, head, first);
+      for (int64_t row = 0; row < count; row++)
+        write_row(from ? from + row * width : nullptr, dim, factor, to + row * strides.row);
+    });
   }
 
   // ------------------------------------------------------------ keys
@@ -182,7 +196,8 @@ class Backward {
         const PackedHead head = head_at(begin, index * plan_.group + i);
         for (int64_t block = 0; block < plan_.blocks; block++) {
           if (!head.blocks[block].overlaps(keys.first, keys.count)) continue;
-          if (!packed) pack_keys(batch, kv_head, keys);
+          if (!packed)
+            with_element(call_, [&](auto element) { pack_keys<decltype(element)>(batch, kv_head, keys); });
           packed = true;
           BlockPair(call_, plan_, head, block, keys).run(chunk);
         }
@@ -191,7 +206,8 @@ class Backward {
     }
   }
 
-  void pack_keys(int64_t batch, int64_t kv_head, const KeyBlock &keys) const {
+  template <class Element>
+  NOINLINE void pack_keys(int64_t batch, int64_t kv_head, const KeyBlock &keys) const {
     const Element *k = row_of<Element>(call_.k, call_.k_strides, batch, kv_head, keys.first);
     const Element *v = row_of<Element>(call_.v, call_.v_strides, batch, kv_head, keys.first);
     pack_transposed(k, call_.k_strides.row, keys.count, keys.padded, call_.head_dim, keys.k_columns);
@@ -205,14 +221,10 @@ class Backward {
   }
 
   void write_keys(int64_t batch, int64_t kv_head, bool packed, const KeyBlock &keys) const {
-    Element *dk = row_of<Element>(call_.dk, call_.dk_strides, batch, kv_head, keys.first);
-    Element *dv = row_of<Element>(call_.dv, call_.dv_strides, batch, kv_head, keys.first);
-    for (int64_t key = 0; key < keys.count; key++) {
-      const float *from_dk = keys.dk + key * plan_.q_width, *from_dv = keys.dv + key * plan_.v_width;
-      const float scale = static_cast<float>(call_.scale);
-      write_row(packed ? from_dk : nullptr, call_.head_dim, scale, dk + key * call_.dk_strides.row);
-      write_row(packed ? from_dv : nullptr, call_.value_dim, 1.f, dv + key * call_.dv_strides.row);
-    }
+    write_rows(packed ? keys.dk : nullptr, plan_.q_width, keys.count, call_.head_dim, static_cast<float>(call_.scale),
+               call_.dk, call_.dk_strides, batch, kv_head, keys.first);
+    write_rows(packed ? keys.dv : nullptr, plan_.v_width, keys.count, call_.value_dim, 1.f, call_.dv, call_.dv_strides,
+               batch, kv_head, keys.first);
   }
 
   const Call &call_;
@@ -226,8 +238,6 @@ int64_t backward_workspace(const Call &call) {
   return plan.threads * plan.thread_bytes + plan.wave * plan.group * plan.head_bytes;
 }
 
-void backward_run(const Call &call, char *workspace) {
-  with_element(call, [&](auto element) { Backward<decltype(element)>(call, workspace).run(); });
-}
+void backward_run(const Call &call, char *workspace) { Backward(call, workspace).run(); }
 
 }  // namespace

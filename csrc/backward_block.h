@@ -32,7 +32,7 @@ class BlockPair {
   }
 
   // Add to dK and dV of the block of keys, and to the partial dQ of the chunk.
-  void run(int64_t chunk) {
+  NOINLINE void run(int64_t chunk) {
     if (!any_visible_) return;
     const int64_t q_stride = plan_.q_stride, v_stride = plan_.v_stride, q_width = plan_.q_width;
     for (int64_t column = 0; column < keys_.padded; column += COLUMNS)

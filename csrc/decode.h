@@ -134,13 +134,128 @@ INLINE float round_weights(float *weights, int64_t count, int16_t *to) {
   return all_finite(weights, padded) ? factor : NOT_A_NUMBER;
 }
 
-// Element: of q and the output; Stored: of k and v.
-template <class Element, class Stored>
+// The rows of a part of the keys of one kv head.
+struct DecodeRows {
+  const Call &call;
+  const DecodePlan &plan;
+  const DecodeScratch &scratch;
+  const int64_t batch;
+  SoftmaxRow *const rows;  // (rows)
+  float *const sums;       // (rows, width)
+
+  template <class Stored>
+  typename NumberOf<Stored>::Type *query(int64_t row) const {
+    return reinterpret_cast<typename NumberOf<Stored>::Type *>(scratch.q) + row * plan.depth;
+  }
+
+  void clear() const {
+    for (int64_t row = 0; row < plan.rows; row++) clear_row(call, rows[row], batch, row % call.queries);
+    memset(sums, 0, sizeof(float) * static_cast<size_t>(plan.rows * plan.width));
+  }
+
+  // Compute the scores of `count` keys, from column `offset` on, and prefetch their values.
+  template <class Stored>
+  void compute_scores(const Stored *k, const Stored *v, int64_t count, int64_t offset) const {
+    Prefetcher prefetcher(v, call.v_strides.row, call.value_dim, count, plan.ahead);
+    for_rows(plan.rows, Scores<Stored>{*this, k, count, offset, prefetcher});
+  }
+
+  // Turn the scores of a block of keys [first, end) into weights.
+  template <Statistics STATISTICS>
+  NOINLINE void compute_weights(int64_t first, int64_t end) const {
+    const bool terms = call.softcap > 0 || call.bias || call.visible;
+    const float *special = mark_special_keys(call, batch, first, end, scratch.special);
+    bool all_plain = STATISTICS == Statistics::NONE && !terms && call.dropout == 0;
+    for (int64_t row = 0; row < plan.rows; row++)
+      all_plain &= scratch.queries[row].start <= first && scratch.queries[row].stop >= end;
+    for_rows(plan.rows, Weights<STATISTICS>{*this, first, end, special, terms, all_plain});
+  }
+
+  // Add `count` values times their weights, from column `offset` on, to the sums, and prefetch the keys of the next block.
+  template <class Value>
+  void add_weighted(const Value *v, int64_t stride, int64_t count, int64_t offset, const Value *next_k,
+                    int64_t next_count) const {
+    Prefetcher prefetcher(next_k, call.k_strides.row, call.head_dim, next_count, plan.ahead);
+    for_rows(plan.rows, Values<Value>{*this, v, stride, count, offset, prefetcher});
+  }
+
+ private:
+  template <class Stored>
+  struct Scores {
+    const DecodeRows &all;
+    const Stored *k;
+    int64_t count, offset;
+    Prefetcher &prefetcher;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void run(int64_t row) const {
+      using Products = typename NumberOf<Stored>::Products;
+      const Call &call = all.call;
+      const int64_t depth = all.plan.depth;
+      const auto *q = all.query<Stored>(row);
+      float *scores = all.scratch.scores + row * DECODE_STRIDE + offset;
+      if constexpr (HAS_KEY_PAIRS<Stored> && COUNT >= 3)
+        multiply_key_pairs<COUNT, Products>(q, depth, k, call.k_strides.row, call.head_dim, count, prefetcher, scores);
+      else
+        multiply_keys<COUNT, Products>(q, depth, k, call.k_strides.row, call.head_dim, count, prefetcher, scores);
+    }
+  };
+
+  template <Statistics STATISTICS>
+  struct Weights {
+    const DecodeRows &all;
+    int64_t first, end;
+    const float *special;
+    bool terms, all_plain;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void run(int64_t from) const {
+      const DecodeScratch &scratch = all.scratch;
+      float *scores = scratch.scores + from * DECODE_STRIDE, *const no_copy = nullptr;
+      if constexpr (COUNT > 1 && STATISTICS == Statistics::NONE)
+        if (all_plain &&
+            update_plain_rows<COUNT>(all.rows + from, scores, DECODE_STRIDE, end - first, scratch.factors + from))
+          return;
+      for (int64_t row = from; row < from + COUNT; row++, scores += DECODE_STRIDE) {
+        const Query &query = scratch.queries[row];
+        const bool plain = !terms && query.start <= first && query.stop >= end;
+        scratch.factors[row] =
+            update_row<STATISTICS>(all.call, query, all.rows[row], scores, first, end, plain, special, no_copy);
+      }
+    }
+  };
+
+  template <class Value>
+  struct Values {
+    const DecodeRows &all;
+    const Value *v;
+    int64_t stride, count, offset;
+    Prefetcher &prefetcher;
+
+    template <int COUNT>
+    inline __attribute__((always_inline)) void run(int64_t row) const {
+      const DecodeScratch &scratch = all.scratch;
+      const int64_t width = all.plan.width, dim = all.call.value_dim;
+      const float *factors = scratch.factors + row;
+      float *sums = all.sums + row * width;
+      int64_t done = 0;
+      if constexpr (sizeof(Value) == 1 && HAS_PAIRS)
+        done = add_paired_values<COUNT>(scratch.pairs + row * DECODE_KEYS, scratch.pair_scales + row, factors, v, stride,
+                                        count, dim, prefetcher, sums, width);
+      add_values<COUNT>(scratch.scores + row * DECODE_STRIDE + offset, factors, v, stride, count, dim, done, prefetcher,
+                        sums, width);
+    }
+  };
+};
+
+// Stored: the elements of k and v.
+template <class Stored>
 class DecodePass {
  public:
   DecodePass(const Call &call, const DecodePlan &plan, const DecodeScratch &scratch, int64_t kv_head, SoftmaxRow *rows,
              float *sums)
-      : call_(call), plan_(plan), scratch_(scratch), batch_(kv_head / call.kv_heads), rows_(rows), sums_(sums) {
+      : call_(call), plan_(plan), scratch_(scratch), batch_(kv_head / call.kv_heads),
+        all_{call, plan, scratch, kv_head / call.kv_heads, rows, sums} {
     const int64_t head = kv_head % call.kv_heads;
     first_head_ = head * (call.heads / call.kv_heads);
     k_ = row_of<Stored>(call.k, call.k_strides, batch_, head);
@@ -161,12 +276,10 @@ class DecodePass {
     }
     start = max(start, first);
     stop = min(stop, end);
-    if (start >= stop) return clear();
+    if (start >= stop) return all_.clear();
     for (int64_t row = 0; row < plan_.rows; row++) {
-      const Element *q = row_of<Element>(call_.q, call_.q_strides, batch_, head_of(row), row % call_.queries);
-      const float factor = static_cast<float>(call_.scale) * LOG2_E;
       float *to = SCALED ? scratch_.values : scratch_.q + row * plan_.depth;
-      pack_row(q, call_.head_dim, plan_.depth, factor, to);
+      read_query_row(row, to);
       if constexpr (!SCALED) {
         const bool paired = HAS_KEY_PAIRS<Stored> && in_large_group(row, plan_.rows);
         paired ? reorder_row<Stored, false, LANES>(call_.head_dim, to) : reorder_row<Stored, false>(call_.head_dim, to);
@@ -174,124 +287,74 @@ class DecodePass {
       if constexpr (SCALED) {
         const bool finite_row = finite(to[0]);
         if (!finite_row) memset(to, 0, sizeof(float) * static_cast<size_t>(plan_.depth));
-        scratch_.q_scales[row] = round_row(to, call_.head_dim, plan_.depth, query(row));
+        scratch_.q_scales[row] = round_row(to, call_.head_dim, plan_.depth, all_.query<Stored>(row));
         if (!finite_row) scratch_.q_scales[row] = NOT_A_NUMBER;
       }
     }
-    if (!attend<false>(start, stop)) attend<true>(start, stop);
+    if (!attend(start, stop, false)) attend(start, stop, true);
     for (int64_t row = 0; row < plan_.rows; row++)
-      reorder_row<Stored, true>(call_.value_dim, sums_ + row * plan_.width);
+      reorder_row<Stored, true>(call_.value_dim, all_.sums + row * plan_.width);
   }
 
  private:
   static constexpr bool SCALED = sizeof(Stored) == 1;
-  using Number = typename NumberOf<Stored>::Type;  // of q in multiply_keys
 
   int64_t head_of(int64_t row) const { return first_head_ + row / call_.queries; }
-  Number *query(int64_t row) const { return reinterpret_cast<Number *>(scratch_.q) + row * plan_.depth; }
   bool finite_query(int64_t row) const {
     if constexpr (SCALED) return finite(scratch_.q_scales[row]);
-    else return call_.head_dim == 0 || finite(query(row)[0]);
+    else return call_.head_dim == 0 || finite(all_.query<Stored>(row)[0]);
   }
 
-  void clear() {
-    for (int64_t row = 0; row < plan_.rows; row++) clear_row(call_, rows_[row], batch_, row % call_.queries);
-    memset(sums_, 0, sizeof(float) * static_cast<size_t>(plan_.rows * plan_.width));
+  void read_query_row(int64_t row, float *to) const {
+    const float factor = static_cast<float>(call_.scale) * LOG2_E;
+    with_element(call_, [&](auto element) {
+      const auto *q = row_of<decltype(element)>(call_.q, call_.q_strides, batch_, head_of(row), row % call_.queries);
+      pack_row(q, call_.head_dim, plan_.depth, factor, to);
+    });
   }
 
-  // Attend to the keys [start, stop). Without CHECKED, return false where a score or a sum is not finite.
-  template <bool CHECKED>
-  bool attend(int64_t start, int64_t stop) {
-    clear();
+  // Attend to the keys [start, stop). Unless the keys are `checked`, return false where a score or a sum is not finite.
+  bool attend(int64_t start, int64_t stop, bool checked) {
+    all_.clear();
     for (int64_t key = start / COLUMNS * COLUMNS; key < stop; key += plan_.block)
-      if (!block<CHECKED>(key, min(key + plan_.block, round_up(stop, COLUMNS)), max(start, key),
-                          min(stop, key + plan_.block), stop))
+      if (!block(key, min(key + plan_.block, round_up(stop, COLUMNS)), max(start, key), min(stop, key + plan_.block),
+                 stop, checked))
         return false;
-    for (int64_t row = 0; !CHECKED && row < plan_.rows; row++)
-      if (finite_query(row) && !all_finite(sums_ + row * plan_.width, plan_.width)) return false;
+    for (int64_t row = 0; !checked && row < plan_.rows; row++)
+      if (finite_query(row) && !all_finite(all_.sums + row * plan_.width, plan_.width)) return false;
     return true;
   }
 
   // A block of keys [first, end) in whole panels, of which some row sees [start, stop). Later blocks reach `last_stop`.
-  template <bool CHECKED>
-  bool block(int64_t first, int64_t end, int64_t start, int64_t stop, int64_t last_stop) {
+  bool block(int64_t first, int64_t end, int64_t start, int64_t stop, int64_t last_stop, bool checked) {
     const Stored *k = k_ + start * call_.k_strides.row, *v = v_ + start * call_.v_strides.row;
     const int64_t count = stop - start, offset = start - first;
-    Prefetcher values(v, call_.v_strides.row, call_.value_dim, count, plan_.ahead);
-    for_rows(plan_.rows, Scores{*this, k, values, count, offset});
+    all_.compute_scores(k, v, count, offset);
     Floats zeros = (Floats){};  // scores times 0: NaN where one of them is not finite
     for (int64_t row = 0; row < plan_.rows; row++) {
       float *scores = scratch_.scores + row * DECODE_STRIDE;
       if (SCALED) multiply(scores + offset, k_scales_ + start, scratch_.q_scales[row], count);
       for (int64_t i = 0; i < offset; i++) scores[i] = 0;
       for (int64_t i = offset + count; i < end - first; i++) scores[i] = 0;
-      if (CHECKED || !finite_query(row)) continue;
+      if (checked || !finite_query(row)) continue;
       for (int64_t i = 0; i < end - first; i += LANES) zeros += load(scores + i) * broadcast(0.f);
     }
     if (!(sum(zeros) == 0)) return false;
-    if (CHECKED) exclude_nonfinite_keys(k, v, start, count, offset);
-    switch (required_statistics(call_)) {
-      case Statistics::NONE: update_block<Statistics::NONE>(first, end); break;
-      case Statistics::WEIGHTS: update_block<Statistics::WEIGHTS>(first, end); break;
-      case Statistics::DISTANCES: update_block<Statistics::DISTANCES>(first, end); break;
-    }
-    const Stored *next_k = k + count * call_.k_strides.row;
-    Prefetcher keys(next_k, call_.k_strides.row, call_.head_dim, min(last_stop - stop, plan_.block), plan_.ahead);
-    if constexpr (CHECKED) {
-      for_rows(plan_.rows, Values<float>{*this, scratch_.values, keys, plan_.width, count, offset});
+    if (checked) exclude_nonfinite_keys(k, v, start, count, offset);
+    with_statistics(call_, [&](auto constant) { all_.compute_weights<decltype(constant)::VALUE>(first, end); });
+    if (checked) {
+      all_.add_weighted<float>(scratch_.values, plan_.width, count, offset, nullptr, 0);
     } else {
       for (int64_t row = 0; SCALED && row < plan_.rows; row++) {
         float *weights = scratch_.scores + row * DECODE_STRIDE + offset;
         multiply(weights, v_scales_ + start, 1, count);
         if (HAS_PAIRS) scratch_.pair_scales[row] = round_weights(weights, count, scratch_.pairs + row * DECODE_KEYS);
       }
-      for_rows(plan_.rows, Values<Stored>{*this, v, keys, call_.v_strides.row, count, offset});
+      all_.add_weighted(v, call_.v_strides.row, count, offset, k + count * call_.k_strides.row,
+                        min(last_stop - stop, plan_.block));
     }
     return true;
   }
-
-  struct Scores {
-    const DecodePass &pass;
-    const Stored *k;
-    Prefetcher &prefetcher;
-    int64_t count, offset;
-
-    template <int COUNT>
-    inline __attribute__((always_inline)) void run(int64_t row) const {
-      const Call &call = pass.call_;
-      const int64_t depth = pass.plan_.depth;
-      float *scores = pass.scratch_.scores + row * DECODE_STRIDE + offset;
-      using Products = typename NumberOf<Stored>::Products;
-      if constexpr (HAS_KEY_PAIRS<Stored> && COUNT >= 3)
-        multiply_key_pairs<COUNT, Products>(pass.query(row), depth, k, call.k_strides.row, call.head_dim, count,
-                                            prefetcher, scores);
-      else
-        multiply_keys<COUNT, Products>(pass.query(row), depth, k, call.k_strides.row, call.head_dim, count, prefetcher,
-                                       scores);
-    }
-  };
-
-  template <class Value>
-  struct Values {
-    const DecodePass &pass;
-    const Value *v;
-    Prefetcher &prefetcher;
-    int64_t stride, count, offset;
-
-    template <int COUNT>
-    inline __attribute__((always_inline)) void run(int64_t row) const {
-      const DecodeScratch &scratch = pass.scratch_;
-      const int64_t width = pass.plan_.width;
-      const float *factors = scratch.factors + row;
-      float *sums = pass.sums_ + row * width;
-      int64_t done = 0;
-      if constexpr (sizeof(Value) == 1 && HAS_PAIRS)
-        done = add_paired_values<COUNT>(scratch.pairs + row * DECODE_KEYS, scratch.pair_scales + row, factors, v, stride,
-                                        count, pass.call_.value_dim, prefetcher, sums, width);
-      add_values<COUNT>(scratch.scores + row * DECODE_STRIDE + offset, factors, v, stride, count, pass.call_.value_dim,
-                        done, prefetcher, sums, width);
-    }
-  };
 
   // Scores of a key that is not finite, in k or v, become NaN, and its value becomes 0, as in pack_keys.
   void exclude_nonfinite_keys(const Stored *k, const Stored *v, int64_t start, int64_t count, int64_t offset) const {
@@ -307,46 +370,11 @@ class DecodePass {
     }
   }
 
-  // Turn the scores of a block into weights.
-  template <Statistics STATISTICS>
-  void update_block(int64_t first, int64_t end) {
-    const float *special = mark_special_keys<STATISTICS>(call_, batch_, first, end, scratch_.special);
-    const bool terms = call_.softcap > 0 || call_.bias || call_.visible;
-    bool all_plain = STATISTICS == Statistics::NONE && !terms && call_.dropout == 0;
-    for (int64_t row = 0; row < plan_.rows; row++)
-      all_plain &= scratch_.queries[row].start <= first && scratch_.queries[row].stop >= end;
-    for_rows(plan_.rows, Update<STATISTICS>{*this, first, end, special, terms, all_plain});
-  }
-
-  template <Statistics STATISTICS>
-  struct Update {
-    const DecodePass &pass;
-    int64_t first, end;
-    const float *special;
-    bool terms, all_plain;
-
-    template <int COUNT>
-    inline __attribute__((always_inline)) void run(int64_t from) const {
-      const DecodeScratch &scratch = pass.scratch_;
-      float *scores = scratch.scores + from * DECODE_STRIDE;
-      if (COUNT > 1 && STATISTICS == Statistics::NONE && all_plain &&
-          update_plain_rows<COUNT>(pass.rows_ + from, scores, DECODE_STRIDE, end - first, scratch.factors + from))
-        return;
-      for (int64_t row = from; row < from + COUNT; row++, scores += DECODE_STRIDE) {
-        const Query &query = scratch.queries[row];
-        const bool plain = !terms && query.start <= first && query.stop >= end;
-        scratch.factors[row] = update_row<STATISTICS>(pass.call_, query, pass.rows_[row], scores, first, end, plain,
-                                                      special, no_narrow_copy);
-      }
-    }
-  };
-
   const Call &call_;
   const DecodePlan &plan_;
   const DecodeScratch &scratch_;
   const int64_t batch_;
-  SoftmaxRow *const rows_;  // (rows)
-  float *const sums_;       // (rows, width)
+  const DecodeRows all_;
   int64_t first_head_;
   const Stored *k_, *v_;
   const float *k_scales_ = nullptr, *v_scales_ = nullptr;  // (keys)
@@ -355,9 +383,8 @@ class DecodePass {
 // ---------------------------------------------------------------- the pass
 
 // Merge the parts of one row of a kv head, and write its results.
-template <class Element>
-void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts, int64_t kv_head,
-                        int64_t row) {
+NOINLINE void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts,
+                                 int64_t kv_head, int64_t row) {
   const int64_t first = kv_head * plan.parts * plan.rows + row;
   SoftmaxRow &merged = parts.rows[first];
   float *total = parts.sums + first * plan.width;
@@ -369,10 +396,12 @@ void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodePa
     for (int64_t x = 0; x < plan.width; x++) total[x] = total[x] * factors.earlier + later[x] * factors.later;
   }
   const int64_t head = kv_head % call.kv_heads * (call.heads / call.kv_heads) + row / call.queries;
-  write_row_results<Element>(call, merged, kv_head / call.kv_heads, head, row % call.queries, total);
+  const int64_t batch = kv_head / call.kv_heads, query = row % call.queries;
+  const float factor = write_softmax(call, merged, batch, head, query);
+  write_outputs(call, batch, head, query, 1, total, plan.width, &factor);
 }
 
-template <class Element, class Stored>
+template <class Stored>
 void decode_all(const Call &call, char *workspace) {
   const DecodePlan plan(call);
   const DecodeParts parts(plan, workspace);
@@ -383,12 +412,12 @@ void decode_all(const Call &call, char *workspace) {
     const DecodeScratch scratch(plan, workspace + parts.bytes + team.thread * thread_bytes);
     team.for_each(plan.heads * plan.parts, [&](int64_t task) {
       const int64_t kv_head = task / plan.parts, first = task % plan.parts * plan.part, row = task * plan.rows;
-      DecodePass<Element, Stored> pass(call, plan, scratch, kv_head, parts.rows + row, parts.sums + row * plan.width);
+      DecodePass<Stored> pass(call, plan, scratch, kv_head, parts.rows + row, parts.sums + row * plan.width);
       pass.attend(first, min(first + plan.part, call.keys));
       // The thread that finishes the last part of a head merges all its parts, always in the same order, so that no
       // thread has to wait.
       if (__atomic_sub_fetch(&parts.remaining[kv_head], 1, __ATOMIC_ACQ_REL) > 0) return;
-      for (int64_t i = 0; i < plan.rows; i++) write_merged_parts<Element>(call, plan, parts, kv_head, i);
+      for (int64_t i = 0; i < plan.rows; i++) write_merged_parts(call, plan, parts, kv_head, i);
     });
   });
 }
@@ -405,10 +434,8 @@ int64_t decode_workspace(const Call &call) {
   return DecodeParts(plan, nullptr).bytes + call.threads * DecodeScratch(plan, nullptr).bytes;
 }
 void decode_run(const Call &call, char *workspace) {
-  with_element(call, [&](auto element) {
-    using Element = decltype(element);
-    call.k_scales ? decode_all<Element, Int8>(call, workspace) : decode_all<Element, Element>(call, workspace);
-  });
+  if (call.k_scales) return decode_all<Int8>(call, workspace);
+  with_element(call, [&](auto element) { decode_all<decltype(element)>(call, workspace); });
 }
 
 }  // namespace

@@ -50,8 +50,7 @@ struct ColumnsBlocks {
   Panel *panels;  // (PANELS)
   int64_t bytes;
 
-  template <class Plan>
-  ColumnsBlocks(const Plan &plan, char *memory) {
+  ColumnsBlocks(const ForwardPlan &plan, char *memory) {
     Workspace workspace{memory};
     scores = workspace.take<float>((FORWARD_KEYS + ROWS) * COLUMNS);
     sums = workspace.take<float>(FORWARD_QUERIES * plan.width);
@@ -61,21 +60,19 @@ struct ColumnsBlocks {
   }
 };
 
-// Whether an instruction set computes elements of this type by this file. With 16 registers of 8 floats the rows of
-// forward_rows.h are 1.2 to 1.7 times as fast.
-template <class Element>
-constexpr bool HAS_COLUMNS = LANES == 16 && !ForwardPlan<Element>::NARROW;
+// Whether an instruction set computes calls by this file. With 16 registers of 8 floats the rows of forward_rows.h are
+// 1.2 to 1.7 times as fast.
+constexpr bool HAS_COLUMNS = LANES == 16;
 
 // Whether this file computes the call.
-template <class Element>
-bool columns_apply(const Call &call) {
-  return HAS_COLUMNS<Element> && !(call.softcap > 0 || call.bias || call.visible || call.dropout > 0);
+INLINE bool columns_apply(const Call &call) {
+  return HAS_COLUMNS && !packed_narrow(call) && !(call.softcap > 0 || call.bias || call.visible || call.dropout > 0);
 }
 
 // Copy keys [first, end) as rows (keys, depth), and their values as panels; those that are not finite as in
 // forward_rows.h.
 template <class Element>
-void pack_key_rows(const Call &call, const ForwardPlan<Element> &plan, int64_t batch, int64_t head, int64_t first,
+void pack_key_rows(const Call &call, const ForwardPlan &plan, int64_t batch, int64_t head, int64_t first,
                    int64_t end, float *packed_k, float *packed_v) {
   const Element *k = row_of<Element>(call.k, call.k_strides, batch, head, first);
   const Element *v = row_of<Element>(call.v, call.v_strides, batch, head, first);
@@ -107,12 +104,11 @@ INLINE void clear_statistics(PanelStatistics &statistics) {
 }
 
 // Read the visible keys of a panel's queries, and clear its softmax. Columns after the last query repeat its interval.
-template <Statistics STATISTICS>
 INLINE void begin_panel(const Call &call, int64_t batch, int64_t first, Panel &panel) {
   panel.span = span_of_no_query(call);
   panel.position = position_of(call, batch, first);
   panel.begun = false;
-  if (STATISTICS != Statistics::NONE) clear_statistics(panel.statistics);
+  if (required_statistics(call) != Statistics::NONE) clear_statistics(panel.statistics);
   for (int64_t i = 0; i < COLUMNS; i++) {
     const int64_t index = batch * call.bounds_batch_stride + first + min(i, panel.count - 1);
     Query query{call.start[index], call.stop[index], nullptr, nullptr, {0, 0}};
@@ -128,9 +124,13 @@ INLINE void begin_panel(const Call &call, int64_t batch, int64_t first, Panel &p
 }
 
 // Transpose the queries of a panel, times a factor. A query with an element that is not finite becomes NaN as a whole.
-template <class Element>
-void pack_columns(const Element *q, int64_t stride, int64_t count, int64_t depth, float factor, float *to) {
-  pack_transposed(q, stride, count, COLUMNS, depth, to);
+NOINLINE void pack_columns(const Call &call, int64_t batch, int64_t head, int64_t first, int64_t count, float factor,
+                           float *to) {
+  const int64_t depth = call.head_dim;
+  with_element(call, [&](auto element) {
+    const auto *q = row_of<decltype(element)>(call.q, call.q_strides, batch, head, first);
+    pack_transposed(q, call.q_strides.row, count, COLUMNS, depth, to);
+  });
   Ints bits[2] = {};  // as in copy_rows
   for (int64_t x = 0; x < depth; x++)
     for (int half = 0; half < 2; half++) {
@@ -207,9 +207,9 @@ struct BlockLargest {
 };
 
 // The scores of keys [from, to) of the block of keys that begins with key `first`.
-template <int HALVES, Statistics STATISTICS>
+template <int HALVES>
 INLINE void score_panel(const Panel &panel, const float *packed_k, const float *q, int64_t depth, int64_t first,
-                        int64_t from, int64_t to, float *scores, BlockLargest &block) {
+                        int64_t from, int64_t to, bool statistics, float *scores, BlockLargest &block) {
   LaneBounds bounds[2];
   bool have_bounds = false;
   for (int64_t key = from; key < to; key += ROWS) {
@@ -228,7 +228,7 @@ INLINE void score_panel(const Panel &panel, const float *packed_k, const float *
       if (half) score_some_keys<ROWS / 2, HALVES>(k, q, depth, key - first, bounds, at, block.score);
       else score_some_keys<ROWS, HALVES>(k, q, depth, key - first, bounds, at, block.score);
     }
-    if (STATISTICS == Statistics::NONE) continue;
+    if (!statistics) continue;
     const Ints tile = (Ints){} + static_cast<int32_t>(key - first);
     for (int side = 0; side < HALVES; side++)
       block.tile[side] = block.score[side] > before[side] ? tile : block.tile[side];
@@ -353,7 +353,7 @@ INLINE void add_special_keys(const Call &call, int64_t batch, const float *score
 
 // Add the weights of a block of keys to the sums of a panel, whose earlier weights are multiplied by its factor.
 template <int HALVES, Statistics STATISTICS>
-INLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const BlockLargest &block, float *scores,
+NOINLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const BlockLargest &block, float *scores,
                          int64_t first, int64_t from, int64_t to) {
   Floats base[2], change[2];
   Ints improved[2];
@@ -414,15 +414,18 @@ INLINE void add_values_of(const float *weights, const float *values, int64_t cou
 }
 
 // The visible keys of a block of keys, for one panel.
-template <int HALVES, Statistics STATISTICS>
-__attribute__((noinline)) void attend_panel(const Call &call, int64_t batch, Panel &panel, const float *packed_k,
-                                            const float *packed_v, const float *q, int64_t depth, int64_t width,
-                                            int64_t keys, int64_t first, int64_t end, float *scores, float *sums) {
+template <int HALVES>
+NOINLINE void attend_panel(const Call &call, int64_t batch, Panel &panel, const float *packed_k, const float *packed_v,
+                           const float *q, int64_t depth, int64_t width, int64_t keys, int64_t first, int64_t end,
+                           float *scores, float *sums) {
   const int64_t from = max(panel.span.any_start, first), to = min(panel.span.any_stop, end);
   if (from >= to) return;
   BlockLargest block = {{broadcast(-INF), broadcast(-INF)}, {}};
-  score_panel<HALVES, STATISTICS>(panel, packed_k, q, depth, first, from, to, scores, block);
-  update_panel<HALVES, STATISTICS>(call, batch, panel, block, scores, first, from - first, to - first);
+  const bool statistics = required_statistics(call) != Statistics::NONE;
+  score_panel<HALVES>(panel, packed_k, q, depth, first, from, to, statistics, scores, block);
+  with_statistics(call, [&](auto constant) __attribute__((always_inline)) {
+    update_panel<HALVES, decltype(constant)::VALUE>(call, batch, panel, block, scores, first, from - first, to - first);
+  });
   using Tiles = PanelTiles<HALVES * LANES>;
   float factors[COLUMNS];
   for (int half = 0; half < HALVES; half++) store(factors + half * LANES, panel.factor[half]);
@@ -483,9 +486,8 @@ INLINE void write_panel_statistics(const Call &call, const Panel &panel, const N
 }
 
 // Write the output, the logsumexp and the statistics of a panel whose first query is `first`.
-template <class Element, Statistics STATISTICS>
-void write_panel(const Call &call, const Panel &panel, int64_t batch, int64_t head, int64_t first, const float *sums,
-                 int64_t width) {
+NOINLINE void write_panel(const Call &call, const Panel &panel, int64_t batch, int64_t head, int64_t first,
+                          const float *sums, int64_t width) {
   float inverses[COLUMNS], logsumexps[COLUMNS];
   Normaliser normalisers[2];
   for (int half = 0; half < 2; half++) {
@@ -493,41 +495,58 @@ void write_panel(const Call &call, const Panel &panel, int64_t batch, int64_t he
     store(inverses + half * LANES, normalisers[half].inverse);
     store(logsumexps + half * LANES, normalisers[half].logsumexp);
   }
-  Element *output = row_of<Element>(call.output, call.output_strides, batch, head, first);
-  for (int64_t i = 0; i < panel.count; i++, sums += width, output += call.output_strides.row) {
-    write_row(panel.begun ? sums : nullptr, call.value_dim, inverses[i], output);
-  }
+  write_outputs(call, batch, head, first, panel.count, panel.begun ? sums : nullptr, width, inverses);
   const int64_t index = (batch * call.heads + head) * call.queries + first;
   memcpy(call.logsumexp + index, logsumexps, sizeof(float) * static_cast<size_t>(panel.count));
-  if (STATISTICS != Statistics::NONE) write_panel_statistics(call, panel, normalisers, index);
+  if (required_statistics(call) != Statistics::NONE) write_panel_statistics(call, panel, normalisers, index);
 }
 
-// Compute the queries [first, first + count) of one head.
-template <class Element, Statistics STATISTICS>
-void attend_columns(const Call &call, const ForwardPlan<Element> &plan, const ColumnsBlocks &block, int64_t batch,
-                    int64_t head, int64_t first, int64_t count, const float *packed_k, const float *packed_v) {
-  const int64_t panels = ceil_div(count, COLUMNS);
-  const float scale = static_cast<float>(call.scale) * LOG2_E;
-  Span span = span_of_no_query(call);
-  for (int64_t i = 0; i < panels; i++) {
-    Panel &panel = block.panels[i];
-    const int64_t query = first + i * COLUMNS;
-    panel.count = min(COLUMNS, first + count - query);
-    begin_panel<STATISTICS>(call, batch, query, panel);
-    span.add(panel.span);
-    const Element *q = row_of<Element>(call.q, call.q_strides, batch, head, query);
-    pack_columns(q, call.q_strides.row, panel.count, plan.depth, scale, block.q + i * plan.depth * COLUMNS);
+// The queries [first, first + count) of one head, on their way through blocks of keys.
+class BlockOfColumns {
+ public:
+  using Packed = float;
+  using Memory = ColumnsBlocks;
+  template <class Element>
+  static constexpr auto pack = pack_key_rows<Element>;
+
+  BlockOfColumns(const Call &call, const ForwardPlan &plan, const Memory &memory, int64_t batch, int64_t head,
+                 int64_t first, int64_t count)
+      : call_(call), plan_(plan), memory_(memory), batch_(batch), head_(head), first_(first), count_(count),
+        panels_(ceil_div(count, COLUMNS)), span_(span_of_no_query(call)) {}
+
+  void attend(const float *packed_k, const float *packed_v) {
+    begin_panels();
+    const int64_t depth = plan_.depth, width = plan_.width;
+    for (int64_t key = span_.any_start / COLUMNS * COLUMNS; key < span_.any_stop; key += FORWARD_KEYS)
+      for (int64_t i = 0; i < panels_; i++) {
+        Panel &panel = memory_.panels[i];
+        const auto attend = panel.count <= LANES ? attend_panel<1> : attend_panel<2>;
+        attend(call_, batch_, panel, packed_k, packed_v, memory_.q + i * depth * COLUMNS, depth, width, plan_.keys, key,
+               key + FORWARD_KEYS, memory_.scores, memory_.sums + i * COLUMNS * width);
+      }
+    for (int64_t i = 0; i < panels_; i++)
+      write_panel(call_, memory_.panels[i], batch_, head_, first_ + i * COLUMNS, memory_.sums + i * COLUMNS * width,
+                  width);
   }
-  for (int64_t key = span.any_start / COLUMNS * COLUMNS; key < span.any_stop; key += FORWARD_KEYS)
-    for (int64_t i = 0; i < panels; i++) {
-      Panel &panel = block.panels[i];
-      const auto attend = panel.count <= LANES ? attend_panel<1, STATISTICS> : attend_panel<2, STATISTICS>;
-      attend(call, batch, panel, packed_k, packed_v, block.q + i * plan.depth * COLUMNS, plan.depth, plan.width,
-             plan.keys, key, key + FORWARD_KEYS, block.scores, block.sums + i * COLUMNS * plan.width);
+
+ private:
+  void begin_panels() {
+    const float scale = static_cast<float>(call_.scale) * LOG2_E;
+    for (int64_t i = 0; i < panels_; i++) {
+      Panel &panel = memory_.panels[i];
+      const int64_t query = first_ + i * COLUMNS;
+      panel.count = min(COLUMNS, first_ + count_ - query);
+      begin_panel(call_, batch_, query, panel);
+      span_.add(panel.span);
+      pack_columns(call_, batch_, head_, query, panel.count, scale, memory_.q + i * plan_.depth * COLUMNS);
     }
-  for (int64_t i = 0; i < panels; i++)
-    write_panel<Element, STATISTICS>(call, block.panels[i], batch, head, first + i * COLUMNS,
-                                     block.sums + i * COLUMNS * plan.width, plan.width);
-}
+  }
+
+  const Call &call_;
+  const ForwardPlan &plan_;
+  const Memory &memory_;
+  const int64_t batch_, head_, first_, count_, panels_;
+  Span span_;  // of all queries
+};
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 #include "call.h"
 #include "gemm_tile.h"
+#include "score_terms.h"
 #include "simd.h"
 
 namespace {
@@ -28,20 +29,31 @@ struct Packing<Bfloat16> {
 template <class Element>
 using PackedOf = typename Packing<Element>::Type;
 
-// The head_dim as it is packed.
-template <class Element>
-int64_t packed_depth(const Call &call) {
-#if BF16_DOT
-  if (sizeof(PackedOf<Element>) == 2) return round_up(call.head_dim, PAIRED_DEPTH);
-#endif
-  return call.head_dim;
+// Call body(element) as with_element, for the elements that are packed as Packed.
+template <class Packed, class Body>
+INLINE void with_element_packed_as(const Call &call, Body body) {
+  with_element(call, [&](auto element) __attribute__((always_inline)) {
+    if constexpr (sizeof(PackedOf<decltype(element)>) == sizeof(Packed)) body(element);
+  });
 }
 
-template <class Element>
-struct ForwardPlan {
-  using Packed = PackedOf<Element>;
-  static constexpr bool NARROW = sizeof(Packed) == 2;
+// Whether a call is packed as bfloat16.
+INLINE bool packed_narrow(const Call &call) { return BF16_DOT && call.dtype == Dtype::BFLOAT16; }
 
+// Call body(packed) with an element of the type in which the elements of a call are packed.
+template <class Body>
+INLINE auto with_packed(const Call &call, Body body) {
+  if constexpr (BF16_DOT)
+    if (packed_narrow(call)) return body(Bfloat16{});
+  return body(float{});
+}
+
+// The head_dim as it is packed.
+INLINE int64_t packed_depth(const Call &call) {
+  return packed_narrow(call) ? round_up(call.head_dim, PAIRED_DEPTH) : call.head_dim;
+}
+
+struct ForwardPlan {
   int64_t keys, depth, width;  // padded keys, head_dim and value_dim
   int64_t heads, group;        // kv_heads of the whole batch, query heads of each
   int64_t blocks;              // of queries, per head
@@ -54,7 +66,7 @@ struct ForwardPlan {
 
   explicit ForwardPlan(const Call &call) {
     keys = round_up(call.keys, COLUMNS);
-    depth = packed_depth<Element>(call);
+    depth = packed_depth(call);
     width = round_up(call.value_dim, COLUMNS);
     heads = call.batch * call.kv_heads;
     group = call.kv_heads ? call.heads / call.kv_heads : 0;
@@ -63,7 +75,7 @@ struct ForwardPlan {
     v_size = keys * width;
     const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
     threads = work < MIN_PARALLEL_WORK ? 1 : max(call.threads, 1);
-    head_bytes = round_up((k_size + v_size) * static_cast<int64_t>(sizeof(Packed)), 64);
+    head_bytes = round_up((k_size + v_size) * (packed_narrow(call) ? 2 : 4), 64);
     const bool balanced = heads % threads == 0 || heads >= 8 * threads;
     own = balanced && threads * head_bytes <= MAX_PACKED_BYTES;
     wave_heads = own ? threads : max(1, min(heads, MAX_PACKED_BYTES / max(head_bytes, 1)));

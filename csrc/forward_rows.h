@@ -27,14 +27,13 @@ struct ForwardBlocks {
   Query *queries;    // (FORWARD_QUERIES)
   int64_t bytes;
 
-  template <class Plan>
-  ForwardBlocks(const Plan &plan, char *memory) {
+  ForwardBlocks(const ForwardPlan &plan, char *memory) {
     Workspace workspace{memory};
     scores = workspace.take<float>(FORWARD_QUERIES * FORWARD_KEYS);
     sums = workspace.take<float>(FORWARD_QUERIES * plan.width);
     q = workspace.take<Packed>(FORWARD_QUERIES * plan.depth);
     weights = reinterpret_cast<Packed *>(scores);
-    if (Plan::NARROW) weights = workspace.take<Packed>(FORWARD_QUERIES * FORWARD_KEYS);
+    if (sizeof(Packed) == sizeof(Bfloat16)) weights = workspace.take<Packed>(FORWARD_QUERIES * FORWARD_KEYS);
     factors = workspace.take<float>(FORWARD_QUERIES);
     special = workspace.take<float>(FORWARD_KEYS);
     rows = workspace.take<SoftmaxRow>(FORWARD_QUERIES);
@@ -48,22 +47,14 @@ INLINE void set_zero(float *to) { *to = 0; }
 #if BF16_DOT
 INLINE void set_nan(Bfloat16 *to) { to->bits = 0x7fc0; }
 INLINE void set_zero(Bfloat16 *to) { to->bits = 0; }
-INLINE void store_narrow(Bfloat16 *to, Floats value) {  // faster than `store`; numbers below 2^-126 become 0
-#ifdef __AVX512BF16__
-  const __m256bh halves = _mm512_cvtneps_pbh((__m512)value);
-  __builtin_memcpy(to, &halves, sizeof halves);
-#else
-  store(to, value);
-#endif
-}
 #endif
 
 // Pack keys [first, end) of a key/value head. The scores of a key that is not finite, in k or v, become NaN, and its
 // value becomes 0. So a query that sees the key becomes NaN by its score, and no other query is affected.
 template <class Element>
-void pack_keys(const Call &call, const ForwardPlan<Element> &plan, int64_t batch, int64_t head, int64_t first,
+void pack_keys(const Call &call, const ForwardPlan &plan, int64_t batch, int64_t head, int64_t first,
                int64_t end, PackedOf<Element> *packed_k, PackedOf<Element> *packed_v) {
-  constexpr int64_t PAIR = ForwardPlan<Element>::NARROW ? 2 : 1;  // adjacent keys in packed values
+  constexpr int64_t PAIR = sizeof(PackedOf<Element>) == 2 ? 2 : 1;  // adjacent keys in packed values
   const Element *k = row_of<Element>(call.k, call.k_strides, batch, head, first);
   const Element *v = row_of<Element>(call.v, call.v_strides, batch, head, first);
   const int64_t count = min(end, call.keys) - first;  // without the padding
@@ -87,112 +78,166 @@ void pack_keys(const Call &call, const ForwardPlan<Element> &plan, int64_t batch
   }
 }
 
-// Compute the queries [first, first + count) of one head.
-template <class Element, Statistics STATISTICS>
-void attend_block(const Call &call, const ForwardPlan<Element> &plan, const ForwardBlocks<PackedOf<Element>> &block,
-                  int64_t batch, int64_t head, int64_t first, int64_t count,
-                  const PackedOf<Element> *packed_k, const PackedOf<Element> *packed_v) {
-  using Packed = PackedOf<Element>;
-  constexpr bool NARROW = ForwardPlan<Element>::NARROW;
-  const int64_t padded = round_up(count, ROWS), tiles = padded / ROWS, width = plan.width, depth = plan.depth;
-  const float scale = static_cast<float>(call.scale) * LOG2_E;
-  const Element *q = row_of<Element>(call.q, call.q_strides, batch, head, first);
-  int64_t lowest = call.keys, highest = 0;                      // keys that some query sees
-  int64_t tile_start[FORWARD_TILES], tile_stop[FORWARD_TILES];  // keys that some query of a tile sees, in whole panels
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    int64_t start = call.keys, stop = 0;
-    for (int64_t i = tile * ROWS; i < tile * ROWS + ROWS; i++) {
-      Query &query = block.queries[i];
-      if (i < count) query = read_query(call, batch, head, first + i);
-      else query = Query{0, 0, nullptr, nullptr, {0, 0}};
-      clear_row(call, block.rows[i], batch, first + i);
-      if (query.start == query.stop) continue;
-      start = min(start, query.start);
-      stop = max(stop, query.stop);
-    }
-    tile_start[tile] = start / COLUMNS * COLUMNS;
-    tile_stop[tile] = round_up(stop, COLUMNS);
-    lowest = min(lowest, start);
-    highest = max(highest, stop);
-  }
-  for (int64_t i = 0; i < padded; i++) {
-    Packed *row = block.q + i * depth;
-    if (i >= count) {
-      memset(static_cast<void *>(row), 0, sizeof(Packed) * static_cast<size_t>(depth));
-      continue;
-    }
-    if constexpr (NARROW) pack_row(q + i * call.q_strides.row, call.head_dim, depth, row);
-    else pack_row(q + i * call.q_strides.row, call.head_dim, depth, scale, row);
-  }
-  memset(block.sums, 0, sizeof(float) * static_cast<size_t>(padded * width));
-  const bool terms = call.softcap > 0 || call.bias || call.visible;
+// The queries [first, first + count) of one head, on their way through blocks of keys.
+template <class PackedElement>
+class BlockOfRows {
+ public:
+  using Packed = PackedElement;
+  using Memory = ForwardBlocks<Packed>;
+  template <class Element>
+  static constexpr auto pack = pack_keys<Element>;
 
-  for (int64_t block_first = lowest / COLUMNS * COLUMNS; block_first < highest; block_first += FORWARD_KEYS) {
-    const int64_t block_end = min(block_first + FORWARD_KEYS, round_up(highest, COLUMNS));
-    const float *special = mark_special_keys<STATISTICS>(call, batch, block_first, block_end, block.special);
-    // A tile computes only the panels of keys that some query of it sees.
-    int64_t starts[FORWARD_TILES], stops[FORWARD_TILES];
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      starts[tile] = max(tile_start[tile], block_first);
-      stops[tile] = min(tile_stop[tile], block_end);
+  BlockOfRows(const Call &call, const ForwardPlan &plan, const Memory &memory, int64_t batch, int64_t head,
+              int64_t first, int64_t count)
+      : call_(call), plan_(plan), memory_(memory), batch_(batch), head_(head), first_(first), count_(count),
+        tiles_(ceil_div(count, ROWS)) {}
+
+  void attend(const Packed *packed_k, const Packed *packed_v) {
+    begin_rows();
+    pack_queries();
+    for (int64_t key = span_.any_start / COLUMNS * COLUMNS; key < span_.any_stop; key += FORWARD_KEYS) {
+      begin_keys(key, min(key + FORWARD_KEYS, round_up(span_.any_stop, COLUMNS)));
+      compute_scores(packed_k);
+      with_statistics(call_, [this](auto statistics) { compute_weights<decltype(statistics)::VALUE>(); });
+      add_values(packed_v);
     }
-    for (int64_t key = block_first; key < block_end; key += COLUMNS)
+    write();
+  }
+
+ private:
+  static constexpr bool NARROW = sizeof(Packed) == sizeof(Bfloat16);
+  static constexpr int PLAIN_ROWS = ROWS % 3 == 0 ? 3 : 4;  // at once, where they need neither terms nor statistics
+
+  // Read the visible keys of each query, and clear its softmax and its sums.
+  void begin_rows() {
+    span_ = span_of_no_query(call_);
+    for (int64_t tile = 0; tile < tiles_; tile++) {
+      Span span = span_of_no_query(call_);
+      for (int64_t i = tile * ROWS; i < min(tile * ROWS + ROWS, count_); i++) {
+        memory_.queries[i] = read_query(call_, batch_, head_, first_ + i);
+        clear_row(call_, memory_.rows[i], batch_, first_ + i);
+        span.add(memory_.queries[i]);
+      }
+      spans_[tile] = span;
+      span_.add(span);
+    }
+    memset(memory_.sums, 0, sizeof(float) * static_cast<size_t>(tiles_ * ROWS * plan_.width));
+    // The products of the rows past the last query are not read; 0, because they may be slow otherwise.
+    for (int64_t i = count_; i < tiles_ * ROWS; i++) {
+      memory_.factors[i] = 0;
+      if (NARROW) memset(static_cast<void *>(memory_.weights + i * FORWARD_KEYS), 0, sizeof(Packed) * FORWARD_KEYS);
+    }
+  }
+
+  void pack_queries() const {
+    const int64_t depth = plan_.depth;
+    with_element_packed_as<Packed>(call_, [&](auto element) {
+      const auto *q = row_of<decltype(element)>(call_.q, call_.q_strides, batch_, head_, first_);
+      for (int64_t i = 0; i < count_; i++, q += call_.q_strides.row) {
+        if constexpr (NARROW) pack_row(q, call_.head_dim, depth, memory_.q + i * depth);
+        else pack_row(q, call_.head_dim, depth, scale(), memory_.q + i * depth);
+      }
+    });
+    const int64_t rest = (tiles_ * ROWS - count_) * depth;
+    memset(static_cast<void *>(memory_.q + count_ * depth), 0, sizeof(Packed) * static_cast<size_t>(rest));
+  }
+
+  // Begin with a block of keys, of which a tile computes only the panels that some query of it sees.
+  void begin_keys(int64_t first, int64_t end) {
+    block_ = first;
+    block_end_ = end;
+    for (int64_t tile = 0; tile < tiles_; tile++) {
+      starts_[tile] = max(spans_[tile].any_start / COLUMNS * COLUMNS, first);
+      stops_[tile] = min(round_up(spans_[tile].any_stop, COLUMNS), end);
+    }
+  }
+
+  NOINLINE void compute_scores(const Packed *packed_k) const {
+    const int64_t depth = plan_.depth, tiles = tiles_;
+    const float factor = scale();
+    for (int64_t key = block_; key < block_end_; key += COLUMNS)
       for (int64_t tile = 0; tile < tiles; tile++) {
-        if (key < starts[tile] || key >= stops[tile]) continue;
-        float *scores = block.scores + tile * ROWS * FORWARD_KEYS + (key - block_first);
+        if (key < starts_[tile] || key >= stops_[tile]) continue;
+        float *scores = memory_.scores + tile * ROWS * FORWARD_KEYS + (key - block_);
+        const Packed *q = memory_.q + tile * ROWS * depth, *k = packed_k + key * depth;
         if constexpr (NARROW)
-          gemm_tile(block.q + tile * ROWS * depth, depth, packed_k + key * depth, depth,
-                    [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                      store(scores + row * FORWARD_KEYS, left * broadcast(scale));
-                      store(scores + row * FORWARD_KEYS + LANES, right * broadcast(scale));
-                    });
-        else
-          gemm_tile<false>(block.q + tile * ROWS * depth, depth, packed_k + key * depth, depth,
-                           [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
-                             store(scores + row * FORWARD_KEYS, left);
-                             store(scores + row * FORWARD_KEYS + LANES, right);
-                           });
-      }
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      if (starts[tile] >= stops[tile]) continue;
-      for (int64_t i = tile * ROWS; i < tile * ROWS + ROWS; i++) {
-        const Query &query = block.queries[i];
-        const int64_t start = starts[tile], stop = stops[tile], offset = start - block_first;
-        const bool plain = !terms && query.start <= start && query.stop >= stop;
-        float *scores = block.scores + i * FORWARD_KEYS + offset;
-        const float *flags = special ? special + offset : nullptr;
-        const auto update = [&](auto narrow) __attribute__((always_inline)) {
-          return update_row<STATISTICS>(call, query, block.rows[i], scores, start, stop, plain, flags, narrow);
-        };
-        if constexpr (NARROW) {
-          Packed *weights = block.weights + i * FORWARD_KEYS + offset;
-          block.factors[i] = update([weights](int64_t at, Floats value) __attribute__((always_inline)) {
-            store_narrow(weights + at, value);
+          gemm_tile(q, depth, k, depth, [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
+            store(scores + row * FORWARD_KEYS, left * broadcast(factor));
+            store(scores + row * FORWARD_KEYS + LANES, right * broadcast(factor));
           });
-        } else {
-          block.factors[i] = update(no_narrow_copy);
-        }
+        else
+          gemm_tile<false>(q, depth, k, depth, [=](int64_t row, Floats left, Floats right)
+                           __attribute__((always_inline)) {
+            store(scores + row * FORWARD_KEYS, left);
+            store(scores + row * FORWARD_KEYS + LANES, right);
+          });
+      }
+  }
+
+  // Turn the scores of the block of keys into weights.
+  template <Statistics STATISTICS>
+  void compute_weights() const {
+    const bool terms = call_.softcap > 0 || call_.bias || call_.visible;
+    const float *special = mark_special_keys(call_, batch_, block_, block_end_, memory_.special);
+    for (int64_t tile = 0; tile < tiles_; tile++) {
+      const int64_t start = starts_[tile], stop = stops_[tile], offset = start - block_;
+      if (start >= stop) continue;
+      const bool all_plain = !terms && spans_[tile].covers(start, stop - start);
+      for (int64_t i = tile * ROWS; i < min(tile * ROWS + ROWS, count_); i++) {
+        const int64_t cell = i * FORWARD_KEYS + offset;
+        if constexpr (STATISTICS == Statistics::NONE && !NARROW)
+          if (all_plain && i % PLAIN_ROWS == 0 && i + PLAIN_ROWS <= count_ && call_.dropout == 0 &&
+              update_plain_rows<PLAIN_ROWS>(memory_.rows + i, memory_.scores + cell, FORWARD_KEYS, stop - start,
+                                            memory_.factors + i)) {
+            i += PLAIN_ROWS - 1;
+            continue;
+          }
+        const Query &query = memory_.queries[i];
+        const bool plain = all_plain || (!terms && query.start <= start && query.stop >= stop);
+        memory_.factors[i] = update_row<STATISTICS>(call_, query, memory_.rows[i], memory_.scores + cell, start, stop,
+                                                    plain, special ? special + offset : nullptr,
+                                                    memory_.weights + cell);
       }
     }
+  }
+
+  // Add the values of the block of keys, times their weights, to the sums of each query.
+  NOINLINE void add_values(const Packed *packed_v) const {
+    const int64_t width = plan_.width;
     for (int64_t column = 0; column < width; column += COLUMNS)
-      for (int64_t tile = 0; tile < tiles; tile++) {
-        if (starts[tile] >= stops[tile]) continue;
-        float *sums = block.sums + tile * ROWS * width + column;
-        const float *factors = block.factors + tile * ROWS;
+      for (int64_t tile = 0; tile < tiles_; tile++) {
+        const int64_t start = starts_[tile], keys = stops_[tile] - start;
+        if (keys <= 0) continue;
+        float *sums = memory_.sums + tile * ROWS * width + column;
+        const float *factors = memory_.factors + tile * ROWS;
         const auto add = [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
           float *to = sums + row * width;
           const Floats factor = broadcast(factors[row]);
           store(to, load(to) * factor + left);
           store(to + LANES, load(to + LANES) * factor + right);
         };
-        const Packed *weights = block.weights + tile * ROWS * FORWARD_KEYS + (starts[tile] - block_first);
-        const Packed *values = packed_v + column * plan.keys + starts[tile] * COLUMNS;
-        if constexpr (NARROW) gemm_tile(weights, FORWARD_KEYS, values, stops[tile] - starts[tile], add);
-        else gemm_tile<false>(weights, FORWARD_KEYS, values, stops[tile] - starts[tile], add);
+        const Packed *weights = memory_.weights + tile * ROWS * FORWARD_KEYS + (start - block_);
+        const Packed *values = packed_v + column * plan_.keys + start * COLUMNS;
+        if constexpr (NARROW) gemm_tile(weights, FORWARD_KEYS, values, keys, add);
+        else gemm_tile<false>(weights, FORWARD_KEYS, values, keys, add);
       }
   }
-  for (int64_t i = 0; i < count; i++)
-    write_row_results<Element>(call, block.rows[i], batch, head, first + i, block.sums + i * width);
-}
+
+  void write() const {
+    for (int64_t i = 0; i < count_; i++)
+      memory_.factors[i] = write_softmax(call_, memory_.rows[i], batch_, head_, first_ + i);
+    write_outputs(call_, batch_, head_, first_, count_, memory_.sums, plan_.width, memory_.factors);
+  }
+
+  float scale() const { return static_cast<float>(call_.scale) * LOG2_E; }
+
+  const Call &call_;
+  const ForwardPlan &plan_;
+  const Memory &memory_;
+  const int64_t batch_, head_, first_, count_, tiles_;
+  Span span_, spans_[FORWARD_TILES];                      // of all queries, and of those of each tile
+  int64_t block_, block_end_;                             // the block of keys
+  int64_t starts_[FORWARD_TILES], stops_[FORWARD_TILES];  // its keys that a tile computes, in whole panels
+};
 
 }  // namespace

@@ -76,6 +76,8 @@ INLINE void gemm_tile(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int6
   tiles.store(left, right);
   for (int64_t row = 0; row < ROWS; row++) epilogue(row, load(left + row * LANES), load(right + row * LANES));
 }
+#else
+constexpr int64_t PAIRED_DEPTH = 1;
 #endif
 
 }  // namespace

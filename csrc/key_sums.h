@@ -44,11 +44,10 @@ struct KeySumsPlan {
 };
 
 // The plan depends on shapes alone, so the bits do not depend on the number of threads.
-template <class Element>
-KeySumsPlan key_sums_plan(const Call &call) {
+INLINE KeySumsPlan key_sums_plan(const Call &call) {
   KeySumsPlan plan;
   plan.group = call.heads / max(call.kv_heads, 1);
-  plan.depth = packed_depth<Element>(call);
+  plan.depth = packed_depth(call);
   plan.cell_rows = call.pooled_map ? min(call.pool_rows, max(call.queries, 1)) : KEY_SUMS_QUERIES;
   plan.cell_keys = call.pooled_map ? min(call.pool_keys, max(call.keys, 1)) : COLUMNS;
   plan.row_cells = ceil_div(call.queries, plan.cell_rows);
@@ -98,10 +97,8 @@ struct KeySumsScratch {
 
 // ---------------------------------------------------------------- a block of queries
 
-template <class Element>
+template <class Packed>
 class KeySumsPass {
-  typedef PackedOf<Element> Packed;
-
  public:
   KeySumsPass(const Call &call, const KeySumsPlan &plan, const KeySumsScratch<Packed> &scratch)
       : call_(call), plan_(plan), scratch_(scratch), factor_(static_cast<float>(call.scale) * LOG2_E) {}
@@ -113,10 +110,12 @@ class KeySumsPass {
       clear_cells(batch, kv_head * plan_.group + g, begin, end);
     for (first_key_ = begin; first_key_ < end; first_key_ += plan_.packed_keys) {
       num_keys_ = min(plan_.packed_keys, end - first_key_);
-      const Element *keys = row_of<Element>(call_.k, call_.k_strides, batch, kv_head, first_key_);
       // Non-finite keys may stay: they only affect their own column, which no row with a finite logsumexp sees.
       const int64_t padded = round_up(num_keys_, COLUMNS);
-      pack_transposed(keys, call_.k_strides.row, num_keys_, padded, call_.head_dim, scratch_.keys);
+      with_element_packed_as<Packed>(call_, [&](auto element) {
+        const auto *keys = row_of<decltype(element)>(call_.k, call_.k_strides, batch, kv_head, first_key_);
+        pack_transposed(keys, call_.k_strides.row, num_keys_, padded, call_.head_dim, scratch_.keys);
+      });
       for (int64_t g = 0; g < plan_.group; g++) head(batch, kv_head * plan_.group + g);
     }
   }
@@ -179,10 +178,14 @@ class KeySumsPass {
   }
 
   void pack_rows(int64_t batch, int64_t head, int64_t first, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-      pack_query(row_of<Element>(call_.q, call_.q_strides, batch, head, first + i), scratch_.queries + i * plan_.depth);
+    with_element_packed_as<Packed>(call_, [&](auto element) {
+      const auto *q = row_of<decltype(element)>(call_.q, call_.q_strides, batch, head, first);
+      for (int64_t i = 0; i < count; i++)
+        pack_query(q + i * call_.q_strides.row, scratch_.queries + i * plan_.depth);
+    });
     for (int64_t x = count * plan_.depth; x < round_up(count, ROWS) * plan_.depth; x++) scratch_.queries[x] = Packed{0};
   }
+  template <class Element>
   void pack_query(const Element *from, float *to) const { pack_row(from, call_.head_dim, plan_.depth, factor_, to); }
   void pack_query(const Bfloat16 *from, Bfloat16 *to) const {
     memcpy(to, from, call_.head_dim * sizeof *to);  // non-finite elements may stay here too: their row counts as 0
@@ -287,35 +290,32 @@ class KeySumsPass {
 
 // ---------------------------------------------------------------- the pass
 
-template <class Element>
-int64_t key_sums_bytes(const Call &call) {
-  return call.threads * KeySumsScratch<PackedOf<Element>>(key_sums_plan<Element>(call), nullptr).bytes;
-}
-
-template <class Element>
+template <class Packed>
 void key_sums_all(const Call &call, char *workspace) {
   if (!call.batch || !call.heads || !call.keys) return;
-  const KeySumsPlan plan = key_sums_plan<Element>(call);
+  const KeySumsPlan plan = key_sums_plan(call);
   const int64_t work = call.batch * call.heads * call.queries * call.keys * call.head_dim;
-  const int64_t thread_bytes = KeySumsScratch<PackedOf<Element>>(plan, nullptr).bytes;
+  const int64_t thread_bytes = KeySumsScratch<Packed>(plan, nullptr).bytes;
   run_parallel(work < MIN_PARALLEL_WORK ? 1 : call.threads, [&](Team &team) {
-    const TileSizes tile_sizes(ForwardPlan<Element>::NARROW);
-    const KeySumsScratch<PackedOf<Element>> scratch(plan, workspace + team.thread * thread_bytes);
+    const TileSizes tile_sizes(sizeof(Packed) == sizeof(Bfloat16));
+    const KeySumsScratch<Packed> scratch(plan, workspace + team.thread * thread_bytes);
     // Early keys first: under a causal mask most queries see them, and the longest tasks should not come last.
     team.for_each(plan.tasks * call.batch * call.kv_heads, [&](int64_t i) {
       const int64_t kv_heads = call.batch * call.kv_heads, kv_head = i % kv_heads;
-      KeySumsPass<Element> pass(call, plan, scratch);
+      KeySumsPass<Packed> pass(call, plan, scratch);
       pass.task(kv_head / call.kv_heads, kv_head % call.kv_heads, i / kv_heads);
     });
   });
 }
 
 int64_t key_sums_workspace(const Call &call) {
-  return with_element(call, [&](auto element) { return key_sums_bytes<decltype(element)>(call); });
+  const KeySumsPlan plan = key_sums_plan(call);
+  return call.threads *
+         with_packed(call, [&](auto packed) { return KeySumsScratch<decltype(packed)>(plan, nullptr).bytes; });
 }
 
 void key_sums_run(const Call &call, char *workspace) {
-  with_element(call, [&](auto element) { key_sums_all<decltype(element)>(call, workspace); });
+  with_packed(call, [&](auto packed) { key_sums_all<decltype(packed)>(call, workspace); });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))  // one copy of a function that several places call
 
 namespace {
 

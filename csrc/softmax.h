@@ -20,6 +20,20 @@ INLINE Statistics required_statistics(const Call &call) {
   return weights ? Statistics::WEIGHTS : Statistics::NONE;
 }
 
+// Call body(constant) with the statistics that a call needs, as constant.VALUE.
+template <Statistics STATISTICS>
+struct StatisticsConstant {
+  static constexpr Statistics VALUE = STATISTICS;
+};
+template <class Body>
+INLINE void with_statistics(const Call &call, Body body) {
+  switch (required_statistics(call)) {
+    case Statistics::NONE: return body(StatisticsConstant<Statistics::NONE>{});
+    case Statistics::WEIGHTS: return body(StatisticsConstant<Statistics::WEIGHTS>{});
+    case Statistics::DISTANCES: return body(StatisticsConstant<Statistics::DISTANCES>{});
+  }
+}
+
 // The state of a row after some blocks of keys. Its weights are 2^(score - largest), with scores in units of log2.
 struct SoftmaxRow {
   float largest;        // score; -inf before the first visible key
@@ -115,13 +129,26 @@ INLINE void move_pivot(SoftmaxRow &row, int64_t pivot) {
   row.pivot = pivot;
 }
 
+// Copy weights to a place in a row of bfloat16. Rows of floats need no copy.
+INLINE void store_narrow(float *, int64_t, Floats) {}
+#if BF16_DOT
+INLINE void store_narrow(Bfloat16 *row, int64_t at, Floats weight) {
+#ifdef __AVX512BF16__  // faster than `store`; numbers below 2^-126 become 0
+  const __m256bh halves = _mm512_cvtneps_pbh((__m512)weight);
+  __builtin_memcpy(row + at, &halves, sizeof halves);
+#else
+  store(row + at, weight);
+#endif
+}
+#endif
+
 // On which side of the query's position the keys of a block lie that it sees; a key at the position is on either.
 enum class Side { BEFORE, BOTH, AFTER };
 
 // Replace scores by weights, and add them to the sums of a row whose earlier weights are multiplied by `factor`.
-template <Statistics STATISTICS, Side SIDE, class Narrow>
+template <Statistics STATISTICS, Side SIDE, class Packed>
 INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scores, int64_t first, int64_t count,
-                        Narrow narrow) {
+                        Packed *narrow) {
   constexpr bool WEIGHTS = STATISTICS != Statistics::NONE, DISTANCES = STATISTICS == Statistics::DISTANCES;
   // On one side of the position, x = x of a reference key + side * (key - reference). The reference is the key of the
   // block that is nearest to the pivot; key - reference = (lane - its lane) + LANES * (vector - its vector).
@@ -152,7 +179,7 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
         second_moments[half] += weight * broadcast(squares[at / LANES]);
       }
       store(scores + at, weight);
-      narrow(at, weight);
+      store_narrow(narrow, at, weight);
     }
   }
   const Floats total = totals[0] + totals[1], scale = broadcast(factor);
@@ -179,21 +206,20 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
 
 // Write 1 for each special key of a block [first, end), which may end after the last key, and 0 for the others. Returns
 // `to`, or null where the weight on special keys is not required.
-template <Statistics STATISTICS>
 INLINE const float *mark_special_keys(const Call &call, int64_t batch, int64_t first, int64_t end, float *to) {
-  if (STATISTICS == Statistics::NONE || !call.special_keys_weight) return nullptr;
+  if (!call.special_keys_weight) return nullptr;
   const uint8_t *flags = call.special_keys + batch * call.keys;
   for (int64_t key = first; key < end; key++) to[key - first] = key < call.keys && flags[key] ? 1.f : 0.f;
   return to;
 }
 
 // Add a block of keys [first, end), a multiple of 2 * LANES and at most MAX_BLOCK_KEYS, to a row. Scores become weights
-// in place; narrow(i, weights) receives them too. `plain` means that all these keys are visible and that their scores
-// need neither softcap nor bias. `special` is 1 for each special key of the block, or null. Returns the factor by which
-// sums over earlier keys must be multiplied.
-template <Statistics STATISTICS, class Narrow>
-INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, float *scores, int64_t first,
-                        int64_t end, bool plain, const float *special, Narrow narrow) {
+// in place, and are copied to `narrow` if that is bfloat16. `plain` means that all these keys are visible and that their
+// scores need neither softcap nor bias. `special` is 1 for each special key of the block, or null. Returns the factor by
+// which sums over earlier keys must be multiplied.
+template <Statistics STATISTICS, class Packed>
+NOINLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, float *scores, int64_t first,
+                          int64_t end, bool plain, const float *special, Packed *narrow) {
   const int64_t count = end - first;
   if (!plain) apply_terms(call, query, scores, first, end);
   Floats left = broadcast(-INF), right = left;
@@ -212,7 +238,7 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
   if (block_largest == -INF) {
     for (int64_t i = 0; i < count; i += LANES) {
       store(scores + i, (Floats){});
-      narrow(i, (Floats){});
+      store_narrow(narrow, i, (Floats){});
     }
     return 1;
   }
@@ -246,7 +272,7 @@ INLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row, f
     for (int64_t i = 0; i < count; i += LANES) {
       const Floats weight = load(scores + i) * dropout_factors(call, query, first + i);
       store(scores + i, weight);
-      narrow(i, weight);
+      store_narrow(narrow, i, weight);
     }
   return factor;
 }
@@ -300,8 +326,6 @@ INLINE bool update_plain_rows(SoftmaxRow *rows, float *scores, int64_t stride, i
   }
   return true;
 }
-
-INLINE void no_narrow_copy(int64_t, Floats) {}
 
 // The factors by which the sums of two rows must be multiplied when the rows are merged.
 struct MergeFactors {
@@ -387,17 +411,25 @@ INLINE void write_statistic(float *to, int64_t index, float value) {
   if (to) to[index] = value;
 }
 
-// Write the output, the logsumexp and the statistics of a query; `sums` are the weighted sums of the values.
-template <class Element>
-INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t batch, int64_t head, int64_t query,
-                              const float *sums) {
+// Write the output of queries [first, first + count) of a head: each row of `sums`, (count, width), times its factor.
+// Zeros for null.
+NOINLINE void write_outputs(const Call &call, int64_t batch, int64_t head, int64_t first, int64_t count,
+                            const float *sums, int64_t width, const float *factors) {
+  with_element(call, [&](auto element) {
+    auto *output = row_of<decltype(element)>(call.output, call.output_strides, batch, head, first);
+    for (int64_t i = 0; i < count; i++)
+      write_row(sums ? sums + i * width : nullptr, call.value_dim, factors[i], output + i * call.output_strides.row);
+  });
+}
+
+// Write the logsumexp and the statistics of a query. Returns the factor of its output: 1 / the sum of its weights.
+NOINLINE float write_softmax(const Call &call, const SoftmaxRow &row, int64_t batch, int64_t head, int64_t query) {
   const int64_t index = (batch * call.heads + head) * call.queries + query;
   const bool empty = row.total == 0, bad = row.total != row.total;
   const Normaliser normaliser = normaliser_of(call, head, broadcast(row.largest), broadcast(row.total));
   const float inverse = normaliser.inverse[0];
-  write_row(sums, call.value_dim, inverse, row_of<Element>(call.output, call.output_strides, batch, head, query));
   call.logsumexp[index] = normaliser.logsumexp[0];
-  if (required_statistics(call) == Statistics::NONE) return;
+  if (required_statistics(call) == Statistics::NONE) return inverse;
   if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
   const QueryStatistics result =
       statistics_of(normaliser, broadcast(row.total), broadcast(sum(row.surprisal)), broadcast(sum(row.distance)),
@@ -416,6 +448,7 @@ INLINE void write_row_results(const Call &call, const SoftmaxRow &row, int64_t b
     write_statistic(call.offset_weights, i * all_rows + index, few_weights[i]);
   write_statistic(call.target_key_weight, index, few_weights[TARGET]);
   write_statistic(call.special_keys_weight, index, empty ? 0.f : sum(row.special) * inverse);
+  return inverse;
 }
 
 }  // namespace
