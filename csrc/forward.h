@@ -37,7 +37,7 @@ class BlockedPass {
   // A task is a kv head with its query heads.
   void run_own(Team &team, const Memory &memory) const {
     team.for_each(plan_.heads, [&](int64_t head) {
-      pack(team.thread, head, 0, plan_.keys);
+      if (!plan_.streams) pack(team.thread, head, 0, plan_.keys);
       for (int64_t i = 0; i < plan_.group; i++)
         for (int64_t first = 0; first < call_.queries; first += FORWARD_QUERIES)
           attend(memory, team.thread, head, i, first);
@@ -61,25 +61,30 @@ class BlockedPass {
     }
   }
 
-  Packed *packed(int64_t member) const {
-    return packed_ + member * (plan_.head_bytes / static_cast<int64_t>(sizeof(Packed)));
+  // A packed head from key `first` on.
+  PackedKeys<Packed> packed(int64_t member, int64_t first) const {
+    Packed *k = packed_ + member * (plan_.head_bytes / static_cast<int64_t>(sizeof(Packed)));
+    const int64_t place = plan_.streams ? 0 : first;
+    return {k + place * plan_.depth, k + plan_.k_size + place * COLUMNS};
   }
 
-  void pack(int64_t member, int64_t head, int64_t first, int64_t end) const {
-    Packed *k = packed(member);
+  PackedKeys<Packed> pack(int64_t member, int64_t head, int64_t first, int64_t end) const {
+    const PackedKeys<Packed> to = packed(member, first);
     with_element_packed_as<Packed>(call_, [&](auto element) {
       constexpr auto pack_elements = Block::template pack<decltype(element)>;
-      pack_elements(call_, plan_, head / call_.kv_heads, head % call_.kv_heads, first, end, k, k + plan_.k_size);
+      pack_elements(call_, plan_, head / call_.kv_heads, head % call_.kv_heads, first, end, to);
     });
+    return to;
   }
 
   // Query head `index` of a kv head, and its block of queries that begins with query `first`.
   void attend(const Memory &memory, int64_t member, int64_t kv_head, int64_t index, int64_t first) const {
-    const Packed *k = packed(member);
     const int64_t head = kv_head % call_.kv_heads * plan_.group + index;
     Block block(call_, plan_, memory, kv_head / call_.kv_heads, head, first,
                 min(FORWARD_QUERIES, call_.queries - first));
-    block.attend(k, k + plan_.k_size);
+    block.attend([&](int64_t key, int64_t end) {
+      return plan_.streams ? pack(member, kv_head, key, end) : packed(member, key);
+    });
   }
 
   const Call &call_;

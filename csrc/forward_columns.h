@@ -73,24 +73,22 @@ INLINE bool columns_apply(const Call &call) {
 // forward_rows.h.
 template <class Element>
 void pack_key_rows(const Call &call, const ForwardPlan &plan, int64_t batch, int64_t head, int64_t first,
-                   int64_t end, float *packed_k, float *packed_v) {
+                   int64_t end, PackedKeys<float> to) {
   const Element *k = row_of<Element>(call.k, call.k_strides, batch, head, first);
   const Element *v = row_of<Element>(call.v, call.v_strides, batch, head, first);
-  const int64_t count = min(end, call.keys) - first, depth = plan.depth, panel = plan.keys * COLUMNS;
-  packed_k += first * depth;
-  packed_v += first * COLUMNS;
-  bool good = copy_rows(k, call.k_strides.row, count, depth, depth, packed_k, depth);
-  if (end >= call.keys) memset(packed_k + count * depth, 0, sizeof(float) * static_cast<size_t>(ROWS * depth));
+  const int64_t count = min(end, call.keys) - first, depth = plan.depth, panel = plan.held * COLUMNS;
+  bool good = copy_rows(k, call.k_strides.row, count, depth, depth, to.k, depth);
+  if (end >= call.keys) memset(to.k + count * depth, 0, sizeof(float) * static_cast<size_t>(ROWS * depth));
   for (int64_t column = 0; column < call.value_dim; column += COLUMNS)
     good &= copy_rows(v + column, call.v_strides.row, count, min(COLUMNS, call.value_dim - column), COLUMNS,
-                      packed_v + column / COLUMNS * panel, COLUMNS);
+                      to.v + column / COLUMNS * panel, COLUMNS);
   if (good) return;
   for (int64_t key = 0; key < count; key++) {
     const Element *k_row = k + key * call.k_strides.row, *v_row = v + key * call.v_strides.row;
     if (row_finite(k_row, call.head_dim) && row_finite(v_row, call.value_dim)) continue;
-    for (int64_t x = 0; x < depth; x++) packed_k[key * depth + x] = NOT_A_NUMBER;
+    for (int64_t x = 0; x < depth; x++) to.k[key * depth + x] = NOT_A_NUMBER;
     for (int64_t column = 0; column < plan.width; column++)
-      packed_v[column / COLUMNS * panel + key * COLUMNS + column % COLUMNS] = 0;
+      to.v[column / COLUMNS * panel + key * COLUMNS + column % COLUMNS] = 0;
   }
 }
 
@@ -208,12 +206,12 @@ struct BlockLargest {
 
 // The scores of keys [from, to) of the block of keys that begins with key `first`.
 template <int HALVES>
-INLINE void score_panel(const Panel &panel, const float *packed_k, const float *q, int64_t depth, int64_t first,
+INLINE void score_panel(const Panel &panel, const float *keys, const float *q, int64_t depth, int64_t first,
                         int64_t from, int64_t to, bool statistics, float *scores, BlockLargest &block) {
   LaneBounds bounds[2];
   bool have_bounds = false;
   for (int64_t key = from; key < to; key += ROWS) {
-    const float *k = packed_k + key * depth;
+    const float *k = keys + (key - first) * depth;
     float *at = scores + (key - first) * COLUMNS;
     const bool half = to - key <= ROWS / 2;
     const int64_t count = half ? ROWS / 2 : ROWS;
@@ -415,14 +413,14 @@ INLINE void add_values_of(const float *weights, const float *values, int64_t cou
 
 // The visible keys of a block of keys, for one panel.
 template <int HALVES>
-NOINLINE void attend_panel(const Call &call, int64_t batch, Panel &panel, const float *packed_k, const float *packed_v,
-                           const float *q, int64_t depth, int64_t width, int64_t keys, int64_t first, int64_t end,
-                           float *scores, float *sums) {
+NOINLINE void attend_panel(const Call &call, int64_t batch, Panel &panel, PackedKeys<float> keys, const float *q,
+                           int64_t depth, int64_t width, int64_t held, int64_t first, int64_t end, float *scores,
+                           float *sums) {
   const int64_t from = max(panel.span.any_start, first), to = min(panel.span.any_stop, end);
   if (from >= to) return;
   BlockLargest block = {{broadcast(-INF), broadcast(-INF)}, {}};
   const bool statistics = required_statistics(call) != Statistics::NONE;
-  score_panel<HALVES>(panel, packed_k, q, depth, first, from, to, statistics, scores, block);
+  score_panel<HALVES>(panel, keys.k, q, depth, first, from, to, statistics, scores, block);
   with_statistics(call, [&](auto constant) __attribute__((always_inline)) {
     update_panel<HALVES, decltype(constant)::VALUE>(call, batch, panel, block, scores, first, from - first, to - first);
   });
@@ -430,7 +428,7 @@ NOINLINE void attend_panel(const Call &call, int64_t batch, Panel &panel, const 
   float factors[COLUMNS];
   for (int half = 0; half < HALVES; half++) store(factors + half * LANES, panel.factor[half]);
   for (int64_t column = 0; column < width; column += COLUMNS) {
-    const float *values = packed_v + column * keys + from * COLUMNS;
+    const float *values = keys.v + column * held + (from - first) * COLUMNS;
     for (int64_t row = 0; row < panel.count; row += Tiles::HEIGHT) {
       const float *weights = scores + (from - first) * COLUMNS + row;
       float *to_sums = sums + row * width + column;
@@ -514,16 +512,19 @@ class BlockOfColumns {
       : call_(call), plan_(plan), memory_(memory), batch_(batch), head_(head), first_(first), count_(count),
         panels_(ceil_div(count, COLUMNS)), span_(span_of_no_query(call)) {}
 
-  void attend(const float *packed_k, const float *packed_v) {
+  template <class KeysFrom>
+  void attend(KeysFrom keys_from) {
     begin_panels();
     const int64_t depth = plan_.depth, width = plan_.width;
-    for (int64_t key = span_.any_start / COLUMNS * COLUMNS; key < span_.any_stop; key += FORWARD_KEYS)
+    for (int64_t key = span_.any_start / COLUMNS * COLUMNS; key < span_.any_stop; key += FORWARD_KEYS) {
+      const PackedKeys<float> keys = keys_from(key, min(key + FORWARD_KEYS, plan_.keys));
       for (int64_t i = 0; i < panels_; i++) {
         Panel &panel = memory_.panels[i];
         const auto attend = panel.count <= LANES ? attend_panel<1> : attend_panel<2>;
-        attend(call_, batch_, panel, packed_k, packed_v, memory_.q + i * depth * COLUMNS, depth, width, plan_.keys, key,
+        attend(call_, batch_, panel, keys, memory_.q + i * depth * COLUMNS, depth, width, plan_.held, key,
                key + FORWARD_KEYS, memory_.scores, memory_.sums + i * COLUMNS * width);
       }
+    }
     for (int64_t i = 0; i < panels_; i++)
       write_panel(call_, memory_.panels[i], batch_, head_, first_ + i * COLUMNS, memory_.sums + i * COLUMNS * width,
                   width);

@@ -57,6 +57,8 @@ struct ForwardPlan {
   int64_t keys, depth, width;  // padded keys, head_dim and value_dim
   int64_t heads, group;        // kv_heads of the whole batch, query heads of each
   int64_t blocks;              // of queries, per head
+  bool streams;                // whether a block of keys is packed when the only block of queries needs it
+  int64_t held;                // keys of a head that are packed at once
   int64_t k_size, v_size;      // elements of a packed head
   int64_t threads;
   bool own;              // whether each thread packs the heads that it computes: no thread waits for another
@@ -71,16 +73,25 @@ struct ForwardPlan {
     heads = call.batch * call.kv_heads;
     group = call.kv_heads ? call.heads / call.kv_heads : 0;
     blocks = ceil_div(call.queries, FORWARD_QUERIES);
-    k_size = (keys + ROWS) * depth;  // the last tile may end after the last key
-    v_size = keys * width;
     const int64_t work = call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim);
     threads = work < MIN_PARALLEL_WORK ? 1 : max(call.threads, 1);
-    head_bytes = round_up((k_size + v_size) * (packed_narrow(call) ? 2 : 4), 64);
     const bool balanced = heads % threads == 0 || heads >= 8 * threads;
+    streams = balanced && blocks == 1 && group == 1;
+    held = streams ? min(keys, FORWARD_KEYS) : keys;
+    k_size = (held + ROWS) * depth;  // the last tile may end after the last key
+    v_size = held * width;
+    head_bytes = round_up((k_size + v_size) * (packed_narrow(call) ? 2 : 4), 64);
     own = balanced && threads * head_bytes <= MAX_PACKED_BYTES;
     wave_heads = own ? threads : max(1, min(heads, MAX_PACKED_BYTES / max(head_bytes, 1)));
     packed_bytes = wave_heads * head_bytes;
   }
+};
+
+// Packed keys and values of a head from some key on: k is (keys, depth) in the order of its way, v is panels of COLUMNS
+// columns at a distance of plan.held * COLUMNS.
+template <class Packed>
+struct PackedKeys {
+  Packed *k, *v;
 };
 
 }  // namespace

@@ -53,28 +53,26 @@ INLINE void set_zero(Bfloat16 *to) { to->bits = 0; }
 // value becomes 0. So a query that sees the key becomes NaN by its score, and no other query is affected.
 template <class Element>
 void pack_keys(const Call &call, const ForwardPlan &plan, int64_t batch, int64_t head, int64_t first,
-               int64_t end, PackedOf<Element> *packed_k, PackedOf<Element> *packed_v) {
+               int64_t end, PackedKeys<PackedOf<Element>> to) {
   constexpr int64_t PAIR = sizeof(PackedOf<Element>) == 2 ? 2 : 1;  // adjacent keys in packed values
   const Element *k = row_of<Element>(call.k, call.k_strides, batch, head, first);
   const Element *v = row_of<Element>(call.v, call.v_strides, batch, head, first);
   const int64_t count = min(end, call.keys) - first;  // without the padding
-  const int64_t panel = plan.keys * COLUMNS;          // stride between panels of values
-  packed_k += first * plan.depth;
-  packed_v += first * COLUMNS;
-  pack_transposed(k, call.k_strides.row, count, end - first, call.head_dim, packed_k);
-  pack_panels(v, call.v_strides.row, count, end - first, call.value_dim, packed_v, panel);
-  bool good = all_finite(packed_k, (end - first) * plan.depth);
+  const int64_t panel = plan.held * COLUMNS;          // stride between panels of values
+  pack_transposed(k, call.k_strides.row, count, end - first, call.head_dim, to.k);
+  pack_panels(v, call.v_strides.row, count, end - first, call.value_dim, to.v, panel);
+  bool good = all_finite(to.k, (end - first) * plan.depth);
   for (int64_t column = 0; column < plan.width; column += COLUMNS)
-    good &= all_finite(packed_v + column / COLUMNS * panel, (end - first) * COLUMNS);
+    good &= all_finite(to.v + column / COLUMNS * panel, (end - first) * COLUMNS);
   if (good) return;
   for (int64_t key = 0; key < count; key++) {
     const Element *k_row = k + key * call.k_strides.row, *v_row = v + key * call.v_strides.row;
     if (row_finite(k_row, call.head_dim) && row_finite(v_row, call.value_dim)) continue;
     const int64_t in_panel = key % COLUMNS;
     for (int64_t x = 0; x < plan.depth; x++)
-      set_nan(packed_k + (key - in_panel) * plan.depth + x / PAIR * PAIR * COLUMNS + in_panel * PAIR + x % PAIR);
+      set_nan(to.k + (key - in_panel) * plan.depth + x / PAIR * PAIR * COLUMNS + in_panel * PAIR + x % PAIR);
     for (int64_t column = 0; column < plan.width; column++)
-      set_zero(packed_v + column / COLUMNS * panel + key / PAIR * PAIR * COLUMNS + column % COLUMNS * PAIR + key % PAIR);
+      set_zero(to.v + column / COLUMNS * panel + key / PAIR * PAIR * COLUMNS + column % COLUMNS * PAIR + key % PAIR);
   }
 }
 
@@ -92,14 +90,17 @@ class BlockOfRows {
       : call_(call), plan_(plan), memory_(memory), batch_(batch), head_(head), first_(first), count_(count),
         tiles_(ceil_div(count, ROWS)) {}
 
-  void attend(const Packed *packed_k, const Packed *packed_v) {
+  // keys_from(first, end) packs the keys of a block, if they are not yet, and returns them.
+  template <class KeysFrom>
+  void attend(KeysFrom keys_from) {
     begin_rows();
     pack_queries();
     for (int64_t key = span_.any_start / COLUMNS * COLUMNS; key < span_.any_stop; key += FORWARD_KEYS) {
       begin_keys(key, min(key + FORWARD_KEYS, round_up(span_.any_stop, COLUMNS)));
-      compute_scores(packed_k);
+      const PackedKeys<Packed> keys = keys_from(block_, block_end_);
+      compute_scores(keys.k);
       with_statistics(call_, [this](auto statistics) { compute_weights<decltype(statistics)::VALUE>(); });
-      add_values(packed_v);
+      add_values(keys.v);
     }
     write();
   }
@@ -152,14 +153,14 @@ class BlockOfRows {
     }
   }
 
-  NOINLINE void compute_scores(const Packed *packed_k) const {
+  NOINLINE void compute_scores(const Packed *keys) const {
     const int64_t depth = plan_.depth, tiles = tiles_;
     const float factor = scale();
     for (int64_t key = block_; key < block_end_; key += COLUMNS)
       for (int64_t tile = 0; tile < tiles; tile++) {
         if (key < starts_[tile] || key >= stops_[tile]) continue;
         float *scores = memory_.scores + tile * ROWS * FORWARD_KEYS + (key - block_);
-        const Packed *q = memory_.q + tile * ROWS * depth, *k = packed_k + key * depth;
+        const Packed *q = memory_.q + tile * ROWS * depth, *k = keys + (key - block_) * depth;
         if constexpr (NARROW)
           gemm_tile(q, depth, k, depth, [=](int64_t row, Floats left, Floats right) __attribute__((always_inline)) {
             store(scores + row * FORWARD_KEYS, left * broadcast(factor));
@@ -202,7 +203,7 @@ class BlockOfRows {
   }
 
   // Add the values of the block of keys, times their weights, to the sums of each query.
-  NOINLINE void add_values(const Packed *packed_v) const {
+  NOINLINE void add_values(const Packed *values_of_block) const {
     const int64_t width = plan_.width;
     for (int64_t column = 0; column < width; column += COLUMNS)
       for (int64_t tile = 0; tile < tiles_; tile++) {
@@ -217,7 +218,7 @@ class BlockOfRows {
           store(to + LANES, load(to + LANES) * factor + right);
         };
         const Packed *weights = memory_.weights + tile * ROWS * FORWARD_KEYS + (start - block_);
-        const Packed *values = packed_v + column * plan_.keys + start * COLUMNS;
+        const Packed *values = values_of_block + column * plan_.held + (start - block_) * COLUMNS;
         if constexpr (NARROW) gemm_tile(weights, FORWARD_KEYS, values, keys, add);
         else gemm_tile<false>(weights, FORWARD_KEYS, values, keys, add);
       }
