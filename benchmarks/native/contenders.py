@@ -47,6 +47,13 @@ def prefill(length: int, dim: int, dtype: str, *, causal: bool, value_dim: int |
     return _forward(q, k, v, mask, lambda: scaled_dot_product_attention(q, k, v, is_causal=causal), dtype)
 
 
+def few_queries(queries: int, keys: int, dim: int, dtype: str) -> Duel:
+    """Full attention of a few queries, against SDPA."""
+    q = inputs(1, queries, dim, dtype)[0]
+    _, k, v = inputs(1, keys, dim, dtype)
+    return _forward(q, k, v, masks.Full(), lambda: scaled_dot_product_attention(q, k, v), dtype)
+
+
 def masked(kind: str, rival: str, dim: int, dtype: str) -> Duel:
     """A mask over 2,048 keys, against a dense bool mask or the calls that a user would write instead."""
     mask, batch = _mask_of(kind)
