@@ -85,6 +85,13 @@ def _few_queries() -> Iterator[Case]:
             yield Case(f"{queries} queries on more keys", name, "SDPA", make, 1.0 if queries == 16 else 1.2)
 
 
+def _products() -> Iterator[Case]:
+    for dim, least in ((64, 0.85), (128, 0.9)):
+        line = "full, share of the rate of a matrix product"
+        make = partial(contenders.matrix_product, dim)
+        yield Case(line, f"{line}, N 2,048, D {dim}, fp32", "torch.mm of 2,048 x 2,048", make, least)
+
+
 def _masked() -> Iterator[Case]:
     rows = (
         ("window", "window 256 of 2,048", "dense bool", 7.0),
@@ -222,6 +229,7 @@ def _accuracies() -> Iterator[Accuracy]:
 CASES: list[Case | Accuracy] = [
     *_prefills(),
     *_few_queries(),
+    *_products(),
     *_masked(),
     *_others(),
     *_statistics(),

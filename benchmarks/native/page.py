@@ -75,7 +75,7 @@ def summary_replaced(page: str, rows: list[Row], instruction_set: str) -> str:
         heading = page[: page.index(HEAD)].splitlines()[-1]  # of the first table, in the language of the page
         page = page.replace(NEXT_SET, f"### {instruction_set}\n\n{heading}\n{HEAD}{mark}\n\n{NEXT_SET}")
     lines = [line[:3] for line in summary(paired_with_cases(rows), instruction_set)]
-    limits = " ".join(f"`{name}={value}`" for name, value in TORCH_LIMITS[instruction_set].items())
+    limits = " ".join(f"`{name}={value}`" for name, value in TORCH_LIMITS.get(instruction_set, {}).items())
     name, machine, _ = measured_on(row.commit for row in rows)
     return replace_table(page, mark, [*lines, (name, limits, machine)])
 

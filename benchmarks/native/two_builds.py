@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def run_benchmark(old: Path, new: Path, instruction_set: str, names: list[str], 
     return {row["name"]: Ratio(row["median"], row["low"], row["high"], row["pairs"]) for row in rows}
 
 
+@cache
 def benchmark() -> Path:
     """Build csrc/bench of this checkout, and return its path."""
     return _built(ROOT, BUILDS / "bench", "bench", ())

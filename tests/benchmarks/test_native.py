@@ -75,6 +75,8 @@ def test_a_window_in_blocks_is_a_window() -> None:
     [
         lambda: contenders.prefill(48, 8, "fp32", causal=True, value_dim=12),
         lambda: contenders.prefill(48, 8, "bf16", causal=False),
+        lambda: contenders.few_queries(5, 48, 8, "fp32"),
+        lambda: contenders.matrix_product(8, size=64),
         lambda: contenders.masked("documents and causal", "loop", 8, "fp32"),
         lambda: contenders.masked("half padded", "dense bool", 8, "fp32"),
         lambda: contenders.decoding(64, 8, "fp32", stream=False),
