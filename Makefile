@@ -17,7 +17,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench families sanitize mutants lowest canary wheel bench-native
+.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
