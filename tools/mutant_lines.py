@@ -13,7 +13,7 @@ class Mutant(NamedTuple):
     Attributes:
         part: the part of the library.
         breaks: what no longer works.
-        file: its path in src/multihead.
+        file: its path in src/multihead, or in the repository for a file of csrc.
         text: the original text, which occurs in the file exactly once.
         replacement: the text that replaces it.
         tests: the tests that must fail, as arguments of pytest.
@@ -25,6 +25,11 @@ class Mutant(NamedTuple):
     text: str
     replacement: str
     tests: tuple[str, ...]
+
+    @property
+    def native(self) -> bool:
+        """Whether the line belongs to the native library."""
+        return self.file.startswith("csrc/")
 
 
 def _layer(which: str) -> tuple[str, ...]:
@@ -40,6 +45,18 @@ FUZZED = (
     Mutant("gradients of plain calls", "features are read as contiguous if they are not", "kernels/native/eager.py",
            "Job(prepared(request), bounds_of(request), None, 0)", "Job(request, bounds_of(request), None, 0)",
            ("tests/kernels/native/test_eager.py",)),
+    Mutant("gradients of plain calls", "features that are expanded are read past the end", "kernels/native/eager.py",
+           "Job(prepared(request), bounds_of(request), None, 0)",
+           "Job(request if 0 in {x.stride(-1) for x in (request.q, request.k, request.v)} else prepared(request), "
+           "bounds_of(request), None, 0)",
+           ("tests/kernels/native/test_eager.py",)),
+    Mutant("empty batches", "a length is read in a batch without samples", "csrc/operator.cpp",
+           "return differ || !call.batch ? call.batch : 1;", "return differ ? call.batch : 1;",
+           ("tests/kernels/native/test_eager.py",)),
+    Mutant("finite extremes", "a bias near the largest number becomes infinite", "csrc/score_terms.h",
+           "return select(absolute(x) > broadcast(STEEP), distant, x * broadcast(LOG2_E));",
+           "return x * broadcast(LOG2_E);",
+           ("tests/kernels/test_contract.py",)),
     Mutant("changes in place", "a mask's tensors are not saved for the backward pass", "kernels/native/kernel.py",
            "again = () if job.bounds.remainder is None else tensors_seen_by(job.request)", "again = ()",
            ("tests/kernels/test_contract.py",)),
