@@ -133,6 +133,16 @@ struct Call {
 #undef MULTIHEAD_CELL_STRIDES
 };
 
+// The names of the fields, separated by spaces.
+#define MULTIHEAD_FIELD(type, name) #name " "
+#define MULTIHEAD_ROWS(name) #name "_strides.batch " #name "_strides.head " #name "_strides.row "
+#define MULTIHEAD_CELLS(name) MULTIHEAD_ROWS(name) #name "_strides.key "
+constexpr char MULTIHEAD_LAYOUT[] =
+    MULTIHEAD_CALL_FIELDS(MULTIHEAD_FIELD, MULTIHEAD_FIELD, MULTIHEAD_FIELD, MULTIHEAD_ROWS, MULTIHEAD_CELLS);
+#undef MULTIHEAD_FIELD
+#undef MULTIHEAD_ROWS
+#undef MULTIHEAD_CELLS
+
 // How to run one pass with one instruction set.
 struct PassFunctions {
   int64_t (*workspace)(const Call &call);           // bytes of memory that `run` needs
@@ -146,7 +156,7 @@ struct Kernels {
 
 // The C functions of the library; all of them may be called from any thread at any time.
 extern "C" {
-const char *multihead_layout();                          // the names of the fields, separated by spaces
+const char *multihead_layout();                          // MULTIHEAD_LAYOUT of this build
 const char *multihead_instruction_set(int64_t index);    // name of set 0, 1, ..., null after the last; widest last
 int64_t multihead_compiled(int64_t index);               // 1 if this build contains the set, else 0
 int64_t multihead_runs(int64_t index);                   // 1 if this build contains the set and this CPU can run it

@@ -155,7 +155,7 @@ struct DecodeRows {
 
   // Compute the scores of `count` keys, from column `offset` on, and prefetch their values.
   template <class Stored>
-  void compute_scores(const Stored *k, const Stored *v, int64_t count, int64_t offset) const {
+  NOINLINE void compute_scores(const Stored *k, const Stored *v, int64_t count, int64_t offset) const {
     Prefetcher prefetcher(v, call.v_strides.row, call.value_dim, count, plan.ahead);
     for_rows(plan.rows, Scores<Stored>{*this, k, count, offset, prefetcher});
   }
@@ -173,8 +173,8 @@ struct DecodeRows {
 
   // Add `count` values times their weights, from column `offset` on, to the sums, and prefetch the keys of the next block.
   template <class Value>
-  void add_weighted(const Value *v, int64_t stride, int64_t count, int64_t offset, const Value *next_k,
-                    int64_t next_count) const {
+  NOINLINE void add_weighted(const Value *v, int64_t stride, int64_t count, int64_t offset, const Value *next_k,
+                             int64_t next_count) const {
     Prefetcher prefetcher(next_k, call.k_strides.row, call.head_dim, next_count, plan.ahead);
     for_rows(plan.rows, Values<Value>{*this, v, stride, count, offset, prefetcher});
   }
@@ -212,7 +212,7 @@ struct DecodeRows {
     inline __attribute__((always_inline)) void run(int64_t from) const {
       const DecodeScratch &scratch = all.scratch;
       float *scores = scratch.scores + from * DECODE_STRIDE, *const no_copy = nullptr;
-      if constexpr (COUNT > 1 && STATISTICS == Statistics::NONE)
+      if constexpr (STATISTICS == Statistics::NONE)
         if (all_plain &&
             update_plain_rows<COUNT>(all.rows + from, scores, DECODE_STRIDE, end - first, scratch.factors + from))
           return;
@@ -382,23 +382,24 @@ class DecodePass {
 
 // ---------------------------------------------------------------- the pass
 
-// Merge the parts of one row of a kv head, and write its results.
-NOINLINE void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts,
-                                 int64_t kv_head, int64_t row) {
-  const int64_t first = kv_head * plan.parts * plan.rows + row;
-  SoftmaxRow &merged = parts.rows[first];
-  float *total = parts.sums + first * plan.width;
-  for (int64_t part = 1; part < plan.parts; part++) {
-    const int64_t index = first + part * plan.rows;
-    const MergeFactors factors = merge_rows(call, merged, parts.rows[index]);
-    if (factors.later == 0 && factors.earlier == 1) continue;
-    const float *later = parts.sums + index * plan.width;
-    for (int64_t x = 0; x < plan.width; x++) total[x] = total[x] * factors.earlier + later[x] * factors.later;
+// Merge the parts of the rows of a kv head, and write their results. Uses `factors`, (rows).
+NOINLINE void write_merged_parts(const Call &call, const DecodePlan &plan, const DecodeParts &parts, int64_t kv_head,
+                                 float *factors) {
+  const int64_t batch = kv_head / call.kv_heads, first_head = kv_head % call.kv_heads * (call.heads / call.kv_heads);
+  SoftmaxRow *const rows = parts.rows + kv_head * plan.parts * plan.rows;
+  float *const sums = parts.sums + kv_head * plan.parts * plan.rows * plan.width;
+  for (int64_t i = plan.rows; i < plan.parts * plan.rows; i++) {
+    const int64_t row = i % plan.rows;
+    const MergeFactors merged = merge_rows(call, rows[row], rows[i]);
+    if (merged.later == 0 && merged.earlier == 1) continue;
+    float *total = sums + row * plan.width;
+    const float *later = sums + i * plan.width;
+    for (int64_t x = 0; x < plan.width; x++) total[x] = total[x] * merged.earlier + later[x] * merged.later;
   }
-  const int64_t head = kv_head % call.kv_heads * (call.heads / call.kv_heads) + row / call.queries;
-  const int64_t batch = kv_head / call.kv_heads, query = row % call.queries;
-  const float factor = write_softmax(call, merged, batch, head, query);
-  write_outputs(call, batch, head, query, 1, total, plan.width, &factor);
+  // The rows are the queries of one head after the other.
+  write_softmax_of_rows(call, (batch * call.heads + first_head) * call.queries, plan.rows, rows, factors);
+  for (int64_t row = 0, head = first_head; row < plan.rows; row += call.queries, head++)
+    write_outputs(call, batch, head, 0, call.queries, sums + row * plan.width, plan.width, factors + row);
 }
 
 template <class Stored>
@@ -417,7 +418,7 @@ void decode_all(const Call &call, char *workspace) {
       // The thread that finishes the last part of a head merges all its parts, always in the same order, so that no
       // thread has to wait.
       if (__atomic_sub_fetch(&parts.remaining[kv_head], 1, __ATOMIC_ACQ_REL) > 0) return;
-      for (int64_t i = 0; i < plan.rows; i++) write_merged_parts(call, plan, parts, kv_head, i);
+      write_merged_parts(call, plan, parts, kv_head, scratch.factors);
     });
   });
 }

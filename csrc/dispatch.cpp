@@ -82,13 +82,7 @@ bool bounds_are_valid(const Call &call) {
 
 }  // namespace
 
-EXPORT const char *multihead_layout() {
-#define FIELD(type, name) #name " "
-#define ROW_STRIDES(name) #name "_strides.batch " #name "_strides.head " #name "_strides.row "
-#define CELL_STRIDES(name) ROW_STRIDES(name) #name "_strides.key "
-  static const char names[] = MULTIHEAD_CALL_FIELDS(FIELD, FIELD, FIELD, ROW_STRIDES, CELL_STRIDES);
-  return names;
-}
+EXPORT const char *multihead_layout() { return MULTIHEAD_LAYOUT; }
 
 EXPORT const char *multihead_instruction_set(int64_t index) {
   return index >= 0 && index < COUNT ? SETS[index].name : nullptr;

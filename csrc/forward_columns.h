@@ -23,23 +23,20 @@ struct PanelTiles {
   static constexpr int64_t LAST_HEIGHT = QUERIES - (COUNT - 1) * HEIGHT;
 };
 
-// The statistics of COLUMNS queries after some blocks of keys; see SoftmaxRow.
-struct PanelStatistics {
-  Ints largest_key[2];
-  Floats pivot[2], surprisal[2], distance[2], square[2], special[2];
-  float few_scores[MAX_OFFSETS + 1][COLUMNS];
-};
-
 // COLUMNS queries, and their softmax after some blocks of keys; see SoftmaxRow.
 struct Panel {
-  Floats largest[2], total[2];
+  Floats largest[2];
   Floats factor[2];  // of the sums over earlier keys
+  WeightSums sums[2];
   Span span;
   int64_t count;     // queries
   int64_t position;  // of the first query among the keys
-  bool begun;        // whether `sums` has been written
+  bool begun;        // whether its sums of the values have been written
   int64_t start[COLUMNS], stop[COLUMNS];
-  PanelStatistics statistics;  // undefined in a call without them
+  // Statistics: undefined in a call without them.
+  Ints largest_key[2];
+  Floats pivot[2];
+  float few_scores[MAX_OFFSETS + 1][COLUMNS];
 };
 
 // The memory of one thread.
@@ -92,21 +89,11 @@ void pack_key_rows(const Call &call, const ForwardPlan &plan, int64_t batch, int
   }
 }
 
-INLINE void clear_statistics(PanelStatistics &statistics) {
-  for (int half = 0; half < 2; half++) {
-    statistics.largest_key[half] = (Ints){} - 1;
-    statistics.pivot[half] = statistics.surprisal[half] = (Floats){};
-    statistics.distance[half] = statistics.square[half] = statistics.special[half] = (Floats){};
-    for (auto &scores : statistics.few_scores) store(scores + half * LANES, broadcast(-INF));
-  }
-}
-
 // Read the visible keys of a panel's queries, and clear its softmax. Columns after the last query repeat its interval.
 INLINE void begin_panel(const Call &call, int64_t batch, int64_t first, Panel &panel) {
   panel.span = span_of_no_query(call);
   panel.position = position_of(call, batch, first);
   panel.begun = false;
-  if (required_statistics(call) != Statistics::NONE) clear_statistics(panel.statistics);
   for (int64_t i = 0; i < COLUMNS; i++) {
     const int64_t index = batch * call.bounds_batch_stride + first + min(i, panel.count - 1);
     Query query{call.start[index], call.stop[index], nullptr, nullptr, {0, 0}};
@@ -117,7 +104,11 @@ INLINE void begin_panel(const Call &call, int64_t batch, int64_t first, Panel &p
   }
   for (int half = 0; half < 2; half++) {
     panel.largest[half] = broadcast(-INF);
-    panel.total[half] = (Floats){};
+    panel.sums[half] = WeightSums{};
+    if (required_statistics(call) == Statistics::NONE) continue;
+    panel.largest_key[half] = (Ints){} - 1;
+    panel.pivot[half] = (Floats){};
+    for (auto &scores : panel.few_scores) store(scores + half * LANES, broadcast(-INF));
   }
 }
 
@@ -262,7 +253,7 @@ INLINE void keep_few_scores(const Call &call, int64_t batch, Panel &panel, const
                             int64_t from, int64_t to) {
   for (int64_t i = 0; i < call.num_offsets; i++) {
     const int64_t key = panel.position + call.offsets[i] - first;  // at the offset from the first query
-    float *kept = panel.statistics.few_scores[i];
+    float *kept = panel.few_scores[i];
     if (key >= from && key + COLUMNS <= to) {
       for (int64_t query = 0; query < COLUMNS; query += LANES)
         store(kept + query, gather(scores + key * COLUMNS, index_from(query) * static_cast<int32_t>(COLUMNS + 1)));
@@ -273,7 +264,7 @@ INLINE void keep_few_scores(const Call &call, int64_t batch, Panel &panel, const
   }
   const int64_t target = call.target_key ? call.target_key[batch] - first : -1;
   if (target >= from && target < to)
-    memcpy(panel.statistics.few_scores[TARGET], scores + target * COLUMNS, sizeof(float) * COLUMNS);
+    memcpy(panel.few_scores[TARGET], scores + target * COLUMNS, sizeof(float) * COLUMNS);
 }
 
 // The key with the largest score of each query, the first of equal ones, where `improved`; and the pivot at its distance.
@@ -281,36 +272,26 @@ INLINE void keep_few_scores(const Call &call, int64_t batch, Panel &panel, const
 template <int HALVES>
 INLINE void keep_largest_keys(Panel &panel, const Ints (&improved)[2], const Ints (&tile)[2], const float *scores,
                               int64_t first, bool distances) {
-  PanelStatistics &statistics = panel.statistics;
   for (int half = 0; half < HALVES; half++) {
     if (!any(improved[half])) continue;
     const Ints cell = tile[half] * static_cast<int32_t>(COLUMNS) + index_from(half * LANES);
     Ints found = tile[half];
     for (int32_t row = ROWS - 1; row >= 0; row--)
       found = gather(scores + row * COLUMNS, cell) == panel.largest[half] ? tile[half] + row : found;
-    const Ints now = improved[half] ? found + static_cast<int32_t>(first) : statistics.largest_key[half];
-    statistics.largest_key[half] = now;
+    const Ints now = improved[half] ? found + static_cast<int32_t>(first) : panel.largest_key[half];
+    panel.largest_key[half] = now;
     if (!distances) continue;
     const Ints distance = now - index_from(panel.position + half * LANES);
-    const Floats pivot = select(improved[half], absolute(__builtin_convertvector(distance, Floats)),
-                                statistics.pivot[half]);
-    const Floats change = statistics.pivot[half] - pivot;  // of every x; see move_pivot
-    const Floats moved = change * panel.total[half];
-    statistics.square[half] += change * (statistics.distance[half] + statistics.distance[half] + moved);
-    statistics.distance[half] += moved;
-    statistics.pivot[half] = pivot;
+    const Floats pivot = select(improved[half], absolute(__builtin_convertvector(distance, Floats)), panel.pivot[half]);
+    panel.sums[half].move_pivot(panel.pivot[half] - pivot);
+    panel.pivot[half] = pivot;
   }
 }
-
-// Sums over the weights of a block of keys.
-struct BlockSums {
-  Floats surprisal[2], distance[2], square[2];
-};
 
 // Turn scores into weights, and add them to the sums. All keys are on one SIDE of all queries, or on either.
 template <int HALVES, Statistics STATISTICS, Side SIDE>
 INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *scores, int64_t first, int64_t from,
-                       int64_t to, BlockSums &sums) {
+                       int64_t to, WeightSums (&sums)[2]) {
   constexpr bool DISTANCES = STATISTICS == Statistics::DISTANCES;
   constexpr float SIGN = SIDE == Side::BEFORE ? -1 : 1;
   const Floats step = broadcast(SIGN);
@@ -318,7 +299,7 @@ INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *score
   for (int half = 0; half < HALVES && DISTANCES; half++) {
     const Floats lane = __builtin_convertvector(index_from(half * LANES), Floats);
     x[half] = step * (broadcast(static_cast<float>(first + from - panel.position)) - lane);
-    if (SIDE != Side::BOTH) x[half] -= panel.statistics.pivot[half];
+    if (SIDE != Side::BOTH) x[half] -= panel.pivot[half];
   }
   for (int64_t key = from; key < to; key++)
 #pragma GCC unroll 2
@@ -327,12 +308,9 @@ INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *score
       const Floats exponent = maximum(broadcast(-127.f), load(at) - base[half]);  // 0 * -inf would be NaN
       const Floats weight = exp2_clamped(exponent);
       store(at, weight);
-      if (STATISTICS != Statistics::NONE) sums.surprisal[half] += weight * exponent;
+      sums[half].add_weight<STATISTICS>(weight, exponent);
       if (!DISTANCES) continue;
-      const Floats distance = SIDE == Side::BOTH ? absolute(x[half]) - panel.statistics.pivot[half] : x[half];
-      const Floats weighted = weight * distance;
-      sums.distance[half] += weighted;
-      sums.square[half] += weighted * distance;
+      sums[half].add_distance(weight, SIDE == Side::BOTH ? absolute(x[half]) - panel.pivot[half] : x[half]);
       x[half] += step;
     }
 }
@@ -340,11 +318,12 @@ INLINE void weigh_keys(const Panel &panel, const Floats (&base)[2], float *score
 // Add the weights of special keys.
 template <int HALVES>
 INLINE void add_special_keys(const Call &call, int64_t batch, const float *scores, int64_t first, int64_t from,
-                             int64_t to, Floats (&special)[2]) {
+                             int64_t to, WeightSums (&sums)[2]) {
   const uint8_t *const flags = call.special_keys + batch * call.keys + first, *const end = flags + to;
   const uint8_t *flag = flags + from;
   while ((flag = static_cast<const uint8_t *>(memchr(flag, 1, static_cast<size_t>(end - flag))))) {
-    for (int half = 0; half < HALVES; half++) special[half] += load(scores + (flag - flags) * COLUMNS + half * LANES);
+    for (int half = 0; half < HALVES; half++)
+      sums[half].special += load(scores + (flag - flags) * COLUMNS + half * LANES);
     flag++;
   }
 }
@@ -364,7 +343,7 @@ NOINLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const 
     panel.factor[half] = exp2(before - base[half]);
     panel.largest[half] = now;
   }
-  BlockSums sums = {};
+  WeightSums sums[2] = {};
   if constexpr (STATISTICS == Statistics::NONE) {
     weigh_keys<HALVES, STATISTICS, Side::BOTH>(panel, base, scores, first, from, to, sums);
   } else {
@@ -375,19 +354,11 @@ NOINLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const 
     weigh_keys<HALVES, STATISTICS, Side::BEFORE>(panel, base, scores, first, from, before, sums);
     weigh_keys<HALVES, STATISTICS, Side::BOTH>(panel, base, scores, first, before, after, sums);
     weigh_keys<HALVES, STATISTICS, Side::AFTER>(panel, base, scores, first, after, to, sums);
-    PanelStatistics &statistics = panel.statistics;
-    for (int half = 0; half < HALVES; half++) {
-      const Floats factor = panel.factor[half], moved = statistics.surprisal[half] + panel.total[half] * change[half];
-      statistics.surprisal[half] = multiply_add(factor, moved, sums.surprisal[half]);
-      statistics.distance[half] = multiply_add(factor, statistics.distance[half], sums.distance[half]);
-      statistics.square[half] = multiply_add(factor, statistics.square[half], sums.square[half]);
-      statistics.special[half] = statistics.special[half] * factor;
-    }
-    if (call.special_keys_weight) add_special_keys<HALVES>(call, batch, scores, first, from, to, statistics.special);
+    if (call.special_keys_weight) add_special_keys<HALVES>(call, batch, scores, first, from, to, sums);
   }
   for (int half = 0; half < HALVES; half++) {
-    const Floats total = sum_of_weights(scores + half * LANES, from, to);
-    panel.total[half] = multiply_add(panel.total[half], panel.factor[half], total);
+    sums[half].total = sum_of_weights(scores + half * LANES, from, to);  // in the order of update_row
+    panel.sums[half].add<STATISTICS>(sums[half], panel.factor[half], change[half]);
   }
 }
 
@@ -441,62 +412,26 @@ NOINLINE void attend_panel(const Call &call, int64_t batch, Panel &panel, Packed
   panel.begun = true;
 }
 
-// Write the statistics of a panel, the first of which is at `index`.
-INLINE void write_panel_statistics(const Call &call, const Panel &panel, const Normaliser (&normalisers)[2],
-                                   int64_t index) {
-  const PanelStatistics &statistics = panel.statistics;
-  float values[COLUMNS];
-  const auto write = [&](float *to, auto value_of) {
-    if (!to) return;
-    for (int half = 0; half < 2; half++) store(values + half * LANES, value_of(half));
-    memcpy(to + index, values, sizeof(float) * static_cast<size_t>(panel.count));
-  };
-  Ints empty[2];
-  QueryStatistics results[2];
-  for (int half = 0; half < 2; half++) {
-    empty[half] = panel.total[half] == (Floats){};
-    results[half] = statistics_of(normalisers[half], panel.total[half], statistics.surprisal[half],
-                                  statistics.distance[half], statistics.square[half], statistics.pivot[half]);
-  }
-  write(call.entropy, [&](int half) { return results[half].entropy; });
-  write(call.largest_weight, [&](int half) { return normalisers[half].inverse; });
-  write(call.mean_distance, [&](int half) { return results[half].mean_distance; });
-  write(call.distance_spread, [&](int half) { return results[half].distance_spread; });
-  write(call.special_keys_weight, [&](int half) {
-    return select(empty[half], (Floats){}, statistics.special[half] * normalisers[half].inverse);
-  });
-  const int64_t all_rows = call.batch * call.heads * call.queries;
-  for (int64_t i = 0; i <= TARGET; i++) {
-    if (i < TARGET && i >= call.num_offsets) continue;
-    float *to = i == TARGET ? call.target_key_weight : call.offset_weights ? call.offset_weights + i * all_rows : nullptr;
-    write(to, [&](int half) {
-      const Floats weight = exp2(load(statistics.few_scores[i] + half * LANES) - panel.largest[half]);
-      return select(empty[half], (Floats){}, weight * normalisers[half].inverse);
-    });
-  }
-  if (!call.largest_key) return;
-  int32_t keys[COLUMNS];
-  for (int half = 0; half < 2; half++) {
-    const Ints found = panel.total[half] > (Floats){} ? statistics.largest_key[half] : (Ints){} - 1;
-    __builtin_memcpy(keys + half * LANES, &found, sizeof found);
-  }
-  for (int64_t i = 0; i < panel.count; i++) call.largest_key[index + i] = keys[i];
-}
-
 // Write the output, the logsumexp and the statistics of a panel whose first query is `first`.
 NOINLINE void write_panel(const Call &call, const Panel &panel, int64_t batch, int64_t head, int64_t first,
-                          const float *sums, int64_t width) {
-  float inverses[COLUMNS], logsumexps[COLUMNS];
-  Normaliser normalisers[2];
-  for (int half = 0; half < 2; half++) {
-    normalisers[half] = normaliser_of(call, head, panel.largest[half], panel.total[half]);
-    store(inverses + half * LANES, normalisers[half].inverse);
-    store(logsumexps + half * LANES, normalisers[half].logsumexp);
-  }
-  write_outputs(call, batch, head, first, panel.count, panel.begun ? sums : nullptr, width, inverses);
+                          const float *values, int64_t width) {
   const int64_t index = (batch * call.heads + head) * call.queries + first;
-  memcpy(call.logsumexp + index, logsumexps, sizeof(float) * static_cast<size_t>(panel.count));
-  if (required_statistics(call) != Statistics::NONE) write_panel_statistics(call, panel, normalisers, index);
+  const bool statistics = required_statistics(call) != Statistics::NONE;
+  float factors[COLUMNS];
+  FinishedQueries queries;
+  for (int half = 0; half * LANES < panel.count; half++) {
+    queries.largest = panel.largest[half];
+    queries.sums = panel.sums[half];
+    queries.pivot = (Floats){};
+    if (statistics) {
+      queries.pivot = panel.pivot[half];
+      for (int64_t i = 0; i <= MAX_OFFSETS; i++) queries.few_scores[i] = load(panel.few_scores[i] + half * LANES);
+      for (int64_t lane = 0; lane < LANES; lane++) queries.largest_key[lane] = panel.largest_key[half][lane];
+    }
+    const int64_t count = min(LANES, panel.count - half * LANES);
+    store(factors + half * LANES, write_softmax(call, index + half * LANES, count, queries, statistics));
+  }
+  write_outputs(call, batch, head, first, panel.count, panel.begun ? values : nullptr, width, factors);
 }
 
 // The queries [first, first + count) of one head, on their way through blocks of keys.

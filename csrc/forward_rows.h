@@ -225,8 +225,8 @@ class BlockOfRows {
   }
 
   void write() const {
-    for (int64_t i = 0; i < count_; i++)
-      memory_.factors[i] = write_softmax(call_, memory_.rows[i], batch_, head_, first_ + i);
+    const int64_t index = (batch_ * call_.heads + head_) * call_.queries + first_;
+    write_softmax_of_rows(call_, index, count_, memory_.rows, memory_.factors);
     write_outputs(call_, batch_, head_, first_, count_, memory_.sums, plan_.width, memory_.factors);
   }
 

@@ -34,21 +34,72 @@ INLINE void with_statistics(const Call &call, Body body) {
   }
 }
 
+// Sums over the weights of some keys, 2^(score - largest) with scores in units of log2. A lane is a share of the keys of
+// one query, where queries are rows of the tiles, or a query, where they are columns: the arithmetic is the same.
+struct WeightSums {
+  Floats total;      // of the weights
+  Floats surprisal;  // of weight * (score - largest)
+  Floats distance;   // of weight * x, with x = |position - key| - pivot
+  Floats square;     // of weight * x^2
+  Floats special;    // of the weights of special keys
+
+  // Add a weight per lane, and its distance.
+  template <Statistics STATISTICS>
+  inline __attribute__((always_inline)) void add_weight(Floats weight, Floats score_less_largest) {
+    total += weight;
+    if (STATISTICS != Statistics::NONE) surprisal += weight * score_less_largest;
+  }
+  inline __attribute__((always_inline)) void add_distance(Floats weight, Floats x) {
+    const Floats weighted = weight * x;
+    distance += weighted;
+    square += weighted * x;
+  }
+
+  // Add the sums over other keys.
+  inline __attribute__((always_inline)) void add(const WeightSums &other) {
+    total += other.total;
+    surprisal += other.surprisal;
+    distance += other.distance;
+    square += other.square;
+    special += other.special;
+  }
+
+  // Add the sums over a block of keys. All weights so far are multiplied by `factor`, because the largest score rose:
+  // scores relative to it change by `change`.
+  template <Statistics STATISTICS>
+  inline __attribute__((always_inline)) void add(const WeightSums &block, Floats factor, Floats change) {
+    if (STATISTICS != Statistics::NONE) {
+      surprisal = multiply_add(factor, surprisal + total * change, block.surprisal);
+      special = multiply_add(factor, special, block.special);
+    }
+    if (STATISTICS == Statistics::DISTANCES) {
+      distance = multiply_add(factor, distance, block.distance);
+      square = multiply_add(factor, square, block.square);
+    }
+    total = multiply_add(factor, total, block.total);
+  }
+  inline __attribute__((always_inline)) void scale(Floats factor, Floats change) {
+    surprisal = factor * (surprisal + total * change);
+    total *= factor, distance *= factor, square *= factor, special *= factor;
+  }
+
+  // Change the pivot, which increases every x by `change`.
+  inline __attribute__((always_inline)) void move_pivot(Floats change) {
+    square += change * (distance + distance + change * total);
+    distance += change * total;
+  }
+};
+
 // The state of a row after some blocks of keys. Its weights are 2^(score - largest), with scores in units of log2.
 struct SoftmaxRow {
   float largest;        // score; -inf before the first visible key
   float total;          // sum of the weights; its bits do not depend on whether there are statistics
   int64_t position;     // of the query among the keys
   int64_t target_key;   // -1 for none
-  // Statistics: undefined in a call without them, and before the first visible key. Sums are kept lane by lane, and the
-  // lanes are added when the results are written.
+  // Statistics: undefined in a call without them, and before the first visible key.
   int64_t largest_key;  // with the largest score, the first of equal ones
   int64_t pivot;        // the distance of largest_key: relative to it, rounding does not hide a small spread far away
-  Floats lane_totals;   // sum of the weights
-  Floats surprisal;     // sum of weight * (score - largest)
-  Floats distance;      // sum of weight * x, with x = |position - key| - pivot
-  Floats square;        // sum of weight * x^2
-  Floats special;       // sum of the weights of special keys
+  WeightSums sums;
   float few_scores[2 * MAX_OFFSETS];  // of the keys at the offsets, then of target_key; -inf if not visible
 };
 constexpr int64_t TARGET = MAX_OFFSETS;  // index of target_key in few_scores
@@ -69,7 +120,7 @@ INLINE void clear_row(const Call &call, SoftmaxRow &row, int64_t batch, int64_t 
 INLINE void clear_statistics(SoftmaxRow &row) {
   row.largest_key = -1;
   row.pivot = 0;
-  row.lane_totals = row.surprisal = row.distance = row.square = row.special = (Floats){};
+  row.sums = WeightSums{};
   for (int64_t i = 0; i < 2 * MAX_OFFSETS; i += LANES) store(row.few_scores + i, broadcast(-INF));
 }
 
@@ -123,9 +174,7 @@ INLINE int64_t first_of(const float *scores, int64_t count, float largest) {
 }
 
 INLINE void move_pivot(SoftmaxRow &row, int64_t pivot) {
-  const Floats change = broadcast(static_cast<float>(row.pivot - pivot));  // of every x
-  row.square += change * (row.distance + row.distance + change * row.lane_totals);
-  row.distance += change * row.lane_totals;
+  row.sums.move_pivot(broadcast(static_cast<float>(row.pivot - pivot)));
   row.pivot = pivot;
 }
 
@@ -148,8 +197,8 @@ enum class Side { BEFORE, BOTH, AFTER };
 // Replace scores by weights, and add them to the sums of a row whose earlier weights are multiplied by `factor`.
 template <Statistics STATISTICS, Side SIDE, class Packed>
 INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scores, int64_t first, int64_t count,
-                        Packed *narrow) {
-  constexpr bool WEIGHTS = STATISTICS != Statistics::NONE, DISTANCES = STATISTICS == Statistics::DISTANCES;
+                        const float *special, Packed *narrow) {
+  constexpr bool DISTANCES = STATISTICS == Statistics::DISTANCES;
   // On one side of the position, x = x of a reference key + side * (key - reference). The reference is the key of the
   // block that is nearest to the pivot; key - reference = (lane - its lane) + LANES * (vector - its vector).
   constexpr int64_t SIGN = SIDE == Side::BEFORE ? -1 : 1;
@@ -159,7 +208,7 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
   Floats signed_distance = broadcast(static_cast<float>(first - row.position));
   const Floats pivot = broadcast(static_cast<float>(row.pivot));
   if (DISTANCES && SIDE == Side::BOTH) signed_distance += __builtin_convertvector(index_from(0), Floats);
-  Floats totals[2] = {}, surprisals[2] = {}, moments[2] = {}, second_moments[2] = {};
+  WeightSums sums[2] = {};
   const Floats base = broadcast(row.largest);
   for (int64_t i = 0; i < count; i += 2 * LANES) {
 #pragma GCC unroll 2
@@ -167,41 +216,33 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
       const int64_t at = i + half * LANES;
       const Floats exponent = maximum(broadcast(-127.f), load(scores + at) - base);  // 0 * -inf would be NaN
       const Floats weight = exp2_clamped(exponent);
-      totals[half] += weight;
-      if (WEIGHTS) surprisals[half] += weight * exponent;
+      sums[half].add_weight<STATISTICS>(weight, exponent);
       if (DISTANCES && SIDE == Side::BOTH) {
-        const Floats x = absolute(signed_distance) - pivot, weighted = weight * x;
-        moments[half] += weighted;
-        second_moments[half] += weighted * x;
+        sums[half].add_distance(weight, absolute(signed_distance) - pivot);
         signed_distance += broadcast(static_cast<float>(LANES));
       } else if (DISTANCES) {
-        moments[half] += weight * broadcast(steps[at / LANES]);
-        second_moments[half] += weight * broadcast(squares[at / LANES]);
+        sums[half].distance += weight * broadcast(steps[at / LANES]);
+        sums[half].square += weight * broadcast(squares[at / LANES]);
       }
       store(scores + at, weight);
       store_narrow(narrow, at, weight);
     }
   }
-  const Floats total = totals[0] + totals[1], scale = broadcast(factor);
-  if (WEIGHTS) {
-    const Floats moved = row.surprisal + row.lane_totals * broadcast(change);
-    row.surprisal = multiply_add(scale, moved, surprisals[0] + surprisals[1]);
-    row.lane_totals = multiply_add(scale, row.lane_totals, total);
+  WeightSums block = sums[0];
+  block.add(sums[1]);
+  if (DISTANCES && SIDE != Side::BOTH) {
+    const Floats in_lane = __builtin_convertvector(index_from(-lane), Floats) * broadcast(SIGN);
+    const Floats x = broadcast(static_cast<float>(SIGN * (reference - row.position) - row.pivot)) + in_lane;
+    const Floats step = broadcast(static_cast<float>(SIGN * LANES)) * block.distance;
+    block.square = x * (x * block.total + step + step) + broadcast(static_cast<float>(LANES * LANES)) * block.square;
+    block.distance = x * block.total + step;
   }
-  if (DISTANCES) {
-    Floats moment = moments[0] + moments[1], second_moment = second_moments[0] + second_moments[1];
-    if (SIDE != Side::BOTH) {
-      const Floats in_lane = __builtin_convertvector(index_from(-lane), Floats) * broadcast(SIGN);
-      const Floats x = broadcast(static_cast<float>(SIGN * (reference - row.position) - row.pivot)) + in_lane;
-      const Floats step = broadcast(static_cast<float>(SIGN * LANES)) * moment;
-      second_moment = x * (x * total + step + step) + broadcast(static_cast<float>(LANES * LANES)) * second_moment;
-      moment = x * total + step;
-    }
-    row.distance = multiply_add(scale, row.distance, moment);
-    row.square = multiply_add(scale, row.square, second_moment);
+  if (STATISTICS != Statistics::NONE) {
+    for (int64_t i = 0; special && i < count; i += LANES) block.special += load(scores + i) * load(special + i);
+    row.sums.add<STATISTICS>(block, broadcast(factor), broadcast(change));
   }
   // An explicit fma: left to the compiler, the rounding would depend on STATISTICS, and with it the bits of the output.
-  row.total = fmaf(row.total, factor, sum(total));
+  row.total = fmaf(row.total, factor, sum(block.total));
 }
 
 // Write 1 for each special key of a block [first, end), which may end after the last key, and 0 for the others. Returns
@@ -258,16 +299,11 @@ NOINLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row,
     if (row.target_key >= first && row.target_key < end) row.few_scores[TARGET] = scores[row.target_key - first];
   }
   if (STATISTICS != Statistics::DISTANCES || min(query.stop, end) <= row.position + 1)
-    add_weights<STATISTICS, Side::BEFORE>(row, factor, change, scores, first, count, narrow);
+    add_weights<STATISTICS, Side::BEFORE>(row, factor, change, scores, first, count, special, narrow);
   else if (max(query.start, first) >= row.position)
-    add_weights<STATISTICS, Side::AFTER>(row, factor, change, scores, first, count, narrow);
+    add_weights<STATISTICS, Side::AFTER>(row, factor, change, scores, first, count, special, narrow);
   else
-    add_weights<STATISTICS, Side::BOTH>(row, factor, change, scores, first, count, narrow);
-  if (STATISTICS != Statistics::NONE && special) {
-    Floats total = (Floats){};
-    for (int64_t i = 0; i < count; i += LANES) total += load(scores + i) * load(special + i);
-    row.special = row.special * broadcast(factor) + total;
-  }
+    add_weights<STATISTICS, Side::BOTH>(row, factor, change, scores, first, count, special, narrow);
   if (call.dropout > 0)
     for (int64_t i = 0; i < count; i += LANES) {
       const Floats weight = load(scores + i) * dropout_factors(call, query, first + i);
@@ -342,9 +378,6 @@ INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, SoftmaxRow &la
   const bool newer = later.largest > row.largest;
   const float now = later.largest != later.largest || newer ? later.largest : row.largest;
   const MergeFactors factors = {exp2f(row.largest - now), exp2f(later.largest - now)};
-  const auto merge = [&](Floats earlier, Floats added) {
-    return earlier * broadcast(factors.earlier) + added * broadcast(factors.later);
-  };
   if (required_statistics(call) != Statistics::NONE) {
     if (newer) {
       move_pivot(row, later.pivot);
@@ -352,14 +385,9 @@ INLINE MergeFactors merge_rows(const Call &call, SoftmaxRow &row, SoftmaxRow &la
     } else {
       move_pivot(later, row.pivot);
     }
-    const auto moved = [now](const SoftmaxRow &from) {
-      return from.surprisal + from.lane_totals * change_between(broadcast(from.largest), broadcast(now));
-    };
-    row.surprisal = merge(moved(row), moved(later));
-    row.lane_totals = merge(row.lane_totals, later.lane_totals);
-    row.distance = merge(row.distance, later.distance);
-    row.square = merge(row.square, later.square);
-    row.special = merge(row.special, later.special);
+    const auto change = [now](const SoftmaxRow &from) { return change_between(broadcast(from.largest), broadcast(now)); };
+    later.sums.scale(broadcast(factors.later), change(later));
+    row.sums.add<Statistics::DISTANCES>(later.sums, broadcast(factors.earlier), change(row));
     for (int64_t i = 0; i < 2 * MAX_OFFSETS; i++)
       if (later.few_scores[i] > -INF) row.few_scores[i] = later.few_scores[i];
   }
@@ -374,11 +402,11 @@ struct Normaliser {
   Floats log_inverse;  // its log2, finite even where a huge sink makes the inverse 0
   Floats logsumexp;    // in nats
 };
-INLINE Normaliser normaliser_of(const Call &call, int64_t head, Floats largest, Floats total) {
+INLINE Normaliser normaliser_of(Floats largest, Floats total, bool sinks, Floats sink) {
   Floats top = largest;
   const Ints empty = total == (Floats){};
-  if (call.sinks) {
-    const Floats sink = to_log2(broadcast(call.sinks[head]));
+  if (sinks) {
+    sink = to_log2(sink);
     top = select(sink > top, sink, top);
     total = total * exp2(largest - top) + exp2(sink - top);
   }
@@ -390,25 +418,84 @@ INLINE Normaliser normaliser_of(const Call &call, int64_t head, Floats largest, 
   };
 }
 
-// What is reported of LANES queries, from the sums over their weights; see SoftmaxRow.
-struct QueryStatistics {
-  Floats entropy, mean_distance, distance_spread;
+// The softmax of LANES queries after all their keys, one per lane. But for `largest` and `sums.total`, undefined in a call
+// without statistics.
+struct FinishedQueries {
+  Floats largest;  // score
+  WeightSums sums;
+  int64_t largest_key[LANES];
+  Floats pivot;
+  Floats few_scores[MAX_OFFSETS + 1];
 };
-INLINE QueryStatistics statistics_of(const Normaliser &normaliser, Floats total, Floats surprisal, Floats distance,
-                                     Floats square, Floats pivot) {
-  const Ints empty = total == (Floats){};
-  const Floats zero = (Floats){};
-  const Floats entropy = broadcast(-LN_2) * normaliser.inverse * (surprisal + total * normaliser.log_inverse);
-  const Floats mean = distance / total, variance = square / total - mean * mean;
-  return {
-      select(empty | (entropy < zero), zero, entropy),
-      select(empty, zero, mean + pivot),
-      select(empty, zero, square_root(select(variance < zero, zero, variance))),
+
+// Write the logsumexp, and with `statistics` these too, of `count` queries, from `index` of (batch, heads, queries) on. Returns the
+// factors of their outputs: 1 / the sum of the weights.
+INLINE Floats write_softmax(const Call &call, int64_t index, int64_t count, const FinishedQueries &queries,
+                            bool statistics) {
+  const auto write = [&](float *to, Floats values) {
+    if (!to) return;
+    if (count == 1) to[index] = values[0];  // as in decoding
+    else memcpy(to + index, &values, sizeof(float) * static_cast<size_t>(count));
   };
+  Floats sinks = (Floats){};
+  for (int64_t lane = 0; call.sinks && lane < count; lane++)
+    sinks[lane] = call.sinks[(index + lane) / call.queries % call.heads];
+  const WeightSums &sums = queries.sums;
+  const Normaliser normaliser = normaliser_of(queries.largest, sums.total, call.sinks, sinks);
+  const Floats inverse = normaliser.inverse;
+  write(call.logsumexp, normaliser.logsumexp);
+  if (!statistics) return inverse;
+
+  const Floats zero = (Floats){}, total = sums.total;
+  const Ints empty = total == zero;
+  const Floats entropy = broadcast(-LN_2) * inverse * (sums.surprisal + total * normaliser.log_inverse);
+  const Floats mean = sums.distance / total, variance = sums.square / total - mean * mean;
+  write(call.entropy, select(empty | (entropy < zero), zero, entropy));
+  write(call.largest_weight, inverse);
+  write(call.mean_distance, select(empty, zero, mean + queries.pivot));
+  write(call.distance_spread, select(empty, zero, square_root(select(variance < zero, zero, variance))));
+  write(call.special_keys_weight, select(empty, zero, sums.special * inverse));
+  const auto write_weight = [&](float *to, Floats score) {
+    if (to) write(to, select(empty, zero, exp2(score - queries.largest) * inverse));
+  };
+  const int64_t all_rows = call.batch * call.heads * call.queries;
+  for (int64_t i = 0; call.offset_weights && i < call.num_offsets; i++)
+    write_weight(call.offset_weights + i * all_rows, queries.few_scores[i]);
+  write_weight(call.target_key_weight, queries.few_scores[TARGET]);
+  for (int64_t lane = 0; call.largest_key && lane < count; lane++)
+    call.largest_key[index + lane] = total[lane] > 0 ? queries.largest_key[lane] : -1;
+  return inverse;
 }
 
-INLINE void write_statistic(float *to, int64_t index, float value) {
-  if (to) to[index] = value;
+// The same for `count` rows. Writes the factors of their outputs, and up to LANES - 1 more.
+NOINLINE void write_softmax_of_rows(const Call &call, int64_t index, int64_t count, const SoftmaxRow *rows,
+                                    float *factors) {
+  const bool statistics = required_statistics(call) != Statistics::NONE;
+  FinishedQueries queries;
+  for (int64_t first = 0; first < count; first += LANES, rows += LANES) {
+    const int64_t lanes = min(LANES, count - first);
+    const auto each = [&](auto value_of) __attribute__((always_inline)) {
+      if (lanes == 1) return broadcast(value_of(rows[0]));  // as in decoding
+      Floats values = (Floats){};
+      for (int64_t lane = 0; lane < lanes; lane++) values[lane] = value_of(rows[lane]);
+      return values;
+    };
+    queries.largest = each([](const SoftmaxRow &row) { return row.largest; });
+    queries.sums.total = each([](const SoftmaxRow &row) { return row.total; });
+    queries.pivot = (Floats){};
+    if (statistics) {
+      queries.sums.surprisal = each([](const SoftmaxRow &row) { return sum(row.sums.surprisal); });
+      queries.sums.distance = each([](const SoftmaxRow &row) { return sum(row.sums.distance); });
+      queries.sums.square = each([](const SoftmaxRow &row) { return sum(row.sums.square); });
+      queries.sums.special = each([](const SoftmaxRow &row) { return sum(row.sums.special); });
+      queries.pivot = each([](const SoftmaxRow &row) { return static_cast<float>(row.pivot); });
+      for (int64_t i = 0; i <= MAX_OFFSETS; i++)
+        if (i < call.num_offsets || i == TARGET)
+          queries.few_scores[i] = each([i](const SoftmaxRow &row) { return row.few_scores[i]; });
+      for (int64_t lane = 0; lane < lanes; lane++) queries.largest_key[lane] = rows[lane].largest_key;
+    }
+    store(factors + first, write_softmax(call, index + first, lanes, queries, statistics));
+  }
 }
 
 // Write the output of queries [first, first + count) of a head: each row of `sums`, (count, width), times its factor.
@@ -420,35 +507,6 @@ NOINLINE void write_outputs(const Call &call, int64_t batch, int64_t head, int64
     for (int64_t i = 0; i < count; i++)
       write_row(sums ? sums + i * width : nullptr, call.value_dim, factors[i], output + i * call.output_strides.row);
   });
-}
-
-// Write the logsumexp and the statistics of a query. Returns the factor of its output: 1 / the sum of its weights.
-NOINLINE float write_softmax(const Call &call, const SoftmaxRow &row, int64_t batch, int64_t head, int64_t query) {
-  const int64_t index = (batch * call.heads + head) * call.queries + query;
-  const bool empty = row.total == 0, bad = row.total != row.total;
-  const Normaliser normaliser = normaliser_of(call, head, broadcast(row.largest), broadcast(row.total));
-  const float inverse = normaliser.inverse[0];
-  call.logsumexp[index] = normaliser.logsumexp[0];
-  if (required_statistics(call) == Statistics::NONE) return inverse;
-  if (call.largest_key) call.largest_key[index] = empty || bad ? -1 : row.largest_key;
-  const QueryStatistics result =
-      statistics_of(normaliser, broadcast(row.total), broadcast(sum(row.surprisal)), broadcast(sum(row.distance)),
-                    broadcast(sum(row.square)), broadcast(static_cast<float>(row.pivot)));
-  write_statistic(call.entropy, index, result.entropy[0]);
-  write_statistic(call.largest_weight, index, inverse);
-  write_statistic(call.mean_distance, index, result.mean_distance[0]);
-  write_statistic(call.distance_spread, index, result.distance_spread[0]);
-  float few_weights[2 * MAX_OFFSETS];
-  for (int64_t i = 0; i < 2 * MAX_OFFSETS; i += LANES) {
-    const Floats weight = exp2(load(row.few_scores + i) - broadcast(row.largest)) * broadcast(inverse);
-    store(few_weights + i, empty ? (Floats){} : weight);
-  }
-  const int64_t all_rows = call.batch * call.heads * call.queries;
-  for (int64_t i = 0; i < call.num_offsets; i++)
-    write_statistic(call.offset_weights, i * all_rows + index, few_weights[i]);
-  write_statistic(call.target_key_weight, index, few_weights[TARGET]);
-  write_statistic(call.special_keys_weight, index, empty ? 0.f : sum(row.special) * inverse);
-  return inverse;
 }
 
 }  // namespace
