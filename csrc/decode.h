@@ -423,14 +423,11 @@ void decode_all(const Call &call, char *workspace) {
   });
 }
 
-// Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay, nor
-// for a few more on many keys where those would be transposed. (Where pairs of packed bfloat16 are multiplied without
-// conversion, fewer queries pay for packing.) Only this pass reads int8.
+// Whether this pass is faster than forward.h: for so few queries per head, packing and partly empty tiles do not pay.
+// (Where pairs of packed bfloat16 are multiplied without conversion, fewer queries pay for packing.) Only this pass reads
+// int8.
 bool decode_is_faster(const Call &call) {
-  if (call.k_scales) return true;
-  if (BF16_DOT && call.dtype == Dtype::BFLOAT16) return call.queries <= 4;
-  const int64_t rows = call.kv_heads ? call.queries * (call.heads / call.kv_heads) : 0;
-  return call.queries <= 8 || (!HAS_COLUMNS && rows <= 16 && rows * 64 <= call.keys);
+  return call.k_scales || call.queries <= (BF16_DOT && call.dtype == Dtype::BFLOAT16 ? 4 : 8);
 }
 
 int64_t decode_workspace(const Call &call) {

@@ -106,8 +106,7 @@ int64_t blocked_workspace(const Call &call) {
 
 void blocked_run(const Call &call, char *workspace) {
   const ForwardPlan plan(call);
-  if constexpr (HAS_COLUMNS)
-    if (columns_apply(call)) return BlockedPass<BlockOfColumns>(call, plan, workspace).run();
+  if (columns_apply(call)) return BlockedPass<BlockOfColumns>(call, plan, workspace).run();
   with_packed(call, [&](auto packed) { BlockedPass<BlockOfRows<decltype(packed)>>(call, plan, workspace).run(); });
 }
 
