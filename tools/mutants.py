@@ -119,9 +119,9 @@ def compiled(mutant: Mutant) -> Path:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text, encoding="utf-8")
     others = {each.name for each in library.instruction_sets()} - {"scalar", library.chosen().name}
-    left_out = [f"-DMULTIHEAD_COMPILES_{name}=0" for name in sorted(others)]
+    options = ["-DMULTIHEAD_SETS=all", *(f"-DMULTIHEAD_COMPILES_{name}=0" for name in sorted(others))]
     cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
-    for command in (["-G", "Ninja", "-S", source, "-B", build, *left_out], ["--build", build]):
+    for command in (["-G", "Ninja", "-S", source, "-B", build, *options], ["--build", build]):
         subprocess.run([cmake, *command], check=True, stdout=subprocess.DEVNULL)
     return build / "libmultihead_native.so"
 
