@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-EDITABLE := --no-build-isolation --config-settings cmake.define.MULTIHEAD_EMULATED=ON --editable
+EDITABLE := --no-build-isolation --config-settings cmake.define.MULTIHEAD_SETS=all \
+  --config-settings cmake.define.MULTIHEAD_EMULATED=ON --editable
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 PACKAGES := .venv/packages
 READY := .venv/ready
@@ -91,7 +92,7 @@ $(FAMILIES)/ready: $(PACKAGES)
 
 sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and ThreadSanitizer
 	@for each in address,undefined thread; do \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/$$each -D MULTIHEAD_SANITIZE=$$each -D MULTIHEAD_EMULATED=ON --log-level=WARNING && \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/$$each -D MULTIHEAD_SANITIZE=$$each -D MULTIHEAD_SETS=all -D MULTIHEAD_EMULATED=ON --log-level=WARNING && \
 	  $(BIN)/ninja --quiet -C build/$$each && \
 	  build/$$each/fuzz || exit 1; \
 	done

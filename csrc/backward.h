@@ -210,8 +210,8 @@ class Backward {
   NOINLINE void pack_keys(int64_t batch, int64_t kv_head, const KeyBlock &keys) const {
     const Element *k = row_of<Element>(call_.k, call_.k_strides, batch, kv_head, keys.first);
     const Element *v = row_of<Element>(call_.v, call_.v_strides, batch, kv_head, keys.first);
-    pack_transposed(k, call_.k_strides.row, keys.count, keys.padded, call_.head_dim, keys.k_columns);
-    pack_transposed(v, call_.v_strides.row, keys.count, keys.padded, call_.value_dim, keys.v_columns);
+    pack_transposed(k, call_.k_strides.row, keys.count, keys.padded, call_.head_dim, keys.k_panels);
+    pack_transposed(v, call_.v_strides.row, keys.count, keys.padded, call_.value_dim, keys.v_panels);
     for (int64_t key = 0; key < keys.count; key++)
       pack_finite_row(k + key * call_.k_strides.row, call_.head_dim, plan_.q_width, keys.k + key * plan_.q_stride);
     for (int64_t key = keys.count; key < keys.padded; key++)

@@ -97,7 +97,7 @@ class BlockPair {
   // Compute Z P of a tile of scores.
   void compute_weights(int64_t tile, int64_t column) const {
     const int64_t row = first_row_ + tile * ROWS, corner = tile * ROWS * SCORES_STRIDE + column;
-    const float *q = head_.q + row * plan_.q_stride, *panel = keys_.k_columns + column * call_.head_dim;
+    const float *q = head_.q + row * plan_.q_stride, *panel = keys_.k_panels + column * call_.head_dim;
     const float *logsumexp = head_.logsumexp + row;
     float *scores = keys_.scores + corner;
     const Floats factor = broadcast(static_cast<float>(call_.scale) * LOG2_E);
@@ -145,7 +145,7 @@ class BlockPair {
   void compute_grad_scores(int64_t tile, int64_t column) const {
     const int64_t row = first_row_ + tile * ROWS, corner = tile * ROWS * SCORES_STRIDE + column;
     const float *grad_output = head_.grad_output + row * plan_.v_stride;
-    const float *panel = keys_.v_columns + column * call_.value_dim;
+    const float *panel = keys_.v_panels + column * call_.value_dim;
     const float *delta = head_.delta + row;
     float *scores = keys_.scores + corner;
     if (plain_) {

@@ -66,7 +66,7 @@ struct PackedHead {
 // The memory of one thread: a block of keys, and its scores with a block of queries.
 struct KeyBlock {
   int64_t first, count, padded;     // first key, keys, keys padded with zeros to whole panels
-  float *k_columns, *v_columns;     // panels for S = Q K^T and dP = dO V^T
+  float *k_panels, *v_panels;     // panels for S = Q K^T and dP = dO V^T
   float *k;                         // (keys, q_stride) for dQ, 0 where not finite
   float *dk, *dv;                   // (keys + ROWS, width): the last panel may end inside a tile
   float *scores;                    // (BACKWARD_QUERIES, SCORES_STRIDE): Z P, then dS
@@ -75,8 +75,8 @@ struct KeyBlock {
 
   KeyBlock(const BackwardPlan &plan, const Call &call, char *memory) : first(0), count(0), padded(0) {
     Workspace workspace{memory};
-    k_columns = workspace.take<float>(plan.block_keys * call.head_dim);
-    v_columns = workspace.take<float>(plan.block_keys * call.value_dim);
+    k_panels = workspace.take<float>(plan.block_keys * call.head_dim);
+    v_panels = workspace.take<float>(plan.block_keys * call.value_dim);
     k = workspace.take<float>(plan.block_keys * plan.q_stride);
     dk = workspace.take<float>((plan.block_keys + ROWS) * plan.q_width);
     dv = workspace.take<float>((plan.block_keys + ROWS) * plan.v_width);

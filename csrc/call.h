@@ -161,6 +161,7 @@ const char *multihead_instruction_set(int64_t index);    // name of set 0, 1, ..
 int64_t multihead_compiled(int64_t index);               // 1 if this build contains the set, else 0
 int64_t multihead_runs(int64_t index);                   // 1 if this build contains the set and this CPU can run it
 int64_t multihead_fastest();                             // the fastest set that runs here
+int64_t multihead_fastest_of_cpu();                      // the same, but this build may lack it
 int64_t multihead_workspace(const Call *call, Pass pass);  // bytes of memory that the pass needs, -1 for no such pass
 Status multihead_run(const Call *call, Pass pass);
 // Add values to sums, counts and histograms per head, see summary.cpp.

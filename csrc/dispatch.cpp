@@ -16,15 +16,17 @@ namespace {
 struct InstructionSet {
   const char *name;
   const Kernels *kernels;  // null where this build does not contain the set
-  bool (*runs)();
+  bool (*runs)();          // null where the compiler does not know the set
   bool (*fast)();  // whether it is faster than the sets before it
 };
 
-// SET(1, ...) is a set that was compiled, SET(0, ...) one that was not.
+// SET(1, ...) is a set that was compiled, SET(0, ...) one that the compiler does not know, SET(2, ...) one that this build
+// leaves out.
 #define SET(compiled, ...) SET_IF(compiled, __VA_ARGS__)
 #define SET_IF(compiled, ...) SET_##compiled(__VA_ARGS__)
 #define SET_1(name, features, advantage) {#name, &multihead_##name, [] { return features; }, [] { return advantage; }}
 #define SET_0(name, features, advantage) {#name, nullptr, nullptr, nullptr}
+#define SET_2(name, features, advantage) {#name, nullptr, [] { return features; }, [] { return advantage; }}
 #define CPU(feature) (__builtin_cpu_supports(feature) != 0)  // true only if the operating system saves its registers
 // Intel's cores multiply pairs of bfloat16 at half the rate of floats (vdpbf16ps takes two cycles, and two FMAs take
 // one), so that floats, converted once when they are packed, are faster there. AMD's multiply them at twice the rate.
@@ -96,6 +98,13 @@ EXPORT int64_t multihead_fastest() {
   int64_t fastest = 0;
   for (int64_t index = 0; index < COUNT; index++)
     if (multihead_runs(index) && SETS[index].fast()) fastest = index;
+  return fastest;
+}
+
+EXPORT int64_t multihead_fastest_of_cpu() {
+  int64_t fastest = 0;
+  for (int64_t index = 0; index < COUNT; index++)
+    if (SETS[index].runs && SETS[index].runs() && SETS[index].fast()) fastest = index;
   return fastest;
 }
 

@@ -2,7 +2,7 @@
 // (arXiv:2205.14135).
 #pragma once
 #include "call.h"
-#include "forward_columns.h"
+#include "forward_panels.h"
 #include "forward_plan.h"
 #include "forward_rows.h"
 #include "softmax.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Block is one of the two ways to compute a block of queries, BlockOfRows and BlockOfColumns. The workspace holds the
+// Block is one of the two ways to compute a block of queries, BlockOfRows and BlockOfPanels. The workspace holds the
 // packed K and V of the heads of a wave, then the memory of a block for each thread.
 template <class Block>
 class BlockedPass {
@@ -100,13 +100,13 @@ int64_t blocked_bytes(const ForwardPlan &plan) {
 
 int64_t blocked_workspace(const Call &call) {
   const ForwardPlan plan(call);
-  if (columns_apply(call)) return blocked_bytes<BlockOfColumns>(plan);
+  if (panels_apply(call)) return blocked_bytes<BlockOfPanels>(plan);
   return with_packed(call, [&](auto packed) { return blocked_bytes<BlockOfRows<decltype(packed)>>(plan); });
 }
 
 void blocked_run(const Call &call, char *workspace) {
   const ForwardPlan plan(call);
-  if (columns_apply(call)) return BlockedPass<BlockOfColumns>(call, plan, workspace).run();
+  if (panels_apply(call)) return BlockedPass<BlockOfPanels>(call, plan, workspace).run();
   with_packed(call, [&](auto packed) { BlockedPass<BlockOfRows<decltype(packed)>>(call, plan, workspace).run(); });
 }
 

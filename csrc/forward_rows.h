@@ -1,5 +1,5 @@
 // A block of queries of the forward pass, with the queries as the rows of the tiles. It computes every call; calls
-// without terms of the scores are faster by forward_columns.h, to the same bits.
+// without terms of the scores are faster by forward_panels.h, to the same bits.
 #pragma once
 #include "call.h"
 #include "forward_plan.h"

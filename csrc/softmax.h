@@ -34,8 +34,8 @@ INLINE void with_statistics(const Call &call, Body body) {
   }
 }
 
-// Sums over the weights of some keys, 2^(score - largest) with scores in units of log2. A lane is a share of the keys of
-// one query, where queries are rows of the tiles, or a query, where they are columns: the arithmetic is the same.
+// Sums over the weights of some keys, 2^(score - largest) with scores in units of log2. Where queries are rows of the
+// tiles, each lane has a share of the keys of one query; where they are columns, each lane has a query.
 struct WeightSums {
   Floats total;      // of the weights
   Floats surprisal;  // of weight * (score - largest)
@@ -64,8 +64,13 @@ struct WeightSums {
     special += other.special;
   }
 
-  // Add the sums over a block of keys. All weights so far are multiplied by `factor`, because the largest score rose:
-  // scores relative to it change by `change`.
+  // Multiply all weights by 2^change = `factor`, because the largest score rose.
+  inline __attribute__((always_inline)) void scale(Floats factor, Floats change) {
+    surprisal = factor * (surprisal + total * change);
+    total *= factor, distance *= factor, square *= factor, special *= factor;
+  }
+
+  // Multiply all weights as `scale` does, and add the sums over a block of keys.
   template <Statistics STATISTICS>
   inline __attribute__((always_inline)) void add(const WeightSums &block, Floats factor, Floats change) {
     if (STATISTICS != Statistics::NONE) {
@@ -77,10 +82,6 @@ struct WeightSums {
       square = multiply_add(factor, square, block.square);
     }
     total = multiply_add(factor, total, block.total);
-  }
-  inline __attribute__((always_inline)) void scale(Floats factor, Floats change) {
-    surprisal = factor * (surprisal + total * change);
-    total *= factor, distance *= factor, square *= factor, special *= factor;
   }
 
   // Change the pivot, which increases every x by `change`.
@@ -418,8 +419,8 @@ INLINE Normaliser normaliser_of(Floats largest, Floats total, bool sinks, Floats
   };
 }
 
-// The softmax of LANES queries after all their keys, one per lane. But for `largest` and `sums.total`, undefined in a call
-// without statistics.
+// The softmax of LANES queries after all their keys, one per lane. In a call without statistics only `largest` and
+// `sums.total` are defined.
 struct FinishedQueries {
   Floats largest;  // score
   WeightSums sums;
@@ -428,8 +429,8 @@ struct FinishedQueries {
   Floats few_scores[MAX_OFFSETS + 1];
 };
 
-// Write the logsumexp, and with `statistics` these too, of `count` queries, from `index` of (batch, heads, queries) on. Returns the
-// factors of their outputs: 1 / the sum of the weights.
+// Write the logsumexp, and with `statistics` these too, of `count` queries, from `index` of (batch, heads, queries) on.
+// Returns the factors of their outputs: 1 / the sum of the weights.
 INLINE Floats write_softmax(const Call &call, int64_t index, int64_t count, const FinishedQueries &queries,
                             bool statistics) {
   const auto write = [&](float *to, Floats values) {

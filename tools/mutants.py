@@ -118,10 +118,9 @@ def compiled(mutant: Mutant) -> Path:
         if not copy.exists() or copy.read_text(encoding="utf-8") != text:  # what has not changed is not compiled again
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text, encoding="utf-8")
-    others = {each.name for each in library.instruction_sets()} - {"scalar", library.chosen().name}
-    left_out = [f"-DMULTIHEAD_COMPILES_{name}=0" for name in sorted(others)]
     cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
-    for command in (["-G", "Ninja", "-S", source, "-B", build, *left_out], ["--build", build]):
+    sets = f"-DMULTIHEAD_SETS={library.chosen().name}"
+    for command in (["-G", "Ninja", "-S", str(source), "-B", str(build), sets], ["--build", str(build)]):
         subprocess.run([cmake, *command], check=True, stdout=subprocess.DEVNULL)
     return build / "libmultihead_native.so"
 

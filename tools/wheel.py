@@ -91,7 +91,7 @@ def main() -> int:
 
 def build(folder: Path) -> tuple[Path, Path]:
     """Build the source archive, and from it alone the wheel, which auditwheel tags; return their paths."""
-    environment = {**os.environ, "PIP_CONSTRAINT": str(CONSTRAINTS)}
+    environment = {**os.environ, "PIP_CONSTRAINT": str(CONSTRAINTS), "MULTIHEAD_SETS": "all"}  # it is for any CPU
     _run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], environment)
     (archive,), (plain,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     excluded = [option for library in OF_TORCH for option in ("--exclude", library)]

@@ -55,6 +55,7 @@ class Diagnosis:
         requested: the set that the environment variable MULTIHEAD_CPU requests, or None.
         chosen: the set that is used, or None.
         refusal: why the requested set cannot be used, or None.
+        lacking: that this build lacks a faster set, or None.
         runtimes: the OpenMP runtimes loaded; None where the system does not list them.
         kernels: every kernel, the fastest first.
     """
@@ -70,6 +71,7 @@ class Diagnosis:
     requested: str | None
     chosen: str | None
     refusal: str | None
+    lacking: str | None
     runtimes: tuple[Path, ...] | None
     kernels: tuple[Kernel, ...]
 
@@ -84,6 +86,8 @@ class Diagnosis:
             )
         if self.refusal is not None:
             problems.append(self.refusal)
+        if self.lacking is not None:
+            problems.append(self.lacking)
         if self.runtimes is not None and len(self.runtimes) > 1:
             problems.append(
                 f"{len(self.runtimes)} OpenMP runtimes are loaded, and their threads compete for the same cores: "
@@ -118,6 +122,7 @@ def examine() -> Diagnosis:
         requested=os.environ.get(library.ENVIRONMENT) or None,
         chosen=chosen,
         refusal=refusal,
+        lacking=library.lacking(),
         runtimes=openmp_runtimes(),
         kernels=tuple(_kernel(name) for name in KERNELS),
     )

@@ -30,6 +30,7 @@ FOUND = room.Diagnosis(
     requested=None,
     chosen="avx2",
     refusal=None,
+    lacking=None,
     runtimes=(Path("/torch/libgomp.so.1"),),
     kernels=(
         room.Kernel("native", {"float16": "it computes float32", "float64": "it computes float32"}),
@@ -70,6 +71,11 @@ def test_all_that_is_found_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, FOUND)
     assert result.exit_code == 0
     assert result.output == ALL_IS_WELL
+
+
+def test_a_build_that_lacks_a_faster_set_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, replace(FOUND, lacking="The native kernel was compiled without amx. Install it again."))
+    assert result.output.endswith("\n\n! The native kernel was compiled without amx. Install it again.\n")
 
 
 def test_a_forced_set_says_what_forced_it(monkeypatch: pytest.MonkeyPatch) -> None:

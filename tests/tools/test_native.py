@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from multihead.kernels.native import library
 from tools import native
 
 COMPILER = native.found_compiler()
+TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
 
 
@@ -43,6 +47,22 @@ def test_a_shared_inline_function_is_found_and_one_of_its_own_file_is_not(tmp_pa
     )
     subprocess.run([str(COMPILER), "-c", str(source), "-o", str(compiled)], check=True, timeout=60)
     assert native.merged_symbols(compiled) == ["shared(int)"]
+
+
+@needs_compiler
+@pytest.mark.skipif(shutil.which("cmake", path=TOOLS) is None, reason="there is no cmake here")
+@pytest.mark.parametrize("wanted", ["all", "scalar", ""])
+def test_a_build_has_all_sets_the_named_ones_or_those_that_this_cpu_needs(tmp_path: Path, wanted: str) -> None:
+    known = [each for each in library.instruction_sets() if each.compiled and not each.for_tests]
+    fastest = library._library().sets[library._library().fastest].name
+    command = ["cmake", "-S", str(native.ROOT), "-B", str(tmp_path)]
+    environment = {**os.environ, "PATH": TOOLS, "MULTIHEAD_SETS": wanted}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    (line,) = (line for line in printed.splitlines() if line.startswith("-- Instruction sets: "))
+    built = {"scalar"} if wanted else {"scalar", "avx2", fastest}
+    assert line.removeprefix("-- Instruction sets: ").split(";") == [
+        each.name for each in known if wanted == "all" or each.name in built
+    ]
 
 
 def test_the_compiler_that_is_named_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, SlowPathWarning
 from multihead.kernels.native import library
 from multihead.kernels.native.library import AT, InstructionSet
 
@@ -38,7 +39,9 @@ def _chosen_anew() -> Iterator[None]:
 def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None:
     """A machine whose widest instructions are AVX2."""
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
-    found = SimpleNamespace(sets=SETS, fastest=1, choose=lambda _: None, choose_in_thread=lambda _: None)
+    found = SimpleNamespace(
+        sets=SETS, fastest=1, fastest_of_cpu=1, choose=lambda _: None, choose_in_thread=lambda _: None
+    )
     monkeypatch.setattr(library, "_found", lambda: found)
 
 
@@ -206,6 +209,24 @@ class TestChoosing:
             with pytest.raises(ArgumentError) as refusal:
                 library.chosen()
             assert str(refusal.value) == f"{finding} Give one that runs here: scalar, avx2."
+
+    def test_a_build_without_the_fastest_set_of_this_cpu_warns_once_unless_a_set_is_forced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert library.lacking() is None
+        monkeypatch.setattr(library._found(), "fastest_of_cpu", 2)
+        with pytest.warns(SlowPathWarning) as warned:
+            assert [library.chosen().name for _ in range(2)] == ["avx2", "avx2"]
+        assert [str(each.message) for each in warned] == [library.lacking()]
+        assert library.lacking() == (
+            "The native kernel was compiled without avx512, the fastest instruction set of this CPU, and uses avx2. "
+            "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
+        )
+        library._unforced.cache_clear()
+        monkeypatch.setenv("MULTIHEAD_CPU", "scalar")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert library.chosen().name == "scalar"
 
     def test_a_set_is_used_within_its_context_alone_and_in_no_other_thread(self) -> None:
         elsewhere = []

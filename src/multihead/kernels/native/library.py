@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, SlowPathWarning
 from multihead.tracing import constant_in_graphs
 
 NAME = "libmultihead_native.so"
@@ -102,6 +103,7 @@ class _Library:
     choose_in_thread: Callable[[int], None]
     sets: tuple[InstructionSet, ...]
     fastest: int
+    fastest_of_cpu: int  # the same, but this build may lack it
 
 
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
@@ -124,6 +126,18 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
     """Return the instruction sets, the widest last except for the one for tests; empty where the library is missing."""
     found = _found()
     return () if isinstance(found, str) else found.sets
+
+
+def lacking() -> str | None:
+    """Return that this build lacks a faster instruction set of this CPU, and the remedy; None where it does not."""
+    found = _found()
+    if isinstance(found, str) or found.fastest == found.fastest_of_cpu:
+        return None
+    best, used = found.sets[found.fastest_of_cpu].name, found.sets[found.fastest].name
+    return (
+        f"The native kernel was compiled without {best}, the fastest instruction set of this CPU, and uses {used}. "
+        "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
+    )
 
 
 def chosen() -> InstructionSet:
@@ -263,6 +277,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "compiled": ((_number,), _number),
     "runs": ((_number,), _number),
     "fastest": ((), _number),
+    "fastest_of_cpu": ((), _number),
     "run": ((_text, _number), _number),
     "workspace": ((_text, _number), _number),
     "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 3, _number), None),
@@ -305,6 +320,7 @@ def _loaded(path: Path) -> _Library | str:
         choose_in_thread=call["choose_in_thread"],
         sets=tuple(sets),
         fastest=call["fastest"](),
+        fastest_of_cpu=call["fastest_of_cpu"](),
     )
 
 
@@ -320,6 +336,8 @@ def _unforced() -> InstructionSet:
     """Choose the instruction set of this process, once."""
     library = _library()
     name = os.environ.get(ENVIRONMENT)
+    if not name and (finding := lacking()) is not None:
+        warnings.warn(finding, SlowPathWarning, stacklevel=2)
     found = _runnable(name, f"{ENVIRONMENT} is {name!r}") if name else library.sets[library.fastest]
     library.choose(found.index)
     return found

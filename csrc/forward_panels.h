@@ -40,14 +40,14 @@ struct Panel {
 };
 
 // The memory of one thread.
-struct ColumnsBlocks {
+struct PanelBlocks {
   float *scores;  // (FORWARD_KEYS + ROWS, COLUMNS): scores of a panel, replaced by weights; the last tile may end later
   float *sums;    // (FORWARD_QUERIES, width): weighted sums of the values
   float *q;       // (PANELS, depth, COLUMNS)
   Panel *panels;  // (PANELS)
   int64_t bytes;
 
-  ColumnsBlocks(const ForwardPlan &plan, char *memory) {
+  PanelBlocks(const ForwardPlan &plan, char *memory) {
     Workspace workspace{memory};
     scores = workspace.take<float>((FORWARD_KEYS + ROWS) * COLUMNS);
     sums = workspace.take<float>(FORWARD_QUERIES * plan.width);
@@ -59,7 +59,7 @@ struct ColumnsBlocks {
 
 // Whether this file computes the call. With 16 registers of 8 floats, the products of many queries are up to 3 % faster in
 // forward_rows.h.
-INLINE bool columns_apply(const Call &call) {
+INLINE bool panels_apply(const Call &call) {
   if (packed_narrow(call) || call.softcap > 0 || call.bias || call.visible || call.dropout > 0) return false;
   return LANES != 8 || call.queries <= 512 || required_statistics(call) != Statistics::NONE;
 }
@@ -111,8 +111,8 @@ INLINE void begin_panel(const Call &call, int64_t batch, int64_t first, Panel &p
 }
 
 // Transpose the queries of a panel, times a factor. A query with an element that is not finite becomes NaN as a whole.
-NOINLINE void pack_columns(const Call &call, int64_t batch, int64_t head, int64_t first, int64_t count, float factor,
-                           float *to) {
+NOINLINE void pack_queries_of_panel(const Call &call, int64_t batch, int64_t head, int64_t first, int64_t count,
+                                    float factor, float *to) {
   const int64_t depth = call.head_dim;
   with_element(call, [&](auto element) {
     const auto *q = row_of<decltype(element)>(call.q, call.q_strides, batch, head, first);
@@ -433,14 +433,14 @@ NOINLINE void write_panel(const Call &call, const Panel &panel, int64_t batch, i
 }
 
 // The queries [first, first + count) of one head, on their way through blocks of keys.
-class BlockOfColumns {
+class BlockOfPanels {
  public:
   using Packed = float;
-  using Memory = ColumnsBlocks;
+  using Memory = PanelBlocks;
   template <class Element>
   static constexpr auto pack = pack_key_rows<Element>;
 
-  BlockOfColumns(const Call &call, const ForwardPlan &plan, const Memory &memory, int64_t batch, int64_t head,
+  BlockOfPanels(const Call &call, const ForwardPlan &plan, const Memory &memory, int64_t batch, int64_t head,
                  int64_t first, int64_t count)
       : call_(call), plan_(plan), memory_(memory), batch_(batch), head_(head), first_(first), count_(count),
         panels_(ceil_div(count, COLUMNS)), span_(span_of_no_query(call)) {}
@@ -472,7 +472,7 @@ class BlockOfColumns {
       panel.count = min(COLUMNS, first_ + count_ - query);
       begin_panel(call_, batch_, query, panel);
       span_.add(panel.span);
-      pack_columns(call_, batch_, head_, query, panel.count, scale, memory_.q + i * plan_.depth * COLUMNS);
+      pack_queries_of_panel(call_, batch_, head_, query, panel.count, scale, memory_.q + i * plan_.depth * COLUMNS);
     }
   }
 
