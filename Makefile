@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize arm mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,26 @@ sanitize: $(READY)  ## fuzz the native kernel under AddressSanitizer, UBSan and 
 	  $(BIN)/ninja --quiet -C build/$$each && \
 	  build/$$each/fuzz || exit 1; \
 	done
+
+# AVX2's counts are printed where this machine compiles that set.
+arm: $(READY)  ## cross-compile the native kernel for Arm, fuzz its NEON sets in an emulator, count their instructions
+	@$(ARM)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/arm -D CMAKE_SYSTEM_NAME=Linux \
+	  -D CMAKE_SYSTEM_PROCESSOR=aarch64 -D CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ --log-level=WARNING
+	@$(BIN)/ninja --quiet -C build/arm fuzz bfdot
+	$(EMULATOR) -cpu max build/arm/bfdot
+	$(EMULATOR) -cpu max build/arm/fuzz 100
+	$(EMULATOR) -cpu cortex-a72 build/arm/fuzz 100
+	@$(BIN)/python -m tools.inner_loops $(addprefix build/arm/$(OBJECTS)/,scalar.cpp.o neon.cpp.o neon_bf16.cpp.o) \
+	  $(wildcard build/editable/$(OBJECTS)/avx2.cpp.o)
+
+OBJECTS := CMakeFiles/multihead_native.dir/csrc
+EMULATOR := qemu-aarch64 -L /usr/aarch64-linux-gnu
+
+define ARM
+command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null || \
+{ apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
+endef
 
 wheel: $(PACKAGES)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
 	@$(PIP) --group wheel

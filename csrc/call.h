@@ -152,6 +152,7 @@ struct PassFunctions {
 // The passes of one instruction set.
 struct Kernels {
   PassFunctions forward, backward, key_sums;
+  int64_t tile_rows, tile_columns;  // of a register tile, of which all cells are computed or none
 };
 
 // The C functions of the library; all of them may be called from any thread at any time.
@@ -162,6 +163,8 @@ int64_t multihead_compiled(int64_t index);               // 1 if this build cont
 int64_t multihead_runs(int64_t index);                   // 1 if this build contains the set and this CPU can run it
 int64_t multihead_fastest();                             // the fastest set that runs here
 int64_t multihead_fastest_of_cpu();                      // the same, but this build may lack it
+int64_t multihead_tile_rows(int64_t index);              // of the set's register tiles; 0 if this build lacks it
+int64_t multihead_tile_columns(int64_t index);
 int64_t multihead_workspace(const Call *call, Pass pass);  // bytes of memory that the pass needs, -1 for no such pass
 Status multihead_run(const Call *call, Pass pass);
 // Add values to sums, counts and histograms per head, see summary.cpp.

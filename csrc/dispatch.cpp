@@ -4,12 +4,16 @@
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__) && defined(__aarch64__)
+#include <sys/sysctl.h>
 #endif
 
 #include "call.h"
 
 extern const Kernels multihead_scalar, multihead_avx2, multihead_avx512, multihead_avx512_vnni, multihead_avx512_bf16;
-extern const Kernels multihead_amx, multihead_emulated, multihead_emulated_amx;
+extern const Kernels multihead_amx, multihead_neon, multihead_neon_bf16, multihead_emulated, multihead_emulated_amx;
 
 namespace {
 
@@ -34,10 +38,11 @@ struct InstructionSet {
 #define CPU_AVX512 CPU("avx512f") && CPU("avx512bw") && CPU("avx512dq") && CPU("avx512vl") && CPU("fma")
 #define CPU_VNNI CPU_AVX512 && CPU("avx512vnni")
 
+#if defined(__x86_64__)
 // Ask Linux for the tile registers of AMX, which a process may not use before: their 8 KB are saved at each switch
 // between threads. A system may refuse it, and other systems are not known to need or to permit it.
 bool tile_registers_permitted() {
-#if defined(__linux__) && defined(__x86_64__)
+#if defined(__linux__)
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // asm/prctl.h, which older systems lack
   static const bool permitted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
   return permitted;
@@ -45,6 +50,27 @@ bool tile_registers_permitted() {
   return false;
 #endif
 }
+#elif defined(__aarch64__)
+// Whether an Arm CPU has NEON, and bfloat16 in it.
+bool has_neon() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & 1ul << 1;  // HWCAP_ASIMD
+#else
+  return true;
+#endif
+}
+bool has_neon_bf16() {
+#if defined(__linux__)
+  return has_neon() && getauxval(AT_HWCAP2) & 1ul << 14;  // HWCAP2_BF16, which older headers lack
+#elif defined(__APPLE__)
+  int32_t found = 0;
+  size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found;
+#else
+  return false;
+#endif
+}
+#endif
 
 // An index means the same set in every build.
 const InstructionSet SETS[] = {
@@ -54,6 +80,8 @@ const InstructionSet SETS[] = {
     SET(MULTIHEAD_HAS_AVX512_VNNI, avx512_vnni, CPU_VNNI, true),
     SET(MULTIHEAD_HAS_AVX512_BF16, avx512_bf16, CPU_VNNI && CPU("avx512bf16"), FAST_BF16),
     SET(MULTIHEAD_HAS_AMX, amx, CPU_VNNI && CPU("avx512bf16") && CPU("amx-bf16") && tile_registers_permitted(), true),
+    SET(MULTIHEAD_HAS_NEON, neon, has_neon(), true),
+    SET(MULTIHEAD_HAS_NEON_BF16, neon_bf16, has_neon_bf16(), true),
     SET(MULTIHEAD_HAS_EMULATED, emulated, true, false),
     SET(MULTIHEAD_HAS_EMULATED, emulated_amx, true, false),
 };
@@ -106,6 +134,13 @@ EXPORT int64_t multihead_fastest_of_cpu() {
   for (int64_t index = 0; index < COUNT; index++)
     if (SETS[index].runs && SETS[index].runs() && SETS[index].fast()) fastest = index;
   return fastest;
+}
+
+EXPORT int64_t multihead_tile_rows(int64_t index) {
+  return multihead_compiled(index) ? SETS[index].kernels->tile_rows : 0;
+}
+EXPORT int64_t multihead_tile_columns(int64_t index) {
+  return multihead_compiled(index) ? SETS[index].kernels->tile_columns : 0;
 }
 
 EXPORT int64_t multihead_workspace(const Call *call, Pass pass) {

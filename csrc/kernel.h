@@ -4,6 +4,7 @@
 // TILE_ROWS      rows of a register tile; with two vectors per row, three registers must remain free for A and B
 // BF16_DOT       1 where pairs of bfloat16 are multiplied without conversion
 // AMX            1 where tile registers multiply them
+// NEON           1 where vectors have the instructions of Arm's NEON
 // MULTIHEAD_SET  name of the table of passes that the source file defines
 //
 // Only that table has external linkage, and no templates of the C++ library are used: the linker keeps one copy of a
@@ -32,4 +33,6 @@ const Kernels MULTIHEAD_SET = {
     {forward_workspace, forward_run},
     {backward_workspace, backward_run},
     {key_sums_workspace, key_sums_run},
+    ROWS,
+    COLUMNS,
 };

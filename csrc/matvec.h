@@ -10,7 +10,7 @@ constexpr int64_t DECODE_STRIDE = DECODE_KEYS + LANES;  // of rows of scores: mu
 // a b + c, rounded once where the instruction set has the instruction: left to the compiler, the rounding could differ
 // from one unrolled iteration to the next.
 INLINE float multiply_add(float a, float b, float c) {
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
@@ -18,10 +18,19 @@ INLINE float multiply_add(float a, float b, float c) {
 }
 
 INLINE int32_t sum(Ints x) {
+#if NEON
+  return vaddvq_s32((int32x4_t)x);
+#else
   int32_t total = 0;
   for (int64_t lane = 0; lane < LANES; lane++) total += x[lane];
   return total;
+#endif
 }
+
+#if NEON
+INLINE Floats add_adjacent(Floats a, Floats b) { return (Floats)vpaddq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE Ints add_adjacent(Ints a, Ints b) { return (Ints)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+#endif
 
 // The sums of LANES vectors of floats or integers, as one vector.
 template <class Vector>
@@ -61,6 +70,8 @@ INLINE Vector sum_each(Vector (&c)[LANES]) {
   }
   const __m512 low = _mm512_shuffle_f32x4(halves[0], halves[1], 0x88);
   return (Vector)add(low, _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#elif NEON
+  return add_adjacent(add_adjacent(c[0], c[1]), add_adjacent(c[2], c[3]));
 #else
   Vector sums;
   for (int64_t i = 0; i < LANES; i++) sums[i] = sum(c[i]);
@@ -98,6 +109,8 @@ INLINE Ints load_int16(const Int8 *from) {
   return (Ints)_mm512_cvtepi8_epi16(load_as<__m256i>(from));
 #elif LANES == 8 && defined(__AVX2__)
   return (Ints)_mm256_cvtepi8_epi16(load_as<__m128i>(from));
+#elif NEON
+  return (Ints)vmovl_s8(load_as<int8x8_t>(from));
 #else
   typedef int8_t Narrow __attribute__((vector_size(2 * LANES)));
   typedef int16_t Wide __attribute__((vector_size(4 * LANES)));
@@ -111,6 +124,9 @@ INLINE Ints add_int16_pairs(Ints sum, Ints a, Ints b) {
   return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif LANES == 8 && defined(__AVX2__)
   return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif NEON  // of the lower and the upper elements instead of adjacent ones: the caller adds all lanes
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  return (Ints)vmlal_high_s16(vmlal_s16((int32x4_t)sum, vget_low_s16(x), vget_low_s16(y)), x, y);
 #else
   return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -404,7 +420,11 @@ INLINE void add_columns(const float *weights, const float *factors, const Elemen
 template <int COUNT, class Element>
 INLINE void add_values(const float *weights, const float *factors, const Element *v, int64_t stride, int64_t count,
                        int64_t dim, int64_t x, Prefetcher &prefetcher, float *sums, int64_t width) {
-  constexpr int VECTORS = LANES == 16 ? 4 : 2;  // as many as fit into the registers
+#if LANES == 16 || NEON
+  constexpr int VECTORS = 4;  // as many as fit into 32 registers
+#else
+  constexpr int VECTORS = 2;
+#endif
   for (; x + VECTORS * LANES <= dim; x += VECTORS * LANES)
     add_columns<COUNT, VECTORS>(weights, factors, v, stride, count, dim, x, prefetcher, sums, width);
   for (; x + 2 * LANES <= dim; x += 2 * LANES)

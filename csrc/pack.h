@@ -57,6 +57,20 @@ INLINE void transpose(Floats (&rows)[LANES]) {
     rows[i + 12] = (Floats)_mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
   }
 }
+#elif NEON
+constexpr bool TRANSPOSES = true;
+INLINE void transpose(Floats (&rows)[LANES]) {
+  float32x4_t even[2], odd[2];  // columns 0 and 2, or 1 and 3, of two rows
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    even[i] = vtrn1q_f32((float32x4_t)rows[2 * i], (float32x4_t)rows[2 * i + 1]);
+    odd[i] = vtrn2q_f32((float32x4_t)rows[2 * i], (float32x4_t)rows[2 * i + 1]);
+  }
+  rows[0] = (Floats)vtrn1q_f64((float64x2_t)even[0], (float64x2_t)even[1]);
+  rows[1] = (Floats)vtrn1q_f64((float64x2_t)odd[0], (float64x2_t)odd[1]);
+  rows[2] = (Floats)vtrn2q_f64((float64x2_t)even[0], (float64x2_t)even[1]);
+  rows[3] = (Floats)vtrn2q_f64((float64x2_t)odd[0], (float64x2_t)odd[1]);
+}
 #else
 constexpr bool TRANSPOSES = false;
 INLINE void transpose(Floats (&)[LANES]) {}
@@ -237,8 +251,8 @@ INLINE void pack_panels(const Bfloat16 *from, int64_t stride, int64_t rows, int6
       const Bfloat16 *source = from + row * stride + column;
       if (row + 1 < rows && width == COLUMNS) {
         for (int64_t half = 0; half < COLUMNS; half += LANES) {
-          const Words low = __builtin_convertvector(load_as<Halves>(source + half), Words);
-          const Words high = __builtin_convertvector(load_as<Halves>(source + stride + half), Words);
+          const Words low = widen(load_as<Halves>(source + half));
+          const Words high = widen(load_as<Halves>(source + stride + half));
           const Words both = low | high << 16;
           __builtin_memcpy(panel + 2 * half, &both, sizeof both);
         }

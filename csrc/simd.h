@@ -4,6 +4,8 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif NEON
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -49,7 +51,15 @@ INLINE Vector load_as(const Element *from) {
 
 INLINE Floats broadcast(float x) { return x - (Floats){}; }
 INLINE Floats load(const float *from) { return load_as<Floats>(from); }
-INLINE Floats load(const Bfloat16 *from) { return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16); }
+
+INLINE Words widen(Halves halves) {
+#if NEON  // GCC converts lane by lane here and in the functions below
+  return (Words)vmovl_u16((uint16x4_t)halves);
+#else
+  return __builtin_convertvector(halves, Words);
+#endif
+}
+INLINE Floats load(const Bfloat16 *from) { return (Floats)(widen(load_as<Halves>(from)) << 16); }
 
 // The same numbers as floats; an infinity and NaN stay what they are.
 INLINE Floats from_float16(Halves halves) {
@@ -57,6 +67,8 @@ INLINE Floats from_float16(Halves halves) {
   return (Floats)_mm512_cvtph_ps((__m256i)halves);
 #elif LANES == 8 && defined(__F16C__)
   return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#elif NEON
+  return (Floats)vcvt_f32_f16((float16x4_t)halves);
 #else
   const Words bits = __builtin_convertvector(halves, Words), size = bits & 0x7fff;
   const Words normal = (size << 13) + (127 - 15) * (1u << 23);
@@ -71,12 +83,22 @@ INLINE Floats load(const Int8 *from) {
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
 #elif LANES == 8 && defined(__AVX2__)
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+#elif NEON
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(load_as<uint32_t>(from))));
+  return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 #else
   typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
   return __builtin_convertvector(load_as<SignedBytes>(from), Floats);
 #endif
 }
-INLINE Ints load_bytes(const uint8_t *from) { return __builtin_convertvector(load_as<Bytes>(from), Ints); }
+INLINE Ints load_bytes(const uint8_t *from) {
+#if NEON
+  const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(load_as<uint32_t>(from))));
+  return (Ints)vmovl_u16(vget_low_u16(wide));
+#else
+  return __builtin_convertvector(load_as<Bytes>(from), Ints);
+#endif
+}
 INLINE void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 INLINE Floats gather(const float *from, Ints index) {
 #if LANES == 16 && defined(__AVX512F__)
@@ -107,6 +129,8 @@ INLINE Halves to_float16(Floats value) {
   return (Halves)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif LANES == 8 && defined(__F16C__)
   return (Halves)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+#elif NEON
+  return (Halves)vcvt_f16_f32((float32x4_t)value);
 #else
   const Words size = (Words)value & 0x7fffffff;
   const Words normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
@@ -124,9 +148,18 @@ INLINE void store_element(Float16 *to, float value) { to->bits = to_float16(broa
 
 // Rounded to the nearest bfloat16, ties to even; NaN stays NaN.
 INLINE Halves to_bfloat16(Floats value) {
+#if NEON && BF16_DOT
+  return (Halves)vcvt_bf16_f32((float32x4_t)value);
+#else
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(value == value ? rounded : (Words){} + 0x7fc0, Halves);
+  const Words words = value == value ? rounded : (Words){} + 0x7fc0;
+#if NEON
+  return (Halves)vmovn_u32((uint32x4_t)words);
+#else
+  return __builtin_convertvector(words, Halves);
+#endif
+#endif
 }
 INLINE void store(Bfloat16 *to, Floats value) {
   const Halves halves = to_bfloat16(value);
@@ -152,13 +185,15 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8 && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif NEON
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   for (int lane = 0; lane < LANES; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
   return c;
 #endif
 }
 
-// The larger of a and b; b where one of them is NaN.
+// The larger of a and b. It is NaN where b is NaN; where only a is, it is b, or NaN on NEON.
 INLINE Floats maximum(Floats a, Floats b) {
 #if LANES == 16 && defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -166,6 +201,8 @@ INLINE Floats maximum(Floats a, Floats b) {
   return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #elif LANES == 4 && defined(__SSE__)
   return (Floats)_mm_max_ps((__m128)a, (__m128)b);
+#elif NEON
+  return (Floats)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
 #else
   return a > b ? a : b;
 #endif
@@ -176,6 +213,8 @@ INLINE bool any(Ints where) {
   return _mm512_test_epi32_mask((__m512i)where, (__m512i)where) != 0;
 #elif LANES == 8 && defined(__AVX__)
   return !_mm256_testz_si256((__m256i)where, (__m256i)where);
+#elif NEON
+  return vmaxvq_u32((uint32x4_t)where) != 0;
 #else
   int32_t result = 0;
   for (int lane = 0; lane < LANES; lane++) result |= where[lane];
@@ -198,6 +237,8 @@ INLINE float sum(Floats x) {
 #elif LANES == 8 && defined(__AVX__)
   Quad quad = (Quad)_mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   return (quad[0] + quad[1]) + (quad[2] + quad[3]);
+#elif NEON
+  return vaddvq_f32((float32x4_t)x);  // of pairs, in this order
 #else
   for (int width = LANES / 2; width >= 4; width /= 2)
     for (int lane = 0; lane < width; lane++) x[lane] += x[lane + width];
@@ -215,6 +256,8 @@ INLINE float reduce_max(Floats x) {
   const __m128 quad = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   const __m128 pair = _mm_max_ps(quad, _mm_movehl_ps(quad, quad));
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+#elif NEON
+  return vmaxvq_f32((float32x4_t)x);
 #else
   float result = x[0];
   for (int lane = 1; lane < LANES; lane++) result = x[lane] > result ? x[lane] : result;
@@ -229,6 +272,8 @@ INLINE Floats square_root(Floats x) {
   return (Floats)_mm512_sqrt_ps((__m512)x);
 #elif LANES == 8 && defined(__AVX__)
   return (Floats)_mm256_sqrt_ps((__m256)x);
+#elif NEON
+  return (Floats)vsqrtq_f32((float32x4_t)x);
 #else
   for (int lane = 0; lane < LANES; lane++) x[lane] = __builtin_sqrtf(x[lane]);
   return x;

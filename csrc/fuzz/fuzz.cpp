@@ -233,7 +233,10 @@ int main(int count, char **arguments) {
     });
   for (std::thread &thread : threads) thread.join();
   if (failed) return 1;
-  printf("fuzz: %llu cases from seed %llu agree.\n", static_cast<unsigned long long>(cases),
+  printf("fuzz: %llu cases from seed %llu agree on", static_cast<unsigned long long>(cases),
          static_cast<unsigned long long>(seed));
+  for (int64_t set = 0; const char *name = multihead_instruction_set(set); set++)
+    if (multihead_runs(set) && (only_set < 0 || set == only_set)) printf(" %s", name);
+  printf("; the fastest set is %s.\n", multihead_instruction_set(multihead_fastest()));
   return 0;
 }

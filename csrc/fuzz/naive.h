@@ -1,7 +1,5 @@
 // The expected results of all passes, computed cell by cell in double precision.
 #pragma once
-#include <math.h>
-
 #include "random_call.h"
 
 // A contiguous array of doubles with four axes.

@@ -1,13 +1,15 @@
 // Tensors of the fuzzer: any strides, memory of exactly the needed size, and a pattern in the gaps that shows writes.
 #pragma once
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include <cmath>
 #include <memory>
 #include <random>
 #include <vector>
+
+using std::isfinite, std::isnan, std::signbit;  // <cmath> may declare them in std alone
 
 using Random = std::mt19937_64;
 

@@ -21,7 +21,10 @@ from multihead.kernels.native.library import InstructionSet
 from multihead.plan.bounds import bounds_of
 
 # The capabilities of a CPU, as torch names them, that speed up an attention kernel.
-FEATURES = ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16", "sve", "bf16")
+FEATURES = (
+    *("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_bf16"),
+    *("neon", "sve", "bf16"),  # of Arm
+)
 
 MAPS = Path("/proc/self/maps")  # on Linux: every file this process has loaded
 

@@ -290,7 +290,7 @@ def test_float16_is_read_and_rounded_as_pytorch_does(instructions: str) -> None:
 @pytest.mark.parametrize("name", ["full", "causal", "window", "lengths", "documents"])
 def test_the_skipped_share_is_that_of_the_register_tiles(instructions: str, name: str) -> None:
     case = long(mask=MASKS[name])
-    high, wide = kernel._TILES[instructions]
+    high, wide = next(each.tile for each in library.instruction_sets() if each.name == instructions)
     tiles = 0
     for sample in seen_by(case)[:, 0]:
         for group in sample.split(high):

@@ -173,6 +173,15 @@ def small_call_values() -> list[float]:
 
 
 @needs_library
+def test_each_compiled_set_reports_the_size_of_its_register_tiles() -> None:
+    tiles = {each.name: each.tile for each in library.instruction_sets()}
+    assert tiles["scalar"] == (4, 8)
+    for name, tile in (("avx2", (6, 16)), ("avx512", (12, 32)), ("neon", (8, 8))):
+        assert tiles[name] in (tile, (0, 0))
+    assert all((each.tile > (0, 0)) == each.compiled for each in library.instruction_sets())
+
+
+@needs_library
 @pytest.mark.usefixtures("_chosen_anew")
 def test_without_a_request_the_fastest_set_that_runs_here_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)

@@ -38,10 +38,6 @@ from multihead.tracing import intercepted, recorded, traced, transformed
 
 HANDLES_NONFINITE = True  # inside the library, key by key
 INT8_QUERIES = 4
-# Rows and columns of a register tile: the kernel computes all cells of a tile or none. (Where the queries are the
-# columns of its tiles, it computes about as many cells.)
-_TILES = {"scalar": (4, 8), "avx2": (6, 16)}
-_TILES |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16", "amx", "emulated", "emulated_amx"), (12, 32))
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _OUTPUT, _LOGSUMEXP, _V = AT["output"], AT["logsumexp"], AT["v"]
@@ -169,7 +165,8 @@ def _operands_of(request: AttentionRequest, rows: Rows) -> tuple[Any, ...]:
 def work(request: AttentionRequest, bounds: KeyBounds) -> Work:
     """Return the number of cells in visible register tiles, and the bytes that the call allocates."""
     shape = request.shape
-    height, width = _TILES[library.chosen().name]
+    # Where the queries are the columns of the tiles, about as many cells are computed.
+    height, width = library.chosen().tile
     missing = -shape.query_length % height  # rows of padding, which see no key
     start = bounds.start.masked_fill(bounds.sees_nothing, shape.key_length)
     start = torch.nn.functional.pad(start, (0, missing), value=shape.key_length).unflatten(1, (-1, height)).amin(2)

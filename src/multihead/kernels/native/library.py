@@ -84,6 +84,7 @@ class InstructionSet:
         compiled: whether this build of the library contains it.
         runs: whether it is compiled and this CPU can run it.
         for_tests: whether it is slow, and chosen only by name.
+        tile: rows and columns of its register tiles, of which it computes all cells or none; (0, 0) if not compiled.
     """
 
     name: str
@@ -91,6 +92,7 @@ class InstructionSet:
     compiled: bool
     runs: bool
     for_tests: bool
+    tile: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,8 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "runs": ((_number,), _number),
     "fastest": ((), _number),
     "fastest_of_cpu": ((), _number),
+    "tile_rows": ((_number,), _number),
+    "tile_columns": ((_number,), _number),
     "run": ((_text, _number), _number),
     "workspace": ((_text, _number), _number),
     "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 3, _number), None),
@@ -310,7 +314,8 @@ def _loaded(path: Path) -> _Library | str:
     while (encoded := call["instruction_set"](len(sets))) is not None:
         index, name = len(sets), encoded.decode()
         compiled, runs = bool(call["compiled"](index)), bool(call["runs"](index))
-        sets.append(InstructionSet(name, index, compiled, runs, for_tests=name.startswith("emulated")))
+        tile = call["tile_rows"](index), call["tile_columns"](index)
+        sets.append(InstructionSet(name, index, compiled, runs, name.startswith("emulated"), tile))
     return _Library(
         path=path,
         run=call["run"],
