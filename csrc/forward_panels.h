@@ -423,8 +423,9 @@ NOINLINE void write_panel(const Call &call, const Panel &panel, int64_t batch, i
     queries.pivot = (Floats){};
     if (statistics) {
       queries.pivot = panel.pivot[half];
-      for (int64_t i = 0; i <= MAX_OFFSETS; i++) queries.few_scores[i] = load(panel.few_scores[i] + half * LANES);
-      for (int64_t lane = 0; lane < LANES; lane++) queries.largest_key[lane] = panel.largest_key[half][lane];
+      queries.largest_key = __builtin_convertvector(panel.largest_key[half], Longs);
+      for (int64_t i = 0; i < call.num_offsets; i++) queries.few_scores[i] = load(panel.few_scores[i] + half * LANES);
+      queries.few_scores[TARGET] = load(panel.few_scores[TARGET] + half * LANES);
     }
     const int64_t count = min(LANES, panel.count - half * LANES);
     store(factors + half * LANES, write_softmax(call, index + half * LANES, count, queries, statistics));

@@ -421,10 +421,11 @@ INLINE Normaliser normaliser_of(Floats largest, Floats total, bool sinks, Floats
 
 // The softmax of LANES queries after all their keys, one per lane. In a call without statistics only `largest` and
 // `sums.total` are defined.
+typedef int64_t Longs __attribute__((vector_size(LANES * 8)));
 struct FinishedQueries {
   Floats largest;  // score
   WeightSums sums;
-  int64_t largest_key[LANES];
+  Longs largest_key;
   Floats pivot;
   Floats few_scores[MAX_OFFSETS + 1];
 };
@@ -436,6 +437,7 @@ INLINE Floats write_softmax(const Call &call, int64_t index, int64_t count, cons
   const auto write = [&](float *to, Floats values) {
     if (!to) return;
     if (count == 1) to[index] = values[0];  // as in decoding
+    else if (count == LANES) store(to + index, values);
     else memcpy(to + index, &values, sizeof(float) * static_cast<size_t>(count));
   };
   Floats sinks = (Floats){};
@@ -463,8 +465,10 @@ INLINE Floats write_softmax(const Call &call, int64_t index, int64_t count, cons
   for (int64_t i = 0; call.offset_weights && i < call.num_offsets; i++)
     write_weight(call.offset_weights + i * all_rows, queries.few_scores[i]);
   write_weight(call.target_key_weight, queries.few_scores[TARGET]);
-  for (int64_t lane = 0; call.largest_key && lane < count; lane++)
-    call.largest_key[index + lane] = total[lane] > 0 ? queries.largest_key[lane] : -1;
+  if (call.largest_key) {
+    const Longs keys = queries.largest_key | ~__builtin_convertvector(total > zero, Longs);  // -1 for none
+    memcpy(call.largest_key + index, &keys, sizeof(int64_t) * static_cast<size_t>(count));
+  }
   return inverse;
 }
 
