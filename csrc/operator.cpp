@@ -47,7 +47,6 @@ typedef void (*BoxedFunction)(StackValue *stack, uint64_t arguments, uint64_t re
   FUNCTION(int32_t, torch_get_const_data_ptr, TensorHandle, const void **)                              \
   FUNCTION(int32_t, aoti_torch_empty_strided, int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, \
            TensorHandle *)                                                                              \
-  FUNCTION(int32_t, aoti_torch_new_uninitialized_tensor, TensorHandle *)                                \
   FUNCTION(int32_t, aoti_torch_delete_tensor_object, TensorHandle)                                      \
   FUNCTION(int32_t, aoti_torch_dtype_float32)                                                           \
   FUNCTION(int32_t, aoti_torch_dtype_bfloat16)                                                          \
@@ -589,7 +588,7 @@ void Arguments::set_statistics() {
     make_contiguous(special_keys);
     call.special_keys = special_keys.elements<const uint8_t>();
   }
-  if (((statistics & AT_TARGET) && !call.target_key) || ((statistics & AT_SPECIAL) && !call.special_keys))
+  if (((statistics & AT_TARGET) && !target_keys && !band) || ((statistics & AT_SPECIAL) && !special_keys))
     fail("statistics is %lld, which needs target_keys (32) or special_keys (64). Give them.", printed(statistics));
 }
 
@@ -636,11 +635,11 @@ const char FULL[] = "attention(" FORWARD_ARGUMENTS ") -> (Tensor, Tensor, Tensor
 
 const char EAGER[] =
     "attention.eager(Tensor q, Tensor k, Tensor? v, Tensor? lengths, int before, int after, int query_start, "
-    "float? scale, float? softcap, int statistics=0) -> (Tensor, Tensor, Tensor, Tensor)";
+    "float? scale, float? softcap, int statistics=0) -> (Tensor, Tensor, Tensor?, Tensor?)";
 
 // Allocate the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), the wanted statistics
-// in float32 (number, batch, heads, queries), and the largest keys (1 or 0, batch, heads, queries); compute them, and
-// return them on the stack. The eager overload returns no tensor for the last two where no statistic is wanted.
+// in float32 (number, batch, heads, queries), and the largest keys (batch, heads, queries) or (0); compute them, and
+// return them on the stack. The eager overload returns None for the last two where no statistic is wanted.
 void attend(Arguments &arguments, StackValue *stack) {
   arguments.prepare();
   Call &call = arguments.call;
@@ -662,9 +661,9 @@ void attend(Arguments &arguments, StackValue *stack) {
     for (int64_t i = 0; i < NUM_STATISTICS; i++)
       if (statistics >> i & 1) count[0] += 1 << i == AT_OFFSETS ? NUM_OFFSETS : 1;
     measured.take(empty(4, count, torch.float32));
-    count[0] = statistics & LARGEST_KEY ? 1 : 0;
-    largest_key.take(empty(4, count, torch.int64));
-    if (count[0]) call.largest_key = largest_key.elements<int64_t>();
+    const int64_t nothing[] = {0};
+    largest_key.take(statistics & LARGEST_KEY ? empty(3, sizes, torch.int64) : empty(1, nothing, torch.int64));
+    if (statistics & LARGEST_KEY) call.largest_key = largest_key.elements<int64_t>();
     float *rows = measured.elements<float>();
     for (int64_t i = 0; i < NUM_STATISTICS; i++) {
       if (!(statistics >> i & 1)) continue;
@@ -673,11 +672,11 @@ void attend(Arguments &arguments, StackValue *stack) {
     }
   }
   run(call, Pass::FORWARD);
-  for (Tensor *result : {&output, &logsumexp, &measured, &largest_key}) {
-    TensorHandle none;
-    if (!*result) check(torch.aoti_torch_new_uninitialized_tensor(&none));
-    *stack++ = *result ? result->release() : reinterpret_cast<StackValue>(none);
-  }
+  *stack++ = output.release();
+  *stack++ = logsumexp.release();
+  for (Tensor *result : {&measured, &largest_key})
+    if (!arguments.band) *stack++ = result->release();
+    else *stack++ = *result ? reinterpret_cast<StackValue>(new StackValue(result->release())) : 0;
 }
 
 void attention(StackValue *stack, uint64_t, uint64_t) {

@@ -49,6 +49,15 @@ def test_it_is_that_of_the_oracle(mask: masks.Mask, samples: int, heads: int) ->
         assert oracle.difference(one, two) < 2e-4
 
 
+def test_blocks_of_a_dense_mask_have_their_own_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", 0)  # blocks of 96 queries
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 130, 8), torch.randn(2, 2, 67, 8), torch.randn(2, 2, 67, 5)
+    values, mask = torch.randn(1, 4, 196), masks.Window(20) | masks.Prefix(3)
+    for one, two in zip(found(q, k, v, values, mask), expected(q, k, v, values, mask), strict=True):
+        assert oracle.difference(one, two) < 2e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_keys_are_computed_in_blocks_of_queries(dtype: torch.dtype) -> None:
     """A block of 64 queries has a map of 64 MB, so that 70 queries are two blocks."""

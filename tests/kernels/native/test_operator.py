@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -16,7 +19,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels.native import library
 from multihead.quantised import quantise
 from tests import oracle
-from tests.drawing import laid_out
+from tests.drawing import laid_out, sizes
 from tests.kernel_names import needs_native
 
 pytestmark = needs_native
@@ -355,6 +358,105 @@ def test_the_schemas_are_those_of_the_text_that_programs_were_exported_with() ->
         packet, _, overload = name.partition(".")
         found = getattr(getattr(torch.ops.multihead, packet), overload or "default")
         assert str(found._schema) == f"multihead::{line}"
+
+
+BANDS = st.sampled_from([(-1, -1), (-1, 0), (2, 0), (3, 1), (0, 0), (-1, 2)])
+LAYOUTS = ("contiguous", "heads inside", "features outside", "every second", "negative")
+
+
+@st.composite
+def schema_calls(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[dict[str, Any], tuple[Any, ...], bool]:
+    """Draw q, k, v in any layout, the arguments of the eager overload after them, and whether the values are read."""
+    size = draw(sizes())
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    torch.manual_seed(draw(st.integers(0, 9)))
+    shapes = {
+        "q": (size.batch, size.heads, size.queries, size.head_dim),
+        "k": (size.batch, size.kv_heads, size.keys, size.head_dim),
+        "v": (size.batch, size.kv_heads, size.keys, size.value_dim),
+    }
+    given = {
+        name: laid_out(torch.randn(shape).to(dtype), draw(st.sampled_from(LAYOUTS))) for name, shape in shapes.items()
+    }
+    lengths = draw(st.one_of(st.none(), st.lists(st.integers(0, size.keys), min_size=size.batch, max_size=size.batch)))
+    before, after = draw(BANDS)
+    scale, softcap = draw(st.sampled_from([None, 0.4])), draw(st.sampled_from([None, 3.0]))
+    band = (None if lengths is None else torch.tensor(lengths), before, after, draw(st.integers(0, 4)), scale, softcap)
+    return given, (*band, draw(st.sampled_from([0, 1, 191]))), draw(st.booleans())
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(call=schema_calls())
+def test_both_schemas_of_the_forward_pass_give_the_same_bits(
+    call: tuple[dict[str, Any], tuple[Any, ...], bool],
+) -> None:
+    (q, k, v), band, values = call[0].values(), call[1], call[2]
+    v = v if values else None
+    short = torch.ops.multihead.attention.eager(q, k, v, *band)
+    lengths, before, after, query_start, scale, softcap, statistics = band
+    (batch, _, queries, head_dim), keys = q.shape, k.shape[2]
+    limit = torch.full((batch, 1), keys) if lengths is None else lengths[:, None]
+    position = torch.arange(queries)[None] + query_start
+    start = (position - before).clamp(min=0).minimum(limit) if before >= 0 else torch.zeros(batch, queries).long()
+    stop = (position + after + 1).minimum(limit) if after >= 0 else limit.expand(batch, queries)
+    seen = start.masked_fill(start >= stop, keys).amin(1)
+    terms = (None, None, None, None, head_dim**-0.5 if scale is None else scale, softcap, 0.0, None)
+    full = operator(
+        *(q, k, v, start, stop, *terms),
+        statistics=statistics,
+        positions=torch.full((batch,), query_start),
+        target_keys=seen.masked_fill(seen == keys, -1),
+    )
+    assert (short[2] is None) == (statistics == 0)
+    for one, two in zip(short, full, strict=True):
+        if one is not None:
+            assert one.stride() == two.stride()
+            assert one.equal(two) or torch.equal(one.nan_to_num(7), two.nan_to_num(7))
+
+
+@pytest.mark.parametrize("softcap", [-5.0, 0.0, float("nan"), float("inf")])
+def test_the_eager_overload_rejects_a_softcap_that_is_not_positive(softcap: float) -> None:
+    q = torch.randn(1, 1, 2, 4)
+    with pytest.raises(RuntimeError, match=r"softcap is (-5|0|-?nan|inf)\. Give a positive number, or None\."):
+        torch.ops.multihead.attention.eager(q, q, q, None, -1, -1, 0, None, softcap)
+
+
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "statistics that do not exist": ({"statistics": 256}, "statistics is 256. Give a sum of powers of 2 below 256."),
+    "no target key": ({"statistics": 32}, "statistics is 32, which needs target_keys (32) or special_keys (64)."),
+    "target keys of other samples": (
+        {"statistics": 32, "target_keys": torch.zeros(3, dtype=torch.int64)},
+        "target_keys has shape (3,). Give (batch,) = (2,) integers.",
+    ),
+    "special keys of other keys": (
+        {"statistics": 64, "special_keys": torch.zeros(2, 6, dtype=torch.bool)},
+        "special_keys has shape (2, 6). Give (batch, keys) = (2, 7) bool.",
+    ),
+    "one of two scales": (
+        {"k_scales": torch.ones(2, 1, 7)},
+        "v_scales has shape None. Give k_scales and v_scales, (batch, kv_heads, keys) = (2, 1, 7) float32.",
+    ),
+    "scales of keys that are not int8": (
+        {"k_scales": torch.ones(2, 1, 7), "v_scales": torch.ones(2, 1, 7)},
+        "k is not int8, and its scales are given.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_statistics_and_scales_that_do_not_fit_are_rejected(name: str) -> None:
+    given, sentence = REJECTED[name]
+    with pytest.raises(RuntimeError) as refusal:
+        operator(*arguments(), **given)
+    assert str(refusal.value).startswith(sentence)
+
+
+def test_rows_that_overlap_in_memory_have_an_output_of_their_own() -> None:
+    """The strides of empty_like would put the features of the output apart."""
+    q = torch.randn(40).as_strided((1, 1, 3, 16), (40, 40, 1, 1))
+    k = torch.randn(1, 1, 5, 16)
+    found = torch.ops.multihead.attention.eager(q, k, k, None, -1, -1, 0, None, None)[0]
+    assert oracle.difference(found, (q.double() @ k.double().mT / 4).softmax(-1) @ k.double()) < 1e-6
 
 
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(4))))

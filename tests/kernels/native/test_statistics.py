@@ -212,7 +212,7 @@ def test_only_what_is_wanted_is_measured() -> None:
 def test_the_results_of_an_operator_are_named_by_part() -> None:
     found = measured(ONE_PASS, special=True)
     rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
-    parts = found.results(rows, torch.full((1, 2, 3, 4), 7))
+    parts = found.results(rows, torch.full((2, 3, 4), 7))
     assert found.statistics == 255
     order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSETS, ("first_keys_mass", 1))
     assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS)] == list(range(9))

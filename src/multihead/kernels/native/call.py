@@ -140,7 +140,7 @@ def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor,
 
     Returns:
         Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the wanted statistics
-        (number, batch, heads, queries), and the largest keys (1 or 0, batch, heads, queries).
+        (number, batch, heads, queries), and the largest keys (batch, heads, queries) or (0).
     """
     request = job.request
     scales: tuple[Any, ...] = () if request.scales is None else tuple(request.scales)
@@ -155,20 +155,23 @@ def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor,
             if rows.rows is WHOLE:
                 return found  # type: ignore[return-value]
             if not whole:
-                whole = tuple(_with_queries(part, axis, request) for part, axis in zip(found, _QUERIES, strict=True))
+                whole = tuple(map(_with_queries, found, _QUERIES, (request.shape.query_length,) * len(found)))
             for tensor, part, axis in zip(whole, found, _QUERIES, strict=True):
-                tensor.narrow(axis, rows.rows.start, part.shape[axis]).copy_(part)
+                if part.dim() > 1:
+                    tensor.narrow(axis, rows.rows.start, part.shape[axis]).copy_(part)
     return whole  # type: ignore[return-value]
 
 
-_QUERIES = (2, 2, 3, 3)  # the axis of the queries in each result of `attention`
+_QUERIES = (-2, -1, -1, -1)  # the axis of the queries in each result of `attention`
 
 
-def _with_queries(part: Tensor, axis: int, request: AttentionRequest) -> Tensor:
-    """Allocate a tensor for all queries of a call, given the result for some of them."""
+def _with_queries(part: Tensor, axis: int, queries: int) -> Tensor:
+    """Allocate a tensor for all queries of a call, given the result for some of them, or (0) for none that is wanted."""
+    if part.dim() == 1:
+        return part
     sizes = list(part.shape)
-    sizes[axis] = request.shape.query_length
-    if part.dim() == 4 and axis == 2:  # heads inside, so that merging them copies nothing
+    sizes[axis] = queries
+    if axis == -2:  # heads inside, so that merging them copies nothing
         return part.new_empty(sizes[0], sizes[2], sizes[1], sizes[3]).transpose(1, 2)
     return part.new_empty(sizes)
 

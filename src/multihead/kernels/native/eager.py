@@ -31,6 +31,7 @@ from multihead.tracing import intercepted
 # `OpOverload.__call__` only passes its arguments on to this function.
 _operator = None if library.absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
+_LOST = frozenset(name for name, _ in LOST)  # instruction sets that are slower than PyTorch's kernel in some calls
 
 MEASURED = measured(ONE_PASS - {SPECIAL_KEYS})
 """The parts of `statistics`: all that need nothing but q and k."""
@@ -47,13 +48,13 @@ def attend(
     scale: float | None,
     dropout: float,
     query_start: int | Tensor | str | None,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """Compute a call, or return None where it needs a plan, an observer or an error.
 
     The arguments are those of `functional.attention`, and nothing about them has been checked.
 
     Returns:
-        the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats.
+        the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
     """
     band = _band(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
     if band is None:
@@ -61,7 +62,7 @@ def attend(
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Differentiable.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
-        return _operator(q, k, v, *band, scale, softcap)[:2]  # type: ignore[misc, no-any-return]
+        return _operator(q, k, v, *band, scale, softcap)  # type: ignore[misc, no-any-return]
     except RuntimeError:  # something does not fit: the usual way finds out what
         return None
 
@@ -120,13 +121,13 @@ def _band(
         or intercepted()
         or active()
         or sequence_split.active is not None
-        or library.absence() is not None
+        or _operator is None
         or not type(q) is type(k) is type(v) is Tensor
         or not q.is_cpu
         or q.dtype not in DTYPES
         or (softcap is not None and not (type(softcap) is float and 0 < softcap < torch.inf))
         or (scale is not None and type(scale) is not float)
-        or (library.chosen().name, q.dtype) in LOST
+        or library.chosen().name in _LOST
     ):
         return None
     band = getattr(mask, "band", None)  # anything may be given as a mask

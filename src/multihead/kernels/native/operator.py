@@ -35,7 +35,7 @@ Arguments of `attention`, in this order or by name:
 
 Returns the output (batch, heads, queries, value_dim) in the dtype of q; the logsumexp (batch, heads, queries) in
 float32, nats, -inf where a query sees no key; the statistics in their order (number, batch, heads, queries), float32;
-and the largest key (1 or 0, batch, heads, queries), int64. The first two have first derivatives with respect to q, k,
+and the largest key (batch, heads, queries), int64, or (0) where it is not wanted. The first two have first derivatives with respect to q, k,
 v, bias, relative and sinks. Raises RuntimeError where the arguments do not fit together.
 
 Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
@@ -83,7 +83,7 @@ def _fake_results(
         return output, logsumexp, None, None
     count = (statistics & 127).bit_count() + (2 if statistics & 16 else 0)  # three offsets
     measured = logsumexp.new_empty((count, batch, heads, queries))
-    largest_key = logsumexp.new_empty((1 if statistics & 128 else 0, batch, heads, queries), dtype=torch.int64)
+    largest_key = logsumexp.new_empty(logsumexp.shape if statistics & 128 else (0,), dtype=torch.int64)
     return output, logsumexp, measured, largest_key
 
 

@@ -66,7 +66,7 @@ class Measured(NamedTuple):
     def results(self, measured: Tensor, largest_key: Tensor) -> dict[Part, Tensor]:
         """Return the parts, (batch, heads, queries) each, from the last two results of an operator."""
         found = measured.unbind()
-        return {part: largest_key[0] if row < 0 else found[row] for part, row in self.rows.items()}
+        return {part: largest_key if row < 0 else found[row] for part, row in self.rows.items()}
 
 
 @lru_cache(maxsize=256)
