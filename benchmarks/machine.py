@@ -19,6 +19,11 @@ def machine_line(commits: Iterable[str] = ()) -> str:
     return f"{cpu()} ({capability}), {torch.get_num_threads()} threads, torch {torch.__version__}, commit {measured}."
 
 
+def measured_on(commits: Iterable[str] = ()) -> tuple[str, str, str]:
+    """Return the last row of a table in a page of the documentation: what its numbers were measured on."""
+    return "measured on", machine_line(commits), ""
+
+
 def cpu() -> str:
     """Return the name of the CPU."""
     return _field("model name") or platform.machine()

@@ -65,7 +65,7 @@ const PassFunctions *functions_of(int64_t set, Pass pass) {
     case Pass::BACKWARD: return &kernels.backward;
     case Pass::KEY_SUMS: return &kernels.key_sums;
   }
-  return nullptr;  // Python may pass any number
+  return nullptr;  // a caller may pass any number
 }
 
 // Whether every start and stop lies in [0, keys]. Bounds that all samples share are checked once.
@@ -82,13 +82,7 @@ bool bounds_are_valid(const Call &call) {
 
 }  // namespace
 
-EXPORT const char *multihead_layout() {
-#define FIELD(type, name) #name " "
-#define ROW_STRIDES(name) #name "_strides.batch " #name "_strides.head " #name "_strides.row "
-#define CELL_STRIDES(name) ROW_STRIDES(name) #name "_strides.key "
-  static const char names[] = MULTIHEAD_CALL_FIELDS(FIELD, FIELD, FIELD, ROW_STRIDES, CELL_STRIDES);
-  return names;
-}
+EXPORT const char *multihead_layout() { return MULTIHEAD_LAYOUT; }
 
 EXPORT const char *multihead_instruction_set(int64_t index) {
   return index >= 0 && index < COUNT ? SETS[index].name : nullptr;

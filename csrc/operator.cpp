@@ -3,10 +3,10 @@
 // version of torch from 2.11 on.
 //
 // Every operator reads its arguments into one struct, Arguments, whose `prepare` is the only place that checks them and
-// makes them readable; then it allocates its outputs and runs the kernel. `attention` has two overloads: the default one
-// takes every term of the scores; `eager` takes the masks that are arithmetic, and few arguments, because PyTorch spends
-// time on each. The schemas are a file format, since exported programs contain them: new arguments come last, with
-// defaults. src/multihead/kernels/native/schemas.txt has all of them.
+// makes them readable; then it allocates its outputs and runs the kernel. `attention` has two overloads: the default
+// one takes every term of the scores; `eager` takes the masks that are arithmetic, and few arguments, because PyTorch
+// spends time on each. The schemas are a file format, since exported programs contain them: new arguments come last,
+// with defaults. src/multihead/kernels/native/schemas.txt has all of them.
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -298,9 +298,9 @@ struct Arguments {
   bool scaled = true, capped = false;
   int64_t statistics = 0;
   // Which keys a query sees: those from `start` to `stop`, or those of a band. The position of query i is then
-  // query_start + i. It sees the keys from `before` keys before its position to `after` keys after it, and of them those
-  // before the length of its sample. A negative `before` or `after` sets no limit on its side. A negative query_start
-  // is 0, and wants as many queries as keys.
+  // query_start + i. It sees the keys from `before` keys before its position to `after` keys after it, and of them
+  // those before the length of its sample. A negative `before` or `after` sets no limit on its side. A negative
+  // query_start is 0, and wants as many queries as keys.
   bool band = false;
   int64_t before = -1, after = -1, query_start = 0;
 
@@ -574,7 +574,8 @@ void Arguments::set_statistics() {
   for (Tensor *tensor : {&positions, &target_keys}) {
     if (!*tensor) continue;
     if (tensor->dims != 1 || tensor->sizes[0] != call.batch)
-      fail("%s has shape %s. Give (batch,) = (%lld,) integers.", tensor->name, tensor->shape().text, printed(call.batch));
+      fail("%s has shape %s. Give (batch,) = (%lld,) integers.", tensor->name, tensor->shape().text,
+           printed(call.batch));
     make_contiguous(*tensor);
     convert(*tensor, torch.int64);
   }
@@ -940,20 +941,17 @@ const struct {
                  {KEY_SUMS, "key_sums", key_sums},
                  {WORKSPACE, "workspace", workspace}};
 
-// The schema of operator 0, 1, ..., null after the last.
 EXPORT const char *multihead_schema(int64_t index) {
   return index >= 0 && index < static_cast<int64_t>(sizeof OPERATORS / sizeof OPERATORS[0]) ? OPERATORS[index].schema
                                                                                            : nullptr;
 }
 
-// The names of the functions of libtorch that the operators call, separated by spaces.
 EXPORT const char *multihead_torch_functions() {
 #define NAME(result, name, ...) #name " "
   static const char names[] = TORCH_FUNCTIONS(NAME);
   return names;
 }
 
-// Define the operators, with the addresses of these functions in their order. Returns 1 if torch accepts them, else 0.
 EXPORT int64_t multihead_register(void *const *functions) {
   static bool registered = false;
   if (registered) return 1;
@@ -978,8 +976,6 @@ EXPORT int64_t multihead_register(void *const *functions) {
   return 1;
 }
 
-// Choose the instruction set of the operators in this process.
 EXPORT void multihead_choose(int64_t set) { process_set = set; }
 
-// Choose that of this thread; -1 for that of the process.
 EXPORT void multihead_choose_in_thread(int64_t set) { forced_set = set; }

@@ -108,9 +108,11 @@ constexpr float STEEP = 0x1p127f, STEEP_OFFSET = STEEP * (LOG2_E - 0.5f);
 INLINE Floats with_sign_of(Floats x, float size) {
   return (Floats)(((Ints)x & (int32_t)0x80000000) | (Ints)broadcast(size));
 }
+// Any NaN becomes the quiet NaN that exp2 propagates.
 INLINE Floats to_log2(Floats x) {
   const Floats distant = x * broadcast(0.5f) + with_sign_of(x, STEEP_OFFSET);
-  return select(absolute(x) > broadcast(STEEP), distant, x * broadcast(LOG2_E));
+  const Floats result = select(absolute(x) > broadcast(STEEP), distant, x * broadcast(LOG2_E));
+  return select(x == x, result, broadcast(NOT_A_NUMBER));
 }
 INLINE Floats from_log2(Floats x) {
   const Floats rest = x - with_sign_of(x, STEEP_OFFSET);
@@ -142,10 +144,9 @@ INLINE Ints visible_lanes(const Call &call, const Query &query, int64_t first) {
   return seen;
 }
 
-// The bias of LANES keys in units of log2. Any NaN becomes the quiet NaN that exp2 propagates.
+// The bias of LANES keys in units of log2.
 INLINE Floats scaled_bias(const Call &call, const Query &query, int64_t first) {
-  const Floats bias = load_lanes(query.bias, call.bias_strides.key, first, call.keys);
-  return select(bias == bias, to_log2(bias), broadcast(NOT_A_NUMBER));
+  return to_log2(load_lanes(query.bias, call.bias_strides.key, first, call.keys));
 }
 
 // The factors of dropout for the weights of LANES keys: 0 or 1 / (1 - dropout). They depend on the seed and the cell

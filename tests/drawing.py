@@ -18,6 +18,16 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
+class Every(masks.Mask):
+    """A mask of a user, `visible` and nothing else: every n-th key, counted from the query."""
+
+    n: int
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries - keys) % self.n == 0
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of a call: (batch, heads, queries, keys) for a mask, and those of q, k and v."""
 

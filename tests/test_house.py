@@ -33,6 +33,7 @@ HABITS = (
     "check",
     "docs",
     "bench",
+    "bench-native",
     "families",
     "sanitize",
     "mutants",

@@ -13,7 +13,7 @@ class Mutant(NamedTuple):
     Attributes:
         part: the part of the library.
         breaks: what no longer works.
-        file: its path in src/multihead.
+        file: its path in src/multihead, or in the repository for a file of csrc.
         text: the original text, which occurs in the file exactly once.
         replacement: the text that replaces it.
         tests: the tests that must fail, as arguments of pytest.
@@ -26,6 +26,11 @@ class Mutant(NamedTuple):
     replacement: str
     tests: tuple[str, ...]
 
+    @property
+    def native(self) -> bool:
+        """Whether the line belongs to the native library."""
+        return self.file.startswith("csrc/")
+
 
 def _layer(which: str) -> tuple[str, ...]:
     return (LAYER, "-k", which)
@@ -37,6 +42,21 @@ _FUSED = ("tests/kernels/test_agreement.py", "-k", "fused")
 # Corrections of faults that random calls find: `python -m tools.mutants --fuzz` undoes each, and times the fuzzer. The
 # tests are those that hold the correction.
 FUZZED = (
+    Mutant("layouts", "features are read as contiguous if they are not", "csrc/operator.cpp",
+           "if (tensor.strides[3] != 1 && tensor.sizes[3] != 1) make_contiguous(tensor);", "(void)tensor;",
+           ("tests/kernels/native/test_eager.py",)),
+    Mutant("layouts", "features that are expanded are read past the end", "csrc/operator.cpp",
+           "if (tensor.strides[3] != 1 && tensor.sizes[3] != 1) make_contiguous(tensor);",
+           "if (tensor.strides[3] > 1 && tensor.sizes[3] != 1) make_contiguous(tensor);",
+           ("tests/kernels/native/test_eager.py",)),
+    Mutant("empty batches", "a length is read in a batch without samples", "csrc/operator.cpp",
+           "(lengths && lengths.sizes[0] > 1) || !call.batch ? call.batch : 1;",
+           "(lengths && lengths.sizes[0] > 1) ? call.batch : 1;",
+           ("tests/kernels/native/test_eager.py",)),
+    Mutant("finite extremes", "a bias near the largest number becomes infinite", "csrc/score_terms.h",
+           "return select(absolute(x) > broadcast(STEEP), distant, x * broadcast(LOG2_E));",
+           "return x * broadcast(LOG2_E);",
+           ("tests/kernels/test_contract.py",)),
     Mutant("changes in place", "a mask's tensors are not saved for the backward pass", "kernels/native/kernel.py",
            "again = () if job.bounds.remainder is None else tensors_seen_by(job.request)", "again = ()",
            ("tests/kernels/test_contract.py",)),

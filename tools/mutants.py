@@ -1,7 +1,7 @@
 """Mutation testing: break one line of the library at a time, and check that a test fails.
 
-Each mutant of tools/mutant_lines.py is written into a copy of src/multihead with the native library that was built,
-and its tests run against the copy. If they pass, a test is missing.
+Each mutant of tools/mutant_lines.py is written into a copy of src/multihead with the native library that was built, or
+into a copy of csrc, from which one is built; and its tests run against the copy. If they pass, a test is missing.
 
     python -m tools.mutants [--only WORD]
 
@@ -78,30 +78,52 @@ class MutantError(Exception):
     """The text of a mutant does not occur in its file exactly once."""
 
 
-def mutated(mutant: Mutant, package: Path) -> None:
-    """Write a mutant into a copy of the package.
+def path_of(mutant: Mutant) -> Path:
+    """Return the file of a mutant in this checkout."""
+    return (ROOT if mutant.native else SOURCES) / mutant.file
+
+
+def mutated(mutant: Mutant) -> str:
+    """Return the file of a mutant with its broken line.
 
     Raises:
         MutantError: the text does not occur in the file exactly once.
     """
-    path = package / mutant.file
-    source = path.read_text(encoding="utf-8")
+    source = path_of(mutant).read_text(encoding="utf-8")
     count = source.count(mutant.text)
     if count != 1:
         raise MutantError(
             f"{mutant.file} contains {mutant.text!r} {count} times. Change tools/mutant_lines.py, so that it is once."
         )
-    path.write_text(source.replace(mutant.text, mutant.replacement), encoding="utf-8")
+    return source.replace(mutant.text, mutant.replacement)
 
 
-def copied(folder: Path) -> Path:
-    """Copy the package and the native library that was built, and return the path of the copy."""
+def copied(mutant: Mutant, folder: Path) -> None:
+    """Copy the package and its native library into a folder, with a mutant in one of them."""
     package = folder / "multihead"
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
-    built = library.path()
+    if not mutant.native:
+        (package / mutant.file).write_text(mutated(mutant), encoding="utf-8")
+    built = compiled(mutant) if mutant.native else library.path()
     if built is not None:
         shutil.copy(built, package / "kernels" / "native" / built.name)
-    return package
+
+
+def compiled(mutant: Mutant) -> Path:
+    """Build the native library with a mutant, for the instruction set that runs here, and return its path."""
+    source, build = ROOT / "build" / "mutants" / "source", ROOT / "build" / "mutants" / "native"
+    for path in (ROOT / "CMakeLists.txt", *(ROOT / "csrc").rglob("*.*")):
+        copy, text = source / path.relative_to(ROOT), path.read_text(encoding="utf-8")
+        text = mutated(mutant) if path == path_of(mutant) else text
+        if not copy.exists() or copy.read_text(encoding="utf-8") != text:  # what has not changed is not compiled again
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text, encoding="utf-8")
+    others = {each.name for each in library.instruction_sets()} - {"scalar", library.chosen().name}
+    left_out = [f"-DMULTIHEAD_COMPILES_{name}=0" for name in sorted(others)]
+    cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
+    for command in (["-G", "Ninja", "-S", source, "-B", build, *left_out], ["--build", build]):
+        subprocess.run([cmake, *command], check=True, stdout=subprocess.DEVNULL)
+    return build / "libmultihead_native.so"
 
 
 def run(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -127,7 +149,7 @@ def judged(mutant: Mutant) -> Verdict:
     """Write the mutant into a copy, run its tests, and return whether one failed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="multihead-mutant-") as folder:
-        mutated(mutant, copied(Path(folder)))
+        copied(mutant, Path(folder))
         try:
             finished = run(mutant.tests, Path(folder))
         except subprocess.TimeoutExpired:
@@ -177,7 +199,7 @@ class Found(NamedTuple):
 def fuzzed(mutant: Mutant, seed: int, seconds: int) -> Found:
     """Undo a correction in a copy, and run the fuzzer on it until it fails in a case that passes without the mutant."""
     with tempfile.TemporaryDirectory(prefix="multihead-mutant-") as folder:
-        mutated(mutant, copied(Path(folder)))
+        copied(mutant, Path(folder))
         (Path(folder) / "sitecustomize.py").write_text(_STARTED, encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(seconds), "--seed", str(seed)]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.in_process import failure, in_new_process, runs_here
 from benchmarks.machine import commit
+from benchmarks.native import two_builds
 from benchmarks.native.cases import CASES, Accuracy, Case
 from benchmarks.native.page import absent, cells, limits_line, page, paired_with_cases, summary_replaced
-from benchmarks.native.rows import Row, identity, is_met, measured, requirement
+from benchmarks.native.rows import Row, all_measured, identity, index_of, is_met, measured, requirement
 from benchmarks.pages import RESULTS, ROOT, write_page
 from benchmarks.resume import JOURNALS, measure_missing, read_rows
 from multihead.kernels.native import library
 
 PAGES = [ROOT / "docs" / name for name in ("measured.md", "measured.zh.md")]
 SECONDS = 3.0  # per case
+QUICK_SECONDS = 1.0
 
 EXAMPLES = """
 \b
@@ -25,21 +29,52 @@ Examples:
   python -m benchmarks.native --set avx2 --only "one query" --no-save
   python -m benchmarks.native --set avx512_bf16 --only full --seconds 1 --no-save
   python -m benchmarks.native --resume
+  python -m benchmarks.native --quick
+  python -m benchmarks.native --quick --set avx2 --against HEAD~3
+  python -m benchmarks.native --quick --cpu-time --against /tmp/before/libmultihead_native.so
 """
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--set", "sets", multiple=True, help="An instruction set; repeatable.  [default: avx2 and the widest]")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    help="An instruction set; repeatable.  [default: avx2 and the widest; with --quick, all that run here]",
+)
 @click.option("--only", default="", help="Run the cases whose name or rival contains this text.")
 @click.option("--seconds", default=SECONDS, show_default=True, help="About how long each case is timed.")
 @click.option("--resume", is_flag=True, help="Reuse the rows of an interrupted run.")
 @click.option("--save/--no-save", default=True, help="Store the rows, and their page in benchmarks/results/.")
 @click.option("--strict", is_flag=True, help="Exit with an error if a row misses its target.")
-def main(sets: tuple[str, ...], only: str, seconds: float, resume: bool, save: bool, strict: bool) -> None:  # noqa: FBT001  (click passes flags as arguments)
+@click.option("--quick", is_flag=True, help="Twelve cases, against an older build of the library too; stores nothing.")
+@click.option("--against", default="", help="With --quick: a commit, or a library.  [default: before the last change]")
+@click.option("--cpu-time", is_flag=True, help="With --quick: compare both builds by the CPU time of one thread.")
+def main(
+    sets: tuple[str, ...],
+    only: str,
+    seconds: float,
+    resume: bool,  # noqa: FBT001  (click passes flags as arguments)
+    save: bool,  # noqa: FBT001
+    strict: bool,  # noqa: FBT001
+    quick: bool,  # noqa: FBT001
+    against: str,
+    cpu_time: bool,  # noqa: FBT001
+) -> None:
     """Time the native kernel against its rivals, alternately, in one process per case, after a check against float64.
 
-    For avx2, torch is limited to AVX2 too. A whole run takes about half an hour per instruction set.
+    Torch is limited to the same instructions. A whole run takes about half an hour per instruction set.
+
+    With --quick, twelve cases take up to three minutes per instruction set. The installed library is compared with the
+    one of an older commit too, and it is an error if a case is slower in two runs: if the upper quartile of old time /
+    new time is below 0.97.
     """
+    if quick:
+        if only or resume or strict:
+            raise click.UsageError("--quick goes with --set, --against and --cpu-time alone.")
+        if errors := against_old_build(sets, against, cpu_time=cpu_time):
+            raise click.ClickException("\n".join(errors))
+        return
     missed = against_rivals(sets, only=only, seconds=seconds, resume=resume, save=save)
     if strict and missed:
         raise click.ClickException(f"{missed} rows miss their targets.")
@@ -55,29 +90,65 @@ def against_rivals(sets: tuple[str, ...], *, only: str, seconds: float, resume: 
         resume: see `compare`.
         save: see `compare`.
     """
-    if (reason := library.absence()) is not None:
-        raise click.ClickException(f"The native kernel is not measured: {reason}.")
-    check_known(sets)
-    running = runs_here(sets)
+    running = chosen(sets)
     missed = 0
     for name in running:
         rows = compare(name, only=only, seconds=seconds, resume=resume, save=save)
         show(rows, name)
         missed += sum(row.failed or is_met(row, case, name) is False for case, row in paired_with_cases(rows))
-    for name in sets:
-        if name not in running:
-            click.echo(f"{name}: not measured, because this CPU does not support it.")
     for line in absent():
         click.echo(line)
     return missed
 
 
-def check_known(sets: tuple[str, ...]) -> None:
-    """Reject unknown instruction sets."""
+def against_old_build(sets: tuple[str, ...], against: str, *, cpu_time: bool) -> list[str]:
+    """Measure the quick cases, print their tables, and return a sentence per case that is slower than before or wrong.
+
+    Args:
+        sets: instruction sets; without any, all that run here.
+        against: the commit or the library to compare with; without it, the commit before the last change.
+        cpu_time: whether both builds are compared by the CPU time of one thread.
+    """
+    running = chosen(
+        sets or tuple(each.name for each in library.instruction_sets() if each.runs and not each.for_tests)
+    )
+    against = against or two_builds.before()
+    old, new = two_builds.build(against, running), library.path()
+    errors = []
+    for name in running:
+        runs, slower = two_builds.compared(partial(two_builds.run_benchmark, old, new, name, cpu_time=cpu_time))
+        indices = [index_of(case) for case in runs]
+        rows = in_new_process(all_measured, indices, QUICK_SECONDS, commit(), instruction_set=name)
+        table = Table("case", f"time of {against} / now", "again", "against", "ratio (quartiles)", title=name)
+        for (case, ratios), row in zip(runs.items(), rows, strict=True):
+            first, again = str(ratios[0]), "".join(map(str, ratios[1:]))
+            style = "red" if case in slower or row.failed else None
+            table.add_row(case, first, again, row.rival, str(row.ratio or row.note), style=style)
+        Console().print(table)
+        click.echo(limits_line(rows, name))
+        errors += [f"{name}: {case} is slower than in {against} in two runs." for case in slower]
+        errors += [f"{name}: {row.name} {row.note}." for row in rows if row.failed]
+    return errors
+
+
+def chosen(sets: tuple[str, ...]) -> list[str]:
+    """Return those of the named instruction sets that run here, and print which do not; AVX2 and the widest by default.
+
+    Raises:
+        ClickException: there is no native library.
+        UsageError: a name is unknown.
+    """
+    if (reason := library.absence()) is not None:
+        raise click.ClickException(f"The native kernel is not measured: {reason}.")
     known = [each.name for each in library.instruction_sets()]
     for name in sets:
         if name not in known:
             raise click.UsageError(f"There is no instruction set {name!r}. Give one of {', '.join(known)}.")
+    running = runs_here(sets)
+    for name in sets:
+        if name not in running:
+            click.echo(f"{name}: not measured, because this CPU does not support it.")
+    return running
 
 
 def compare(instruction_set: str, *, only: str, seconds: float, resume: bool, save: bool) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from benchmarks.measure import Duel
 from benchmarks.native import accuracy, contenders
@@ -69,6 +70,26 @@ def _prefills() -> Iterator[Case]:
                 yield Case("full", f"full, {name}", "SDPA", partial(make, causal=False), 1.05, wide=wide)
                 least = {512: 1.8, 2048: 1.3, 8192: 1.15}[length]
                 yield Case(f"causal, N {length:,}", f"causal, {name}", "SDPA", partial(make, causal=True), least)
+
+
+def _few_queries() -> Iterator[Case]:
+    for dim, dtype in product((64, 128), contenders.DTYPES):
+        for length in (16, 64, 128):
+            make = partial(contenders.few_queries, length, length, dim, dtype)
+            least = 1.2 if dim == 64 else 1.0
+            line = f"16 to 128 queries on as many keys, D {dim}"
+            yield Case(line, f"full, N {length}, D {dim}, {dtype}", "SDPA", make, least)
+        for queries, keys in product((16, 64), (2048, 8192)):
+            make = partial(contenders.few_queries, queries, keys, dim, dtype)
+            name = f"{queries} queries, {keys:,} keys, D {dim}, {dtype}"
+            yield Case(f"{queries} queries on more keys", name, "SDPA", make, 1.0 if queries == 16 else 1.2)
+
+
+def _products() -> Iterator[Case]:
+    for dim, least in ((64, 0.85), (128, 0.9)):
+        line = "full, share of the rate of a matrix product"
+        make = partial(contenders.matrix_product, dim)
+        yield Case(line, f"{line}, N 2,048, D {dim}, fp32", "torch.mm of 2,048 x 2,048", make, least)
 
 
 def _masked() -> Iterator[Case]:
@@ -207,6 +228,8 @@ def _accuracies() -> Iterator[Accuracy]:
 
 CASES: list[Case | Accuracy] = [
     *_prefills(),
+    *_few_queries(),
+    *_products(),
     *_masked(),
     *_others(),
     *_statistics(),

@@ -47,6 +47,22 @@ def prefill(length: int, dim: int, dtype: str, *, causal: bool, value_dim: int |
     return _forward(q, k, v, mask, lambda: scaled_dot_product_attention(q, k, v, is_causal=causal), dtype)
 
 
+def few_queries(queries: int, keys: int, dim: int, dtype: str) -> Duel:
+    """Full attention of a few queries, against SDPA."""
+    q = inputs(1, queries, dim, dtype)[0]
+    _, k, v = inputs(1, keys, dim, dtype)
+    return _forward(q, k, v, masks.Full(), lambda: scaled_dot_product_attention(q, k, v), dtype)
+
+
+def matrix_product(dim: int, size: int = 2048) -> Duel:
+    """Full attention, against a matrix product of as many operations: 2 size^3 = 4 size^2 dim heads."""
+    q, k, v = torch.randn(3, 1, size // (2 * dim), size, dim).unbind()
+    a, b = torch.randn(2, size, size).unbind()
+    attention = _forward(q, k, v, masks.Full(), lambda: torch.mm(a, b), "fp32")
+    right = a.double() @ b.double()
+    return replace(attention, check_rival=lambda product: _relative(product, right))
+
+
 def masked(kind: str, rival: str, dim: int, dtype: str) -> Duel:
     """A mask over 2,048 keys, against a dense bool mask or the calls that a user would write instead."""
     mask, batch = _mask_of(kind)

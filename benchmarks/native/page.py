@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from benchmarks.in_process import TORCH_LIMITS
-from benchmarks.machine import cpu, features
+from benchmarks.machine import cpu, features, measured_on
 from benchmarks.native.cases import CASES, Accuracy, Case
 from benchmarks.native.rows import Row, identity, is_met, requirement
-from benchmarks.pages import replace_table, table, today
+from benchmarks.pages import HEAD, replace_table, table, today
 from multihead.kernels.native import library
 
 EXPLAINED = (
@@ -17,6 +17,8 @@ EXPLAINED = (
     "2 for masks against SDPA, and 4 for padding; 8 heads. `mh.attention` is timed as a user calls it; `native.attend` "
     "is the kernel alone, with a request and a plan made before."
 )
+
+NEXT_SET = "<!-- the next instruction set -->"
 
 Measured = list[tuple[Case | Accuracy, Row]]
 
@@ -67,9 +69,15 @@ def summary(measured: Measured, instruction_set: str) -> list[tuple[str, str, st
 
 
 def summary_replaced(page: str, rows: list[Row], instruction_set: str) -> str:
-    """Replace the summary of an instruction set in a page; a page without its mark stays as it is."""
-    lines = summary(paired_with_cases(rows), instruction_set)
-    return replace_table(page, f"\n<!-- made by make bench, {instruction_set} -->", (line[:3] for line in lines))
+    """Replace the summary of an instruction set in a page, or add its section before NEXT_SET if the page has that."""
+    mark = f"\n<!-- made by make bench, {instruction_set} -->"
+    if mark not in page and NEXT_SET in page:
+        heading = page[: page.index(HEAD)].splitlines()[-1]  # of the first table, in the language of the page
+        page = page.replace(NEXT_SET, f"### {instruction_set}\n\n{heading}\n{HEAD}{mark}\n\n{NEXT_SET}")
+    lines = [line[:3] for line in summary(paired_with_cases(rows), instruction_set)]
+    limits = " ".join(f"`{name}={value}`" for name, value in TORCH_LIMITS.get(instruction_set, {}).items())
+    name, machine, _ = measured_on(row.commit for row in rows)
+    return replace_table(page, mark, [*lines, (name, limits, machine)])
 
 
 def verdict(rows: Measured, instruction_set: str) -> str:

@@ -71,6 +71,16 @@ def measured(index: int, budget: float, commit: str) -> Row:
         return Row(name, rival, paired(duel.ours, duel.rival, pairs=pairs), error, commit=commit)
 
 
+def all_measured(indices: list[int], budget: float, commit: str) -> list[Row]:
+    """Check and time several cases, one after the other."""
+    return [measured(index, budget, commit) for index in indices]
+
+
+def index_of(name: str) -> int:
+    """Return the index of the first case with a name."""
+    return [case.name for case in CASES].index(name)
+
+
 def checked(case: Case, duel: Duel) -> tuple[str, float]:
     """Return what is wrong, or "", and the largest error of the outputs of the native kernel."""
     found = {"ours": duel.check_ours(duel.ours()), case.rival: duel.check_rival(duel.rival())}

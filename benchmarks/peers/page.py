@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.machine import features, machine_line
+from benchmarks.machine import features, machine_line, measured_on
 from benchmarks.pages import table, today
 from benchmarks.peers.cases import CASES, DTYPES, Case
 from benchmarks.peers.race import LEAST_SHARE, MOST_MICROSECONDS, MOST_PERCENT, Row, Standing
@@ -105,7 +105,7 @@ def is_met(case: Case, row: Row) -> bool | None:
 
 
 def readme_lines(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return one line per case: the result against the best peer, and its name, in each dtype."""
+    """Return one line per case: the result against the best peer, and its name, in each dtype; last the machine."""
     found = {(row.case, row.dtype): row for row in rows}
     lines = []
     for case in CASES:
@@ -117,4 +117,4 @@ def readme_lines(rows: list[Row]) -> list[tuple[str, ...]]:
             best = None if (row := found.get((case.name, dtype))) is None else row.best
             line.append("not measured" if best is None else f"{finding(case, best)}, {best.peer}")
         lines.append(tuple(line))
-    return lines
+    return [*lines, measured_on(row.commit for row in rows)]

@@ -15,7 +15,7 @@ struct RandomCall {
   bool entropy = false, largest_weight = false, largest_key = false, mean_distance = false, distance_spread = false;
   bool offset_weights = false, target_key_weight = false, special_keys_weight = false;
   bool dbias = false, pooled_map = false;
-  uint64_t strides_seed = 0;  // of the strides of the results
+  uint64_t strides_seed = 0;  // of the strides of the results; 0 for contiguous ones
 };
 
 inline Type type_of(const Call &call) {
@@ -129,6 +129,16 @@ inline void draw_nonfinite(Random &random, RandomCall &input) {
   }
 }
 
+// The keys or values that int8 numbers, (batch, kv_heads, keys, dim), and scales, (batch, kv_heads, 1, keys), stand for.
+inline Tensor product_of_int8(Type type, const Tensor &numbers, const Tensor &scales) {
+  Tensor product(type, numbers.sizes[0], numbers.sizes[1], numbers.sizes[2], numbers.sizes[3]);
+  product.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
+    const double scale = scales.at(a, b, 0, c);  // 0 * infinity is NaN, and so is the key
+    product.set(scale - scale == 0 ? numbers.at(a, b, c, d) * scale : NOT_A_NUMBER, a, b, c, d);
+  });
+  return product;
+}
+
 // Replace k or v by int8 with scales. The product of both is exact in bfloat16 too: scales are powers of two, unless
 // they are not finite.
 inline void draw_int8(Random &random, Tensor &expanded, Tensor &numbers, Tensor &scales) {
@@ -141,11 +151,7 @@ inline void draw_int8(Random &random, Tensor &expanded, Tensor &numbers, Tensor 
     const double good = 1.0 / static_cast<double>(int64_t{32} << uniform(random, 0, 2));
     scales.set(chance(random, share) ? bad[uniform(random, 0, 2)] : good, a, b, c, d);
   });
-  expanded = Tensor(expanded.type, sizes[0], sizes[1], sizes[2], sizes[3]);
-  expanded.each([&](int64_t a, int64_t b, int64_t c, int64_t d) {
-    const double scale = scales.at(a, b, 0, c);  // 0 * infinity is NaN, and so is the key
-    expanded.set(scale - scale == 0 ? numbers.at(a, b, c, d) * scale : NOT_A_NUMBER, a, b, c, d);
-  });
+  expanded = product_of_int8(expanded.type, numbers, scales);
 }
 
 inline void draw_statistics(Random &random, RandomCall &input) {
@@ -169,6 +175,24 @@ inline void draw_statistics(Random &random, RandomCall &input) {
     Tensor &special = input.special_keys;
     special.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { special.set(chance(random, 0.2), a, b, c, d); });
   }
+}
+
+// Set the addresses and strides of the inputs.
+inline void set_addresses(RandomCall &input) {
+  Call &call = input.call;
+  call.q_strides = row_strides(input.q);
+  call.k_strides = row_strides(input.k);
+  call.v_strides = row_strides(input.v);
+  call.grad_output_strides = row_strides(input.grad_output);
+  call.visible_strides = cell_strides(input.visible);
+  call.bias_strides = cell_strides(input.bias);
+  call.q = input.q.data(), call.k = input.k.data(), call.v = input.v.data();
+  call.start = input.start.data<int64_t>(), call.stop = input.stop.data<int64_t>();
+  call.visible = input.visible.data<uint8_t>();
+  call.bias = input.bias.data<float>(), call.sinks = input.sinks.data<float>();
+  call.query_start = input.query_start.data<int64_t>(), call.offsets = input.offsets.data<int64_t>();
+  call.target_key = input.target_key.data<int64_t>(), call.special_keys = input.special_keys.data<uint8_t>();
+  call.grad_output = input.grad_output.data(), call.grad_logsumexp = input.grad_logsumexp.data<float>();
 }
 
 inline RandomCall draw(uint64_t seed) {
@@ -205,18 +229,6 @@ inline RandomCall draw(uint64_t seed) {
   call.pool_keys = uniform(random, 1, 60);
   result.strides_seed = random();
 
-  call.q_strides = row_strides(result.q);
-  call.k_strides = row_strides(result.k);
-  call.v_strides = row_strides(result.v);
-  call.grad_output_strides = row_strides(result.grad_output);
-  call.visible_strides = cell_strides(result.visible);
-  call.bias_strides = cell_strides(result.bias);
-  call.q = result.q.data(), call.k = result.k.data(), call.v = result.v.data();
-  call.start = result.start.data<int64_t>(), call.stop = result.stop.data<int64_t>();
-  call.visible = result.visible.data<uint8_t>();
-  call.bias = result.bias.data<float>(), call.sinks = result.sinks.data<float>();
-  call.query_start = result.query_start.data<int64_t>(), call.offsets = result.offsets.data<int64_t>();
-  call.target_key = result.target_key.data<int64_t>(), call.special_keys = result.special_keys.data<uint8_t>();
-  call.grad_output = result.grad_output.data(), call.grad_logsumexp = result.grad_logsumexp.data<float>();
+  set_addresses(result);
   return result;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <memory>
@@ -163,19 +164,31 @@ class Tensor {
     result.first_ = first_;
     result.bytes_ = bytes_;
     if (memory_) {
-      result.memory_.reset(new unsigned char[static_cast<size_t>(bytes_)]);
+      result.memory_ = memory_of(bytes_);
       memcpy(result.memory_.get(), memory_.get(), static_cast<size_t>(bytes_));
     }
     return result;
   }
 
  private:
+  struct Free {
+    void operator()(unsigned char *memory) const { free(memory); }
+  };
+  using Memory = std::unique_ptr<unsigned char[], Free>;
+
+  // Aligned as the memory of torch is, and of exactly this size, so that sanitizers find an access beyond it.
+  static Memory memory_of(int64_t bytes) {
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(bytes > 0 ? bytes : 1))) abort();
+    return Memory(static_cast<unsigned char *>(memory));
+  }
+
   void allocate(int64_t before) {
     int64_t last = empty() ? -1 : 0;
     for (int axis = 0; axis < 4 && last >= 0; axis++) last += (sizes[axis] - 1) * strides[axis];
     first_ = before;
     bytes_ = (before + last + 1) * bytes_of(type);
-    memory_.reset(new unsigned char[static_cast<size_t>(bytes_)]);
+    memory_ = memory_of(bytes_);
     memset(memory_.get(), 0xff, static_cast<size_t>(bytes_));
   }
 
@@ -194,5 +207,5 @@ class Tensor {
   }
 
   int64_t first_ = 0, bytes_ = 0;
-  std::unique_ptr<unsigned char[]> memory_;
+  Memory memory_;
 };

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import in_process
+from benchmarks.machine import machine_line
 from benchmarks.measure import Duel, Ratio
 from benchmarks.native import __main__ as native
 from benchmarks.native import contenders, kernel_choice
@@ -74,6 +75,8 @@ def test_a_window_in_blocks_is_a_window() -> None:
     [
         lambda: contenders.prefill(48, 8, "fp32", causal=True, value_dim=12),
         lambda: contenders.prefill(48, 8, "bf16", causal=False),
+        lambda: contenders.few_queries(5, 48, 8, "fp32"),
+        lambda: contenders.matrix_product(8, size=64),
         lambda: contenders.masked("documents and causal", "loop", 8, "fp32"),
         lambda: contenders.masked("half padded", "dense bool", 8, "fp32"),
         lambda: contenders.decoding(64, 8, "fp32", stream=False),
@@ -189,10 +192,20 @@ def test_without_saving_nothing_is_written(two_cases: list[str], tmp_path: Path)
 
 def test_the_summary_is_written_into_a_page_that_has_its_mark(two_cases: list[str]) -> None:
     rows = native.compare("avx2", only="", seconds=1.0, resume=False, save=False)
-    page = "before\n|---|---|---|\n| old | row | here |\n<!-- made by make bench, avx2 -->\nbehind"
-    expected = page.replace("| old | row | here |", "| a line | at least 2 x | 1.00-1.00 x |")
+    page = "before\n| head | | |\n|---|---|---|\n| old | row | here |\n<!-- made by make bench, avx2 -->\nbehind"
+    limits = "`ATEN_CPU_CAPABILITY=avx2` `MKL_ENABLE_INSTRUCTIONS=AVX2` `ONEDNN_MAX_CPU_ISA=AVX2`"
+    machine = f"| measured on | {limits} | {machine_line(['c0ffee'])} |"
+    expected = page.replace("| old | row | here |", f"| a line | at least 2 x | 1.00-1.00 x |\n{machine}")
     assert page_module.summary_replaced(page, rows, "avx2") == expected
     assert page_module.summary_replaced(page, rows, "scalar") == page
+    with_next = page.replace("behind", page_module.NEXT_SET)
+    first = page_module.summary_replaced(with_next, rows, "avx512")
+    added = (
+        "### avx512\n\n| head | | |\n|---|---|---|\n| a line |  | 1.00-1.00 x |\n| measured on | `ATEN_CPU_CAPABILITY="
+    )
+    assert added in first
+    assert first.endswith(f"<!-- made by make bench, avx512 -->\n\n{page_module.NEXT_SET}")
+    assert page_module.summary_replaced(first, rows, "avx512") == first
     assert two_cases == ["a case", "a number"]
 
 

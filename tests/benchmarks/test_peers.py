@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.machine import machine_line
 from benchmarks.measure import Ratio
 from benchmarks.pages import HEAD, READMES, RESULTS, replace_table
 from benchmarks.peers import __main__ as peers
@@ -284,7 +285,8 @@ def test_an_interrupted_run_is_resumed(two_cases: list[str], tmp_path: Path) -> 
     assert "| another case | fp32 | a peer | 2.00 x (0.50-9.00) | 7 | 1.0e-07 |" in lines
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
         f"before\n{HEAD}| a case | 2.00 x (0.50-9.00), a peer |\n"
-        f"| another case | 2.00 x (0.50-9.00), a peer |{peers_page.MARK}\nbehind"
+        f"| another case | 2.00 x (0.50-9.00), a peer |\n"
+        f"| measured on | {machine_line(['c0ffee'])} |  |{peers_page.MARK}\nbehind"
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import multihead as mh
 from multihead import masks
@@ -71,6 +72,24 @@ def test_vmap_over_the_queries_alone_shares_the_keys() -> None:
     _, k, v = qkv()
     found = vmap(lambda q: mh.attention(q, k, v, mask=masks.Causal()))(many)
     near(found, torch.stack([truth(q, k, v, "causal") for q in many]))
+
+
+@pytest.mark.filterwarnings("ignore::multihead.errors.SlowPathWarning")
+@pytest.mark.parametrize("way", ["vmap", "make_fx"])
+@pytest.mark.parametrize(
+    "mask",
+    [masks.Keep(torch.ones(5, 0).bool(), "queries keys"), masks.Drop(torch.tensor([[True], [False]]), "batch keys")],
+    ids=repr,
+)
+def test_a_mask_of_cells_without_keys_gives_0(mask: masks.Mask, way: str) -> None:
+    q, none = torch.randn(SIZE), torch.randn(SIZE)[:, :, :0]
+
+    def attend(q: Tensor) -> tuple[Tensor, Tensor]:
+        return mh.attention_with_logsumexp(q, none, none, mask=mask, query_start=0)
+
+    output, logsumexp = vmap(attend)(q[None]) if way == "vmap" else make_fx(attend)(q)(q)
+    assert bool((output == 0).all())
+    assert bool((logsumexp == -torch.inf).all())
 
 
 @each_mask

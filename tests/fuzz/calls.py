@@ -120,7 +120,8 @@ class Drawn:
             sinks = draw.normal("sinks", size.heads).to(self.dtype)
             if draw.has("special sinks", 0.2) and size.heads:
                 largest = torch.finfo(self.dtype).max
-                sinks[0] = draw.pick("special sink", 1e4, -1e4, 0.88 * largest, -0.88 * largest, -torch.inf)
+                ends = (0.88 * largest, -0.88 * largest, -torch.inf, torch.inf, torch.nan)
+                sinks[0] = draw.pick("special sink", 1e4, -1e4, *ends)
             sinks = laid_out(draw, "sinks", sinks, share=0.2)
         return Call(found["q"], found["k"], found["v"] if values else None, seen, bias, sinks=sinks)
 
@@ -311,6 +312,8 @@ def weights(draw: Draw) -> None:
     cut = (slice(None), *place)
     for part in (judged.exact, judged.band):
         part["weights"] = part["weights"][cut]
+    if bool(((found > 1 + 1e-5) & judged.judged["weights"].expand(size.cells)[cut]).any()):
+        raise Mismatch("a weight is above 1")
     exact = judged.judged["weights"] & ~judged.rows.large[..., None]  # scores of 1e20 are no numbers to subtract
     judged.judged["weights"] = exact.expand(size.cells)[cut]
     bad = judged.rows.nan.unsqueeze(-1).expand(size.cells)[cut] & judged.rows.visible[cut]

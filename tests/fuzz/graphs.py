@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from multihead import masks
 from multihead.errors import MultiheadError
-from tests.fuzz.calls import drawn_cotangents, leaves_of
+from tests.fuzz.calls import leaves_of
 from tests.fuzz.draw import Draw, Mismatch
-from tests.fuzz.judge import compare, judge, masked_cotangents
 from tests.fuzz.layers import made_layer
 from tests.fuzz.ways import Way
 
@@ -33,25 +32,7 @@ def compiled(draw: Draw) -> None:
     way.options = way.drawn.given()
     backend = draw.pick("backend", "aot_eager", "aot_eager", "eager", "inductor")
     draw.notes["backend"] = backend
-    output, logsumexp = torch.compile(way.of, backend=backend)(*way.tensors)
-    if not leaves or not output.requires_grad:
-        way.compare(output, logsumexp)
-        return
-    cotangents: tuple[Tensor | None, Tensor | None] = drawn_cotangents(draw, output, logsumexp)
-    judged = judge(way.call, *cotangents)
-    kept = masked_cotangents(judged.rows, *cotangents)
-    assert kept is not None
-    pairs = [
-        (each, of) for each, of in zip((output, logsumexp), kept, strict=True) if of is not None and each.requires_grad
-    ]
-    found = {"output": output.detach(), "logsumexp": logsumexp.detach()}
-    if pairs:
-        results, of_results = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(
-            results, list(leaves.values()), of_results, allow_unused=True, materialize_grads=True
-        )
-        found |= {f"gradient of {name}": each for name, each in zip(leaves, grads, strict=True)}
-    compare(way.call, judged, found, kept)
+    way.compare(*torch.compile(way.of, backend=backend)(*way.tensors), leaves)
 
 
 class Masked(nn.Module):

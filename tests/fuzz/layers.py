@@ -13,8 +13,9 @@ from multihead import masks, scores
 from multihead.errors import MultiheadError
 from tests import oracle
 from tests.agreeing import SLACK
+from tests.drawing import Every
 from tests.fuzz.draw import Draw, Mismatch
-from tests.fuzz.masks import Before, Every
+from tests.fuzz.masks import Before
 from tests.layer.layer_drawing import WAYS, LayerCase, built, layer_cases
 from tests.layer.layer_ways import LAYER_SLACK, MEASURED, assert_statistics_agree, by_the_book, by_the_layer
 
@@ -29,7 +30,7 @@ def layer(draw: Draw) -> None:
         return
     draw.notes["case"] = case
     made = built(case)
-    if draw.has("observed", 0.15) and not case.options.get("add_bias_kv"):
+    if draw.has("observed", 0.15):
         with mh.observe(made, probes=MEASURED) as seen:
             by_the_layer(case, made)
         wholes = by_the_book(case, made, torch.float64)[1], by_the_book(case, made, case.dtype)[1]

@@ -12,20 +12,10 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.masks.leading_keys import LeadingKeys
-from tests.drawing import Sizes
+from tests.drawing import Every, Sizes
 from tests.fuzz.draw import Draw
 
 AXES = ("batch", "heads", "queries", "keys")
-
-
-@dataclass(frozen=True)
-class Every(masks.Mask):
-    """A mask of a user: every n-th key, counted from the query."""
-
-    n: int
-
-    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return (queries - keys) % self.n == 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from multihead import probes
 from multihead.record.sample import SampleRecord
 from tests import oracle
 from tests.fuzz.draw import Draw, Mismatch
-from tests.fuzz.layers import CACHES, Texts, called
+from tests.fuzz.layers import Texts, called
 
 PROBES: tuple[Any, ...] = (
     "entropy",
@@ -42,8 +42,6 @@ def observed(draw: Draw) -> None:
     draw.notes |= {"way": way, "keep": keep}
     if not any(texts.lengths) or "own position bias" in draw.used or "table" in draw.used:
         return  # nothing is recorded; a bias of absolute positions is judged by `texts`
-    if way == "stepped" and "add_bias_kv" in draw.used and draw.pick("cache", *CACHES) == "window":
-        return  # such a text is recorded in several parts
     with torch.no_grad():
         plain = called(texts, way)
         with mh.observe(texts.layer, **options) as seen:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
 from tests import oracle
-from tests.fuzz.calls import Drawn, drawn_cotangents, leaves_of
+from tests.fuzz.calls import Drawn, drawn_cotangents, gradients, leaves_of
 from tests.fuzz.draw import Draw, Mismatch
 from tests.fuzz.judge import Call, compare, judge, masked_cotangents
 
@@ -37,33 +37,26 @@ class Way:
         assert self.call.v is not None
         return self.call.q, self.call.k, self.call.v
 
-    def compare(self, output: Tensor, logsumexp: Tensor, **others: Any) -> None:
-        compare(self.call, judge(self.call), {"output": output.detach(), "logsumexp": logsumexp.detach()}, **others)
+    def compare(self, output: Tensor, logsumexp: Tensor, leaves: dict[str, Tensor] | None = None) -> None:
+        """Compare output and logsumexp, and the gradients of leaves where there are some."""
+        found = {"output": output.detach(), "logsumexp": logsumexp.detach()}
+        if not leaves or not output.requires_grad:
+            compare(self.call, judge(self.call), found)
+            return
+        cotangents: tuple[Tensor | None, Tensor | None] = drawn_cotangents(self.draw, output, logsumexp)
+        judged = judge(self.call, *cotangents)
+        kept = masked_cotangents(judged.rows, *cotangents)
+        assert kept is not None
+        found |= gradients(self.draw, leaves, output, logsumexp, kept)
+        compare(self.call, judged, found, kept)
 
 
 def checkpointed(draw: Draw) -> None:
     """Gradients through `torch.utils.checkpoint`."""
     way = Way(draw)
     leaves = leaves_of(way.drawn)
-    if not leaves:
-        return
     way.options = way.drawn.given()
-    output, logsumexp = checkpoint(way.of, *way.tensors, use_reentrant=False)
-    if not output.requires_grad:
-        return
-    cotangents: tuple[Tensor | None, Tensor | None] = drawn_cotangents(draw, output, logsumexp)
-    judged = judge(way.call, *cotangents)
-    kept = masked_cotangents(judged.rows, *cotangents)
-    assert kept is not None
-    pairs = [
-        (each, of) for each, of in zip((output, logsumexp), kept, strict=True) if of is not None and each.requires_grad
-    ]
-    if not pairs:
-        return
-    results, of_results = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(results, list(leaves.values()), of_results, allow_unused=True, materialize_grads=True)
-    found = {f"gradient of {name}": each for name, each in zip(leaves, grads, strict=True)}
-    compare(way.call, judged, found | {"output": output.detach()}, kept)
+    way.compare(*checkpoint(way.of, *way.tensors, use_reentrant=False), leaves)
 
 
 def autocast(draw: Draw) -> None:

@@ -234,6 +234,27 @@ def test_a_tensor_changed_before_the_backward_pass_raises_or_changes_no_gradient
     assert raised or all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)])
+def test_a_sink_of_nan_or_inf_makes_nan_of_the_rows_of_its_head_alone(kernel: str, bad: float) -> None:
+    """Every query that sees a key sees the sink of its head. The others stay empty. A NaN may have any bits."""
+    lengths = torch.tensor([[0, 3, 9] * 3, [9] * 9])
+    sees_it = torch.zeros(2, 4, 9, dtype=torch.bool)
+    sees_it[:, 2] = lengths > 0
+    q, k, v = inputs(exactest(kernel))
+    options: dict[str, Any] = {"mask": masks.Lengths(lengths), "sinks": torch.tensor([0.5, -1, bad, 2], dtype=q.dtype)}
+    given = run(q, k, v, rows=~sees_it, kernel=kernel, **options)
+    weights, entropy = attention_weights(q, k, **options), statistics(q, k, probes="entropy", **options)["entropy"]
+    options["sinks"] = options["sinks"].nan_to_num(0, posinf=0)
+    expected = run(q, k, v, rows=~sees_it, kernel=kernel, **options)
+    for name in ("output", "logsumexp"):
+        assert bool(given[name][sees_it].isnan().all())
+        assert torch.equal(given[name][~sees_it], expected[name][~sees_it])
+    for each in "qkv":
+        assert torch.allclose(given[f"gradient of {each}"], expected[f"gradient of {each}"], atol=1e-6), each
+    assert torch.equal(weights.isnan().any(-1), sees_it)
+    assert torch.equal(entropy.isnan(), sees_it)
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_gradients_are_those_of_zeros_where_no_query_sees_what_is_not_finite(kernel: str, bad: float) -> None:
     q, k, v = inputs()

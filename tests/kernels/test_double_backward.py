@@ -26,15 +26,24 @@ def sentence(kernel: str) -> str:
     )
 
 
-def leaves(dtype: torch.dtype) -> list[Tensor]:
+def leaves(dtype: torch.dtype, *, sink: float | None = None, hidden: float | None = None) -> list[Tensor]:
+    """q, k, v and sinks; `sink` replaces the first sink, and `hidden` the keys and values that nobody sees."""
     torch.manual_seed(0)
     sizes = ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 6), (4,))
-    return [torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes]
+    q, k, v, sinks = (torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes)
+    if sink is not None:
+        sinks[0] = sink
+    if hidden is not None:
+        for tensor in (k, v):
+            tensor[0, :, 3:] = tensor[1] = hidden
+    return [tensor.requires_grad_() for tensor in (q, k, v, sinks)]
 
 
-def second(kernel: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def second(
+    kernel: str, dtype: torch.dtype, *, sink: float | None = None, hidden: float | None = None, **options: Any
+) -> list[Tensor]:
     """The gradients of the squared first gradients, output and logsumexp taking part in both."""
-    *qkv, sinks = leaves(dtype)
+    *qkv, sinks = leaves(dtype, sink=sink, hidden=hidden)
     output, logsumexp = attention_with_logsumexp(*qkv, mask=MASK, sinks=sinks, kernel=kernel, **options)
     loss = output.square().sum() + logsumexp.masked_fill(logsumexp == -torch.inf, 0).sin().sum()
     first = torch.autograd.grad(loss, [*qkv, sinks], create_graph=True)
@@ -49,6 +58,29 @@ def test_a_second_derivative_is_that_of_the_reference_kernel_with_a_warning(kern
     assert [str(each.message) for each in warned] == [sentence(kernel)]
     for one, two in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), two, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, -300.0, 300.0])
+@pytest.mark.parametrize("kernel", FUSED)
+@pytest.mark.filterwarnings("ignore:Kernel .* has no second derivative")
+def test_a_sink_far_from_the_scores_has_a_second_derivative(kernel: str, sink: float) -> None:
+    expected = second("reference", torch.float64, sink=sink)
+    for one, two in zip(second(kernel, torch.float32, sink=sink), expected, strict=True):
+        assert torch.allclose(one.double(), two, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("kernel", [*FUSED, "reference"])
+@pytest.mark.filterwarnings("ignore:Kernel .* has no second derivative", "ignore:Entries of q, k or v are so large")
+def test_a_hidden_number_near_the_largest_changes_no_second_derivative(kernel: str, softcap: float | None) -> None:
+    """Its score overflows, where the slope of a softcap is NaN."""
+    if softcap is not None and kernel == "sdpa":
+        pytest.skip("PyTorch's fused kernel has no softcap")
+    expected = second("reference", torch.float64, softcap=softcap, hidden=0.0)
+    for sign in (1, -1):
+        hidden = sign * 0.9 * torch.finfo(torch.float32).max
+        for one, two in zip(second(kernel, torch.float32, softcap=softcap, hidden=hidden), expected, strict=True):
+            assert torch.allclose(one.double(), two, atol=1e-4, rtol=1e-4)
 
 
 @needs_native

@@ -39,6 +39,20 @@ def test_it_accepts_every_request_and_holds_three_maps() -> None:
     assert work.memory == 3 * 4 * work.cells
 
 
+def test_a_hidden_score_that_overflows_reaches_no_gradient_through_a_softcap() -> None:
+    """With few queries a sum of products is inf - inf, and the slope of a softcap at NaN is NaN."""
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    leaves, exact = ([each.double().requires_grad_() for each in (q, k, v)] for _ in range(2))
+    with torch.no_grad():
+        leaves[1][:, :, 3:] = -torch.finfo(torch.float64).max
+    mask, options = masks.Lengths((3,)), {"softcap": 3.0, "scale": 40.0}
+    output, _ = attention_with_logsumexp(*leaves, mask=mask, **options)  # type: ignore[arg-type]
+    dense = oracle.attend(*exact, oracle.shown(mask, (1, 2, 1, 5)), **options)  # type: ignore[arg-type]
+    found = torch.autograd.grad(output.square().sum(), leaves)
+    for one, two in zip(found, torch.autograd.grad(dense.output.square().sum(), exact), strict=True):
+        assert oracle.difference(one, two) < 1e-12
+
+
 def test_its_gradients_are_those_of_finite_differences() -> None:
     q, k, v = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64, requires_grad=True).unbind()
     bias = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)

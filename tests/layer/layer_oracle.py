@@ -21,7 +21,7 @@ class Whole:
 
     Fields:
         output: (batch, queries, output_dim), 0 in padding.
-        weights: (batch, heads, queries, keys), those of added keys left out.
+        weights: (batch, heads, queries, keys), the learned key first where there is one; the key of 0 is left out.
         seen: as weights, bool, whether the query may see the key.
     """
 
@@ -49,8 +49,7 @@ def layer_by_the_book(case: LayerCase, state: Mapping[str, Tensor], given: Leave
     if case.position is not None:
         of_position = position_bias(case, state, start, q.dtype)
         bias = of_position if bias is None else bias + of_position
-    added = extra_keys(case, state, q)
-    for key, value in added:
+    for key, value in extra_keys(case, state, q):
         k, v = torch.cat([key, k], 2), torch.cat([value, v], 2)
         seen = torch.nn.functional.pad(seen, (1, 0), value=True)
         bias = None if bias is None else torch.nn.functional.pad(bias, (1, 0))
@@ -66,15 +65,10 @@ def layer_by_the_book(case: LayerCase, state: Mapping[str, Tensor], given: Leave
     if said.get("output_projection", True):
         merged = linear(state, "out_proj", merged)
     real = torch.arange(case.size.queries) < torch.tensor(case.counts)[:, None]
-    return Whole(
-        torch.where(real[..., None], merged, 0), dense.weights[..., len(added) :], dense_seen(seen, bias, len(added))
-    )
-
-
-def dense_seen(seen: Tensor, bias: Tensor | None, added: int) -> Tensor:
-    """What is seen of the keys that were given: a bias of -inf hides."""
-    whole = seen if bias is None else seen & (bias != -torch.inf)
-    return whole[..., added:]
+    if bias is not None:
+        seen = seen & (bias != -torch.inf)
+    kept = slice(int(said.get("add_zero_attn", False)), None)
+    return Whole(torch.where(real[..., None], merged, 0), dense.weights[..., kept], seen[..., kept])
 
 
 def real_cells(case: LayerCase) -> Tensor:
@@ -206,7 +200,7 @@ def t5_bucket(distance: int, *, both_ways: bool) -> int:
 
 
 def extra_keys(case: LayerCase, state: Mapping[str, Tensor], q: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The learned key and the key of 0, with their values: (batch, kv_heads, 1, dim) each."""
+    """The learned key and the key of 0 that comes before it, with their values: (batch, kv_heads, 1, dim) each."""
     found, size = [], case.size
     if "bias_k" in state:
         rows = (state[name][None, :, None].expand(size.batch, -1, -1, -1) for name in ("bias_k", "bias_v"))

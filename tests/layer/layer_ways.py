@@ -178,21 +178,21 @@ def assert_the_layer_agrees(case: LayerCase, kernel: str | None) -> None:
         allowed = slack * oracle.budget(exact[name], plain[name])
         error = oracle.difference(value, exact[name])
         assert error <= allowed, f"{kernel}: {name} is {error:.3g} off, and {allowed:.3g} is allowed: {case}"
-    if not case.options.get("add_bias_kv"):
-        assert_statistics_agree(case, seen, (whole, plain_whole), slack)
+    assert_statistics_agree(case, seen, (whole, plain_whole), slack)
 
 
 def assert_statistics_agree(case: LayerCase, seen: mh.Record, wholes: tuple[Whole, Whole], slack: int) -> None:
     """Hold what a record says of each sample, free of its padding, to the sums over the whole map."""
-    samples = seen.layers[0].samples
+    samples, learned = seen.layers[0].samples, int(case.options.get("add_bias_kv", False))
+    assert len(samples) == case.size.batch
     for sample, (queries, keys) in enumerate(zip(case.counts, case.key_counts, strict=True)):
         if not queries or not keys:
             continue
         exact, plain = (
             oracle.statistics(
-                whole.weights[sample : sample + 1, :, :queries, :keys].detach(),
-                whole.seen[sample : sample + 1, :, :queries, :keys],
-                start=[0],
+                whole.weights[sample : sample + 1, :, :queries, : learned + keys].detach(),
+                whole.seen[sample : sample + 1, :, :queries, : learned + keys],
+                start=[learned],
             )
             for whole in wholes
         )

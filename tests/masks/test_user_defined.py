@@ -16,19 +16,10 @@ from multihead.errors import MaskError
 from multihead.masks.base import registered
 from multihead.masks.place import Place
 from multihead.plan.bounds import key_bounds
+from tests.drawing import Every
 from tests.kernel_names import EACH, exactest, rounding
 
 LENGTH = 9
-
-
-@dataclass(frozen=True)
-class StridedMask(masks.Mask):
-    """`visible` and nothing else. Not the name of an example in the docs: those are defined in the same process."""
-
-    n: int
-
-    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return (queries - keys) % self.n == 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
 def test_visible_alone_is_enough_for_outputs_and_gradients_of_every_kernel(kernel: str) -> None:
     q, k, v = (torch.randn(2, 2, LENGTH, 16, dtype=exactest(kernel), requires_grad=True) for _ in range(3))
     kept = strided() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    output = mh.attention(q, k, v, mask=StridedMask(3) & masks.Causal(), kernel=kernel)
+    output = mh.attention(q, k, v, mask=Every(3) & masks.Causal(), kernel=kernel)
     expected = dense_attention(q, k, v, kept)
     grads = torch.autograd.grad(output.square().sum(), (q, k, v))
     expected_grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
@@ -111,7 +102,7 @@ def test_a_field_that_is_a_list_is_refused_in_words(field: Any) -> None:
 
 
 def test_what_these_masks_say_about_themselves_is_true() -> None:
-    for mask in (StridedMask(3), BlockMask(3), Anchors(torch.tensor([1, 0])), BlockMask(3) & masks.Causal()):
+    for mask in (Every(3), BlockMask(3), Anchors(torch.tensor([1, 0])), BlockMask(3) & masks.Causal()):
         masks.check(mask, queries=5, keys=LENGTH)
 
 
@@ -127,9 +118,7 @@ def test_an_interval_makes_hidden_keys_skipped() -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize(
-    "mask", [StridedMask(3), BlockMask(4) | masks.Causal(), Anchors(torch.tensor([1, 0, 2]))], ids=repr
-)
+@pytest.mark.parametrize("mask", [Every(3), BlockMask(4) | masks.Causal(), Anchors(torch.tensor([1, 0, 2]))], ids=repr)
 def test_padding_on_either_side_changes_nothing_for_the_tokens(mask: masks.Mask, side: str) -> None:
     layer, lengths = mh.MultiHeadAttention(16, 2), (5, LENGTH, 2)
     x = torch.randn(3, LENGTH, 16)
@@ -151,7 +140,7 @@ def test_packed_rows_mean_each_sample_alone() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("mask", [StridedMask(3), BlockMask(4)], ids=repr)
+@pytest.mark.parametrize("mask", [Every(3), BlockMask(4)], ids=repr)
 def test_a_cache_decodes_what_one_pass_computes(mask: masks.Mask, window: int | None) -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
     mask = mask & masks.Causal() & (masks.Full() if window is None else masks.Window(window))
@@ -163,12 +152,12 @@ def test_a_cache_decodes_what_one_pass_computes(mask: masks.Mask, window: int | 
 
 def test_a_compiled_layer_runs_it_in_one_graph() -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
-    mask = StridedMask(3) & masks.Causal()
+    mask = Every(3) & masks.Causal()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, mask=mask), layer(x, mask=mask), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [StridedMask(3), Anchors(torch.tensor([1, 0]))], ids=repr)
+@pytest.mark.parametrize("mask", [Every(3), Anchors(torch.tensor([1, 0]))], ids=repr)
 def test_it_is_observed_saved_and_loaded(mask: masks.Mask, tmp_path: Path) -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, LENGTH, 16)
     with mh.observe(layer) as seen:
@@ -312,7 +301,7 @@ def test_some_heads_of_a_mask_that_differs_between_heads_show_what_they_show_in_
     one = some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)
     assert torch.equal(one.tile(place), mask.tile(place)[:, 3:])
     assert one == some.select_heads(lambda x: x[:, 2:] if x.shape[1] > 1 else x)  # a value, so that it is planned once
-    same = StridedMask(3) & masks.Causal()
+    same = Every(3) & masks.Causal()
     assert same.select_heads(lambda x: x[:, :1]) == same
 
 

@@ -21,6 +21,11 @@ from multihead.rotary import Rotary
 CAUSAL, WIDTH, LENGTH = masks.Causal(), 16, 12
 NEAR = CAUSAL & masks.Window(4)
 CHUNKS = (5, 1, 1, 3, 1, 1)
+OF_LAYER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "more": {"rotary": Rotary(), "sinks": True, "head_gates": True, "softcap": 2.0},
+    "added keys": {"rotary": Rotary(), "add_bias_kv": True, "add_zero_attn": True},
+}
 
 
 def drawn(**options: Any) -> tuple[mh.MultiHeadAttention, Tensor]:
@@ -66,9 +71,7 @@ def assert_same(found: LayerRecord, whole: LayerRecord) -> None:
     [({}, CAUSAL), ({"capacity": LENGTH}, CAUSAL), ({"window": 4}, NEAR), ({}, CAUSAL & masks.Documents((7, 5)))],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "of_layer", [{}, {"rotary": Rotary(), "sinks": True, "head_gates": True, "softcap": 2.0}], ids=["plain", "more"]
-)
+@pytest.mark.parametrize("of_layer", OF_LAYER.values(), ids=OF_LAYER)
 def test_a_decoding_is_recorded_as_one_whole_pass(
     options: dict[str, int], mask: masks.Mask, of_layer: dict[str, Any]
 ) -> None:
@@ -152,18 +155,46 @@ def test_beams_begin_new_samples_and_leave_the_old_ones() -> None:
         assert torch.allclose(again.weights(), whole.sample(sample).weights(queries=slice(5, 7)), atol=1e-12)
 
 
-def test_a_learned_key_stands_before_all_others() -> None:
-    layer, x = drawn(add_bias_kv=True)
-    found = watched(layer, steps(x, cache=KeyValueCache(), mask=CAUSAL))
-    assert_same(found.layers[0], watched(layer, [{"x": x, "mask": CAUSAL}]).layers[0])
+@pytest.mark.parametrize("of_layer", OF_LAYER.values(), ids=OF_LAYER)
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [
+        (1, [(1, 1), (1, 1), (0, 0), (0, 0), (0, 1)]),
+        (3, [(0, 2), (3, 0), (1, 1), (0, 0), (1, 2), (4, 0), (1, 1)]),
+        (4, [(30, 0), (150, 3), (0, 5), *[(1, 1)] * 4]),  # so long that each sample drops keys of its own number
+    ],
+    ids=["one key", "few", "many"],
+)
+def test_steps_without_a_token_of_some_texts_are_recorded_as_if_each_text_was_alone(
+    window: int, lengths: list[tuple[int, int]], of_layer: dict[str, Any]
+) -> None:
+    layer, mask = drawn(**of_layer)[0], CAUSAL & masks.Window(window)
+    texts = [torch.randn(1, sum(counts), WIDTH, dtype=torch.float64) for counts in zip(*lengths, strict=True)]
+    calls, done = [], [0, 0]
+    for counts in lengths:
+        x = torch.full((2, max(1, *counts), WIDTH), torch.nan, dtype=torch.float64)
+        for index, count in enumerate(counts):
+            x[index, :count] = texts[index][0, done[index] : done[index] + count]
+            done[index] += count
+        calls.append({"x": x, "lengths": counts, "mask": mask})
+    cache = KeyValueCache(window=window)
+    found = watched(layer, [{**call, "cache": cache} for call in calls]).layers[0]
+    assert found.num_samples == len(texts)
+    for sample, text in zip(found.samples, texts, strict=True):
+        assert_same(LayerRecord("", [sample]), watched(layer, [{"x": text, "mask": mask}]).layers[0])
 
 
-def test_a_learned_key_before_keys_that_are_forgotten_begins_a_sample_a_step() -> None:
+def test_a_bias_is_recorded_where_a_window_drops_keys_after_a_learned_one() -> None:
     layer, x = drawn(add_bias_kv=True)
-    whole = watched(layer, [{"x": x, "mask": NEAR}]).layers[0].sample(0).weights(queries=slice(11, 12))
-    found = watched(layer, steps(x, cache=KeyValueCache(window=4), mask=NEAR)).layers[0].samples[-2]
-    assert torch.allclose(found.weights()[..., 0], whole[..., 0], atol=1e-12)
-    assert torch.allclose(found.weights()[..., 1:], whole[..., -4:], atol=1e-12)
+    bias = torch.randn(2, 4, LENGTH, LENGTH, dtype=torch.float64)
+    bias[:, :, 7, 5] = -torch.inf
+    calls = steps(x, cache=KeyValueCache(window=4), mask=NEAR)
+    stop = 0
+    for call in calls:
+        start, stop = stop, stop + call["x"].shape[1]
+        call["bias"] = bias[:, :, start:stop, max(0, start - 3) : stop]
+    whole = watched(layer, [{"x": x, "mask": NEAR, "bias": bias}])
+    assert_same(watched(layer, calls).layers[0], whole.layers[0])
 
 
 def test_a_model_of_several_layers_is_recorded_layer_by_layer() -> None:
@@ -185,12 +216,16 @@ def test_a_model_of_several_layers_is_recorded_layer_by_layer() -> None:
         assert_same(one, other)
 
 
-def test_statistics_alone_are_kept_of_a_decoding_too() -> None:
-    layer, x = drawn()
-    found = watched(layer, steps(x, cache=KeyValueCache(), mask=CAUSAL), keep="statistics").layers[0].means()
-    whole = watched(layer, [{"x": x, "mask": CAUSAL}], keep="statistics").layers[0].means()
-    for name, value in whole.items():
-        assert torch.allclose(found[name], value, atol=1e-10), name
+@pytest.mark.parametrize("keep", ["statistics", "summary"])
+@pytest.mark.parametrize("of_layer", OF_LAYER.values(), ids=OF_LAYER)
+def test_statistics_alone_are_kept_of_a_decoding_too(of_layer: dict[str, Any], keep: str) -> None:
+    layer, x = drawn(**of_layer)
+    found = watched(layer, steps(x, cache=KeyValueCache(window=4), mask=NEAR), keep=keep).layers[0]
+    whole = watched(layer, [{"x": x, "mask": NEAR}], keep=keep).layers[0]
+    assert found.num_samples == whole.num_samples
+    means = found.means()
+    for name, value in whole.means().items():
+        assert torch.allclose(means[name], value, atol=1e-10), name
 
 
 def test_a_later_step_that_sees_no_key_gives_the_first_one_no_weight() -> None:

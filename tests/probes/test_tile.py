@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.errors import ArgumentError, ShapeError
-from multihead.functional import attention_weights, attention_with_logsumexp, request_of
+from multihead.functional import attention_weights, attention_with_logsumexp, request_of, statistics
 from multihead.masks.place import Place
 from multihead.probes import tile as tiles
 from multihead.probes.tile import LARGE, RowTotals, head_indices, is_large, is_usual, tile
@@ -133,6 +133,19 @@ def test_weights_are_exact_whatever_is_done_to_the_scores(size: float, term: str
 def test_a_tile_has_the_numbers_of_the_whole(size: float) -> None:
     q, k = drawn(size)
     assert (in_tiles(q, k) - attention_weights(q, k)).abs().max() <= 2.0**-22
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1e16, 1e20, 1e26])
+def test_no_weight_is_above_1_however_large_the_scores(size: float, dtype: torch.dtype) -> None:
+    """The logsumexp is rounded to a number whose neighbours are far away, and so is each score."""
+    q, k = (tensor.to(dtype) for tensor in drawn(size))
+    exact = Case(q, k).softmax(torch.float64)
+    found = statistics(q, k, probes=("largest_weight", "self_mass", "first_mass", "received"))
+    received = found.pop("received") / 70
+    for weights in (attention_weights(q, k), in_tiles(q, k), received, *found.values()):
+        assert bool((weights <= 1).all() & (weights >= 0).all())
+    assert (attention_weights(q, k).double() - exact).abs().max() <= 1e-6
 
 
 def test_a_logsumexp_of_other_arithmetic_leaves_weights_exact() -> None:

@@ -93,6 +93,19 @@ def test_half_precision_is_weighed_in_float32() -> None:
     assert oracle.difference(found, p @ columns.double()) <= 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:Entries of q, k or v are so large")  # for the logsumexp
+def test_a_hidden_key_near_the_largest_number_leaves_norms_as_they_are() -> None:
+    """Its score is inf, and PyTorch's fused kernel hides it by adding -inf."""
+    q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind()
+    mask, context = masks.Keep(torch.arange(6) % 3 > 0, "keys"), ProbeContext(output_weight=torch.randn(16, 16))
+    large = k.clone()
+    large[:, :, 3] = -torch.finfo(torch.float64).max
+    probes = ("output_norm", "contribution")
+    found, expected = (statistics(q, keys, v=v, mask=mask, probes=probes, context=context) for keys in (large, k))
+    for name in probes:
+        assert oracle.difference(found[name], expected[name]) < 1e-12
+
+
 def test_what_is_weighed_is_weighed_before_dropout() -> None:
     q = torch.randn(1, 1, 50, 8)
     subject = MeasuredCall.of(request_of(q, q, q, dropout=0.5), torch.zeros(1, 1, 50), ProbeContext())

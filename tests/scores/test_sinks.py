@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from multihead import masks
 from multihead.errors import DtypeError, ShapeError
 from multihead.functional import attention, attention_weights, attention_with_logsumexp
 from multihead.scores.sinks import with_sinks
+from tests import oracle
 from tests.kernel_names import EACH, exactest, rounding
 
 Q, K, V = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64).unbind()
@@ -49,9 +51,36 @@ def test_a_huge_sink_has_all_the_weight(kernel: str) -> None:
     assert bool((logsumexp / 1e4 - 1).abs().max() <= torch.finfo(exactest(kernel)).eps)
 
 
-def test_an_empty_row_stays_empty() -> None:
-    output, logsumexp = with_sinks(torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1), -torch.inf), torch.zeros(2))
+@pytest.mark.parametrize("sink", [-torch.inf, 1e4])
+@pytest.mark.parametrize("kernel", EACH)
+def test_gradients_are_those_of_float64_next_to_queries_without_keys(kernel: str, sink: float) -> None:
+    """There exp(sink - 0) of a huge sink overflows, and 0 * inf is NaN."""
+    mask = masks.Lengths(torch.tensor([[0, 3, 0, 5, 1]]))
+    sinks = torch.tensor([sink, -0.3], dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (*given(kernel), sinks.to(exactest(kernel)))]
+    output, logsumexp = attention_with_logsumexp(*leaves[:3], mask=mask, sinks=leaves[3], kernel=kernel)
+    exact_leaves = [tensor.clone().requires_grad_() for tensor in (Q, K, V, sinks)]
+    exact = oracle.attend(*exact_leaves[:3], oracle.shown(mask, (1, 2, 5, 5)), sinks=exact_leaves[3])
+    found, expected = (
+        torch.autograd.grad(output.square().sum() + logsumexp.masked_fill(empty, 0).sin().sum(), each)
+        for output, logsumexp, empty, each in (
+            (output, logsumexp, logsumexp == -torch.inf, leaves),
+            (exact.output, exact.logsumexp, exact.logsumexp == -torch.inf, exact_leaves),
+        )
+    )
+    size = 1 + 1e4 * (sink > 0)  # sin of a large number multiplies its rounding
+    for one, two in zip(found, expected, strict=True):
+        assert oracle.difference(one, two) < size * rounding(kernel)
+
+
+@pytest.mark.parametrize("sink", [0.0, torch.inf, torch.nan])
+def test_an_empty_row_stays_empty(sink: float) -> None:
+    empty, sinks = torch.full((1, 2, 1), -torch.inf), torch.tensor([0, sink])
+    output, logsumexp = with_sinks(torch.zeros(1, 2, 1, 3), empty, sinks)
     assert bool((output == 0).all() & (logsumexp == -torch.inf).all())
+    output, logsumexp = with_sinks(torch.ones(1, 2, 1, 3), torch.zeros(1, 2, 1), sinks)
+    assert bool((output.isnan().all(-1) == logsumexp.isnan()).all())
+    assert logsumexp.isnan()[0, :, 0].tolist() == [False, sink != 0]
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def _computed(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
     if not _is_differentiable(request) and not traced():
         return tile(request, logsumexp).to(request.shape.dtype)
     with without_autocast(request.shape.device):
-        cells = scores(request).masked_fill(~seen(request), -torch.inf)
+        cells = scores(request, hidden=~seen(request))
         return softmax(cells, request.sinks)[0].to(request.shape.dtype)
 
 

@@ -29,7 +29,9 @@ def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
 
     `use()` registers the name "multihead" in transformers for the rest of the process. Then
     `from_pretrained(..., attn_implementation="multihead")` and `model.set_attn_implementation("multihead")` work.
-    `use(model)` does the same for one loaded model, permanently or as a context manager. Nothing is observed.
+    `use(model)` does the same for one loaded model, permanently or as a context manager. Nothing is observed. When
+    the model runs, a module that attends, or reads the attention mask, without a call of these kernels raises a
+    ModelError that names it.
 
     Args:
         model: a model of transformers, or a module that contains some (an adapter of PEFT, a class of your own).

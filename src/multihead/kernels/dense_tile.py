@@ -33,21 +33,29 @@ def without_tensors(request: AttentionRequest) -> AttentionRequest:
     return replace(request, q=empty, k=empty, v=empty)
 
 
-def scores(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-    """Compute softcap(scale * q . k) + bias on a tile, hidden cells included.
+def scores(
+    request: AttentionRequest,
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+    *,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Compute softcap(scale * q . k) + bias on a tile: (batch, heads, queries, keys), in the working dtype.
 
-    Returns:
-        (batch, heads, queries, keys), in the working dtype.
+    Cells that are `hidden` (bool, broadcasting) become -inf, and their gradient 0; without it they are like all others.
     """
     dtype = working_dtype(request.q.dtype)
     q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
     grouped = q.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
     # One matrix product per key/value head: the rows of its query heads are concatenated, so k is never repeated.
     product = (grouped.flatten(2, 3) * request.scale) @ k.mT  # (batch, kv_heads, group * queries, keys)
-    cells = softcapped(product.unflatten(2, grouped.shape[2:4]).flatten(1, 2), request.softcap)
+    cells = product.unflatten(2, grouped.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
+    if request.softcap is not None and hidden is not None:
+        cells = cells.masked_fill(hidden, 0)  # where one overflows to NaN, so does the slope of the softcap
+    cells = softcapped(cells, request.softcap)
     if request.bias is not None:
         cells = cells + bias_tile(request.bias, request.shape, queries, keys).to(dtype)
-    return cells
+    return cells if hidden is None else cells.masked_fill(hidden, -torch.inf)
 
 
 def seen(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keep NaN and inf in keys, values and bias away from the queries that may not see them."""
+"""Keep NaN and inf in keys, values, bias and sinks away from the queries that may not see them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
     numbers = None if bias is None else values_of(bias).detach()
-    bad_numbers = None if numbers is None else numbers.isnan() | (numbers == torch.inf)
+    bad_numbers = None if numbers is None else _no_logit(numbers)
+    bad_sinks = None if request.sinks is None else _no_logit(request.sinks.detach())  # (heads,)
     fits = readable(request.shape.device) and not may_overflow(request)
-    if fits and (bad_numbers is None or not bool(bad_numbers.any())):
+    if fits and not any(bool(bad.any()) for bad in (bad_numbers, bad_sinks) if bad is not None):
         return request, None
     bad_queries = ~torch.isfinite(q.detach()).all(-1)  # (batch, heads, queries)
     bad_keys = ~(torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1))  # (batch, kv_heads, keys)
@@ -46,7 +47,15 @@ def without_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         bad_bias = with_values(bias, bad_numbers.float())
     bad_keys = bad_keys.repeat_interleave(request.shape.group, 1)  # (batch, heads, keys)
     sees_any = _sees(cleaned, bounds, torch.ones_like(bad_keys), None)  # (batch, heads, queries)
+    if request.sinks is not None and bad_sinks is not None:
+        cleaned = replace(cleaned, sinks=request.sinks.masked_fill(bad_sinks, 0))
+        bad_queries = bad_queries | bad_sinks[:, None]
     return cleaned, (bad_queries & sees_any) | _sees(cleaned, bounds, bad_keys, bad_bias)
+
+
+def _no_logit(numbers: Tensor) -> Tensor:
+    """Return which numbers added to scores, or sinks, make the rows that see them NaN: NaN and inf, and not -inf."""
+    return numbers.isnan() | (numbers == torch.inf)
 
 
 def may_overflow(request: AttentionRequest) -> bool:

@@ -43,7 +43,7 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attende
     """Attend from a range of queries to a range of keys that contains all keys they see."""
     dtype = working_dtype(request.q.dtype)
     hidden = ~seen(request, rows, keys)
-    cells = scores(request, rows, keys).masked_fill(hidden, -torch.inf)
+    cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
     if weights.requires_grad or traced():  # the gradient of a hidden weight may overflow, and 0 * inf is NaN
         weights = weights.masked_fill(hidden, 0)
@@ -91,7 +91,7 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     sink = None if sinks is None else sinks.to(cells.dtype).view(-1, 1, 1)
     if sink is not None:
         largest = torch.maximum(largest, sink.detach())
-    largest = largest.masked_fill(empty, 0)
+    largest = largest.masked_fill(largest == -torch.inf, 0)
     exponentials = (cells - largest).exp()
     total = exponentials.sum(-1, keepdim=True)
     if sink is not None:

@@ -134,7 +134,6 @@ class Mask:
     sees_no_later_key: ClassVar[bool] = False  # whether no query sees a key after its own position
     starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
     has_key_axis: ClassVar[bool] = False  # whether it holds a tensor with a column per key
-    leading_keys: ClassVar[int] = 0  # how many keys at the beginning belong to no token
     band: ClassVar[Band | None] = None  # the whole mask as arithmetic
     lookback: ClassVar[int | None] = None  # how many keys back a query sees at most, its own included
 
@@ -291,7 +290,8 @@ class Mask:
         """Re-express this mask for a sequence whose first `count` keys were dropped.
 
         Args:
-            count: number of dropped keys, one for all samples or (batch,).
+            count: number of dropped keys, one for all samples or (batch,); -count keys are put back where it is
+                negative, and a mask with a `lookback` hides them.
 
         >>> from multihead import masks
         >>> (masks.Window(4) & masks.Prefix(10)).after_dropping(7)

@@ -43,11 +43,6 @@ class LeadingKeys(Mask):
         return self.mask.uses_positions
 
     @property
-    def leading_keys(self) -> int:  # type: ignore[override]
-        """How many keys at the beginning belong to no token."""
-        return self.count
-
-    @property
     def starts_at_first_key(self) -> bool:  # type: ignore[override]
         """Whether every query's interval starts at the first key."""
         return self.count > 0 or self.mask.starts_at_first_key

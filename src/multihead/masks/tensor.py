@@ -87,8 +87,8 @@ class _TensorMask(Mask):
         keys: int = self.four_dimensional().shape[3] if differs else extent.keys  # type: ignore[assignment]
         cells = self.kept().to(extent.positions.device).expand(-1, -1, -1, keys)
         count = cells.sum(-1)  # (batch or 1, heads or 1, queries or 1)
-        first = torch.where(count > 0, cells.int().argmax(-1), keys)
-        stop = torch.where(count > 0, keys - cells.flip(-1).int().argmax(-1), 0)
+        edged = torch.nn.functional.pad(cells.int(), (1, 1), value=1)  # found where no key is visible, or there is none
+        first, stop = edged[..., 1:].argmax(-1), keys - edged[..., :-1].flip(-1).argmax(-1)
         whole = extent.readable and bool((count == (stop - first).clamp(min=0)).all())
         hull_first, hull_stop = first.amin(1), stop.amax(1)
         if whole and first.shape[1] > 1:

@@ -37,6 +37,7 @@ from multihead.record.batch import (
     moved_together,
     new_samples,
     part_of,
+    with_dropped_keys,
     without_queries,
 )
 from multihead.record.layer import LayerRecord
@@ -177,8 +178,7 @@ class Recorder:
         """Whether a call continues the previous one of its layer: it has the same keys, and more."""
         request = call.request
         if request.continued is not None:
-            # A key added in front has no position among the others once the first keys of the text are dropped.
-            return not request.mask.leading_keys or not bool(torch.as_tensor(offset).any())
+            return True
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
         if request.packed_lengths is not None or previous.edge is None or not request.shape.key_length:
@@ -243,10 +243,9 @@ class Recorder:
         for index, (sample, span, key_start) in enumerate(zip(samples, places.found, moved, strict=True)):
             if not first:
                 ids.add_to(sample, span, index, key_start - span.keys[0])
-            alone = cut(call, span)
+            alone, start = with_dropped_keys(cut(call, span), 0 if request.packed_lengths is not None else key_start)
             if places.real is not None:
                 alone = without_queries(alone, places.real[span.sample, slice(*span.queries)])
-            start = 0 if request.packed_lengths is not None else key_start
             self._add_sample(layer, sample, alone, start, module, first=first)
         self.record.add(layer, samples)
 

@@ -80,7 +80,15 @@ class MeasuredCall:
         """Compute ln p = s - L from the scores (..., keys) of some rows, an index of (batch, heads, queries)."""
         if self.base is not None:
             scores = scores - self.base[rows][..., None]
-        return scores.to(self.divisor.dtype) - self.divisor[rows][..., None]
+        return self.at_most_0(scores.to(self.divisor.dtype) - self.divisor[rows][..., None])
+
+    def at_most_0(self, logs: Tensor) -> Tensor:
+        """Clamp ln p = s - L in place, where s and L are so large that their roundings may be more than 0 apart."""
+        return logs.clamp_(max=0) if self._is_large else logs
+
+    @cached_property
+    def _is_large(self) -> bool:
+        return is_large(self.logsumexp)
 
     @cached_property
     def positions(self) -> Tensor:

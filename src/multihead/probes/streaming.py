@@ -242,7 +242,7 @@ def _tiles(stream: _Stream, group: _Group, rows: slice) -> Iterator[_Tile]:
             shown = shown[None]
         if group.q is not None and group.k is not None:
             product = group.q[:, :, rows].flatten(1, 2) @ group.k[:, slice(*columns)].mT
-            logs = product.view(-1, rows.stop - rows.start, columns[1] - columns[0])
+            logs = call.at_most_0(product.view(-1, rows.stop - rows.start, columns[1] - columns[0]))
         else:
             cells = scores(request, rows, slice(*columns))
             logs = call.log_weights(cells[0], (group.sample, group.heads, rows))

@@ -92,6 +92,7 @@ def tile(
     num_heads = max(1, min(CELLS // (ROWS * of_head), len(chosen)))
     num_rows = max(ROWS, CELLS // (of_head * num_heads))
     found = []
+    large = traced() or is_large(logsumexp)  # s and L are rounded, so that s - L may be above 0
     with torch.no_grad(), without_autocast(shape.device):
         for some_heads in chosen.to(shape.device).split(num_heads):
             parts = []
@@ -108,7 +109,8 @@ def tile(
                     own = _streamed(request, some_heads, part, base)
                 own = _unless_other(own, row, request, some_heads, part, base)
                 own = own.masked_fill(row == -torch.inf, torch.inf)[..., None]  # exp(s - inf) = 0: an empty row
-                weights = (cells - own).to(logsumexp.dtype).exp_()
+                logs = (cells - own).to(logsumexp.dtype)
+                weights = (logs.clamp_(max=0) if large else logs).exp_()
                 # Hidden cells of a row of NaN are 0 too.
                 parts.append(weights if shown is None else weights.masked_fill_(~shown, 0))
             found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from multihead.kernels.choose import KERNELS
 from multihead.kernels.dense_tile import working_dtype
+from multihead.kernels.nonfinite import may_overflow
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.streaming import streamed
 
@@ -76,7 +77,9 @@ def weighed(call: MeasuredCall, columns: Tensor) -> Tensor:
     padding = columns.shape[-1] * 2 < request.shape.head_dim
     for name in ("native", "sdpa"):
         kernel = KERNELS[name]
-        if kernel.refusal(wide, call.bounds) is None and not (name == "sdpa" and padding):
+        if kernel.refusal(wide, call.bounds) is not None or (name == "sdpa" and padding):
+            continue
+        if kernel.HANDLES_NONFINITE or not may_overflow(wide):
             return kernel.attend(wide, call.bounds).output
     _, found = streamed(call, (), columns)
     assert found is not None

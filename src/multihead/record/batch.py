@@ -16,6 +16,7 @@ from multihead.errors import ModelError
 from multihead.kernels.first_keys import first_seen
 from multihead.kernels.native.statistics import FIRST_KEY
 from multihead.masks import Keep
+from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.place import Span
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
@@ -25,7 +26,7 @@ from multihead.record.sample import SampleRecord
 from multihead.record.segments import Rows, Segment, kept
 from multihead.record.summaries import Measured, queries_that_count
 from multihead.record.token_ids import Ids
-from multihead.scores.bias import Bias
+from multihead.scores.bias import Bias, dense_bias
 from multihead.scores.relative import RelativeBias
 
 CUTTING = RLock()
@@ -551,6 +552,39 @@ def position_of(request: AttentionRequest, span: Span) -> int:
     return origin + span.queries[0] - span.keys[0]
 
 
+def with_dropped_keys(call: AttentionCall, key_start: int) -> tuple[AttentionCall, int]:
+    """Put back the keys that a cache dropped after leading keys: then a call's keys are a range of its sample's.
+
+    They are zeros, and the mask hides them: a cache drops keys that no later query may see. What the kernel measured is
+    left out, because its distances and indices are those without these keys.
+
+    Args:
+        call: a call with a batch of one.
+        key_start: how many keys of the sample were dropped.
+
+    Returns:
+        the call, and the index of its first key among those of the sample.
+    """
+    request, mask, shape = call.request, call.request.mask, call.request.shape
+    if not isinstance(mask, LeadingKeys) or key_start <= 0:
+        return call, key_start
+    if shape.key_length < mask.count:  # a call without a token of this sample has no key of it either
+        return call, 0
+    bias = None
+    if request.bias is not None:
+        bias = _with_gap(dense_bias(request.bias, shape).expand(-1, -1, -1, shape.key_length), 3, mask.count, key_start)
+    whole = replace(
+        request,
+        k=_with_gap(request.k, 2, mask.count, key_start),
+        v=_with_gap(request.v, 2, mask.count, key_start),
+        shape=shape._replace(key_length=key_start + shape.key_length),
+        mask=LeadingKeys(mask.count, mask.mask.after_dropping(-key_start)),
+        query_start=request.query_start + key_start,
+        bias=bias,
+    )
+    return AttentionCall(whole, replace(call.attended, statistics={})), 0
+
+
 def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
     """Make queries that are padding between real ones see no key, so that no summary counts them.
 
@@ -567,6 +601,13 @@ def without_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
         for part, value in call.attended.statistics.items()
     }
     return AttentionCall(replace(call.request, mask=mask), Attended(call.attended.output, logsumexp, statistics))
+
+
+def _with_gap(tensor: Tensor, axis: int, place: int, count: int) -> Tensor:
+    """Insert `count` zeros along an axis, before the index `place`."""
+    before, after = tensor.tensor_split([place], axis)
+    sizes = [*tensor.shape[:axis], count, *tensor.shape[axis + 1 :]]
+    return torch.cat([before, tensor.new_zeros(sizes), after], axis)
 
 
 def _bias_of_part(bias: Bias, queries: int, span: Span) -> Bias:

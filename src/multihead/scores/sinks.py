@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from multihead.errors import DtypeError, ShapeError
 from multihead.shapes import AttentionShape
@@ -28,6 +29,7 @@ def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor
 
     With L the logsumexp over the keys and s the sink, the weights of the keys are multiplied by
     exp(L) / (exp(L) + exp(s)) = sigmoid(L - s), and so is the output. A query that sees no key is unchanged: 0, -inf.
+    The others are NaN where a sink is NaN or inf.
 
     Args:
         output: (batch, heads, queries, value_dim).
@@ -36,9 +38,11 @@ def with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor
 
     Source: GPT-OSS, arXiv:2508.10925; the identity is L' = log(exp(L) + exp(s)).
     """
-    sink = sinks.to(logsumexp.dtype)[:, None]
+    sink = sinks.masked_fill(sinks == torch.inf, torch.nan).to(logsumexp.dtype)[:, None]
     empty = logsumexp == -torch.inf
     finite = logsumexp.masked_fill(empty, 0)
-    share = (finite - sink).sigmoid()
-    joined = torch.logaddexp(finite, sink).masked_fill(empty, -torch.inf)
-    return output * share[..., None].to(output.dtype), joined
+    apart = finite - sink
+    share = apart.sigmoid().masked_fill(empty, 1)
+    # logaddexp, whose second derivative is NaN in PyTorch where the two are far apart.
+    joined = torch.maximum(finite, sink) + softplus(-apart.abs())
+    return output * share[..., None].to(output.dtype), joined.masked_fill(empty, -torch.inf)

@@ -166,7 +166,7 @@ _QUERIES = (-2, -1, -1, -1)  # the axis of the queries in each result of `attent
 
 
 def _with_queries(part: Tensor, axis: int, queries: int) -> Tensor:
-    """Allocate a tensor for all queries of a call, given the result for some of them, or (0) for none that is wanted."""
+    """Allocate a tensor for all queries of a call, given the result for some; (0) is a result that is not wanted."""
     if part.dim() == 1:
         return part
     sizes = list(part.shape)

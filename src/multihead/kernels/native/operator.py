@@ -35,8 +35,8 @@ Arguments of `attention`, in this order or by name:
 
 Returns the output (batch, heads, queries, value_dim) in the dtype of q; the logsumexp (batch, heads, queries) in
 float32, nats, -inf where a query sees no key; the statistics in their order (number, batch, heads, queries), float32;
-and the largest key (batch, heads, queries), int64, or (0) where it is not wanted. The first two have first derivatives with respect to q, k,
-v, bias, relative and sinks. Raises RuntimeError where the arguments do not fit together.
+and the largest key (batch, heads, queries), int64, or (0) where it is not wanted. The first two have first derivatives
+with respect to q, k, v, bias, relative and sinks. Raises RuntimeError where the arguments do not fit together.
 
 Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
 
