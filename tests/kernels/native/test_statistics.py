@@ -204,9 +204,7 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
 def test_only_what_is_wanted_is_measured() -> None:
     found = measured(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS)))
     assert found.statistics == 1 + 16
-    assert found.rows == {"entropy": 0, ("offset_mass", 0): 1}
-    assert not found.at_target
-    assert not found.at_special
+    assert found.parts == ("entropy", ("offset_mass", 0), None, None)
 
 
 def test_the_results_of_an_operator_are_named_by_part() -> None:

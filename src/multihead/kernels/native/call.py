@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.call import AttentionRequest, DropoutPlace
-from multihead.kernels.native import operator  # noqa: F401 - the import registers the operators
+from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.scores.bias import Bias, values_of, with_values
@@ -20,6 +20,14 @@ from multihead.scores.relative import RelativeBias
 DENSE_BYTES = 8 << 20
 WHOLE = slice(None)
 WHOLE_CALL = DropoutPlace()
+
+
+def _operator(name: str) -> Any:
+    """Return the function to which `OpOverload.__call__` only passes its arguments on."""
+    return None if library.absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
+
+
+_attention, _backward, key_sums = map(_operator, ("attention", "attention_backward", "key_sums"))
 # Without autograd's part of an operator: `kernel` records the gradients itself, in half of the time.
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 
@@ -149,9 +157,7 @@ def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor,
     whole: tuple[Tensor, ...] = ()
     with below_autograd():
         for rows in blocks(request, job.bounds):
-            found: tuple[Tensor, ...] = torch.ops.multihead.attention.default(
-                *operands(job, rows), *scales, *statistics
-            )
+            found: tuple[Tensor, ...] = _attention(*operands(job, rows), *scales, *statistics)
             if rows.rows is WHOLE:
                 return found  # type: ignore[return-value]
             if not whole:
@@ -197,7 +203,7 @@ def backward(
         of_logsumexp = None if grad_logsumexp is None else rows.of(grad_logsumexp)
         given = (*(rows.of(each) for each in (*outputs, grad_output)), of_logsumexp, *operands(job, rows))
         with below_autograd():
-            found: Gradients = torch.ops.multihead.attention_backward.default(*given, bias_wanted=bias_wanted)
+            found: Gradients = _backward(*given, bias_wanted=bias_wanted)
         if rows.rows is WHOLE:
             return found
         if not totals:

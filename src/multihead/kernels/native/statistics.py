@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.first_keys import first_keys, first_seen
-from multihead.kernels.native.call import Job, below_autograd, blocks, forward, operands
+from multihead.kernels.native.call import Job, below_autograd, blocks, forward, key_sums, operands
 from multihead.masks.base import KeyBounds
 from multihead.parts import Part
 from multihead.tracing import intercepted
@@ -21,26 +21,16 @@ from multihead.tracing import intercepted
 FIRST_KEY: Part = ("first_keys_mass", 1)
 SPECIAL_KEYS: Part = ("tokens_mass", "special")
 OFFSETS: dict[Part, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
-# The statistics in the order of STATISTICS in csrc/operator.cpp, each with its rows in the result of an operator.
-_ROWS = {
-    **dict.fromkeys(("entropy", "largest_weight", "mean_distance", "distance_spread"), 1),
-    "offset_weights": len(OFFSETS),
-    "target_key_weight": 1,
-    "special_keys_weight": 1,
-    "largest_key": 0,  # a result of its own
+# The statistics in the order of STATISTICS in csrc/operator.cpp, the largest key last, each with the parts of its rows.
+_ROWS: dict[str, tuple[Part, ...]] = {
+    **{name: (name,) for name in ("entropy", "largest_weight", "mean_distance", "distance_spread")},
+    "offset_weights": tuple(OFFSETS),
+    "target_key_weight": (FIRST_KEY,),
+    "special_keys_weight": (SPECIAL_KEYS,),
+    "largest_key": ("largest_key",),
 }
-# The statistic that each part is.
-_STATISTIC: dict[Part, str] = {
-    "entropy": "entropy",
-    "mean_distance": "mean_distance",
-    "distance_spread": "distance_spread",
-    **dict.fromkeys(OFFSETS, "offset_weights"),
-    FIRST_KEY: "target_key_weight",
-    SPECIAL_KEYS: "special_keys_weight",
-    "largest_weight": "largest_weight",
-    "largest_key": "largest_key",
-}
-ONE_PASS: frozenset[Part] = frozenset(_STATISTIC)
+_AT_TARGET, _AT_SPECIAL = 32, 64
+ONE_PASS: frozenset[Part] = frozenset(part for parts in _ROWS.values() for part in parts)
 SECOND_PASS: frozenset[Part] = frozenset({"received", "pooled_map"})
 
 
@@ -53,20 +43,17 @@ class Measured(NamedTuple):
 
     Attributes:
         statistics: their sum of powers of 2, an argument of the operators.
-        rows: the parts, with the index of each among the rows of the result; -1 for the largest key.
-        at_target: whether a target key is needed.
-        at_special: whether special keys are needed.
+        parts: the part that each row of the result is, None for one that is not wanted; the largest key is the last.
     """
 
     statistics: int
-    rows: dict[Part, int]
-    at_target: bool
-    at_special: bool
+    parts: tuple[Part | None, ...]
 
     def results(self, measured: Tensor, largest_key: Tensor) -> dict[Part, Tensor]:
         """Return the parts, (batch, heads, queries) each, from the last two results of an operator."""
-        found = measured.unbind()
-        return {part: largest_key if row < 0 else found[row] for part, row in self.rows.items()}
+        found: dict[Any, Tensor] = dict(zip(self.parts, (*measured.unbind(), largest_key), strict=False))
+        found.pop(None, None)
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -79,18 +66,17 @@ def measured(wanted: frozenset[Part], *, special: bool = False, packed: bool = F
         packed: whether each packed sample has a first key of its own. These keys are passed as special keys, of which
             each query sees only that of its own sample.
     """
-    found = {part: name for part, name in _STATISTIC.items() if part in wanted and (special or part != SPECIAL_KEYS)}
+    rows = dict(_ROWS)
     if packed:
-        found[FIRST_KEY] = _STATISTIC[SPECIAL_KEYS]
-    names = set(found.values())
-    statistics, row, first = 0, 0, {"largest_key": -1}
-    for bit, (name, count) in enumerate(_ROWS.items()):
-        if name in names:
+        rows |= {"target_key_weight": (), "special_keys_weight": (FIRST_KEY,)}
+    elif not special:
+        rows["special_keys_weight"] = ()
+    statistics, parts = 0, []
+    for bit, of_name in enumerate(rows.values()):
+        if wanted.intersection(of_name):
             statistics |= 1 << bit
-            first.setdefault(name, row)
-            row += count
-    rows = {part: first[name] + (list(OFFSETS).index(part) if part in OFFSETS else 0) for part, name in found.items()}
-    return Measured(statistics, rows, "target_key_weight" in names, "special_keys_weight" in names)
+            parts += [part if part in wanted else None for part in of_name]
+    return Measured(statistics, tuple(parts))
 
 
 def wanted_of(
@@ -111,11 +97,11 @@ def wanted_of(
     if isinstance(start, int):
         start = torch.full((batch,), start, device="cpu") if start else None
     first = None
-    if found.at_target:
+    if found.statistics & _AT_TARGET:
         first = first_keys(request, bounds)
         first = first if len(first) == batch else first.repeat(batch)
     special = _first_keys_of_packed(request, bounds) if packed else special_keys
-    return found, (found.statistics, start, first, special if found.at_special else None)
+    return found, (found.statistics, start, first, special if found.statistics & _AT_SPECIAL else None)
 
 
 def _first_keys_of_packed(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
@@ -178,7 +164,7 @@ def second_pass(
     job = Job(request, bounds, with_values=False)
     with below_autograd():
         for rows in blocks(request, bounds, step=1 if cell is None else cell[0]):
-            part, map_part = torch.ops.multihead.key_sums(rows.of(logsumexp), *(cell or (0, 0)), *operands(job, rows))
+            part, map_part = key_sums(rows.of(logsumexp), *(cell or (0, 0)), *operands(job, rows))
             sums = part if sums is None else sums.add_(part)
             maps.append(map_part)
     assert sums is not None
