@@ -44,11 +44,11 @@ _FUSED = ("tests/kernels/test_agreement.py", "-k", "fused")
 FUZZED = (
     Mutant("layouts", "features are read as contiguous if they are not", "csrc/operator.cpp",
            "if (tensor.strides[3] != 1 && tensor.sizes[3] != 1) make_contiguous(tensor);", "(void)tensor;",
-           ("tests/kernels/native/test_eager.py",)),
+           ("tests/kernels/native/test_kernel.py", "-k", "every_layout")),
     Mutant("layouts", "features that are expanded are read past the end", "csrc/operator.cpp",
            "if (tensor.strides[3] != 1 && tensor.sizes[3] != 1) make_contiguous(tensor);",
            "if (tensor.strides[3] > 1 && tensor.sizes[3] != 1) make_contiguous(tensor);",
-           ("tests/kernels/native/test_eager.py",)),
+           ("tests/kernels/native/test_operator.py", "-k", "expanded")),
     Mutant("empty batches", "a length is read in a batch without samples", "csrc/operator.cpp",
            "(lengths && lengths.sizes[0] > 1) || !call.batch ? call.batch : 1;",
            "(lengths && lengths.sizes[0] > 1) ? call.batch : 1;",

@@ -124,6 +124,46 @@ def test_the_other_operators_pass_the_checks_of_torch() -> None:
     )  # it returns a number, which depends on the machine, and is in no graph
 
 
+def test_the_gradient_of_a_relative_bias_passes_the_checks_of_torch() -> None:
+    given = {name: torch.randn(2, 1, n, 8).bfloat16() for name, n in (("q", 5), ("k", 7), ("v", 7))}
+    inputs = arguments(**given, relative=torch.randn(1, 1, 11).bfloat16())
+    output, logsumexp, *_ = operator(*inputs)
+    found = (output, logsumexp, torch.randn_like(output), None, *inputs)
+    torch.library.opcheck(torch.ops.multihead.attention_backward, found, {"bias_wanted": True})
+    assert [each.dtype for each in torch.ops.multihead.attention_backward(*found, bias_wanted=True)[:4]] == 4 * [
+        torch.bfloat16
+    ]
+
+
+def test_blocks_for_a_relative_bias_drop_the_weights_of_the_whole_call() -> None:
+    """64 queries are one block of the gradient of the bias; without it all queries are computed together."""
+    q, k, v = (torch.randn(2, 4, n, 4) for n in (70, 33_000, 33_000))
+    start = torch.zeros(1, 70, dtype=torch.int64)
+    relative = torch.randn(2, 4, 70 + 33_000 - 1)
+    terms = (None, None, relative, None, 0.5, None, 0.5, torch.tensor(3))
+    inputs = (q, k, v, start, start + 33_000, *terms)
+    output, logsumexp, *_ = operator(*inputs)
+    whole, blocks = (
+        torch.ops.multihead.attention_backward(output, logsumexp, output, logsumexp, *inputs, bias_wanted=wanted)
+        for wanted in (False, True)
+    )
+    for one, two in zip(whole[:3], blocks[:3], strict=True):
+        assert oracle.difference(one, two.double()) < 1e-5
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("expanded", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_features_that_are_expanded_count_as_a_contiguous_copy(*, grad: bool, expanded: tuple[int, ...]) -> None:
+    leaves = [torch.randn(2, 2, 9, 1 if place in expanded else 8).requires_grad_(grad) for place in range(3)]
+    given = [leaf.expand(-1, -1, -1, 8) for leaf in leaves]
+    found, expected = functional.attention(*given), functional.attention(*(each.contiguous() for each in given))
+    assert torch.equal(found, expected)
+    if grad:
+        of_output = torch.randn(found.shape)
+        for one, two in zip(*(torch.autograd.grad(each, leaves, of_output) for each in (found, expected)), strict=True):
+            assert torch.allclose(one, two, atol=1e-6)
+
+
 @pytest.mark.parametrize("relative", [False, True])
 def test_it_gives_what_the_oracle_gives_with_every_gradient(*, relative: bool) -> None:
     given = everything() | {"dropout": 0.0, "seed": None}
