@@ -1,4 +1,4 @@
-// The interface between Python and the kernels: one call of attention as addresses, sizes, strides and options.
+// The interface between the operators and the kernels: one call of attention as addresses, sizes, strides and options.
 //
 // Every field has 8 bytes, and no type comes from torch or Python. In shapes, `rows` are queries or keys and `dim` is
 // head_dim or value_dim. Strides count elements, not bytes; the last axis of a tensor with RowStrides is contiguous,
@@ -31,10 +31,9 @@ struct CellStrides {  // of a tensor (batch, heads, queries, keys); any of them 
 
 constexpr int64_t MAX_OFFSETS = 8;
 
-// The fields in the order of FIELDS in src/multihead/kernels/native/library.py, which compares the names when it loads
-// the library. INPUT(type, name) is a const address, OUTPUT(type, name) a mutable one; `void` elements have the dtype
-// of the call. A null address leaves an input or an output out if its comment has "or null". With k_scales and v_scales,
-// k and v are int8, as in a quantised cache, and only the forward pass reads them.
+// INPUT(type, name) is a const address, OUTPUT(type, name) a mutable one; `void` elements have the dtype of the call. A
+// null address leaves an input or an output out if its comment has "or null". With k_scales and v_scales, k and v are
+// int8, as in a quantised cache, and only the forward pass reads them.
 #define MULTIHEAD_CALL_FIELDS(INPUT, OUTPUT, NUMBER, ROW_STRIDES, CELL_STRIDES)                                       \
   /* Inputs of every pass */                                                                                          \
   INPUT(void, q)         /* (batch, heads, queries, head_dim) */                                                      \
@@ -167,6 +166,11 @@ int64_t multihead_tile_rows(int64_t index);              // of the set's registe
 int64_t multihead_tile_columns(int64_t index);
 int64_t multihead_workspace(const Call *call, Pass pass);  // bytes of memory that the pass needs, -1 for no such pass
 Status multihead_run(const Call *call, Pass pass);
+const char *multihead_schema(int64_t index);             // schema of operator 0, 1, ..., null after the last
+const char *multihead_torch_functions();                 // the names of libtorch's functions that the operators call
+int64_t multihead_register(void *const *functions);      // define the operators, given these; 1 if torch accepts them
+void multihead_choose(int64_t set);                      // the set of the operators in this process
+void multihead_choose_in_thread(int64_t set);            // and in this thread; -1 for that of the process
 // Add values to sums, counts and histograms per head, see summary.cpp.
 void multihead_summarise(const float *values, const uint8_t *counted, int64_t batch, int64_t heads, int64_t queries,
                          int64_t first_bin, int64_t num_bins, double *totals, double *counts, int64_t *bins,

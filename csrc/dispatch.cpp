@@ -95,7 +95,7 @@ const PassFunctions *functions_of(int64_t set, Pass pass) {
     case Pass::BACKWARD: return &kernels.backward;
     case Pass::KEY_SUMS: return &kernels.key_sums;
   }
-  return nullptr;  // Python may pass any number
+  return nullptr;  // a caller may pass any number
 }
 
 // Whether every start and stop lies in [0, keys]. Bounds that all samples share are checked once.

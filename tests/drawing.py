@@ -179,4 +179,6 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
         wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan, dtype=tensor.dtype)
         wide[..., ::2] = tensor
         return wide[..., ::2]
+    if layout == "negative":  # as the imaginary part of a conjugate, which stores its numbers negated
+        return torch._neg_view(-tensor)
     return tensor

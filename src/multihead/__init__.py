@@ -1,10 +1,17 @@
 """Multi-head attention for PyTorch that is fast on any mask, and whose every head can be inspected.
 
 Nothing is imported until it is used, so that `import multihead` takes a few milliseconds (PEP 562); `__init__.pyi` has
-the same names for type checkers and editors.
+the same names for type checkers and editors. Only the operators are registered as soon as torch is imported, so that
+programs and traces that contain them can be loaded.
 """
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 _MODULES = {  # name -> the module that defines it
@@ -79,3 +86,35 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+class _Registration(MetaPathFinder):
+    """Registers the operators of the library when torch has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            import_torch = spec.loader.exec_module
+
+            def import_and_register(module: ModuleType) -> None:
+                import_torch(module)
+                _register()
+
+            spec.loader.exec_module = import_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    for module in ("multihead.kernels.native.operator", "multihead.places"):
+        import_module(module)
+
+
+if "torch" in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _Registration())

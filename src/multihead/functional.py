@@ -137,7 +137,7 @@ def attention_with_logsumexp(
     given = (mask, bias, softcap, sinks, scale, dropout, query_start)
     attended = None if kernel is not None or unknown else eager.attend(q, k, v, *given)
     if attended is not None:
-        return attended
+        return attended[0], attended[1]
     request, dims = _request(attention_with_logsumexp, unknown, q, k, v, *given)
     result = attend(request, kernel=kernel)
     if dims is None:

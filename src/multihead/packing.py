@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.masks import Documents, Lengths, Mask
+from multihead.places import places_of_tokens
 from multihead.tracing import intercepted, jit_traced, readable, traced
 
 Side = Literal["right", "left"]
@@ -92,7 +93,7 @@ class Packing:
                 f"Give lengths from 0 to {length}.",
             )
         as_operator = traced() and not jit_traced()  # which would make a constant of the length
-        places = torch.ops.multihead.places if as_operator else _places
+        places = torch.ops.multihead.places if as_operator else places_of_tokens
         index = places(counts, length, side == "left")
         return Packing(counts.to(device), index.to(device, non_blocking=True), batch, length, side)
 
@@ -195,22 +196,6 @@ def check_packed(name: str, tokens: Tensor, packing: Packing) -> None:
             f"{name} has shape {given}, and {len(packing.index)} tokens were packed.",
             f"Give (1, {len(packing.index)}, features), as mh.pack does.",
         )
-
-
-def _places(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
-    """Return the indices of the tokens of a padded batch when it is flattened: (tokens,) int64."""
-    column = torch.arange(length, device=lengths.device)
-    inside = column >= (length - lengths)[:, None] if left else column < lengths[:, None]  # (batch, length)
-    return inside.flatten().nonzero().flatten()
-
-
-# The number of tokens is known only when the lengths are read: a graph contains the search as one operator.
-_operator = torch.library.custom_op("multihead::places", _places, mutates_args=())
-
-
-@_operator.register_fake
-def _(lengths: Tensor, length: int, left: bool) -> Tensor:  # noqa: FBT001 - an operator's arguments
-    return lengths.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 class Padding(NamedTuple):

@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.call import Attended, AttentionCall
 from multihead.errors import ProbeError
 from multihead.functional import request_of, statistics
-from multihead.kernels.native import kernel, library
+from multihead.kernels.native import kernel
 from multihead.parts import Part
 from multihead.probes import (
     DEFAULT,
@@ -34,6 +34,7 @@ from tests import oracle
 from tests.drawing import Drawn, calls
 from tests.kernel_names import needs_native
 from tests.kernels.test_sdpa import LargestTensor
+from tests.native_runs import native_runs
 from tests.probes.definitions import Known, every, largest_of_blocks
 
 COMMAS = (3, 5)
@@ -437,26 +438,18 @@ def test_rows_of_nan_are_nan_and_count_as_nothing_where_rows_are_summed() -> Non
 @pytest.mark.parametrize(
     ("probes", "passes"),
     [
-        (("effective_keys", "mean_distance", "largest_key"), [library.FORWARD]),
-        (("received",), [library.FORWARD, library.KEY_SUMS]),
-        ((*DEFAULT[:3], "received", "pooled_map"), [library.FORWARD, library.KEY_SUMS]),
+        (("effective_keys", "mean_distance", "largest_key"), ["attention of scores"]),
+        (("received",), ["attention of scores", "key_sums"]),
+        ((*DEFAULT[:3], "received", "pooled_map"), ["attention of scores", "key_sums"]),
     ],
 )
 def test_statistics_take_one_run_of_the_kernel_without_values_and_what_keys_receive_a_second(
-    probes: tuple[str, ...], passes: list[int], monkeypatch: pytest.MonkeyPatch
+    probes: tuple[str, ...], passes: list[str]
 ) -> None:
-    runs: list[tuple[int, float]] = []
-    run = library.run
-
-    def count(pass_: int, values: list[float]) -> None:
-        runs.append((pass_, values[library.AT["value_dim"]]))
-        run(pass_, values)
-
-    monkeypatch.setattr(library, "run", count)
     q, k = torch.randn(2, 4, 30, 8), torch.randn(2, 2, 30, 8)
-    statistics(q, k, mask=masks.Causal(), probes=probes)
-    assert [pass_ for pass_, _ in runs] == passes
-    assert runs[0][1] == 0
+    with native_runs() as runs:
+        statistics(q, k, mask=masks.Causal(), probes=probes)
+    assert runs == passes
 
 
 @needs_native

@@ -7,7 +7,6 @@ import pickle
 import weakref
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from multihead.cache import KeyValueCache
 from multihead.call import AttentionCall, CallOrigin, listen, listeners
 from multihead.functional import attend, request_of
 from multihead.kernels.dense_tile import seen
-from multihead.kernels.native import library
 from multihead.masks.place import Span
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
@@ -29,6 +27,7 @@ from multihead.record.batch import BatchRows, cut, hull, spans, without_queries
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
+from tests.native_runs import native_runs
 from tests.observation.recorded import Reader, ids
 from tests.watched import brute_force
 
@@ -195,10 +194,9 @@ def test_a_padded_batch_is_measured_by_the_kernel_run_that_computes_it(name: str
     torch.manual_seed(0)
     layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), 4 * torch.randn(4, 9, 16)
     lengths = (9, 3, 0 if name.startswith("packed") else 1, 6)
-    counting = patch.object(library, "run", side_effect=library.run)
-    with torch.no_grad(), counting as runs, mh.observe(layer, keep=keep) as record:
+    with torch.no_grad(), native_runs() as runs, mh.observe(layer, keep=keep) as record:
         layer(x, lengths=lengths, **PADDED[name])
-    assert runs.call_count == 1
+    assert len(runs) == 1
     assert record.layers[0].num_samples == 4
     if keep == "summary":
         return
@@ -223,10 +221,9 @@ def test_special_tokens_of_a_padded_batch_are_measured_in_one_more_run_per_layer
     torch.manual_seed(0)
     model, texts, lengths = Reader().eval(), ids(3, 9), (9, 4, 6)
     special = tuple(texts[:, 2].tolist())
-    counting = patch.object(library, "run", side_effect=library.run)
-    with torch.no_grad(), counting as runs, mh.observe(model, keep=keep, special_ids=special) as found:
+    with torch.no_grad(), native_runs() as runs, mh.observe(model, keep=keep, special_ids=special) as found:
         model(texts, lengths=lengths)
-    assert runs.call_count == 2 * len(found.layers)
+    assert len(runs) == 2 * len(found.layers)
     with torch.no_grad(), mh.observe(model, special_ids=special) as expected:
         for text, length in zip(texts, lengths, strict=True):
             model(text[None, :length])
@@ -250,10 +247,9 @@ def test_an_attention_mask_is_measured_by_the_kernel_run_that_computes_it(name: 
     real = torch.ones_like(batch["input_ids"])
     real[1, {"right": slice(5, None), "left": slice(0, 4), "between": [0, 4, 5, 7]}[padding]] = 0
     batch["attention_mask"] = real
-    counting = patch.object(library, "run", side_effect=library.run)
-    with torch.no_grad(), counting as runs, mh.observe(model) as record:
+    with torch.no_grad(), native_runs() as runs, mh.observe(model) as record:
         model(**batch)
-    assert runs.call_count == len(record.layers)
+    assert len(runs) == len(record.layers)
     for layer in record.layers:
         for sample in layer.samples:
             request, _ = sample.request_of(sample.segments[0])

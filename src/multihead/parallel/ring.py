@@ -268,10 +268,7 @@ class _Backward:
             planned = plan(request, kernel=self.ring.kernel)
         logsumexp, grad_output = self.logsumexp[:, :, piece.at], self.grad_output[:, :, piece.at]
         if planned.kernel is native:
-            if isinstance(request.bias, Tensor) and self.of_bias is not None:  # the kernel writes one for each key
-                request = replace(request, bias=request.bias.expand(-1, -1, -1, request.shape.key_length))
-            place = DropoutPlace() if request.part is None else request.part.place
-            job = native.Job(native.prepared(request), planned.bounds, None, native.seed_of(request), place)
+            job = native.job_of(request, planned.bounds)
             outputs = self.output[:, :, piece.at], logsumexp
             of_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[:, :, piece.at]
             wanted = self.of_bias is not None

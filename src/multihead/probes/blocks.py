@@ -12,7 +12,6 @@ from multihead.call import AttentionRequest
 from multihead.errors import ArgumentError
 from multihead.kernels.dense_tile import scores, seen, without_autocast, working_dtype
 from multihead.kernels.native import kernel
-from multihead.kernels.native.call import bias_as_read
 from multihead.kernels.native.statistics import second_pass
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
@@ -237,8 +236,6 @@ def _summed(
         part = replace(part, mask=Keep(cells))
         bounds = KeyBounds(shown.start, shown.stop, part.mask)
     if scores_in_all > SMALL and not traced() and kernel.refusal(part, bounds) is None:
-        if part.bias is not None:
-            part = replace(part, bias=bias_as_read(part.bias))
         _, sums = second_pass(part, bounds, logsumexp, cell=block)
         if sums is not None:
             return Blocks(sums[0].double(), counts)

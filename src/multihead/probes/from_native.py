@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from multihead.call import AttentionRequest
 from multihead.kernels.native import kernel
-from multihead.kernels.native.call import bias_as_read
 from multihead.kernels.native.statistics import FIRST_KEY, ONE_PASS, SECOND_PASS, SPECIAL_KEYS, one_pass, second_pass
 from multihead.masks.base import KeyBounds
 from multihead.parts import Part
@@ -53,8 +51,6 @@ def first_pass(
     Returns:
         The logsumexp and the parts, (batch, heads, queries) each.
     """
-    if request.bias is not None:
-        request = replace(request, bias=bias_as_read(request.bias))
     return one_pass(request, bounds, ONE_PASS & available(context, parts), context.special_keys)
 
 
@@ -69,16 +65,13 @@ def measure(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
     if not ONE_PASS.isdisjoint(parts):
         found |= first_pass(call.request, call.bounds, parts, call.context)[1]
     if not SECOND_PASS.isdisjoint(parts):
-        request = call.request
-        if request.bias is not None:
-            request = replace(request, bias=bias_as_read(request.bias))
-        found |= _second(call, request, mapped="pooled_map" in parts)
+        found |= _second(call, mapped="pooled_map" in parts)
     return {part: found[part] for part in parts}
 
 
-def _second(call: MeasuredCall, request: AttentionRequest, *, mapped: bool) -> dict[Part, Tensor]:
+def _second(call: MeasuredCall, *, mapped: bool) -> dict[Part, Tensor]:
     """Sum what each key receives, and pool the map if `mapped`."""
-    shape = request.shape
+    request, shape = call.request, call.request.shape
 
     def blank() -> PooledMap:
         sizes = (shape.num_heads, shape.query_length, shape.key_length)

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from multihead import masks
 from multihead.functional import attention_with_logsumexp
-from multihead.kernels.native import bias_gradient
-from multihead.kernels.native.bias_gradient import BiasGradient
 from multihead.scores.relative import RelativeBias
 from tests import oracle
 from tests.agreeing import loss
@@ -42,17 +40,34 @@ def expected(q: Tensor, k: Tensor, v: Tensor, values: Tensor, mask: masks.Mask) 
 
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize(("samples", "heads"), [(1, 4), (2, 1), (2, 4), (1, 1)])
-@pytest.mark.parametrize("lines", [32 << 20, 1])
-def test_it_is_that_of_the_oracle(
-    mask: masks.Mask, samples: int, heads: int, lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bias_gradient, "LINES_BYTES", lines)  # 1: the least number of queries a block, 64
+def test_it_is_that_of_the_oracle(mask: masks.Mask, samples: int, heads: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 70, 8), torch.randn(2, 2, 67, 8), torch.randn(2, 2, 67, 5)
     values = torch.randn(samples, heads, 136)
     for one, two in zip(found(q, k, v, values, mask), expected(q, k, v, values, mask), strict=True):
         assert one.shape == two.shape
         assert oracle.difference(one, two) < 2e-4
+
+
+def test_blocks_of_a_dense_mask_have_their_own_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multihead.kernels.native.call.DENSE_BYTES", 0)  # blocks of 96 queries
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 130, 8), torch.randn(2, 2, 67, 8), torch.randn(2, 2, 67, 5)
+    values, mask = torch.randn(1, 4, 196), masks.Window(20) | masks.Prefix(3)
+    for one, two in zip(found(q, k, v, values, mask), expected(q, k, v, values, mask), strict=True):
+        assert oracle.difference(one, two) < 2e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_keys_are_computed_in_blocks_of_queries(dtype: torch.dtype) -> None:
+    """A block of 64 queries has a map of 64 MB, so that 70 queries are two blocks."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 4).to(dtype) for n in (70, 33_000, 33_000))
+    values = torch.randn(2, 4, 70 + 33_000 - 1).to(dtype)
+    given, exact = (each(q, k, v, values, masks.Full()) for each in (found, expected))
+    for one, two in zip(given, exact, strict=True):
+        assert one.dtype == dtype
+        assert oracle.difference(one, two) < (2e-4 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0), (1, 1)])
@@ -72,16 +87,6 @@ def test_half_precision_is_gathered_in_float32() -> None:
     given = found(q.bfloat16(), k.bfloat16(), v.bfloat16(), values.bfloat16(), masks.Full())[4]
     assert given.dtype == torch.bfloat16
     assert oracle.difference(given, exact) < 0.05
-
-
-def test_there_is_none_without_a_bias() -> None:
-    from multihead.errors import ArgumentError
-    from multihead.functional import request_of
-
-    q = torch.randn(1, 1, 2, 4)
-    with pytest.raises(ArgumentError) as refusal:
-        BiasGradient.of(request_of(q, q, q))
-    assert str(refusal.value) == "The call has no bias. Compute the gradient of a bias only for a call with one."
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 1), (1, 0), (0, 0), (0, 3)])

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from multihead import masks
-from multihead.errors import ArgumentError
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.functional import statistics as statistics_of
 from multihead.kernels.native import call, kernel, library, statistics
-from multihead.kernels.native.call import WHOLE, block_height, blocks, contiguous_features
-from multihead.kernels.native.library import AT
+from multihead.kernels.native.call import WHOLE, Job, Rows, block_height, blocks
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
 from multihead.plan.bounds import bounds_of
@@ -62,30 +60,19 @@ def test_a_block_of_a_dense_mask_is_bounded_in_bytes_whatever_the_mask_speaks_of
         assert block_height(request, bounds_of(request)) == max(96, call.DENSE_BYTES // (20000 * factor))
 
 
-def test_features_that_are_not_contiguous_are_copied() -> None:
-    plain = torch.randn(2, 3, 5, 4)
-    assert contiguous_features(plain) is plain
-    assert contiguous_features(plain.transpose(1, 2)).stride(-1) == 1
-    moved = plain.mT.contiguous().mT
-    assert torch.equal(contiguous_features(moved), plain)
-    assert contiguous_features(moved).stride(-1) == 1
-
-
 # ------------------------------------------------------------------------------------------------ bounds of any shape
 
 
 def bounded(monkeypatch: pytest.MonkeyPatch, start: Tensor, stop: Tensor) -> None:
     """Replace the bounds of every call by these: (batch or 1, queries)."""
-    plain = call.call_fields
+    plain = call.operands
 
-    def replaced(*given: Any) -> call.Fields:
-        fields = plain(*given)
-        fields[AT["start"]], fields[AT["stop"]] = start.data_ptr(), stop.data_ptr()
-        fields[AT["bounds_batch_stride"]] = start.stride(0) if start.shape[0] > 1 else 0
-        return fields
+    def replaced(job: Job, rows: Rows) -> tuple[Any, ...]:
+        given = plain(job, rows)
+        return (*given[:3], start, stop, *given[5:])
 
-    for module in (kernel, statistics):
-        monkeypatch.setattr(module, "call_fields", replaced)
+    for module in (call, statistics):
+        monkeypatch.setattr(module, "operands", replaced)
 
 
 @pytest.mark.parametrize("queries", [3, 120])
@@ -124,7 +111,7 @@ def test_bounds_outside_the_keys_are_refused_before_anything_is_read(start: int,
         lambda: statistics.one_pass(request_of(q, k, k), bounds, ("entropy",), None),
         lambda: statistics.second_pass(request_of(q, k, k), bounds, torch.zeros(1, 2, 3), cell=None),
     ):
-        with pytest.raises(ArgumentError) as refusal:
+        with pytest.raises(RuntimeError) as refusal:
             run()
         assert str(refusal.value) == ("The bounds of some query lie outside the 5 keys. Give bounds from 0 to 5.")
 

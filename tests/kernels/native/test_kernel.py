@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,6 +313,74 @@ def test_what_it_holds_is_said_and_does_not_grow_with_the_square_of_the_length()
 
     assert held(4096) < 2.2 * held(2048)
     assert held(2048) < 16 << 20
+
+
+GROWN = """
+import sys
+import torch
+from benchmarks.peak_memory import peak
+from multihead import masks
+from multihead.call import AttentionRequest
+from multihead.functional import attend, request_of
+from multihead.kernels.native import kernel
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS
+from multihead.plan.bounds import bounds_of
+from multihead.quantised import Scales, quantise
+from dataclasses import replace
+
+torch.set_num_threads(1)
+
+def run(length, way):
+    q, k, v = torch.randn(3, 1, 1, length, 16).unbind()
+    options = {"dropout": 0.2} if "dropout" in way else {}
+    scales = None
+    if "int8" in way:
+        (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
+        scales = Scales(k_scales[..., 0], v_scales[..., 0])
+    leaves = [x.requires_grad_("gradients" in way) for x in (q,)] + [k, v]
+    request = request_of(*leaves, masks.Window(64) | masks.Prefix(8), scales=scales, **options)
+    if "statistics" in way:
+        request = replace(request, wanted=ONE_PASS - {SPECIAL_KEYS})
+    output = kernel.attend(request, bounds_of(request)).output
+    if "gradients" in way:
+        output.sum().backward()
+
+run(300, sys.argv[1])
+print(peak(lambda: run(20_000, sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not reset the peak of a process")
+@pytest.mark.parametrize("way", ["plain", "gradients", "dropout, gradients", "statistics", "int8", "int8, statistics"])
+def test_a_mask_that_is_no_interval_takes_memory_linear_in_the_length(way: str) -> None:
+    """The mask of 20,000 tokens takes 400 MB as bool, and the weights of one head 1,600 MB."""
+    root = Path(__file__).resolve().parents[3]
+    found = subprocess.run([sys.executable, "-c", GROWN, way], cwd=root, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 256 << 20
+
+
+def test_other_python_threads_run_while_an_operator_computes() -> None:
+    """The operators release the GIL."""
+    q = torch.randn(1, 4, 3000, 64)
+    counted, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        time.sleep(0.05)
+        before = counted[0]
+        torch.ops.multihead.attention.eager(q, q, q, None, -1, -1, 0, None, None)
+        after = counted[0]
+    finally:
+        done.set()
+        thread.join()
+    assert after - before > 20  # a few switches may happen before and after the call
 
 
 def test_it_says_why_it_refuses() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ import torch
 
 from multihead.errors import ArgumentError, SlowPathWarning
 from multihead.kernels.native import library
-from multihead.kernels.native.library import AT, InstructionSet
+from multihead.kernels.native.library import InstructionSet
 
-HEADER = Path(__file__).resolve().parents[3] / "csrc" / "call.h"
 needs_library = pytest.mark.skipif(library.absence() is not None, reason="there is no native library here")
 
 SETS = tuple(
@@ -45,131 +43,54 @@ def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None
     monkeypatch.setattr(library, "_found", lambda: found)
 
 
-def small_call() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """One query of one head that sees three keys of one feature; the tensors must outlive the call."""
-    tensors = {
-        "q": torch.ones(1),
-        "k": torch.tensor([0.0, 1.0, 2.0]),
-        "v": torch.tensor([1.0, 2.0, 3.0]),
-        "start": torch.tensor([0]),
-        "stop": torch.tensor([3]),
-        "output": torch.full((1,), torch.nan),
-        "logsumexp": torch.full((1,), torch.nan),
-    }
-    fields = library.blank()
-    for name, tensor in tensors.items():
-        fields[AT[name]] = tensor.data_ptr()
-    ones = "batch heads kv_heads queries head_dim value_dim k_strides.row v_strides.row scale"
-    for name in ones.split():
-        fields[AT[name]] = 1
-    fields[AT["keys"]] = 3
-    return fields, tensors
-
-
-def test_the_fields_are_those_of_the_header() -> None:
-    header = HEADER.read_text(encoding="utf-8")
-    fields = header[header.index("#define MULTIHEAD_CALL_FIELDS(") : header.index("struct Call {")]
-    for pattern, names in (
-        (r"\b(?:INPUT|OUTPUT)\(\w+, (\w+)\)", library.ADDRESSES),
-        (r"\bNUMBER\((?:int64_t|Dtype), (\w+)\)", library.SIZES + library.OPTIONS),
-        (r"\bROW_STRIDES\((\w+)\)", library.ROW_STRIDES),
-        (r"\bCELL_STRIDES\((\w+)\)", library.CELL_STRIDES),
-        (r"\bNUMBER\(double, (\w+)\)", library.REALS),
-    ):
-        assert tuple(found for found in re.findall(pattern, fields) if found != "type") == names
-
-
 @needs_library
 class TestRunning:
     def test_every_instruction_set_that_runs_attends(self) -> None:
         scores = torch.tensor([0.0, 1.0, 2.0])
+        q, k, v = torch.ones(1, 1, 1, 1), scores[None, None, :, None], 1 + scores[None, None, :, None]
         for each in library.instruction_sets():
             if not each.runs:
                 continue
             with library.using(each.name):
-                fields, tensors = small_call()
-                assert fields[AT["instruction_set"]] == each.index
-                library.run(library.FORWARD, fields)
-            torch.testing.assert_close(tensors["output"][0], scores.softmax(0) @ tensors["v"])
-            torch.testing.assert_close(tensors["logsumexp"][0], scores.logsumexp(0))
+                output, logsumexp, *_ = torch.ops.multihead.attention.eager(q, k, v, None, -1, -1, 0, 1.0, None)
+            torch.testing.assert_close(output.flatten()[0], scores.softmax(0) @ v.flatten())
+            torch.testing.assert_close(logsumexp.flatten()[0], scores.logsumexp(0))
 
-    @pytest.mark.parametrize(("bound", "value"), [("start", -1), ("start", 4), ("stop", -1), ("stop", 4)])
-    def test_a_bound_outside_the_keys_is_refused_before_anything_is_computed(self, bound: str, value: int) -> None:
-        fields, tensors = small_call()
-        tensors[bound].fill_(value)
-        with pytest.raises(ArgumentError) as refusal:
-            library.run(library.FORWARD, fields)
-        assert str(refusal.value) == "The bounds of some query lie outside the 3 keys. Give bounds from 0 to 3."
-        assert tensors["output"].isnan().all()
+    def test_bounds_are_checked_in_every_sample(self) -> None:
+        q, k = torch.ones(2, 1, 5, 4), torch.ones(2, 1, 3, 4)
+        start, stop = torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 3)
+        terms = (None, None, None, None, 1.0, None, 0.0, None)
+        torch.ops.multihead.attention(q, k, k, start, stop, *terms)
+        stop[-1, -1] = 4
+        with pytest.raises(RuntimeError, match="The bounds of some query lie outside the 3 keys"):
+            torch.ops.multihead.attention(q, k, k, start, stop, *terms)
 
-    def test_more_offsets_than_a_row_has_room_for_are_refused(self) -> None:
-        fields, tensors = small_call()
-        fields[AT["num_offsets"]] = 9
-        with pytest.raises(ArgumentError) as refusal:
-            library.run(library.FORWARD, fields)
-        assert str(refusal.value) == "offset_weights are requested for 9 offsets. Give at most 8."
-        assert tensors["output"].isnan().all()
-
-    @pytest.mark.parametrize("rows", [1, 5])
-    def test_bounds_are_checked_in_every_sample_and_repeated_ones_once(self, rows: int) -> None:
-        fields, tensors = small_call()
-        fields[AT["heads"]] = fields[AT["batch"]] = 2
-        fields[AT["queries"]] = rows
-        fields[AT["q_strides.row"]] = fields[AT["output_strides.row"]] = 1
-        tensors["q"], tensors["output"] = torch.ones(4 * rows), torch.zeros(4 * rows)
-        tensors["logsumexp"] = torch.zeros(4 * rows)
-        tensors["start"] = torch.zeros(2 * rows, dtype=torch.int64)
-        tensors["stop"] = torch.full((2 * rows,), 3)
-        for name in ("q", "output", "logsumexp", "start", "stop"):
-            fields[AT[name]] = tensors[name].data_ptr()
-        tensors["stop"][-1] = 4
-        library.run(library.FORWARD, fields)  # a stride of 0: no query reads the last element
-        fields[AT["bounds_batch_stride"]] = rows
-        with pytest.raises(ArgumentError):
-            library.run(library.FORWARD, fields)
-
-    def test_an_unknown_pass_and_an_unknown_set_are_refused(self) -> None:
-        fields, _ = small_call()
-        running = ", ".join(each.name for each in library.instruction_sets() if each.runs)
-        index = fields[AT["instruction_set"]]
-        for call in (library.run, library.workspace):
-            with pytest.raises(ArgumentError) as refusal:
-                call(3, fields)
-            assert str(refusal.value) == (
-                f"The native kernel has no pass 3 for instruction set {index} here. "
-                f"Give pass 0, 1 or 2, and a set that runs here: {running}."
-            )
-        fields[AT["instruction_set"]] = 99
-        with pytest.raises(ArgumentError, match="no pass 0 for instruction set 99 here"):
-            library.run(library.FORWARD, fields)
-
-    def test_a_workspace_beyond_all_memory_is_an_error_in_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "_found", lambda: SimpleNamespace(run=lambda *_: 1, workspace=lambda *_: 1 << 60))
-        with pytest.raises(MemoryError) as refusal:
-            library.run(library.FORWARD, small_call_values())
-        assert str(refusal.value) == (
-            "There is no memory for the native kernel's workspace of 1152921504606846976 bytes."
-        )
+    def test_a_result_beyond_all_memory_is_an_error_in_words(self) -> None:
+        """The samples, heads and queries of these tensors exist once in memory."""
+        q = torch.ones(1, 1, 1, 1).expand(1 << 15, 1 << 15, 1 << 20, 1)
+        with pytest.raises(RuntimeError, match="There is no memory for a tensor that the native kernel returns"):
+            torch.ops.multihead.attention.eager(q, q[:, :, :1], q[:, :, :1], None, -1, -1, 0, None, None)
 
     def test_the_workspace_grows_with_the_threads(self) -> None:
-        fields, _ = small_call()
-        held = []
-        for threads in (1, 2, 3):
-            fields[AT["threads"]] = threads
-            held.append(library.workspace(library.FORWARD, fields))
-        assert held[0] <= held[1] <= held[2]
-
-    def test_as_many_threads_as_torch_has_are_used(self) -> None:
-        before = torch.get_num_threads()
+        q = torch.ones(1, 8, 500, 16)
+        edge = torch.zeros(1, 500, dtype=torch.int64)
+        before, held = torch.get_num_threads(), []
         try:
-            torch.set_num_threads(1)
-            assert library.blank()[AT["threads"]] == 1
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                terms = (None, None, None, None, 1.0, None, 0.0, None)
+                held.append(torch.ops.multihead.workspace(q, q, q, edge, edge + 500, *terms))
         finally:
             torch.set_num_threads(before)
+        assert held[0] < held[1] < held[2]
 
-
-def small_call_values() -> list[float]:
-    return [0.0 if name in library.REALS else 0 for name in library.FIELDS]
+    def test_a_schema_of_another_version_is_found_out(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        path = library.path()
+        assert path is not None
+        schemas = Path(library.__file__).with_name("schemas.txt").read_text(encoding="utf-8")
+        (tmp_path / "schemas.txt").write_text(schemas.replace("int total_heads=0, ", "", 1), encoding="utf-8")
+        monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+        assert library._loaded(path) == "its library is of another version of multihead; install multihead again"
 
 
 @needs_library
@@ -266,20 +187,13 @@ class TestAbsence:
         path.write_bytes(b"no library")
         assert str(library._loaded(path)).startswith("its library does not load (")
 
-    @needs_library
-    def test_a_library_with_other_fields_is_of_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = library.path()
-        assert path is not None
-        monkeypatch.setattr(library, "FIELDS", (*library.FIELDS, "one_more"))
-        assert library._loaded(path) == "its library is of another version of multihead; install multihead again"
-
     @pytest.mark.usefixtures("_chosen_anew")
     def test_nothing_runs_without_a_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(library, "_found", lambda: "its library was not built")
         assert library.absence() == "its library was not built"
         assert library.path() is None
         assert library.instruction_sets() == ()
-        for refused in (library.chosen, library.blank, lambda: library.run(0, small_call_values())):
+        for refused in (library.chosen, library._library):
             with pytest.raises(ArgumentError) as refusal:
                 refused()
             assert str(refusal.value) == (

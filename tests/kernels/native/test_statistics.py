@@ -14,7 +14,7 @@ from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, Measurement, one_pass, second_pass
+from multihead.kernels.native.statistics import OFFSETS, ONE_PASS, SPECIAL_KEYS, measured, one_pass, second_pass
 from multihead.masks.place import Place
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
@@ -202,8 +202,16 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
 
 
 def test_only_what_is_wanted_is_measured() -> None:
-    request = long(6, masks.Causal())
-    made = Measurement.of(request, bounds_of(request), ("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS))
-    assert tuple(made.outputs) == ("entropy", ("offset_mass", 0))
-    assert set(made.raw) == {"entropy", "offset_weights"}
-    assert made.results().keys() == {"entropy", ("offset_mass", 0)}
+    found = measured(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS)))
+    assert found.statistics == 1 + 16
+    assert found.parts == ("entropy", ("offset_mass", 0), None, None)
+
+
+def test_the_results_of_an_operator_are_named_by_part() -> None:
+    found = measured(ONE_PASS, special=True)
+    rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
+    parts = found.results(rows, torch.full((2, 3, 4), 7))
+    assert found.statistics == 255
+    order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSETS, ("first_keys_mass", 1))
+    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS)] == list(range(9))
+    assert torch.equal(parts["largest_key"], torch.full((2, 3, 4), 7))

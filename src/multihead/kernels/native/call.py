@@ -1,35 +1,35 @@
-"""Convert a request to a call of the native kernel: addresses, sizes, strides and options of csrc/call.h."""
+"""Call the operators of the native kernel with a request and its plan; a dense mask is passed in blocks of queries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest
+from multihead.call import AttentionRequest, DropoutPlace
 from multihead.kernels.native import library
-from multihead.kernels.native.library import AT, STRIDES_AT
 from multihead.masks.base import KeyBounds
 from multihead.masks.place import Place
-from multihead.scores.bias import Bias
+from multihead.scores.bias import Bias, values_of, with_values
 from multihead.scores.relative import RelativeBias
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum class Dtype` in csrc/call.h
 # A mask that is not an interval per query is made dense in blocks of queries x keys of this size.
 DENSE_BYTES = 8 << 20
-
-Fields = list[float]
-
-_CPU = torch.device("cpu")
-
-# Indices of frequent fields, looked up once: preparing a call should take microseconds.
-_Q, _K, _START, _STOP = (AT[name] for name in ("q", "k", "start", "stop"))
-_BOUNDS_BATCH_STRIDE, _DTYPE, _SCALE = AT["bounds_batch_stride"], AT["dtype"], AT["scale"]
-_SIZES_AND_STRIDES = slice(AT["batch"], STRIDES_AT["k"].stop)  # the sizes, then the strides of q and k
 WHOLE = slice(None)
+WHOLE_CALL = DropoutPlace()
+
+
+def _operator(name: str) -> Any:
+    """Return the function to which `OpOverload.__call__` only passes its arguments on."""
+    return None if library.absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
+
+
+_attention, _backward, key_sums = map(_operator, ("attention", "attention_backward", "key_sums"))
+# Without autograd's part of an operator: `kernel` records the gradients itself, in half of the time.
+below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 
 
 class Rows(NamedTuple):
@@ -50,22 +50,19 @@ class Rows(NamedTuple):
         return tensor if self.rows is WHOLE else tensor[:, :, self.rows]
 
 
-def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1, height: int | None = None) -> Iterator[Rows]:
+def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[Rows]:
     """Yield all queries at once, or blocks of queries where the mask must be dense.
 
     Args:
         request: the call.
         bounds: its plan.
         step: the first query of each block is a multiple of it.
-        height: the largest number of queries of a block, or None for no limit.
     """
     queries = request.shape.query_length
-    if not queries or (bounds.remainder is None and height is None):
+    if not queries or bounds.remainder is None:
         yield Rows(WHOLE, bounds, None)
         return
-    if bounds.remainder is not None:
-        height = min(block_height(request, bounds), height or queries)
-    height = -(-max(height or 1, 1) // step) * step
+    height = -(-min(block_height(request, bounds), queries) // step) * step
     for first in range(0, queries, height):
         rows = slice(first, min(first + height, queries))
         place = Place.of(
@@ -76,7 +73,7 @@ def blocks(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1, heigh
             rows=rows,
         )
         part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
-        yield Rows(rows, part, None if bounds.remainder is None else bounds.remainder.tile(place))
+        yield Rows(rows, part, bounds.remainder.tile(place))
 
 
 def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
@@ -90,89 +87,133 @@ def block_height(request: AttentionRequest, bounds: KeyBounds) -> int:
     return max(96, DENSE_BYTES // max(row, 1))
 
 
-def call_fields(request: AttentionRequest, rows: Rows, q: Tensor, k: Tensor) -> Fields:
-    """Return the fields that all passes read: q, k, the bounds, the terms of the scores and the sizes.
+class Job(NamedTuple):
+    """A call of the operators.
 
-    The tensors must stay alive until the call returns. The last dimension of q and k is contiguous, and `request.bias`
-    is in float32.
+    Attributes:
+        request: the call.
+        bounds: its plan.
+        seed: () int64, of its dropout; None drops nothing.
+        place: of its dropout.
+        with_values: whether its values are read.
     """
-    shape, start, stop = request.shape, rows.bounds.start, rows.bounds.stop
-    q = rows.of(q)
-    fields = library.blank()
-    fields[_Q], fields[_K] = q.data_ptr(), k.data_ptr()
-    fields[_START], fields[_STOP] = start.data_ptr(), stop.data_ptr()
-    fields[_SIZES_AND_STRIDES] = (
-        shape.batch,
-        shape.num_heads,
-        shape.num_kv_heads,
-        q.shape[2],
-        shape.key_length,
-        shape.head_dim,
-        shape.value_dim,
-        *q.stride()[:3],
-        *k.stride()[:3],
-    )
-    if start.shape[0] > 1:
-        fields[_BOUNDS_BATCH_STRIDE] = start.stride(0)
-    fields[_DTYPE], fields[_SCALE] = DTYPES[shape.dtype], request.scale
+
+    request: AttentionRequest
+    bounds: KeyBounds
+    seed: Tensor | None = None
+    place: DropoutPlace = WHOLE_CALL
+    with_values: bool = True
+
+
+def operands(job: Job, rows: Rows) -> tuple[Any, ...]:
+    """Return the arguments of the operators from `q` to `key_start`, for some queries."""
+    request, place = job.request, job.place
+    bias = None if request.bias is None else _of_rows(request.bias, rows, request)
     if rows.rows.start:
-        fields[AT["first_row"]] = rows.rows.start
-    if request.softcap is not None:
-        fields[AT["softcap"]] = request.softcap
-    if request.bias is not None:
-        set_bias(fields, request.bias, rows, shape.query_length)
-    if rows.visible is not None:
-        set_broadcast(fields, "visible", rows.visible)
-    return fields
-
-
-def set_bias(fields: Fields, bias: Bias, rows: Rows, queries: int) -> None:
-    """Set the bias of some rows. A RelativeBias is one number per diagonal: a tensor whose row stride is -1."""
-    if isinstance(bias, RelativeBias):
-        values = bias.values
-        if not values.numel():
-            return  # there are no queries, and the address of an empty tensor is 0
-        steps = (stride if size > 1 else 0 for size, stride in zip(values.shape[:2], values.stride(), strict=False))
-        fields[AT["bias"]] = values.data_ptr() + values.element_size() * (queries - 1 - (rows.rows.start or 0))
-        fields[STRIDES_AT["bias"]] = (*steps, -1, 1)
-    else:
-        set_broadcast(fields, "bias", rows.of(bias) if bias.shape[2] > 1 else bias)
-
-
-def bias_as_read(bias: Bias) -> Bias:
-    """Return a bias in float32 as it is stored, a RelativeBias contiguous; no copy where it is so already."""
-    if not isinstance(bias, RelativeBias):
-        return bias.float().resolve_neg()
-    values = bias.values.float().resolve_neg().contiguous()
-    return bias if values is bias.values else RelativeBias(values)
-
-
-def sinks_as_read(sinks: Tensor) -> Tensor:
-    """Return sinks (heads,) in float32 as they are stored, contiguous; no copy where they are so already."""
-    return sinks.float().resolve_neg().contiguous()
-
-
-def set_tensor(fields: Fields, name: str, tensor: Tensor) -> None:
-    """Set the address and the strides of a tensor (batch, heads, rows, features)."""
-    fields[AT[name]] = tensor.data_ptr()
-    fields[STRIDES_AT[name]] = tensor.stride()[:3]
-
-
-def set_broadcast(fields: Fields, name: str, tensor: Tensor) -> None:
-    """Set the address and the strides of a tensor (batch, heads, queries, keys); axes of size 1 are repeated."""
-    fields[AT[name]] = tensor.data_ptr()
-    fields[STRIDES_AT[name]] = (
-        stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        place = place._replace(query_start=place.query_start + rows.rows.start)
+    return (
+        rows.of(request.q),
+        request.k,
+        request.v if job.with_values else None,
+        rows.bounds.start,
+        rows.bounds.stop,
+        rows.visible,
+        None if isinstance(bias, RelativeBias) else bias,
+        bias.values if isinstance(bias, RelativeBias) else None,
+        request.sinks,
+        request.scale,
+        request.softcap,
+        0.0 if job.seed is None else request.dropout,
+        job.seed,
+        *place,
     )
 
 
-def empty_float32(*size: int) -> Tensor:
-    """Allocate an uninitialised float32 CPU tensor, independent of the default dtype and device."""
-    return torch.empty(*size, dtype=torch.float32, device=_CPU)
+def _of_rows(bias: Bias, rows: Rows, request: AttentionRequest) -> Bias:
+    """Slice the bias of some queries."""
+    if rows.rows.stop is None:  # WHOLE, whose identity a compiler does not keep
+        return bias
+    if isinstance(bias, RelativeBias):
+        whole = request.shape.query_length, request.shape.key_length
+        return bias.part(whole[0], (rows.rows.start, rows.rows.stop), (0, whole[1]))
+    return bias[:, :, rows.rows] if bias.shape[2] > 1 else bias
 
 
-def contiguous_features(tensor: Tensor) -> Tensor:
-    """Return the tensor with stride 1 in its last dimension; no copy if it has that already."""
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()  # the imaginary part of a conjugate stores its numbers negated
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+def forward(job: Job, statistics: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute a call without gradients.
+
+    Args:
+        job: the call.
+        statistics: the arguments of `attention` after `v_scales`, where statistics are wanted.
+
+    Returns:
+        Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the wanted statistics
+        (number, batch, heads, queries), and the largest keys (batch, heads, queries) or (0).
+    """
+    request = job.request
+    scales: tuple[Any, ...] = () if request.scales is None else tuple(request.scales)
+    if statistics and not scales:
+        scales = (None, None)
+    whole: tuple[Tensor, ...] = ()
+    with below_autograd():
+        for rows in blocks(request, job.bounds):
+            found: tuple[Tensor, ...] = _attention(*operands(job, rows), *scales, *statistics)
+            if rows.rows is WHOLE:
+                return found  # type: ignore[return-value]
+            if not whole:
+                whole = tuple(map(_with_queries, found, _QUERIES, (request.shape.query_length,) * len(found)))
+            for tensor, part, axis in zip(whole, found, _QUERIES, strict=True):
+                if part.dim() > 1:
+                    tensor.narrow(axis, rows.rows.start, part.shape[axis]).copy_(part)
+    return whole  # type: ignore[return-value]
+
+
+_QUERIES = (-2, -1, -1, -1)  # the axis of the queries in each result of `attention`
+
+
+def _with_queries(part: Tensor, axis: int, queries: int) -> Tensor:
+    """Allocate a tensor for all queries of a call, given the result for some; (0) is a result that is not wanted."""
+    if part.dim() == 1:
+        return part
+    sizes = list(part.shape)
+    sizes[axis] = queries
+    if axis == -2:  # heads inside, so that merging them copies nothing
+        return part.new_empty(sizes[0], sizes[2], sizes[1], sizes[3]).transpose(1, 2)
+    return part.new_empty(sizes)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def backward(
+    job: Job, outputs: tuple[Tensor, Tensor], grad_output: Tensor, grad_logsumexp: Tensor | None, *, bias_wanted: bool
+) -> Gradients:
+    """Compute the gradients of q, k, v, the values of the bias, and the sinks; see `operator.attention_backward`.
+
+    Args:
+        job: the call.
+        outputs: its output and logsumexp.
+        grad_output: the gradient of the output.
+        grad_logsumexp: the gradient of the logsumexp, or None.
+        bias_wanted: whether the bias needs a gradient.
+    """
+    request = job.request
+    totals: tuple[Tensor, ...] = ()
+    for rows in blocks(request, job.bounds):
+        of_logsumexp = None if grad_logsumexp is None else rows.of(grad_logsumexp)
+        given = (*(rows.of(each) for each in (*outputs, grad_output)), of_logsumexp, *operands(job, rows))
+        with below_autograd():
+            found: Gradients = _backward(*given, bias_wanted=bias_wanted)
+        if rows.rows is WHOLE:
+            return found
+        if not totals:
+            bias = found[3] if request.bias is None or not bias_wanted else values_of(request.bias)
+            # In float32, because bfloat16 would lose small terms of the sum over blocks.
+            whole = (request.q, request.k, request.v, bias, found[4])
+            totals = tuple(torch.zeros_like(each, dtype=torch.float32) for each in whole)
+        dq, dk, dv, dbias, dsinks = totals
+        if request.bias is not None and bias_wanted:
+            dbias = values_of(_of_rows(with_values(request.bias, dbias), rows, request))
+        for total, part in zip((rows.of(dq), dk, dv, dbias, dsinks), found, strict=True):
+            total.add_(part)
+    return tuple(total.to(part.dtype) for total, part in zip(totals, found, strict=True))  # type: ignore[return-value]

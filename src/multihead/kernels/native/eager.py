@@ -15,9 +15,10 @@ from torch import Tensor
 from multihead import sequence_split
 from multihead.call import AttentionRequest, active
 from multihead.kernels.native import library
-from multihead.kernels.native.call import DTYPES
-from multihead.kernels.native.kernel import Job, gradients, prepared
-from multihead.kernels.native.statistics import FIRST_KEY, OFFSETS
+from multihead.kernels.native.call import Job
+from multihead.kernels.native.kernel import gradients
+from multihead.kernels.native.operator import DTYPES
+from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, measured
 from multihead.kernels.native_vs_sdpa import LOST
 from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
@@ -27,17 +28,13 @@ from multihead.scores.bias import Bias
 from multihead.shapes import FURTHEST, AttentionShape
 from multihead.tracing import intercepted
 
-# `OpOverload.__call__` only passes its arguments on to these functions.
+# `OpOverload.__call__` only passes its arguments on to this function.
 _operator = None if library.absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
-_statistics = None if library.absence() else torch.ops.multihead.statistics.default._op  # noqa: SLF001
 _grad_enabled = torch.is_grad_enabled
+_LOST = frozenset(name for name, _ in LOST)  # instruction sets that are slower than PyTorch's kernel in some calls
 
-MEASURED: tuple[Part, ...] = (
-    *("entropy", "largest_weight", "largest_key", "mean_distance", "distance_spread"),
-    *OFFSETS,
-    FIRST_KEY,
-)
-"""The parts that the operator of statistics returns after the logsumexp, in its order."""
+MEASURED = measured(ONE_PASS - {SPECIAL_KEYS})
+"""The parts of `statistics`: all that need nothing but q and k."""
 
 
 def attend(
@@ -51,13 +48,13 @@ def attend(
     scale: float | None,
     dropout: float,
     query_start: int | Tensor | str | None,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """Compute a call, or return None where it needs a plan, an observer or an error.
 
     The arguments are those of `functional.attention`, and nothing about them has been checked.
 
     Returns:
-        the output (batch, heads, queries, value_dim), and the logsumexp (batch, heads, queries) in nats.
+        the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
     """
     band = _band(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
     if band is None:
@@ -93,13 +90,10 @@ def statistics(
     if _grad_enabled() and (q.requires_grad or k.requires_grad):
         q, k = q.detach(), k.detach()
     try:
-        logsumexp, entropy, largest, largest_key, mean, spread, at_offsets, first = _statistics(  # type: ignore[misc]
-            q, k, *band, scale, softcap
-        )
+        _, logsumexp, *results = _operator(q, k, None, *band, scale, softcap, MEASURED.statistics)  # type: ignore[misc]
     except RuntimeError:
         return None
-    values = (entropy, largest, largest_key, mean, spread, *at_offsets.unbind(), first)
-    return logsumexp, dict(zip(MEASURED, values, strict=True))
+    return logsumexp, MEASURED.results(*results)
 
 
 def _band(
@@ -127,13 +121,13 @@ def _band(
         or intercepted()
         or active()
         or sequence_split.active is not None
-        or library.absence() is not None
+        or _operator is None
         or not type(q) is type(k) is type(v) is Tensor
         or not q.is_cpu
         or q.dtype not in DTYPES
         or (softcap is not None and not (type(softcap) is float and 0 < softcap < torch.inf))
         or (scale is not None and type(scale) is not float)
-        or (library.chosen().name, q.dtype) in LOST
+        or library.chosen().name in _LOST
     ):
         return None
     band = getattr(mask, "band", None)  # anything may be given as a mask
@@ -163,7 +157,8 @@ class _Differentiable(torch.autograd.Function):
         scale: float | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        output, logsumexp = _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc]
+        found = _operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc]
+        output, logsumexp = found[:2]
         ctx.save_for_backward(q, k, v, output, logsumexp)
         if lengths is not None:
             lengths = lengths.clone()  # the caller may write to them before the backward pass
@@ -178,7 +173,7 @@ class _Differentiable(torch.autograd.Function):
         shape = AttentionShape.of(q, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         request = AttentionRequest(q, k, v, shape, _mask_of(band), scale, query_start, softcap=softcap)
-        job = Job(prepared(request), bounds_of(request), None, 0)
+        job = Job(request, bounds_of(request))
         dq, dk, dv, *_ = gradients(job, (output, logsumexp), grad_output, grad_logsumexp, bias_wanted=False)
         return dq, dk, dv, None, None, None, None, None, None
 

@@ -1,4 +1,8 @@
-"""Load the native kernel's library, choose its instruction set, and run its passes."""
+"""Load the native kernel's library, which defines the operators, and choose its instruction set.
+
+This module imports torch only in functions: the operators are registered as soon as torch is imported, see
+`multihead/__init__.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,65 +17,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from struct import Struct
-from typing import Any
-
-# torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a second
-# runtime in the same process.
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from multihead.errors import ArgumentError, SlowPathWarning
-from multihead.tracing import constant_in_graphs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "libmultihead_native.so"
 ENVIRONMENT = "MULTIHEAD_CPU"
-
-# The fields of `struct Call` in csrc/call.h, in its order.
-ADDRESSES = tuple(
-    """
-    q k v start stop visible bias sinks k_scales v_scales
-    output logsumexp
-    entropy largest_weight largest_key mean_distance distance_spread
-    offset_weights target_key_weight special_keys_weight
-    query_start offsets target_key special_keys
-    grad_output grad_logsumexp delta dq dk dv dbias
-    key_sums pooled_map
-    """.split()  # noqa: SIM905 - the lines are those of csrc/call.h
-)
-SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
-ROW_STRIDES = ("q", "k", "v", "k_scales", "v_scales", "output", "grad_output", "dq", "dk", "dv")  # of batch, head, row
-CELL_STRIDES = ("visible", "bias", "dbias")  # of batch, head, row, key
-OPTIONS = (
-    "bounds_batch_stride",
-    *("dtype", "instruction_set", "threads", "num_offsets", "first_row", "pool_rows", "pool_keys", "seed"),
-    *("batch_start", "head_start", "total_heads", "key_start"),
-)
-REALS = ("scale", "softcap", "dropout")
-COUNTS = (
-    *SIZES,
-    *(f"{name}_strides.{axis}" for name in ROW_STRIDES for axis in ("batch", "head", "row")),
-    *(f"{name}_strides.{axis}" for name in CELL_STRIDES for axis in ("batch", "head", "row", "key")),
-    *OPTIONS,
-)
-FIELDS = (*ADDRESSES, *COUNTS, *REALS)
-
-_pack = Struct(f"{len(ADDRESSES)}Q{len(COUNTS)}q{len(REALS)}d").pack
-_EMPTY: list[float] = [0] * len(FIELDS)
-AT = {name: index for index, name in enumerate(FIELDS)}  # index of each field
-STRIDES_AT = {
-    name: slice(AT[f"{name}_strides.batch"], AT[f"{name}_strides.batch"] + count)
-    for names, count in ((ROW_STRIDES, 3), (CELL_STRIDES, 4))
-    for name in names
-}
-_INSTRUCTION_SET, _THREADS = AT["instruction_set"], AT["threads"]
-
-# `enum class Pass` in csrc/call.h.
-FORWARD, BACKWARD, KEY_SUMS = 0, 1, 2
-
-# `enum class Status` in csrc/call.h; the fifth is NO_SUCH_PASS.
-_DONE, _NO_MEMORY, _BAD_BOUNDS, _TOO_MANY_OFFSETS = 0, 1, 2, 4
-_MAX_OFFSETS = 8
 
 
 @dataclass(frozen=True)
@@ -98,8 +52,6 @@ class InstructionSet:
 @dataclass(frozen=True)
 class _Library:
     path: Path
-    run: Callable[[bytes, int], int]
-    workspace: Callable[[bytes, int], int]
     summarise: Callable[..., None]
     choose: Callable[[int], None]
     choose_in_thread: Callable[[int], None]
@@ -111,11 +63,14 @@ class _Library:
 _forced: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
 
 
-@constant_in_graphs  # a compiler must not trace into the search for the library
 def absence() -> str | None:
     """Return why the native library is missing, as the end of a sentence, or None where it is loaded."""
     found = _found()
     return found if isinstance(found, str) else None
+
+
+# A compiler must not trace into the search for the library; see `tracing.constant_in_graphs`.
+absence._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def path() -> Path | None:
@@ -162,7 +117,7 @@ def using(name: str) -> Iterator[InstructionSet]:
         ArgumentError: the set does not exist, or does not run here.
     """
     before, forced = _forced.get(), _runnable(name, f"using received {name!r}")
-    choose = _library().choose_in_thread  # for the operator, which does not ask Python
+    choose = _library().choose_in_thread  # for the operators, which read no variable of Python
     token = _forced.set(forced)
     choose(forced.index)
     try:
@@ -170,60 +125,6 @@ def using(name: str) -> Iterator[InstructionSet]:
     finally:
         _forced.reset(token)
         choose(-1 if before is None else before.index)
-
-
-def blank() -> list[float]:
-    """Return the fields of a call in their order, all 0 except for the instruction set and the number of threads.
-
-    Raises:
-        ArgumentError: the library is missing, or MULTIHEAD_CPU names a set that does not run here.
-    """
-    values = _EMPTY.copy()
-    values[_INSTRUCTION_SET], values[_THREADS] = chosen().index, torch.get_num_threads()
-    return values
-
-
-def run(pass_: int, values: list[float]) -> None:
-    """Run one pass of a call; other Python threads run meanwhile.
-
-    Args:
-        pass_: FORWARD, BACKWARD or KEY_SUMS.
-        values: a value for each of FIELDS, in their order, integers except for REALS; see `blank`. The memory at the
-            addresses must stay valid until the call returns.
-
-    Raises:
-        ArgumentError: the library is missing, a start or stop lies outside the keys, or there are too many offsets.
-        MemoryError: the workspace cannot be allocated.
-    """
-    status = _library().run(_pack(*values), pass_)
-    if status == _DONE:
-        return
-    if status == _NO_MEMORY:
-        raise MemoryError(f"There is no memory for the native kernel's workspace of {workspace(pass_, values)} bytes.")
-    if status == _BAD_BOUNDS:
-        keys = values[AT["keys"]]
-        raise ArgumentError(f"The bounds of some query lie outside the {keys} keys.", f"Give bounds from 0 to {keys}.")
-    if status == _TOO_MANY_OFFSETS:
-        raise ArgumentError(
-            f"offset_weights are requested for {values[AT['num_offsets']]} offsets.", f"Give at most {_MAX_OFFSETS}."
-        )
-    raise _no_such_pass(pass_, values)
-
-
-def workspace(pass_: int, values: list[float]) -> int:
-    """Return the bytes of memory that a pass allocates while it runs.
-
-    Args:
-        pass_: FORWARD, BACKWARD or KEY_SUMS.
-        values: as for `run`; addresses are not read, only compared with 0.
-
-    Raises:
-        ArgumentError: the library is missing, or the pass or the instruction set does not exist.
-    """
-    held = _library().workspace(_pack(*values), pass_)
-    if held < 0:
-        raise _no_such_pass(pass_, values)
-    return held
 
 
 def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor) -> None:
@@ -243,19 +144,13 @@ def summarise(values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, c
     Raises:
         ArgumentError: the library is missing.
     """
+    import torch
+
     values, counted = values.contiguous(), counted.contiguous()
     batch = values.shape[0] if values.dim() == 3 else 1
     inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
     results = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
     _library().summarise(*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
-
-
-def _no_such_pass(pass_: int, values: list[float]) -> ArgumentError:
-    index = values[AT["instruction_set"]]
-    return ArgumentError(
-        f"The native kernel has no pass {pass_} for instruction set {index} here.",
-        f"Give pass 0, 1 or 2, and a set that runs here: {_running()}.",
-    )
 
 
 def _library() -> _Library:
@@ -274,7 +169,6 @@ def _found() -> _Library | str:
 _text, _number, _pointer = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
 # The C functions of the library: their arguments and what they return.
 _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "layout": ((), _text),
     "instruction_set": ((_number,), _text),
     "compiled": ((_number,), _number),
     "runs": ((_number,), _number),
@@ -282,9 +176,8 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "fastest_of_cpu": ((), _number),
     "tile_rows": ((_number,), _number),
     "tile_columns": ((_number,), _number),
-    "run": ((_text, _number), _number),
-    "workspace": ((_text, _number), _number),
     "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 3, _number), None),
+    "schema": ((_number,), _text),
     "torch_functions": ((), _text),
     "register": ((_pointer,), _number),
     "choose": ((_number,), None),
@@ -293,6 +186,10 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def _loaded(path: Path) -> _Library | str:
+    # torch must be loaded before the library: then the library uses torch's OpenMP runtime and threads, and not a
+    # second runtime in the same process.
+    import torch
+
     if not path.is_file():
         return "its library was not built when multihead was installed, which takes GCC or Clang with OpenMP"
     try:
@@ -302,24 +199,25 @@ def _loaded(path: Path) -> _Library | str:
         return f"its library does not load ({error})"
     for name, (arguments, result) in _FUNCTIONS.items():
         call[name].argtypes, call[name].restype = arguments, result
-    if call["layout"]().decode().split() != list(FIELDS):
+    schemas = Path(__file__).with_name("schemas.txt").read_text(encoding="utf-8").split("\n")
+    if any(call["schema"](index) != line.encode() for index, line in enumerate(schemas) if line):
         return "its library is of another version of multihead; install multihead again"
     try:
-        functions = _functions_of_torch(call["torch_functions"]().decode().split())
+        functions = _functions_of_torch(Path(torch.__file__).parent, call["torch_functions"]().decode().split())
     except (OSError, AttributeError) as error:
-        return f"its operator needs functions that torch {torch.__version__} lacks ({error})"
+        return f"its operators need functions that torch {torch.__version__} lacks ({error})"
     if not call["register"]((_pointer * len(functions))(*functions)):
-        return f"its operator cannot be registered in torch {torch.__version__}"
+        return f"its operators cannot be registered in torch {torch.__version__}"
     sets: list[InstructionSet] = []
     while (encoded := call["instruction_set"](len(sets))) is not None:
         index, name = len(sets), encoded.decode()
         compiled, runs = bool(call["compiled"](index)), bool(call["runs"](index))
         tile = call["tile_rows"](index), call["tile_columns"](index)
         sets.append(InstructionSet(name, index, compiled, runs, name.startswith("emulated"), tile))
+        if runs and name == os.environ.get(ENVIRONMENT):
+            call["choose"](index)  # for a program that calls the operators before `chosen`
     return _Library(
         path=path,
-        run=call["run"],
-        workspace=call["workspace"],
         summarise=call["summarise"],
         choose=call["choose"],
         choose_in_thread=call["choose_in_thread"],
@@ -329,10 +227,10 @@ def _loaded(path: Path) -> _Library | str:
     )
 
 
-def _functions_of_torch(names: list[str]) -> list[int | None]:
+def _functions_of_torch(package: Path, names: list[str]) -> list[int | None]:
     """Return the addresses of functions in torch's own library, which is loaded already."""
     file = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
-    loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / file))
+    loaded = ctypes.CDLL(str(package / "lib" / file))
     return [ctypes.cast(getattr(loaded, name), _pointer).value for name in names]
 
 

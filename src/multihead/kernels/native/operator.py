@@ -1,13 +1,20 @@
-"""The native kernel as a registered operator of PyTorch: `torch.ops.multihead.attention`.
+"""The native kernel as registered operators of PyTorch, `torch.ops.multihead.*`, defined in `csrc/operator.cpp`.
 
-Compiled and exported graphs call it, and so does `multihead.attention` where nothing is to be planned. The forward pass
-is defined in `csrc/operator.cpp`; its backward pass and its derivatives are here.
+All calls of the kernel go through them: eager ones, and those of compiled and exported graphs. This module adds what
+graphs need, the fake results and the derivatives; it imports nothing of the library that imports torch, because it is
+imported as soon as torch is, see `multihead/__init__.py`. `schemas.txt` has the schemas. They are a file format:
+exported programs contain them, so new arguments come last, with defaults.
 
-Arguments, in this order or by name:
+- `attention`: the forward pass. Its overload `eager` takes only masks that are arithmetic, for calls without a graph.
+- `attention_backward`: its gradients.
+- `key_sums`: the sums of the weights that each key, or each cell of a map, receives.
+- `workspace`: the bytes of memory that `attention` takes besides its results.
+
+Arguments of `attention`, in this order or by name:
 
 - q: (batch, heads, queries, head_dim), float32, bfloat16 or float16, on the CPU
 - k: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads
-- v: (batch, kv_heads, keys, value_dim)
+- v: (batch, kv_heads, keys, value_dim), or None, which leaves the output without features
 - start: (batch or 1, queries) int64, the first key that a query sees
 - stop: (batch or 1, queries) int64, the key after the last one; equal to start where a query sees no key
 - visible: (batch or 1, heads or 1, queries or 1, keys or 1) bool, which of these keys are visible, or None
@@ -20,17 +27,23 @@ Arguments, in this order or by name:
 - seed: () int64, from which the dropped weights are drawn; None without dropout
 - batch_start, head_start, query_start, key_start: where a part of a call lies in the whole call, and total_heads: the
   heads of the whole call (0 for those of the part). The part drops the weights that the whole call would drop.
+- k_scales, v_scales: (batch, kv_heads, keys) float32, the factors of the rows of k and v, which are int8 then; or None
+- statistics: which ones to measure, a sum of 1 entropy, 2 largest weight, 4 mean distance, 8 its spread, 16 weights at
+  the offsets 0, -1 and 1, 32 weight on the target key, 64 weight on the special keys, 128 largest key
+- positions: (batch,) int64, the position of the query whose `query_start` is 0, for distances; or None for 0
+- target_keys: (batch,) int64, -1 for none; special_keys: (batch, keys) bool; or None
 
-Returns the output (batch, heads, queries, value_dim) in the dtype of q, and the logsumexp (batch, heads, queries) in
-float32, nats, -inf where a query sees no key. Both have first derivatives with respect to q, k, v, bias, relative and
-sinks. Raises RuntimeError where the arguments do not fit together.
+Returns the output (batch, heads, queries, value_dim) in the dtype of q; the logsumexp (batch, heads, queries) in
+float32, nats, -inf where a query sees no key; the statistics in their order (number, batch, heads, queries), float32;
+and the largest key (batch, heads, queries), int64, or (0) where it is not wanted. The first two have first derivatives
+with respect to q, k, v, bias, relative and sinks. Raises RuntimeError where the arguments do not fit together.
 
 Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
 
 >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind()
 >>> rows = torch.arange(5)[None]  # causal: query i sees the keys [0, i + 1)
 >>> fixed = (None, None, None, None, 0.25, None, 0.0, None)
->>> output, logsumexp = torch.ops.multihead.attention(q, k, v, torch.zeros_like(rows), rows + 1, *fixed)
+>>> output, logsumexp, *_ = torch.ops.multihead.attention(q, k, v, torch.zeros_like(rows), rows + 1, *fixed)
 >>> import multihead
 >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
 True
@@ -43,110 +56,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.call import AttentionRequest, DropoutPlace
-from multihead.errors import ArgumentError, DtypeError, ShapeError, check_share
+from multihead.errors import ArgumentError
 from multihead.kernels.native import library
-from multihead.kernels.native.call import contiguous_features
-from multihead.kernels.native.kernel import Job, backward, prepared, refusal
-from multihead.masks import Full, Keep
-from multihead.masks.base import KeyBounds
-from multihead.masks.place import CallSize
-from multihead.scores.bias import Bias, check_bias_fits
-from multihead.scores.relative import RelativeBias
-from multihead.scores.sinks import check_sinks_fit
-from multihead.scores.softcap import check_softcap
-from multihead.shapes import AttentionShape
 
-# Schema of the arguments that the backward pass shares with the forward pass; see GENERAL in csrc/operator.cpp.
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop, Tensor? visible, Tensor? bias, Tensor? relative, "
-    "Tensor? sinks, float scale, float? softcap, float dropout, Tensor? seed, int batch_start=0, int head_start=0, "
-    "int total_heads=0, int query_start=0, int key_start=0"
-)
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})  # `enum class Dtype` in csrc/call.h
 
 
-@torch.library.custom_op(
-    "multihead::attention_backward",
-    mutates_args=(),
-    device_types="cpu",
-    schema=(
-        f"(Tensor output, Tensor logsumexp, Tensor grad_output, Tensor? grad_logsumexp, {_ARGUMENTS}, *, "
-        "bool bias_wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-def attention_backward(
-    output: Tensor,
-    logsumexp: Tensor,
-    grad_output: Tensor,
-    grad_logsumexp: Tensor | None,
-    *arguments: Any,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of `attention`: `torch.ops.multihead.attention_backward`.
-
-    Args:
-        output: the output of `attention`.
-        logsumexp: its logsumexp.
-        grad_output: the gradient of the output, in its shape.
-        grad_logsumexp: the gradient of the logsumexp, in its shape, or None.
-        *arguments: the arguments of `attention`.
-        bias_wanted: whether bias, or relative, needs a gradient.
-
-    Returns:
-        The gradients of q, k, v, bias or relative, and sinks, in their shapes and dtypes; the last two are empty where
-        there is nothing to compute.
-    """
-    job = _job(*arguments, bias_wanted=bias_wanted)
-    _reject_other_sizes(job.request.shape, output, logsumexp, grad_output, grad_logsumexp)
-    outputs = contiguous_features(output), logsumexp.contiguous()
-    dq, dk, dv, dbias, dsinks = backward(
-        job, outputs, contiguous_features(grad_output), grad_logsumexp, bias_wanted=bias_wanted
-    )
-    q, bias, sinks = arguments[0], _bias_argument(arguments), arguments[8]
-    if bias is None or dbias is None:
-        dbias = q.new_empty(0)
-    elif bias.shape[-1] != dbias.shape[-1]:  # one number for all keys
-        dbias = dbias.sum(-1, keepdim=True).to(bias.dtype)
-    else:
-        dbias = dbias.to(bias.dtype)
-    dsinks = q.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
-    return dq, dk, dv, dbias, dsinks
+def _features_contiguous(tensor: Tensor) -> Tensor:
+    """Return a tensor with the layout that the kernel reads: stride 1 in its last dimension."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def _bias_argument(arguments: tuple[Any, ...]) -> Tensor | None:
-    """Return `bias` or `relative` of the arguments of `attention`, whichever is there."""
-    bias, relative = arguments[6:8]
-    return bias if relative is None else relative  # type: ignore[no-any-return]
+def _fake_results(
+    q: Tensor, k: Tensor, v: Tensor | None, statistics: int, *, always: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return empty results of `attention` with the strides that csrc/operator.cpp gives them."""
+    if k.device != q.device or (v is not None and v.device != q.device):  # one is on the meta device
+        raise RuntimeError("q, k and v are on different devices. Move them to one.")
+    batch, heads, queries, head_dim = q.shape
+    value_dim = 0 if v is None else v.shape[3]
+    output = torch.empty_like(_features_contiguous(q))
+    if value_dim != head_dim or _features_contiguous(output) is not output:
+        output = q.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
+    logsumexp = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    if not statistics and not always:
+        return output, logsumexp, None, None
+    count = (statistics & 127).bit_count() + (2 if statistics & 16 else 0)  # three offsets
+    measured = logsumexp.new_empty((count, batch, heads, queries))
+    largest_key = logsumexp.new_empty(logsumexp.shape if statistics & 128 else (0,), dtype=torch.int64)
+    return output, logsumexp, measured, largest_key
 
 
-@attention_backward.register_fake
-def _(*arguments: Any, bias_wanted: bool) -> tuple[Tensor, ...]:
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, statistics: int = 0, **_: Any) -> Any:
+    statistics = arguments[17] if len(arguments) > 17 else statistics
+    return _fake_results(q, k, v, statistics, always=True)
+
+
+def _eager_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, statistics: int = 0) -> Any:
+    statistics = arguments[6] if len(arguments) > 6 else statistics
+    return _fake_results(q, k, v, statistics, always=False)
+
+
+def _backward_fake(*arguments: Any, bias_wanted: bool) -> tuple[Tensor, ...]:
     q, k, v = arguments[4:7]
-    bias, sinks = _bias_argument(arguments[4:]), arguments[12]
-    dq, dk, dv = (contiguous_features(torch.empty_like(contiguous_features(each))) for each in (q, k, v))
+    bias, relative, sinks = arguments[10:13]
+    bias = bias if relative is None else relative
+    dq, dk, dv = (_features_contiguous(torch.empty_like(_features_contiguous(each))) for each in (q, k, v))
     dbias = q.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape)
     return dq, dk, dv, dbias, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return empty outputs with the strides that csrc/operator.cpp gives them."""
-    batch, heads, queries, head_dim = q.shape
-    value_dim = v.shape[3]
-    if value_dim == head_dim:
-        output = torch.empty_like(contiguous_features(q))
-    else:
-        output = q.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
-    return output, q.new_empty((batch, heads, queries), dtype=torch.float32)
+def _key_sums_fake(logsumexp: Tensor, pool_rows: int, pool_keys: int, q: Tensor, k: Tensor, *_: Any) -> Any:
+    (batch, heads, queries), keys = logsumexp.shape, k.shape[2]
+    cells = (batch, heads, -(-queries // pool_rows), -(-keys // pool_keys)) if pool_rows else (0,)
+    return logsumexp.new_empty((batch, heads, keys)), logsumexp.new_empty(cells)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale, ctx.softcap, ctx.dropout, seed = inputs[:13]
-    ctx.place = inputs[13:]
-    ctx.save_for_backward(*output, *tensors, seed)
+    ctx.place = inputs[13:18]
+    ctx.save_for_backward(*output[:2], *tensors, seed)
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
     if torch._ops._len_torch_dispatch_stack_pre_dispatch():  # noqa: SLF001 - torch has no public name for it
         raise ArgumentError(
             "The backward pass of torch.ops.multihead.attention is recorded before dispatch, where PyTorch turns the "
@@ -158,12 +134,12 @@ def _gradients(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | No
     if grad_output is None:
         grad_output = torch.zeros_like(output)
     numbers = (ctx.scale, ctx.softcap, ctx.dropout, seed, *ctx.place)
-    dq, dk, dv, dbias, dsinks = attention_backward(
+    dq, dk, dv, dbias, dsinks = torch.ops.multihead.attention_backward(
         output, logsumexp, grad_output, grad_logsumexp, *tensors, *numbers, bias_wanted=wanted[6] or wanted[7]
     )
     nothing = (None,) * 3  # start, stop, visible
     of_scores = (dbias if wanted[6] else None, dbias if wanted[7] else None, dsinks if wanted[8] else None)
-    return dq, dk, dv, *nothing, *of_scores, *(None,) * 9
+    return dq, dk, dv, *nothing, *of_scores, *(None,) * 15
 
 
 def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
@@ -172,84 +148,13 @@ def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
     )
 
 
-attention_backward.register_autograd(_reject_second_derivative)
-if library.absence() is None:  # loading the library registered the forward pass
-    torch.library.register_fake("multihead::attention", _attention_fake)
+if library.absence() is None:  # loading the library registered the operators
+    for _name, _fake in (
+        ("attention", _attention_fake),
+        ("attention.eager", _eager_fake),
+        ("attention_backward", _backward_fake),
+        ("key_sums", _key_sums_fake),
+    ):
+        torch.library.register_fake(f"multihead::{_name}", _fake)
     torch.library.register_autograd("multihead::attention", _gradients, setup_context=_save_for_backward)
-
-
-def _job(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    relative: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dropout: float,
-    seed: Tensor | None,
-    *place: int,
-    bias_wanted: bool,
-) -> Job:
-    """Check the arguments of `attention`, because anyone may call the operator and the kernel reads raw memory."""
-    shape = AttentionShape.of(q, k, v)
-    for name, edge in (("start", start), ("stop", stop)):
-        _check_edge(name, edge, shape)
-    if bias is not None and relative is not None:
-        raise ArgumentError("Both `bias` and `relative` are given.", "Pass one of them, or their sum.")
-    score_bias: Bias | None = bias if relative is None else RelativeBias(relative)
-    if score_bias is not None:
-        check_bias_fits(score_bias, shape)
-    if sinks is not None:
-        check_sinks_fit(sinks, shape)
-    if softcap is not None:
-        check_softcap(softcap)
-    check_share("dropout", dropout)
-    if dropout and (seed is None or seed.numel() != 1 or seed.is_floating_point()):
-        raise ArgumentError(f"dropout is {dropout!r} and seed is {seed!r}.", "Give a seed of one integer.")
-    mask = Full() if visible is None else Keep(visible)
-    queries, keys = shape.query_length, shape.key_length
-    mask.check_fits(CallSize(shape.batch, shape.num_heads, queries, keys))
-    size = (max(start.shape[0], stop.shape[0]), shape.query_length)
-    remainder = None if visible is None else mask
-    bounds = KeyBounds(start.expand(size).contiguous(), stop.expand(size).contiguous(), remainder)
-    if isinstance(score_bias, Tensor) and bias_wanted:
-        score_bias = score_bias.expand(-1, -1, -1, shape.key_length)  # the kernel writes a gradient for each key
-    request = AttentionRequest(q, k, v, shape, mask, scale, 0, score_bias, softcap, sinks, dropout)
-    reason = refusal(request, bounds)
-    if reason is not None:
-        raise ArgumentError(f"torch.ops.multihead.attention refuses: {reason}.", "Call multihead.attention.")
-    return Job(prepared(request), bounds, None, 0 if seed is None else int(seed), DropoutPlace(*place))
-
-
-def _check_edge(name: str, edge: Tensor, shape: AttentionShape) -> None:
-    """Raise an error for a start or stop of another dtype or size."""
-    if edge.dtype != torch.int64 or edge.device != shape.device:
-        raise DtypeError(
-            f"{name} is a {edge.dtype} tensor on {edge.device}.", f"Give a torch.int64 tensor on {shape.device}."
-        )
-    fits = edge.dim() == 2 and edge.shape[0] in (1, shape.batch) and edge.shape[1] == shape.query_length
-    if not fits:
-        raise ShapeError(
-            f"{name} has shape {tuple(edge.shape)}.",
-            f"Give (batch or 1, queries) = ({shape.batch} or 1, {shape.query_length}).",
-        )
-
-
-def _reject_other_sizes(shape: AttentionShape, *outputs: Tensor | None) -> None:
-    """Raise an error for outputs or gradients of outputs that do not belong to such a call."""
-    rows = (shape.batch, shape.num_heads, shape.query_length)
-    for name, tensor in zip(("output", "logsumexp", "grad_output", "grad_logsumexp"), outputs, strict=True):
-        if tensor is None:
-            continue
-        wide = name.endswith("output")
-        size, dtype = (*rows, shape.value_dim) if wide else rows, shape.dtype if wide else torch.float32
-        if tuple(tensor.shape) != size or tensor.dtype != dtype or tensor.device != shape.device:
-            raise ShapeError(
-                f"{name} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}.",
-                f"Give a {dtype} tensor of shape {size} on {shape.device}, as torch.ops.multihead.attention does.",
-            )
+    torch.library.register_autograd("multihead::attention_backward", _reject_second_derivative)
