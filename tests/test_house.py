@@ -36,6 +36,7 @@ HABITS = (
     "bench-native",
     "families",
     "sanitize",
+    "arm",
     "mutants",
     "lowest",
     "canary",

@@ -177,7 +177,7 @@ MUTANTS = (
            "return cap * (scores / cap).tanh()", "return (scores / cap).tanh()",
            ("tests/scores/test_softcap.py",)),
     Mutant("sinks", "a sink adds weight instead of taking it", "scores/sinks.py",
-           "share = (finite - sink).sigmoid()", "share = (sink - finite).sigmoid()", ("tests/scores/test_sinks.py",)),
+           "share = apart.sigmoid()", "share = (-apart).sigmoid()", ("tests/scores/test_sinks.py",)),
     Mutant("sinks", "a key of 0 replaces the learned sink", "layer/attention.py",
            "sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))", "sinks = zero",
            _layer("alone")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import multihead as mh
 from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels import reference
@@ -74,6 +75,16 @@ def test_blocks_of_queries_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reference, "ROWS", 2)
     for block, expected in zip(attention_with_logsumexp(q, k, v, **options), whole, strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(block, expected, rtol=0, atol=1e-13)
+
+
+def test_a_query_that_overflows_by_its_scale_reaches_no_gradient_of_a_hidden_key() -> None:
+    q, v = torch.randn(1, 1, 2, 2).double(), torch.randn(1, 1, 2, 2).double()
+    k = torch.randn(1, 1, 2, 2).double().requires_grad_()
+    q[:, :, 0] = -torch.finfo(torch.float64).max
+    both = mh.attention(q, k, v, mask=masks.Causal(), scale=40.0, kernel="reference")
+    alone = mh.attention(q[:, :, 1:], k, v, mask=masks.Causal(), scale=40.0, query_start=1, kernel="reference")
+    (found,), (expected,) = (torch.autograd.grad(each[:, :, -1].sum(), k) for each in (both, alone))
+    assert torch.equal(found[:, :, 1], expected[:, :, 1])
 
 
 def test_without_gradients_hidden_blocks_are_neither_computed_nor_held() -> None:

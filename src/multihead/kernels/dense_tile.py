@@ -48,8 +48,12 @@ def scores(
     q, k = request.q[:, :, queries].to(dtype), request.k[:, :, keys].to(dtype)
     grouped = q.unflatten(1, (request.shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
     # One matrix product per key/value head: the rows of its query heads are concatenated, so k is never repeated.
-    product = (grouped.flatten(2, 3) * request.scale) @ k.mT  # (batch, kv_heads, group * queries, keys)
+    # A scale above 1 comes after it: a q that overflows by its scale is inf, times the gradient 0 of a hidden cell.
+    late = max(1.0, abs(request.scale))
+    product = (grouped.flatten(2, 3) * (request.scale / late)) @ k.mT  # (batch, kv_heads, group * queries, keys)
     cells = product.unflatten(2, grouped.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
+    if late > 1:
+        cells = cells * late
     if request.softcap is not None and hidden is not None:
         cells = cells.masked_fill(hidden, 0)  # where one overflows to NaN, so does the slope of the softcap
     cells = softcapped(cells, request.softcap)
