@@ -87,6 +87,16 @@ def test_a_query_that_overflows_by_its_scale_reaches_no_gradient_of_a_hidden_key
     assert torch.equal(found[:, :, 1], expected[:, :, 1])
 
 
+def test_a_query_that_overflows_reaches_no_gradient_of_the_value_of_a_hidden_key() -> None:
+    """Its weights are NaN, and only those of keys that it sees count."""
+    q, k = (torch.full((1, 1, 2, 2), size).double() for size in (1e300, 1e10))
+    q[:, :, 1] = 0
+    v = torch.randn(1, 1, 2, 2).double().requires_grad_()
+    output = mh.attention(q, k, v, mask=masks.Causal(), kernel="reference")
+    (gradient,) = torch.autograd.grad(output.sum(), v)
+    assert gradient[0, 0, 1].tolist() == [0.5, 0.5]
+
+
 def test_without_gradients_hidden_blocks_are_neither_computed_nor_held() -> None:
     q = torch.zeros(1, 1, 1024, 8)
     windowed = request_of(q, q, q, masks.Window(64), softcap=5.0)
