@@ -89,7 +89,7 @@ def test_a_query_that_overflows_by_its_scale_reaches_no_gradient_of_a_hidden_key
 
 def test_a_query_that_overflows_reaches_no_gradient_of_the_value_of_a_hidden_key() -> None:
     """Its weights are NaN, and only those of keys that it sees count."""
-    q, k = (torch.full((1, 1, 2, 2), size).double() for size in (1e300, 1e10))
+    q, k = (torch.full((1, 1, 2, 2), size, dtype=torch.float64) for size in (1e300, 1e10))
     q[:, :, 1] = 0
     v = torch.randn(1, 1, 2, 2).double().requires_grad_()
     output = mh.attention(q, k, v, mask=masks.Causal(), kernel="reference")
