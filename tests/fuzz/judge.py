@@ -130,7 +130,8 @@ def rows_of(call: Call) -> Rows:
         heavy = heavy | (visible & (bias.abs() > FAR)).any(-1)
     if call.sinks is not None:
         sinks = call.sinks.double()[None, :, None]
-        nan = nan | (some & (sinks.isnan() | (sinks == torch.inf)))
+        sees_one = some & ~over.any(-1)  # where every score overflows to -inf, there may be none
+        nan = nan | (sees_one & (sinks.isnan() | (sinks == torch.inf)))
         heavy = heavy | (some & (sinks.abs() > FAR))
     return Rows(visible, ~some, nan, over.any(-1) & ~nan, heavy, large)
 
