@@ -18,7 +18,7 @@ from benchmarks.measure import Duel, NotMeasuredError, Ratio, paired, seconds
 from benchmarks.peak_memory import peak
 from benchmarks.watching import smollm
 from multihead import masks
-from multihead.kernels.native import library
+from multihead.kernels.native import eager, library
 from multihead.models import load
 
 FEW = ("entropy", "self_mass", "previous_mass", "next_mass", "first_mass")
@@ -139,7 +139,7 @@ def _kernels(*, native: bool) -> Iterator[None]:
             raise NotMeasuredError(reason)
         yield
         return
-    with patch.object(library, "_found", lambda: "it is hidden"):
+    with patch.object(library, "_found", lambda: "it is hidden"), patch.object(eager, "_operator", None):
         yield
 
 

@@ -122,7 +122,7 @@ def test_a_head_without_finite_weights_is_like_no_other_and_comes_last() -> None
     sample = record.layers[0].sample()
     assert sample.q is not None
     sample.q.whole()[:, 1] = math.nan  # its weights are NaN
-    sample.logsumexp.whole()[:, 2] = -1e4  # its weights are infinite
+    sample.logsumexp.whole()[:, 2] = math.nan  # and these
     found = record.nearest(0, 0)
     assert [each.head for each in found] == [3, 1, 2]
     assert found[0].divergence == pytest.approx(by_hand(*(record.layers[0].weights(head) for head in (0, 3))), abs=1e-5)

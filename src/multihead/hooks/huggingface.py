@@ -162,7 +162,7 @@ def attend_for(
             start = 0 if not listeners() or is_cross_attention(module) else max(keys - query.shape[2], 0)
         packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
         request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
-        output, logsumexp = _published(request, attention_mask) if attended is None else attended
+        output, logsumexp = _published(request, attention_mask) if attended is None else attended[:2]
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Mostly no copy: the output has the memory order of q, a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
