@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import multihead as mh
 from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.functional import request_of
@@ -17,7 +18,7 @@ from multihead.kernels import first_keys as module
 from multihead.kernels.first_keys import first_keys, first_seen
 from multihead.plan.bounds import bounds_of
 from tests import oracle
-from tests.drawing import Drawn, calls
+from tests.drawing import Drawn, Every, calls
 
 
 @settings(max_examples=60)
@@ -56,10 +57,18 @@ def test_the_first_keys_of_a_plan_are_found_once_but_not_under_a_dispatch_mode()
     assert first_keys(request, bounds) is first_keys(request, bounds)
 
 
+@pytest.mark.parametrize("batches", [(2, 1), (1, 2)])
+def test_calls_with_one_plan_may_differ_in_their_batch(batches: tuple[int, int]) -> None:
+    found = [mh.statistics(q, q, mask=Every(2))["first_mass"] for q in (torch.ones(n, 1, 3, 4) for n in batches)]
+    assert [each.shape[0] for each in found] == list(batches)
+    for each in found:
+        torch.testing.assert_close(each, torch.tensor([0.5, 0, 0.5]).expand_as(each))
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_calls_with_one_plan_and_different_biases_have_their_own_first_keys(order: tuple[int, int]) -> None:
     hides = torch.zeros(1, 1, 1, 6)
     hides[..., :2] = -torch.inf
     requests = [call(masks.Causal()), call(masks.Causal(), bias=hides)]
     found = {index: first_keys(requests[index], bounds_of(requests[index])).tolist() for index in order}
-    assert found == {0: [0], 1: [2, 2]}
+    assert found == {0: [0], 1: [2]}

@@ -156,6 +156,15 @@ def test_a_logsumexp_of_other_arithmetic_leaves_weights_exact() -> None:
         check_exact(in_tiles(q, k, logsumexp=rounded), Case(q, k))
 
 
+def test_a_hidden_key_that_is_nan_leaves_the_weights_of_a_row_of_the_lowest_bias() -> None:
+    """Whether a logsumexp is that of its row is judged by the norms of the keys, without those that are not finite."""
+    q, k = torch.tensor([[[[0.2], [-0.6]]]]), torch.tensor([[[[0.7], [torch.nan]]]])
+    mask = masks.Keep(torch.eye(2).bool(), "queries keys")
+    found = statistics(q, k, mask=mask, bias=torch.full((1, 1, 1, 1), torch.finfo().min))
+    assert found["self_mass"][..., 0].tolist() == [[1]]
+    assert bool(found["self_mass"][..., 1].isnan().all())
+
+
 def test_a_logsumexp_over_more_keys_than_these_is_used() -> None:
     q, k = drawn(1.0)
     _, logsumexp = attention_with_logsumexp(q, k, k)

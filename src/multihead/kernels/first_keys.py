@@ -43,7 +43,8 @@ def first_seen(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
         return first
     queries = request.shape.query_length
     found = [_in_rows(request, bounds, slice(row, min(row + ROWS, queries))) for row in range(0, queries, ROWS)]
-    return torch.cat([each.expand(request.shape.batch, -1) for each in found], 1) if found else first
+    samples = max((each.shape[0] for each in found), default=1)  # not those of the call: others share its plan
+    return torch.cat([each.expand(samples, -1) for each in found], 1) if found else first
 
 
 def _in_rows(request: AttentionRequest, bounds: KeyBounds, rows: slice) -> Tensor:

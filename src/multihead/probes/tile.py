@@ -290,7 +290,8 @@ def _unless_other(
     if traced() or not bool(near.all()):
         # Terms of a score may be larger than the score: it is rounded at most at the product of the norms.
         q, k = request.q[:, heads][:, :, rows].to(own.dtype), request.k[:, heads // request.shape.group].to(own.dtype)
-        size = q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True) * abs(request.scale)
+        norms = k.norm(dim=-1).nan_to_num(nan=0, posinf=0)  # a key that is not finite is hidden from rows that matter
+        size = q.norm(dim=-1) * norms.amax(-1, keepdim=True) * abs(request.scale)
         near = apart <= rounding * (1 + recorded.abs() + size)
     return torch.where(near, own, relative)
 
