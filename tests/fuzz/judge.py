@@ -114,6 +114,8 @@ def rows_of(call: Call) -> Rows:
     huge = HUGE.get(call.dtype, SINGLE_HUGE)
     nan = some & ~q.isfinite().all(-1)
     over = visible & ~(magnitude <= limit)
+    scaled = finite(q).abs() * 1.5 * abs(scale_of(call))  # kernels may scale q before the product
+    over = over | (visible & ~(scaled <= largest).all(-1, keepdim=True))
     heavy = some & (finite(q).abs().amax(-1, keepdim=False) > huge if q.shape[-1] else torch.zeros_like(some))
     large_key = finite(k).abs().amax(-1) > huge if k.shape[-1] else torch.zeros_like(bad_key)
     if call.v is not None:
