@@ -79,11 +79,14 @@ def disassembly(path: Path) -> str:
 def described(text: str) -> str:
     """Return what the inner loops of a disassembled object cost, by the dtype of the call."""
     parts = []
-    for element, dtype in (("float", "float32"), ("(anonymous namespace)::Bfloat16", "bfloat16")):
-        found = list(loops(text, f"attend_block<{element}, ((anonymous namespace)::Statistics)0>"))
-        products = cheapest(found, lambda each: each.multiplications) * MULTIPLICATIONS
-        exponential = cheapest(found, lambda each: each.exponentials)
-        parts.append(f"{dtype}: products {products:.1f}, exponential {exponential:.2f}")
+    for packed, dtype in (("float", "float32"), ("(anonymous namespace)::Bfloat16", "bfloat16")):
+        if f"BlockOfRows<{packed}>" not in text:  # bfloat16 is packed as float
+            parts.append(f"{dtype} the same")
+            continue
+        weights = f"update_row<((anonymous namespace)::Statistics)0, {packed}>"
+        products = cheapest(list(loops(text, f"BlockOfRows<{packed}>")), lambda each: each.multiplications)
+        exponential = cheapest(list(loops(text, weights)), lambda each: each.exponentials)
+        parts.append(f"{dtype}: products {products * MULTIPLICATIONS:.1f}, exponential {exponential:.2f}")
     return "; ".join(parts)
 
 

@@ -6,37 +6,40 @@ from math import inf
 
 from tools import inner_loops
 
-FUNCTION = "void (anonymous namespace)::attend_block<float, ((anonymous namespace)::Statistics)0>(Call const&)"
+PRODUCTS = "(anonymous namespace)::BlockOfRows<float>::compute_scores(float const*) const"
+WEIGHTS = "float (anonymous namespace)::update_row<((anonymous namespace)::Statistics)0, float>(Call const&)"
 ARM = f"""
-0000000000000000 <{FUNCTION}>:
+0000000000000000 <{PRODUCTS}>:
    0:	movi	v0.4s, #0x0
    4:	ldp	q4, q5, [x1], #32
    8:	fmla	v0.4s, v4.4s, v1.s[0]
    c:	bfdot	v0.4s, v4.8h, v1.2h[1]
-  10:	b.ne	4 <{FUNCTION}+0x4>  // b.any
+  10:	b.ne	4 <{PRODUCTS}+0x4>  // b.any
+0000000000000014 <{WEIGHTS}>:
   14:	shl	v3.4s, v3.4s, #23
-  18:	cbnz	x0, 14 <{FUNCTION}+0x14>
-  1c:	b	0 <{FUNCTION}>
-  20:	b.eq	40 <{FUNCTION}+0x40>  // b.none
+  18:	cbnz	x0, 14 <{WEIGHTS}>
+  1c:	b	0 <{PRODUCTS}>
+  20:	b.eq	40 <{WEIGHTS}+0x2c>  // b.none
 0000000000000024 <another function>:
   24:	fmla	v0.4s, v4.4s, v1.s[0]
   28:	b.ne	24 <another function>  // b.any
 """
 X86 = f"""
-0000000000000000 <{FUNCTION}>:
+0000000000000000 <{PRODUCTS}>:
    0:	vbroadcastss (%rax),%ymm4
    5:	vfmadd231ps (%rdx),%ymm4,%ymm0
    a:	vfmadd231ps 0x20(%rdx),%ymm4,%ymm1
-   f:	jne    0 <{FUNCTION}>
+   f:	jne    0 <{PRODUCTS}>
+0000000000000014 <{WEIGHTS}>:
   14:	vpslld $0x17,%ymm5,%ymm5
   19:	add    $0x20,%rax
-  1d:	jb     14 <{FUNCTION}+0x14>
+  1d:	jb     14 <{WEIGHTS}>
 """
 
 
 def test_the_innermost_loops_of_the_forward_pass_are_found() -> None:
-    found = list(inner_loops.loops(ARM, "attend_block<float"))
-    assert [[each.name for each in loop] for loop in found] == [["ldp", "fmla", "bfdot", "b.ne"], ["shl", "cbnz"]]
+    for function, loop in (("BlockOfRows<float>", ["ldp", "fmla", "bfdot", "b.ne"]), ("update_row<", ["shl", "cbnz"])):
+        assert [[each.name for each in found] for found in inner_loops.loops(ARM, function)] == [loop]
 
 
 def test_instructions_are_counted_per_score() -> None:
