@@ -81,7 +81,7 @@ struct ForwardPlan {
     k_size = (held + ROWS) * depth;  // the last tile may end after the last key
     v_size = held * width;
     head_bytes = round_up((k_size + v_size) * (packed_narrow(call) ? 2 : 4), 64);
-    own = balanced && threads * head_bytes <= MAX_PACKED_BYTES;
+    own = streams || (balanced && threads * head_bytes <= MAX_PACKED_BYTES);
     wave_heads = own ? threads : max(1, min(heads, MAX_PACKED_BYTES / max(head_bytes, 1)));
     packed_bytes = wave_heads * head_bytes;
   }

@@ -31,7 +31,7 @@ Examples:
   python -m benchmarks.native --resume
   python -m benchmarks.native --quick
   python -m benchmarks.native --quick --set avx2 --against HEAD~3
-  python -m benchmarks.native --quick --cpu-time --against /tmp/before/libmultihead_native.so
+  python -m benchmarks.native --quick --cpu-time --against before/libmultihead_native.so
 """
 
 
