@@ -195,13 +195,14 @@ class Found(NamedTuple):
     kind: str
 
 
-def fuzzed(mutant: Mutant, seed: int, seconds: int) -> Found:
+def fuzzed(mutant: Mutant, seed: int, seconds: int, budget: float) -> Found:
     """Undo a correction in a copy, and run the fuzzer on it until it fails in a case that passes without the mutant."""
     with tempfile.TemporaryDirectory(prefix="multihead-mutant-") as folder:
         copied(mutant, Path(folder))
         (Path(folder) / "sitecustomize.py").write_text(_STARTED, encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(seconds), "--seed", str(seed)]
+        command += ["--budget", str(budget)]
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
             assert run.stdout is not None
             kind, after = "", 0.0
@@ -226,11 +227,11 @@ def _passes(command: str) -> bool:
     )
 
 
-def fuzz_table(mutants: Sequence[Mutant], seeds: int, seconds: int, console: Console) -> bool:
+def fuzz_table(mutants: Sequence[Mutant], seeds: int, seconds: int, budget: float, console: Console) -> bool:
     """Print how long the fuzzer takes for each mutant, and return whether it found all of them with all seeds."""
     table, every = Table("undone", "median s", "worst s", "found by", box=None, pad_edge=False), True
     for mutant in mutants:
-        found = [fuzzed(mutant, seed, seconds) for seed in range(1, seeds + 1)]
+        found = [fuzzed(mutant, seed, seconds, budget) for seed in range(1, seeds + 1)]
         times = sorted(seconds if each.seconds is None else each.seconds for each in found)
         missed = sum(each.seconds is None for each in found)
         every = every and not missed
@@ -275,7 +276,10 @@ Examples:
 @click.option("--fuzz", is_flag=True, help="Undo corrections, and time how long `make fuzz` needs to find each.")
 @click.option("--seeds", default=5, show_default=True, help="With --fuzz: runs per correction.")
 @click.option("--seconds", default=300, show_default=True, help="With --fuzz: the longest run.")
-def main(only: str | None, against: str | None, seeds: int, seconds: int, *, listed: bool, fuzz: bool) -> None:
+@click.option("--budget", default=1.0, show_default=True, help="With --fuzz: factor of every error budget.")
+def main(
+    only: str | None, against: str | None, seeds: int, seconds: int, budget: float, *, listed: bool, fuzz: bool
+) -> None:
     """Break one line of the library at a time, and check that a test fails.
 
     Exits with 1 if the tests pass for a mutant.
@@ -293,7 +297,7 @@ def main(only: str | None, against: str | None, seeds: int, seconds: int, *, lis
             console.print(f"{each.part}: {each.breaks} ({' '.join(each.tests)})", markup=False, highlight=False)
         return
     if fuzz:
-        sys.exit(0 if fuzz_table(mutants, seeds, seconds, console) else 1)
+        sys.exit(0 if fuzz_table(mutants, seeds, seconds, budget, console) else 1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     verdicts: list[tuple[Mutant, Verdict]] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

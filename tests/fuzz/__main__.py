@@ -28,6 +28,7 @@ Examples:
 @click.option("--seed", default=0, show_default=True, help="Of the run; each seed has other cases.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, help="Processes, one thread each.")
 @click.option("--only", metavar="NAME", help="The entry points whose names contain this word.")
+@click.option("--budget", default=1.0, show_default=True, help="Factor of every error budget.")
 @click.option("--case", metavar="SEED", type=int, help="Run this case of the entry point --only again.")
 @click.option("--without", metavar="FEATURES", default="", help="With --case: features to leave out, with commas.")
 @click.option("--most", type=int, help="With --case: the largest size.")
@@ -37,6 +38,7 @@ def main(
     seed: int,
     jobs: int,
     only: str | None,
+    budget: float,
     case: int | None,
     without: str,
     most: int | None,
@@ -47,6 +49,7 @@ def main(
     Each kind of failure is printed once, with its smallest case and the line that runs it again.
     Exits with 1 if a case failed.
     """
+    os.environ["MULTIHEAD_FUZZ_BUDGET"] = str(budget)  # before the processes that compare are started
     entries = entries_of(only)
     if not entries:
         raise click.UsageError(f"No entry point contains {only!r}. There are: {', '.join(ENTRIES)}.")

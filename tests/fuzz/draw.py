@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
@@ -13,6 +14,9 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 T = TypeVar("T")
+
+BUDGET = float(os.environ.get("MULTIHEAD_FUZZ_BUDGET", "1"))
+"""Factor of every error budget, `--budget` of the command."""
 
 
 class Draw:
@@ -87,6 +91,17 @@ def _one(data: st.DataObject) -> None:
 
 class Mismatch(AssertionError):  # noqa: N818
     """A result is not what it should be. The message's words say what; its numbers differ from case to case."""
+
+
+def check_error(words: str, error: float, allowed: float) -> None:
+    """Compare the largest error of a result with its budget; a NaN is above every budget.
+
+    Raises:
+        Mismatch: the error is above the budget.
+    """
+    if not error <= BUDGET * allowed:
+        kind = "not finite" if error == float("inf") else "off"
+        raise Mismatch(f"{words} is {kind}: by {error:.3g}, {BUDGET * allowed:.2g} is allowed")
 
 
 def described(notes: dict[str, object]) -> str:

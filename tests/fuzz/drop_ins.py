@@ -12,7 +12,7 @@ from multihead.compat import annotated, d2l
 from multihead.compat.torch_nn import MultiheadAttention, from_torch
 from tests import oracle
 from tests.compat.originals import Book, Harvard, Tutorial
-from tests.fuzz.draw import Draw, Mismatch
+from tests.fuzz.draw import Draw, Mismatch, check_error
 
 WIDTH = 12
 SLACK = 8
@@ -41,9 +41,7 @@ def compare(name: str, ours: Tensor, exact: Tensor, plain: Tensor, size: float =
     left_out = exact.isnan()
     exact, plain, ours = (torch.where(left_out, 0, each.detach()) for each in (exact, plain, ours))
     allowed = SLACK * (oracle.budget(exact.double(), plain) + 16 * size * torch.finfo(ours.dtype).eps)
-    error = oracle.difference(ours, exact.double())
-    if not error <= allowed:
-        raise Mismatch(f"{name} is off: by {error:.3g}, {allowed:.2g} is allowed")
+    check_error(name, oracle.difference(ours, exact.double()), allowed)
 
 
 def torch_nn(draw: Draw) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.fuzz.draw import Mismatch
+from tests.fuzz.draw import BUDGET, Mismatch
 
 HUGE = {torch.float16: 1e3}  # products of three such numbers may overflow, in gradients only
 SINGLE_HUGE = 1e15
@@ -332,6 +332,7 @@ def compare(
 
 def outside(value: Tensor, exact: Tensor, band: Tensor, judged: Tensor) -> Tensor:
     """Which elements are further off than 2 bands; too large a number for the dtype may be infinite."""
+    band = BUDGET * band
     same = (value == exact) | (value.isnan() & exact.isnan())
     apart = (value.double() - exact).abs()
     near = apart <= 2 * band  # False for NaN
@@ -350,7 +351,7 @@ def sentence(name: str, value: Tensor, exact: Tensor, band: Tensor, wrong: Tenso
         kind = "not finite" if bool(exact[index].isfinite()) else kind
     elif not bool(exact[index].isfinite()):
         kind = "finite"
-    allowed = 2 * float(band.expand(wrong.shape)[index])
+    allowed = 2 * BUDGET * float(band.expand(wrong.shape)[index])
     return (
         f"{name} is {kind}: {seen:.6g} at {index} instead of {right:.6g}, {allowed:.2g} is allowed, "
         f"{int(wrong.sum())} of {wrong.numel()} elements"

@@ -13,7 +13,7 @@ from torch import Tensor
 import multihead as mh
 from multihead.errors import ModelError
 from tests import oracle
-from tests.fuzz.draw import Draw, Mismatch
+from tests.fuzz.draw import Draw, Mismatch, check_error
 
 SLACK = 16  # eager attention in float32 rounds as much, at other places; some of the models amplify it
 
@@ -107,9 +107,7 @@ def _ours(draw: Draw, model: Any, batch: dict[str, Tensor], way: str) -> tuple[T
 def _compare(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
     exact = exact.double()
     allowed = SLACK * oracle.budget(exact, plain) + 1e-3 * max(1.0, float(exact.abs().max()))
-    error = oracle.difference(found, exact)
-    if not error <= allowed:
-        raise Mismatch(f"{name} is off: by {error:.3g}, {allowed:.2g} is allowed")
+    check_error(name, oracle.difference(found, exact), allowed)
 
 
 def _compare_weights(name: str, seen: mh.Record, exact: Any, plain: Any) -> None:

@@ -14,7 +14,7 @@ import multihead as mh
 from multihead import probes
 from multihead.record.sample import SampleRecord
 from tests import oracle
-from tests.fuzz.draw import Draw, Mismatch
+from tests.fuzz.draw import Draw, Mismatch, check_error
 from tests.fuzz.layers import Texts, called
 
 PROBES: tuple[Any, ...] = (
@@ -67,8 +67,7 @@ def _compare_summary(texts: Texts, way: str, options: dict[str, Any], seen: mh.R
         raise Mismatch(f"a summary has other statistics: {sorted(means.keys() ^ expected.keys())}")
     for name, value in means.items():
         allowed = 1e-5 * max(1.0, float(torch.nan_to_num(expected[name]).abs().max()))
-        if not oracle.difference(value, expected[name]) <= allowed:
-            raise Mismatch(f"the mean of {name} in a summary is off")
+        check_error(f"the mean of {name} in a summary", oracle.difference(value, expected[name]), allowed)
 
 
 def _loaded(seen: mh.Record) -> mh.Record:
@@ -120,8 +119,8 @@ def _compare_sample(found: SampleRecord, exact: SampleRecord, plain: SampleRecor
         if value.shape != right.shape:
             raise Mismatch(f"recorded {name} has another shape: {tuple(value.shape)} instead of {tuple(right.shape)}")
         allowed = SLACK * (oracle.budget(right.double(), near) + 64 * torch.finfo(near.dtype).eps)
-        error = oracle.difference(value, right.double())
-        if not error <= allowed:
-            raise Mismatch(
-                f"recorded {name} of a text is not that of the text alone: off by {error:.3g}, {allowed:.2g}"
-            )
+        check_error(
+            f"recorded {name} of a text next to that of the text alone",
+            oracle.difference(value, right.double()),
+            allowed,
+        )
