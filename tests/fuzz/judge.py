@@ -227,13 +227,13 @@ def _add_bands(
         size = finite(call.bias.detach().double()).abs()
         off = off + torch.where(size > FAR, 0, size)
     mean = (p * off).sum(-1, keepdim=True)
-    of_sink = torch.zeros_like(mean)
+    weight = of_sink = torch.zeros_like(mean)
     logsumexp = finite(dense.logsumexp.detach())
     if call.sinks is not None:
         sinks = torch.nan_to_num(call.sinks.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)[None, :, None]
-        weight = torch.where(rows.empty, 0, (sinks - logsumexp).clamp(max=0).exp())
+        weight = torch.where(rows.empty, 0, (sinks - logsumexp).clamp(max=0).exp())[..., None]
         size = torch.where(sinks.abs() > FAR, 0, sinks.abs())
-        of_sink = (weight * (sums + size))[..., None]
+        of_sink = weight * (sums + size[..., None])
         mean = mean + of_sink
     off_p = p * (off + mean) + UNDERFLOW * rows.visible
     band["weights"] = off_p
@@ -255,7 +255,9 @@ def _add_bands(
     if call.bias is not None:
         band["gradient of bias"] = off_s.sum_to_size(call.bias.shape)
     if call.sinks is not None:
-        band["gradient of sinks"] = ((sums + of_sink + mean * of_sink / sums) * moved_mean).sum((0, 2, 3))
+        of_delta = (off_p * moved).sum(-1, keepdim=True)  # of dO . O, whose weights may be tiny next to the sink's
+        of_sinks = (sums + of_sink + mean * of_sink / sums) * moved_mean + weight * of_delta
+        band["gradient of sinks"] = of_sinks.sum((0, 2, 3))
 
 
 def _judge_gradients_at(judged: Judged, call: Call) -> None:
