@@ -3,7 +3,8 @@
     python -m tools.inner_loops build/arm/CMakeFiles/multihead_native.dir/csrc/neon.cpp.o
 
 Prints, per object file, the instructions per score of the matrix products (two, at a head_dim of 64) and of the
-exponential. They are counted, not timed: processors differ in the instructions that they execute per cycle.
+exponential. They are counted, not timed: processors differ in the instructions that they execute per cycle. A matrix
+product whose inner loop stores a vector on the stack is reported: its tile has more sums than there are registers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _PROGRAMS = {62: ("x86_64-linux-gnu-objdump", "objdump"), 183: ("aarch64-linux-g
 _FUNCTION = re.compile(r"[0-9a-f]+ <(.*)>:")
 _INSTRUCTION = re.compile(r"\s*([0-9a-f]+):\s+(\S+)\s*(.*)")
 _JUMP = re.compile(r"(?:j\w+|b|b\.\w+|cbn?z|tbn?z)")
+_ON_STACK = re.compile(r"%[xyz]mm\d+,-?(?:0x[0-9a-f]+)?\(%r[sb]p\)")
+PRODUCT_SHARE = 0.4  # of the instructions of a loop that multiply and add: exponentials and conversions have fewer
 _LANES = {"xmm": 4, "ymm": 8, "zmm": 16, "4s": 4}
 
 
@@ -56,6 +59,11 @@ class Instruction:
         shifts |= self.name == "shl" and self.operands.endswith("#23")
         return self.lanes if shifts else 0
 
+    @property
+    def stores_on_stack(self) -> bool:
+        """Whether it stores a vector in the frame of its function."""
+        return self.name.startswith("vmov") and _ON_STACK.fullmatch(self.operands) is not None
+
 
 def main(paths: list[str]) -> int:
     """Print one line per object file, or an error; return 1 if there was one."""
@@ -64,7 +72,10 @@ def main(paths: list[str]) -> int:
         return 1
     print(f"Instructions per score of the forward pass, counted in its inner loops (head_dim {HEAD_DIM}):")
     for path in map(Path, paths):
-        print(f"  {path.name.removesuffix('.cpp.o'):<12} {described(disassembly(path))}")
+        text = disassembly(path)
+        print(f"  {path.name.removesuffix('.cpp.o'):<12} {described(text)}")
+        for function in products_on_stack(text):
+            print(f"  {'':<12} a matrix product stores its sums on the stack: {function}")
     return 0
 
 
@@ -109,6 +120,17 @@ def loops(text: str, function: str) -> Iterator[list[Instruction]]:
                 continue
             yield [each for each in body if each.address >= first]
             body = [instruction]  # a loop around this one starts before it
+
+
+def products_on_stack(text: str) -> list[str]:
+    """Return the functions with an inner loop of a matrix product that stores a vector on the stack."""
+    found = []
+    for loop in loops(text, ""):
+        products = sum(each.multiplications > 0 for each in loop)
+        if products >= PRODUCT_SHARE * len(loop) and any(each.stores_on_stack for each in loop):
+            named = re.search(r"<(.*?)(?:\+0x[0-9a-f]+)?>$", loop[-1].operands)  # the jump names its function
+            found.append(named[1] if named else "")
+    return found
 
 
 def cheapest(found: list[list[Instruction]], operations: Callable[[Instruction], int]) -> float:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
+
+import pytest
 
 from tools import inner_loops
+from tools.native import OBJECTS
 
 PRODUCTS = "(anonymous namespace)::BlockOfRows<float>::compute_scores(float const*) const"
 WEIGHTS = "float (anonymous namespace)::update_row<((anonymous namespace)::Statistics)0, float>(Call const&)"
@@ -50,3 +54,22 @@ def test_instructions_are_counted_per_score() -> None:
 
 def test_an_object_without_such_loops_has_no_count() -> None:
     assert inner_loops.cheapest(list(inner_loops.loops(X86, "no such function")), lambda each: each.lanes) == inf
+
+
+def test_a_product_that_stores_its_sums_on_the_stack_is_found() -> None:
+    spilled = X86.replace("%ymm4,%ymm1\n", "%ymm4,%ymm1\n   c:	vmovaps %ymm1,-0x40(%rbp)\n", 1)
+    assert inner_loops.products_on_stack(X86) == []
+    assert inner_loops.products_on_stack(spilled) == [PRODUCTS]
+
+
+# Other compilers assign registers in other ways.
+BUILT = [
+    path
+    for path in sorted(OBJECTS.glob("*.cpp.o"))
+    if "emulated" not in path.name and b"GCC: (Debian 12." in path.read_bytes()
+]
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name.removesuffix(".cpp.o"))
+def test_no_matrix_product_of_the_library_stores_its_sums_on_the_stack(path: Path) -> None:
+    assert inner_loops.products_on_stack(inner_loops.disassembly(path)) == []
