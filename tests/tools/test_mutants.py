@@ -120,5 +120,5 @@ def test_the_fuzzer_is_timed_until_a_case_fails_that_passes_without_the_mutant(
     softcap = next(each for each in MUTANTS if each.part == "softcap")
     assert mutants.fuzzed(softcap, 1, 10, 1.0) == mutants.Found(1, 2.5, "layer")
     console = Console(width=200, record=True, file=StringIO())
-    assert mutants.fuzz_table([softcap], 3, 10, console)
+    assert mutants.fuzz_table([softcap], 3, 10, 1.0, console)
     assert "softcap: scores are not scaled back | 2 | 2 | layer" in console.export_text()
