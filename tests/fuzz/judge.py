@@ -143,11 +143,12 @@ def scale_of(call: Call) -> float:
 
 
 def dense_of(call: Call, rows: Rows, dtype: torch.dtype, *, leaves: bool) -> tuple[oracle.Dense, dict[str, Tensor]]:
-    """Compute the judged rows by the oracle; keys that none of them sees are 0."""
+    """Compute the judged rows by the oracle; keys that none of them sees, and queries that see none, are 0."""
     heads, group = call.q.shape[1], call.q.shape[1] // call.k.shape[1]
     seen = rows.visible & rows.judged[..., None]
+    used_rows = (rows.judged & ~rows.empty)[..., None]
     used = seen.any(2).unflatten(1, (call.k.shape[1], group)).any(2)[..., None]  # (batch, kv_heads, keys, 1)
-    given = {"q": torch.where(rows.judged[..., None], finite(call.q.detach().to(dtype)), 0)}
+    given = {"q": torch.where(used_rows, finite(call.q.detach().to(dtype)), 0)}
     given["k"] = torch.where(used, finite(call.k.detach().to(dtype)), 0)
     values = call.k if call.v is None else call.v
     given["v"] = torch.where(used, finite(values.detach().to(dtype)), 0)
@@ -222,7 +223,9 @@ def _add_bands(
     sums = 4 + log2(1 + sum(call.seen.shape[2:]) + call.q.shape[-1])
     q, k = finite(call.q.detach().double()).abs(), wide(finite(call.k.detach().double()).abs(), heads)
     p, scale = dense.weights.detach(), abs(scale_of(call))
-    off = sums + torch.where(rows.visible & rows.judged[..., None], q @ k.mT * scale, 0)
+    # Products of one sign, as those of expanded features, are rounded at sums that grow to A, in head_dim steps.
+    products = max(1.0, call.q.shape[-1] ** 0.5 / 4)
+    off = sums + products * torch.where(rows.visible & rows.judged[..., None], q @ k.mT * scale, 0)
     if call.bias is not None:
         size = finite(call.bias.detach().double()).abs()
         off = off + torch.where(size > FAR, 0, size)

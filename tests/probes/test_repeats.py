@@ -83,3 +83,17 @@ def test_a_query_that_stands_at_no_key_has_no_token() -> None:
     ids, q = torch.full((1, 4), 5), torch.zeros(1, 1, 6, 4)
     found = statistics(q, q[:, :, :4], query_start=1, probes=("duplicate_mass",), context=ProbeContext(ids=ids))
     assert found["duplicate_mass"].tolist() == [[[0.25, 0.5, 0.75, 0, 0, 0]]]
+
+
+@pytest.mark.parametrize("huge", [torch.finfo(torch.float32).max, torch.inf, torch.nan])
+def test_a_key_that_a_bias_hides_has_no_weight_however_large_it_is(huge: float) -> None:
+    """Its score overflows, and inf - inf is NaN."""
+    ids = torch.tensor([[3, 5, 3, 5, 3]])
+    q, k = torch.randn(2, 1, 2, 5, 8).unbind()
+    bias = torch.zeros(1, 1, 5, 5).index_fill(-1, torch.tensor([1]), -torch.inf)
+    context = ProbeContext(ids=ids)
+    expected = statistics(q, k, mask=masks.Causal(), bias=bias, probes=PARTS, context=context)
+    k[0, :, 1] = huge
+    found = statistics(q, k, mask=masks.Causal(), bias=bias, probes=PARTS, context=context)
+    for part in PARTS:
+        torch.testing.assert_close(found[part], expected[part])

@@ -114,14 +114,15 @@ def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alik
     product = q.transpose(1, 2).flatten(2, 3) @ k.mT  # (kv_heads, tokens, group * n, m)
     product = product.unflatten(2, (shape.group, -1)).transpose(1, 2).flatten(0, 1)  # (heads, tokens, n, m)
     cells = softcapped(product * sample.scale, sample.softcap)
-    bias = sample.bias
-    if bias is not None:
-        cells = cells + _bias(bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
     row = 0 if bounds.shared else index
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]
     earlier_ones = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (alike.queries >= 0)[..., None]
     shown = earlier_ones & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
+    if sample.bias is not None:
+        added = _bias(sample.bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
+        shown = shown & (added != -torch.inf)  # inf - inf would be NaN
+        cells = cells + added
     logs = call.log_weights(cells, (index, slice(None), queries))
     return logs.exp_().masked_fill_(~shown, 0).sum(-1)
 
