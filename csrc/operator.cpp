@@ -356,6 +356,7 @@ void Arguments::read_band(const StackValue *stack) {
   scaled = read_optional(*stack++, scale);
   capped = read_optional(*stack++, softcap);
   statistics = number<int64_t>(*stack++);
+  for (Tensor *tensor : {&k_scales, &v_scales}) read_optional(*stack++, *tensor);
 }
 
 void Arguments::prepare() {
@@ -636,7 +637,8 @@ const char FULL[] = "attention(" FORWARD_ARGUMENTS ") -> (Tensor, Tensor, Tensor
 
 const char EAGER[] =
     "attention.eager(Tensor q, Tensor k, Tensor? v, Tensor? lengths, int before, int after, int query_start, "
-    "float? scale, float? softcap, int statistics=0) -> (Tensor, Tensor, Tensor?, Tensor?)";
+    "float? scale, float? softcap, int statistics=0, Tensor? k_scales=None, Tensor? v_scales=None) "
+    "-> (Tensor, Tensor, Tensor?, Tensor?)";
 
 // Allocate the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), the wanted statistics
 // in float32 (number, batch, heads, queries), and the largest keys (batch, heads, queries) or (0); compute them, and

@@ -71,3 +71,12 @@ def test_a_mask_shows_the_same_cells_after_dropping_keys(mask: masks.Mask, key_s
 def test_ints_stay_ints_where_they_can() -> None:
     assert masks.Prefix(5).after_dropping(2) == masks.Prefix(3)
     assert masks.Prefix(5).after_dropping(9) == masks.Prefix(0)
+
+
+def test_a_combination_of_masks_that_do_not_change_is_not_built_anew() -> None:
+    """A decoding step drops no keys, or none that matter, and the band of a combination is computed once."""
+    near = masks.Causal() & masks.Window(3)
+    assert near.after_dropping(5) is near
+    with_prefix = near | masks.Prefix(4)
+    assert with_prefix.after_dropping(0) is with_prefix
+    assert with_prefix.after_dropping(1) == near | masks.Prefix(3)

@@ -495,9 +495,9 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Compute the attention: (batch, heads, queries, value_head_dim)."""
         extended = part.position_bias is not None or part.bias_k is not None or self.add_zero_attn  # by the layer
-        if not extended and scales is None and padding.documents is None:
+        if not extended and padding.documents is None:
             dropout = self.dropout if self.training else 0.0
-            attended = eager.attend(q, k, v, mask, bias, self.softcap, part.sinks, self.scale, dropout, start)
+            attended = eager.attend(q, k, v, mask, bias, self.softcap, part.sinks, self.scale, dropout, start, scales)
             if attended is not None:
                 return attended[0]
         return attend(self._request(part, q, k, v, scales, mask, bias, start, padding, cache, crosses=crosses)).output

@@ -444,8 +444,11 @@ class _Combined(Mask):
         known = [part for part in parts if part is not None]
         return self._of(known) if len(known) == len(parts) else None
 
-    def _of(self, parts: Iterator[Mask] | list[Mask]) -> Mask:
-        kind = type(self)
+    def _of(self, parts: Iterable[Mask]) -> Mask:
+        """Combine other parts; where all of them are its own, return this mask, which keeps its band."""
+        parts, kind = tuple(parts), type(self)
+        if all(new is old for new, old in zip(parts, self.parts, strict=True)):
+            return self
         return reduce(lambda left, right: _combined(kind, left, right), parts)
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import multihead as mh
 from multihead import masks
 from multihead.call import AttentionRequest
 from multihead.functional import attend, request_of
-from multihead.kernels.native import kernel, library
+from multihead.kernels.native import eager, kernel, library
+from multihead.layer import attention
 from multihead.masks import Mask
 from multihead.plan.bounds import bounds_of
 from multihead.probes import PROBES
@@ -119,6 +121,44 @@ def test_statistics_are_those_of_the_expanded_keys_and_change_no_bit(instruction
     wanted = kernel.attend(replace(request.expanded(), wanted=PARTS), bounds_of(request)).statistics
     for part, value in watched.statistics.items():
         torch.testing.assert_close(value, wanted[part], rtol=1e-3, atol=1e-3)
+
+
+def unplanned(request: AttentionRequest) -> tuple[Tensor, ...] | None:
+    terms = (None, request.softcap, None, request.scale, 0.0, request.query_start)
+    return eager.attend(request.q, request.k, request.v, request.mask, *terms, request.scales)
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+@pytest.mark.parametrize("name", [name for name, mask in MASKS.items() if mask.band is not None])
+def test_a_call_without_a_plan_gives_the_bits_of_a_planned_one(name: str, dtype: torch.dtype) -> None:
+    for queries, softcap in ((1, None), (4, 3.0)):
+        request = drawn(queries=queries, dims=(40, 24), dtype=dtype, mask=MASKS[name], softcap=softcap)
+        found, planned = unplanned(request), kernel.attend(request, bounds_of(request))
+        assert found is not None
+        assert torch.equal(found[0], planned.output)
+        assert torch.equal(found[1], planned.logsumexp)
+        assert found[0].stride() == planned.output.stride()
+
+
+def test_a_plan_is_made_where_the_keys_must_be_expanded_or_do_not_fit() -> None:
+    assert unplanned(drawn(queries=5, dtype=torch.float32)) is None
+    request = drawn(dtype=torch.float32)
+    assert request.scales is not None
+    assert unplanned(replace(request, scales=Scales(request.scales.k, request.scales.v[:, :, 1:]))) is None
+    assert unplanned(replace(request, q=request.q.clone().requires_grad_())) is None
+
+
+def test_a_decoding_step_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = mh.MultiHeadAttention(32, 4, num_kv_heads=2), torch.randn(2, 9, 32)
+    cache, planned = mh.KeyValueCache(dtype="int8"), mh.KeyValueCache(dtype="int8")
+    with torch.no_grad():
+        for each in (cache, planned):
+            layer(x[:, :8], mask=masks.Causal(), cache=each)
+        with monkeypatch.context() as patched:
+            patched.setattr(eager, "attend", lambda *_: None)
+            expected = layer(x[:, 8:], mask=masks.Causal(), cache=planned)
+        monkeypatch.setattr(attention, "attend", None)
+        assert torch.equal(layer(x[:, 8:], mask=masks.Causal(), cache=cache), expected)
 
 
 def test_more_queries_and_gradients_expand_the_keys_once() -> None:

@@ -108,6 +108,8 @@ def test_statistics_and_int8_pass_the_checks_of_torch() -> None:
     (k, k_scales), (v, v_scales) = (quantise(each) for each in (k, v))
     scales = {"k_scales": k_scales[..., 0], "v_scales": v_scales[..., 0]}
     torch.library.opcheck(operator, (q, k, v, *rest), scales)
+    band = (torch.tensor([7, 3]), -1, 0, 2, None, None)
+    torch.library.opcheck(torch.ops.multihead.attention.eager, (q, k, v, *band), scales)
 
 
 def test_the_other_operators_pass_the_checks_of_torch() -> None:

@@ -1,4 +1,4 @@
-"""Calls of the native kernel that need no plan: plain tensors, a mask that is arithmetic, and no other terms.
+"""Calls of the native kernel that need no plan: plain tensors or int8 keys, a mask that is arithmetic, no other terms.
 
 Most calls are of this kind. They go at once to a registered operator, which checks its arguments itself, because for
 few queries every step in Python takes longer than the attention. All other calls are left to `functional`, which plans
@@ -16,7 +16,7 @@ from multihead import sequence_split
 from multihead.call import AttentionRequest, active
 from multihead.kernels.native import library
 from multihead.kernels.native.call import Job
-from multihead.kernels.native.kernel import gradients
+from multihead.kernels.native.kernel import INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import ONE_PASS, SPECIAL_KEYS, measured
 from multihead.kernels.native_vs_sdpa import LOST
@@ -24,6 +24,7 @@ from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
+from multihead.quantised import Scales
 from multihead.scores.bias import Bias
 from multihead.shapes import FURTHEST, AttentionShape
 from multihead.tracing import intercepted
@@ -48,10 +49,12 @@ def attend(
     scale: float | None,
     dropout: float,
     query_start: int | Tensor | str | None,
+    scales: Scales | None = None,
 ) -> tuple[Tensor, ...] | None:
     """Compute a call, or return None where it needs a plan, an observer or an error.
 
-    The arguments are those of `functional.attention`, and nothing about them has been checked.
+    The arguments are those of `functional.attention`, and nothing about them has been checked; `scales` are the factors
+    of k and v where these are int8.
 
     Returns:
         the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
@@ -59,10 +62,14 @@ def attend(
     band = _band(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
     if band is None:
         return None
+    differentiable = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if scales is not None and (differentiable or q.shape[2] > INT8_QUERIES):
+        return None  # a planned call expands them once
     try:
-        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if differentiable:
             return _Differentiable.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
-        return _operator(q, k, v, *band, scale, softcap)  # type: ignore[misc, no-any-return]
+        int8 = () if scales is None else (0, *scales)  # 0: no statistics
+        return _operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[misc, no-any-return]
     except RuntimeError:  # something does not fit: the usual way finds out what
         return None
 

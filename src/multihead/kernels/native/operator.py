@@ -92,7 +92,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, sta
     return _fake_results(q, k, v, statistics, always=True)
 
 
-def _eager_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, statistics: int = 0) -> Any:
+def _eager_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, statistics: int = 0, **_: Any) -> Any:
     statistics = arguments[6] if len(arguments) > 6 else statistics
     return _fake_results(q, k, v, statistics, always=False)
 
