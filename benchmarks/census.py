@@ -95,11 +95,9 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     probes = counted_probes(None)
 
     def counted() -> Tally:
-        tally = Tally(model, probes, special, EXAMPLES)
-        with measured_model(model):
+        with measured_model(model), Tally.of(model, probes, special, EXAMPLES) as tally:
             for batch in rows:
-                with tally.of_batch(batch):
-                    run_batch(model, batch)
+                tally.add(batch)
         return tally
 
     def own() -> None:

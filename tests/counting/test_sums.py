@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from multihead.counting.batches import Batch
+from multihead.counting.batches import Batch, Reading
 from multihead.counting.sums import LayerSums
+from multihead.record.running_summary import RunningSummary
+from multihead.record.summaries import Measured
 
 HEADS, EXAMPLES = 3, 4
 
@@ -16,15 +18,27 @@ def batch_of(texts: list[int], lengths: list[int]) -> Batch:
     return Batch.of([np.arange(length) for length in lengths], texts)
 
 
-def keys_of(batch: Batch) -> torch.Tensor:
-    return batch.position.expand(HEADS, -1).clone()
+def sums_of(heads: int, examples: int) -> LayerSums:
+    return LayerSums(heads, name="layer", examples=examples, reading=Reading())
+
+
+def add(sums: LayerSums, batch: Batch, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+    """Add values of statistics, (statistics, heads, tokens) of a packed row; the key is the query's own."""
+    sums.reading.batch = batch
+    taken = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+    measured = {
+        name: Measured(value[None], count[None])
+        for name, value, count in zip(("one", "other"), values, taken, strict=False)
+    }
+    keys = batch.position.expand(1, sums.num_heads, -1)
+    sums.add(measured | {"largest_key": Measured(keys, keys >= 0)}, samples=len(batch.texts))
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
 def counted(request: pytest.FixtureRequest) -> tuple[LayerSums, torch.Tensor, torch.Tensor]:
     """Sums of three batches, with all values (2 * heads, tokens) and which of them count."""
     torch.manual_seed(0)
-    sums = LayerSums("layer", HEADS, ("one", "other"), EXAMPLES)
+    sums = sums_of(HEADS, EXAMPLES)
     values, taken = [], []
     for batch in (batch_of([3, 5], [7, 4]), batch_of([0], [9]), batch_of([1, 2], [2, 30])):
         shape = 2, HEADS, batch.num_tokens
@@ -32,7 +46,7 @@ def counted(request: pytest.FixtureRequest) -> tuple[LayerSums, torch.Tensor, to
         count = torch.rand(shape) < 0.8
         values.append(value.flatten(0, 1))
         taken.append(count.flatten(0, 1))
-        sums.add(value.clone(), count.clone(), batch, keys_of(batch))
+        add(sums, batch, value, count)
     return sums, torch.cat(values, 1), torch.cat(taken, 1)
 
 
@@ -62,10 +76,21 @@ def test_each_bin_holds_the_values_within_one_percent_of_its_own(
         assert torch.allclose(spread.double(), exact, rtol=0.01, atol=1e-9)
 
 
+def test_they_are_a_running_summary_too(counted: tuple[LayerSums, torch.Tensor, torch.Tensor]) -> None:
+    sums, values, taken = counted
+    assert sums.num_samples == 5
+    summary = RunningSummary(HEADS)
+    for at, name in enumerate(("one", "other")):
+        rows = slice(at * HEADS, (at + 1) * HEADS)
+        summary.add({name: Measured(values[rows], taken[rows])}, samples=0)
+    for of in ("mean", "median", "p95"):
+        torch.testing.assert_close(sums.summary(of), summary.summary(of), rtol=1e-12, atol=1e-12)
+
+
 def test_infinite_and_missing_numbers_are_counted_and_are_in_no_sum() -> None:
-    sums, batch = LayerSums("layer", 1, ("one",), 2), batch_of([0], [4])
+    sums, batch = sums_of(1, 2), batch_of([0], [4])
     values = torch.tensor([[[1.0, torch.nan, torch.inf, 3.0]]])
-    sums.add(values, torch.ones(1, 1, 4, dtype=torch.bool), batch, keys_of(batch)[:1])
+    add(sums, batch, values)
     assert (sums.count.tolist(), sums.nonfinite.tolist(), sums.mean.tolist()) == ([2], [2], [2.0])
     assert (sums.maximum.tolist(), sums.strongest.value.tolist()) == ([3.0], [[3.0, 1.0]])
 
@@ -80,22 +105,21 @@ class TestStrongest:
             assert torch.equal(sums.strongest.value[row], expected)
 
     def test_ties_go_to_the_earlier_text_and_position(self) -> None:
-        sums = LayerSums("layer", 1, ("one",), EXAMPLES)
+        sums = sums_of(1, EXAMPLES)
         for texts in ([4, 6], [2, 5], [0, 7]):
-            batch = batch_of(texts, [3, 3])
-            sums.add(torch.ones(1, 1, 6), torch.ones(1, 1, 6, dtype=torch.bool), batch, keys_of(batch)[:1])
+            add(sums, batch_of(texts, [3, 3]), torch.ones(1, 1, 6))
         assert sums.strongest.text.tolist() == [[0, 0, 0, 2]]
         assert sums.strongest.position.tolist() == [[0, 1, 2, 0]]
 
     def test_the_values_around_an_example_end_with_its_text(self) -> None:
-        sums, batch = LayerSums("layer", 1, ("one",), 1), batch_of([0, 1], [2, 3])
+        sums = sums_of(1, 1)
         values = torch.tensor([[[0.1, 0.2, 0.3, 0.9, 0.4]]])
-        sums.add(values, torch.tensor([[[True, True, False, True, True]]]), batch, keys_of(batch)[:1])
+        add(sums, batch_of([0, 1], [2, 3]), values, torch.tensor([[[True, True, False, True, True]]]))
         around = sums.strongest.values[0, 0]
         assert around[around.isfinite()].tolist() == pytest.approx([0.9, 0.4])
         assert (sums.strongest.text.tolist(), sums.strongest.position.tolist()) == ([[1]], [[1]])
 
     def test_a_head_with_few_queries_has_few_examples(self) -> None:
-        sums, batch = LayerSums("layer", 1, ("one",), 3), batch_of([0], [2])
-        sums.add(torch.ones(1, 1, 2), torch.tensor([[[True, False]]]), batch, keys_of(batch)[:1])
+        sums = sums_of(1, 3)
+        add(sums, batch_of([0], [2]), torch.ones(1, 1, 2), torch.tensor([[[True, False]]]))
         assert sums.strongest.value.tolist() == [[1.0, -torch.inf, -torch.inf]]

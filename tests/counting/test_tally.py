@@ -13,7 +13,7 @@ import transformers as hf
 import multihead as mh
 from multihead import probes
 from multihead.counting.batches import Batch
-from multihead.counting.tally import Tally, counted_probes, measured_model, run_batch
+from multihead.counting.tally import Tally, counted_probes, measured_model
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.choose import PLANS
 from multihead.observation.layer_filter import LayerFilter
@@ -52,9 +52,8 @@ def texts_of(lengths: tuple[int, ...] = LENGTHS) -> Batch:
 
 
 def tallied(model: Any, batch: Batch, **options: Any) -> Tally:
-    tally = Tally(model, options.pop("probes", PROBES), SPECIAL, 3, **options)
-    with measured_model(model), tally.of_batch(batch):
-        run_batch(model, batch)
+    with measured_model(model), Tally.of(model, options.pop("probes", PROBES), SPECIAL, 3, **options) as tally:
+        tally.add(batch)
     return tally
 
 
@@ -72,12 +71,23 @@ def test_sums_of_a_batch_are_those_of_its_texts_observed_alone(name: str) -> Non
         assert (found.name, set(found.statistics)) == (layer.name, set(layer.means()))
         for at, statistic in enumerate(found.statistics):
             values = [sample.measured()[statistic] for sample in layer.samples]
-            for head in range(found.heads):
+            for head in range(found.num_heads):
                 alone = torch.cat([each.values[head][each.counted[head]] for each in values])
-                row = at * found.heads + head
+                row = at * found.num_heads + head
                 assert found.count[row] == len(alone), statistic
                 total = float(found.mean[row] * found.count[row])
                 assert total == pytest.approx(float(alone.sum()), abs=1e-9), statistic
+
+
+def test_the_sums_are_those_of_a_summary_of_the_same_texts() -> None:
+    model, batch = bert(), texts_of()
+    tally = tallied(model, batch)
+    with torch.no_grad(), mh.observe(model, keep="summary", probes=PROBES, special_ids=SPECIAL) as record:
+        model(input_ids=batch.ids, attention_mask=batch.mask.long())
+    for layer in record.layers:
+        found = tally.layers[layer.number]
+        for of in ("mean", "median", "max"):
+            torch.testing.assert_close(found.summary(of), layer.summary(of), atol=1e-5, rtol=0.03)
 
 
 def test_the_native_kernel_and_tiles_agree_on_packed_rows() -> None:
@@ -116,8 +126,24 @@ def test_layers_are_chosen_as_in_observe() -> None:
 
 
 def test_a_model_without_captured_attention_is_an_error() -> None:
-    with pytest.raises(ModelError, match=r"^No attention call of BertModel was captured\. "):
-        Tally(bert(), PROBES, (), 1).check_complete()
+    with (
+        Tally.of(bert(), PROBES, (), 1) as tally,
+        pytest.raises(ModelError, match=r"^No attention call of BertModel was captured: "),
+    ):
+        tally.check_complete()
+
+
+def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None:
+    model, batch = family("t5").eval(), texts_of()
+    given = {"input_ids": batch.ids, "attention_mask": batch.mask.long(), "decoder_input_ids": batch.ids}
+    sentence = (
+        "decoder.block.0.layer.1.EncDecAttention attends from 9 queries to 9 keys, which are not the tokens of the "
+        "texts. Give a model whose layers read each token of a text once, or choose others of its layers."
+    )
+    with measured_model(model), Tally.of(model, PROBES, (), 1) as tally:
+        tally.reading.batch = batch
+        with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
+            model(**given)
 
 
 @pytest.mark.parametrize("name", ["received", "pooled_map", "largest_key"])

@@ -16,7 +16,8 @@ from multihead.errors import ProbeError
 from multihead.kernels.native import library
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record.running_summary import BINS, LEAST, MOST, Sketch
+from multihead.record.running_summary import BINS, LEAST, MOST, RunningSummary, Sketch
+from multihead.record.summaries import Measured
 from tests.kernel_names import needs_native
 from tests.observation.recorded import Reader, ids, read
 
@@ -43,6 +44,19 @@ def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
     for share in (0.0, 0.5, 0.95, 1.0):
         expected = values.quantile(share, dim=-1, interpolation="lower")
         torch.testing.assert_close(sketch.quantile(share), expected.where(expected > LEAST, 0.0), rtol=0.0101, atol=0)
+
+
+def test_an_exact_maximum_is_kept_of_the_statistics_that_ask_for_it() -> None:
+    summary = RunningSummary(2, maxima=("score",))
+    values = torch.tensor([[[-3.0, 5.25], [1.0, 2.0]], [[7.125, 9.0], [torch.nan, 0.0]]])  # (batch, heads, queries)
+    counted = torch.tensor([[[True, True], [True, True]], [[True, False], [False, True]]])
+    for _ in range(2):
+        summary.add({"score": Measured(values, counted), "other": Measured(values, counted)}, samples=2)
+        summary.add({"score": Measured(values[0], counted[0])}, samples=1)
+    assert summary.summary("max", ("score",))["score"].tolist() == [7.125, 2.0]
+    summary.add({"score": Measured(values, torch.ones_like(counted))}, samples=2)
+    assert summary.summary("max", ("score",))["score"].isnan().tolist() == [False, True]
+    assert RunningSummary(2).summary("max") == {}
 
 
 def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -73,41 +73,6 @@ class Batch:
         """(tokens,) int64: the position of each token in its text."""
         return torch.arange(len(self.row)) - self.start
 
-    @cached_property
-    def flat_ids(self) -> Tensor:
-        """(tokens,) int64: the token ids, text after text."""
-        return self.ids[self.mask]
-
-    @cached_property
-    def distinct_ids(self) -> Tensor:
-        """(tokens,) int64: numbers that are equal for equal tokens of one text, and differ between texts."""
-        return self.flat_ids + self.row * (int(self.ids.max()) + 1)
-
-    @cached_property
-    def occurred(self) -> Tensor:
-        """(tokens,) bool: whether the token has occurred before in its text."""
-        _, token = self.distinct_ids.unique(return_inverse=True)
-        place = torch.arange(len(token))
-        first = torch.full((int(token.max()) + 1,), len(token)).scatter_reduce(0, token, place, "amin")
-        return place > first[token]
-
-    def places_of(self, flags: Tensor) -> Tensor:
-        """Find some tokens of each token's text.
-
-        Args:
-            flags: (tokens,) bool, the tokens to find.
-
-        Returns:
-            (most, tokens) int64: the index of the first of them in the same text, of the second and so on; -1 for none.
-        """
-        place = flags.nonzero().flatten()
-        row = self.row[place]
-        count = row.bincount(minlength=len(self.lengths))
-        rank = torch.arange(len(place)) - (count.cumsum(0) - count)[row]
-        table = torch.full((int(count.max()), len(self.lengths)), -1)
-        table[rank, row] = place
-        return table[:, self.row]
-
     def flat(self, values: Tensor) -> Tensor:
         """Leave out padding, and put text after text.
 
@@ -120,6 +85,13 @@ class Batch:
         if values.shape[0] == 1 and values.shape[2] == self.num_tokens:
             return values[0]
         return values.transpose(0, 1)[:, self.mask.to(values.device)]
+
+
+@dataclass(eq=False)
+class Reading:
+    """The texts that a model reads now, `batch`."""
+
+    batch: Batch = field(init=False)
 
 
 def batches(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from multihead.counting.batches import batches
 from multihead.counting.corpus import Row, rows
 from multihead.counting.plan import Plan
 from multihead.counting.sums import AFTER, BEFORE, LayerSums
-from multihead.counting.tally import Tally, measured_model, run_batch
+from multihead.counting.tally import Tally, measured_model
 from multihead.files import write_whole
 from multihead.models import LoadedModel, quiet, tokens_of_texts
 from multihead.observation.layer_filter import LayerFilter
@@ -95,12 +95,11 @@ class Counter:
         places = [place for place, each in enumerate(ids) if len(each)]
         counts.empty += len(ids) - len(places)
         chosen = None if plan.layers is None else LayerFilter.of(plan.layers)
-        tally = Tally(model, self.probes, plan.special_ids, plan.examples, chosen)
         kept = [ids[place] for place in places]
-        with measured_model(model) as packed:
+        options = self.probes, plan.special_ids, plan.examples, chosen
+        with measured_model(model) as packed, Tally.of(model, *options) as tally:
             for batch in batches(kept, [texts[place][0] for place in places], tokens=plan.batch_tokens, packed=packed):
-                with tally.of_batch(batch):
-                    run_batch(model, batch)
+                tally.add(batch)
                 counts.texts += len(batch.lengths)
                 counts.tokens += batch.num_tokens
                 renew(len(batch.lengths), batch.num_tokens)
@@ -264,8 +263,8 @@ def _parquet(layers: dict[int, LayerSums], examples: _Examples, counts: Counts, 
         columns = {
             "layer": [number] * rows,
             "name": [layer.name] * rows,
-            "head": [row % layer.heads for row in range(rows)],
-            "statistic": [layer.statistics[row // layer.heads] for row in range(rows)],
+            "head": [head for _ in layer.statistics for head in range(layer.num_heads)],
+            "statistic": [name for name in layer.statistics for _ in range(layer.num_heads)],
             "count": layer.count.numpy(),
             "nonfinite": layer.nonfinite.numpy(),
             "mean": layer.mean.numpy(),

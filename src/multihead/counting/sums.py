@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multihead.counting.batches import Batch
-from multihead.record.running_summary import BINS, Sketch, value_of_bin
+from multihead.counting.batches import Batch, Reading
+from multihead.probes.catalogue import PROBES
+from multihead.record.running_summary import RunningSummary, Sketch, value_of_bin
+from multihead.record.summaries import Measured
+
+LARGEST_KEY = PROBES["largest_key"]
 
 BEFORE, AFTER = 24, 8
 """Tokens of a text that are kept around the position of an example."""
@@ -100,67 +106,75 @@ class Strongest:
 
 
 @dataclass(eq=False)
-class LayerSums:
-    """The sums of all statistics of one layer, (statistics * heads,) rows, over the texts of a shard so far.
+class LayerSums(RunningSummary):
+    """The running summary of one layer with moments, extremes and the strongest examples, over the texts of a shard.
+
+    Values that are NaN or infinite are in no sum. Rows are those of its statistics, (statistics * heads,).
 
     Attributes:
         name: the layer's qualified name.
-        heads: number of query heads.
-        statistics: the names of its statistics.
         examples: how many of the strongest examples are kept.
-        count: (rows,) int64, how many queries counted.
-        nonfinite: (rows,) int64, how many more were NaN or infinite; they are in no other number.
+        reading: the texts that the model reads now.
+        sums: the sketches of all rows; those of `statistics` are parts of it.
+        nonfinite: (rows,) int64, how many more queries counted that were NaN or infinite.
         mean: (rows,) float64.
         squares: (rows,) float64, the sum of the squared deviations from the mean.
         minimum: (rows,) float64, inf of none.
         maximum: (rows,) float64, -inf of none.
-        bins: (rows, bins) int64, how many values lie in each bin of `record.running_summary`.
-        negative_bins: the same of the negated negative values; None while there are none.
+        negative_bins: (rows, bins) int64, the bins of the negated negative values; None while there are none.
         strongest: the strongest examples.
     """
 
-    name: str
-    heads: int
-    statistics: tuple[str, ...]
-    examples: int
-    count: Tensor = field(init=False)
+    name: str = field(kw_only=True)
+    examples: int = field(kw_only=True)
+    reading: Reading = field(kw_only=True)
+    sums: Sketch = field(init=False)
     nonfinite: Tensor = field(init=False)
     mean: Tensor = field(init=False)
     squares: Tensor = field(init=False)
     minimum: Tensor = field(init=False)
     maximum: Tensor = field(init=False)
-    bins: Tensor = field(init=False)
     negative_bins: Tensor | None = None
     strongest: Strongest = field(init=False)
+    takes_batches: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        rows = len(self.statistics) * self.heads
-        self.count, self.nonfinite = torch.zeros(2, rows, dtype=torch.int64)
+    @property
+    def count(self) -> Tensor:
+        """(rows,) int64, how many queries counted."""
+        return self.sums.count.long()
+
+    def _begin(self, names: list[str]) -> None:
+        heads, rows = self.num_heads, len(names) * self.num_heads
+        self.sums = Sketch.zero(rows)
+        for at, name in enumerate(names):
+            of_name = slice(at * heads, (at + 1) * heads)
+            self.statistics[name] = Sketch(
+                *(each[of_name] for each in (self.sums.total, self.sums.count, self.sums.bins))
+            )
+        self.nonfinite = torch.zeros(rows, dtype=torch.int64)
         self.mean, self.squares = torch.zeros(2, rows, dtype=torch.float64)
         self.minimum = torch.full((rows,), torch.inf, dtype=torch.float64)
         self.maximum = -self.minimum
-        self.bins = _no_bins(rows)
         self.strongest = Strongest.none(rows, self.examples)
 
-    def add(self, values: Tensor, counted: Tensor, batch: Batch, largest_keys: Tensor) -> None:
-        """Add the queries of a batch.
-
-        Args:
-            values: (statistics, heads, tokens), float32 or float64, changed in place.
-            counted: the same shape, bool: which of them count; changed in place.
-            batch: the tokens.
-            largest_keys: (heads, tokens) int64, see `Strongest.add`.
-        """
-        shape = values.shape
-        flat, taken = values.flatten(0, 1), counted.flatten(0, 1)
+    def add(self, measured: Mapping[str, Measured], *, samples: int) -> None:
+        """Add the queries of a batch; `measured` has `largest_key` too, in a text's own positions."""
+        self.num_samples += samples
+        batch, names = self.reading.batch, [name for name in measured if name != LARGEST_KEY.name]
+        if not self.statistics:
+            self._begin(names)
+        values = torch.stack([batch.flat(measured[each].values) for each in self.statistics])
+        counted = torch.stack([batch.flat(measured[each].counted) for each in self.statistics])
+        flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, tokens)
         if not bool(flat.sum().isfinite()):
             finite = flat.isfinite()
             self.nonfinite += (taken & ~finite).sum(-1)
             taken &= finite
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        Sketch(total, count, self.bins).add(flat[None], taken[None])
+        of_batch = Sketch(total, count, self.sums.bins)
+        of_batch.add(flat[None], taken[None])
         left_out = ~taken
-        self._add_moments(flat, left_out, total, count)
+        self._add_moments(flat, left_out, of_batch)
         flat.masked_fill_(left_out, torch.inf)
         least = flat.amin(-1).double()
         self.minimum = torch.minimum(self.minimum, least)
@@ -168,42 +182,40 @@ class LayerSums:
             self._add_negative(flat, taken)
         flat.masked_fill_(left_out, -torch.inf)
         self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
-        self.strongest.add(flat.view(shape), batch, largest_keys)
+        self.strongest.add(flat.view(values.shape), batch, batch.flat(measured[LARGEST_KEY.name].values))
 
-    def _add_moments(self, flat: Tensor, left_out: Tensor, total: Tensor, number: Tensor) -> None:
-        """Merge the mean and the squares about it with those of a batch.
-
-        Args:
-            flat: (rows, tokens).
-            left_out: (rows, tokens) bool.
-            total: (rows,) float64, the sums of the values that count.
-            number: (rows,) float64, how many count.
+    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: Sketch) -> None:
+        """Merge the sums, the mean and the squares about it with those of a batch, (rows, tokens).
 
         Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
         """
-        count = number.long()
-        mean = total / number.clamp(min=1)
+        before, count = self.count, of_batch.count.long()
+        mean = of_batch.total / of_batch.count.clamp(min=1)
         deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
         squares = torch.linalg.vecdot(deviation, deviation)
-        both = (self.count + count).clamp(min=1)
+        both = (before + count).clamp(min=1)
         difference = mean - self.mean
         self.mean = self.mean + difference * count / both
-        self.squares = self.squares + squares + difference.square() * self.count * count / both
-        self.count = self.count + count
+        self.squares = self.squares + squares + difference.square() * before * count / both
+        self.sums.total += of_batch.total
+        self.sums.count += of_batch.count
 
     def _add_negative(self, flat: Tensor, taken: Tensor) -> None:
-        """Count negative values in bins of their own; the sketch put them into the first bin."""
-        negative = taken & (flat < 0)
-        if self.negative_bins is None:
-            self.negative_bins = _no_bins(len(flat))
-        total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        Sketch(total, count, self.negative_bins).add(-flat[None], negative[None])
-        self.bins[:, 0] -= negative.sum(-1)
+        """Count negative values in bins of their own; the sketch puts them into the first bin too."""
+        of_batch = Sketch.zero(len(flat))
+        if self.negative_bins is not None:
+            of_batch.bins = self.negative_bins
+        of_batch.add(-flat[None], (taken & (flat < 0))[None])
+        self.negative_bins = of_batch.bins
 
     def histograms(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
         """Return the bins that hold any: of each its row, ascending, its value, ascending, and how many it holds."""
-        row, place = self.bins.nonzero().unbind(1)
-        count, value = self.bins[row, place], value_of_bin(place)
+        bins = self.sums.bins
+        if self.negative_bins is not None:
+            bins = bins.clone()
+            bins[:, 0] -= self.negative_bins.sum(-1)
+        row, place = bins.nonzero().unbind(1)
+        count, value = bins[row, place], value_of_bin(place)
         if self.negative_bins is not None:
             below, place = self.negative_bins.nonzero().unbind(1)
             row = torch.cat([below, row])
@@ -212,8 +224,3 @@ class LayerSums:
             order = torch.from_numpy(np.lexsort((value.numpy(), row.numpy())))
             row, value, count = row[order], value[order], count[order]
         return row.numpy(), value.numpy(), count.numpy()
-
-
-def _no_bins(rows: int) -> Tensor:
-    # NumPy's zeros come from calloc: only the pages that are written to take time and memory.
-    return torch.from_numpy(np.zeros((rows, BINS), np.int64))

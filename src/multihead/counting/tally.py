@@ -1,38 +1,30 @@
-"""Measure the heads of a model on batches of texts, and sum their statistics layer by layer."""
+"""Run a model on batches of texts, and sum the statistics of its heads layer by layer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from multihead.call import AttentionCall, listen
-from multihead.counting.batches import Batch
-from multihead.counting.sums import LayerSums
+from multihead.counting.batches import Batch, Reading
+from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
 from multihead.hooks.huggingface import installed
 from multihead.hooks.packed import packed
-from multihead.hooks.pretrained import crosses
 from multihead.kernels.choose import temporary_plans
-from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
 from multihead.observation.layer_filter import LayerFilter
-from multihead.observation.output_projection import output_weight
-from multihead.parts import Part
-from multihead.probes.catalogue import DEFAULT, PROBES
-from multihead.probes.context import ProbeContext
-from multihead.probes.lookups import at_keys
-from multihead.probes.measured_call import MeasuredCall
+from multihead.observation.measuring import Measuring
+from multihead.observation.observe import names_of, recording
+from multihead.observation.record import Record
+from multihead.observation.recorder import Recorder
+from multihead.probes.catalogue import DEFAULT
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import Wanted, completed, parts_of, possible, resolved
-from multihead.record.summaries import queries_that_count
-
-LARGEST_KEY = PROBES["largest_key"]
-FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
+from multihead.probes.statistics import Wanted, resolved
 
 
 def counted_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...]:
@@ -57,173 +49,50 @@ def counted_probes(wanted: Wanted | Sequence[Wanted] | None) -> tuple[Probe, ...
 
 @dataclass(eq=False)
 class Tally:
-    """A listener that adds the attention calls of a model to sums per layer.
+    """The sums of a model's layers over batches of texts.
 
     Attributes:
         model: the model whose layers are measured.
-        probes: the statistics.
-        special_ids: the token ids that `special_mass` counts.
-        examples: how many of the strongest examples are kept per head and statistic.
-        layer_filter: which layers are measured; None measures all.
-        layers: the layers so far by number, counted in the order in which they run.
-        wanted: the parts that a kernel may measure while it computes.
+        reading: the texts that it reads now.
     """
 
     model: nn.Module
-    probes: tuple[Probe, ...]
-    special_ids: tuple[int, ...]
-    examples: int
-    layer_filter: LayerFilter | None = None
-    layers: dict[int, LayerSums] = field(default_factory=dict)
-    wanted: frozenset[Part] = field(init=False)
-    _names: dict[int, str] = field(init=False)
-    _numbers: dict[str, int] = field(default_factory=dict)
-    _calls: dict[str, int] = field(default_factory=dict)  # of each module in the current batch
-    _batch: Batch | None = None
+    reading: Reading
+    _recorder: Recorder
 
-    def __post_init__(self) -> None:
-        free = [probe for probe in (*self.probes, LARGEST_KEY) if not probe.needs]
-        self.wanted = parts_of(free)
-        self._names = {id(module): name for name, module in self.model.named_modules()}
-
+    @staticmethod
     @contextmanager
-    def of_batch(self, batch: Batch) -> Iterator[None]:
-        """Add the calls in this context, which are those of one forward pass on a batch."""
-        self._batch = batch
-        self._calls.clear()
-        try:
-            with listen(self):
-                yield
-        finally:
-            self._batch = None
+    def of(
+        model: nn.Module,
+        probes: Sequence[Probe],
+        special_ids: Sequence[int],
+        examples: int,
+        layer_filter: LayerFilter | None = None,
+    ) -> Iterator[Tally]:
+        """Measure a model in this context; see `counted_probes` for the probes and `observe` for the others."""
+        reading = Reading()
 
-    @torch.no_grad()
-    def hear(self, call: AttentionCall) -> None:
-        """Add one call."""
-        origin, batch = call.request.origin, self._batch
-        if origin is None or id(origin.layer) not in self._names or batch is None:
-            return
-        name = self._names[id(origin.layer)]
-        self._calls[name] = self._calls.get(name, 0) + 1
-        if self._calls[name] > 1:  # a layer that runs again in one forward pass, as in ALBERT
-            name = f"{name}#{self._calls[name]}"
-        number = self._numbers.setdefault(name, len(self._numbers))
-        if self.layer_filter is not None and not self.layer_filter.takes(name, number):
-            return
-        _check_reads_texts(call, batch, name, crosses=crosses(origin, name))
-        context = self._context(call, batch, origin.layer, name)
-        probes = possible((*self.probes, LARGEST_KEY), call.request, context)
-        found = _measured(call, batch, probes, context)
-        statistics = tuple(probe.name for probe in probes if probe is not LARGEST_KEY)
-        if number not in self.layers:
-            self.layers[number] = LayerSums(name, call.request.shape.num_heads, statistics, self.examples)
-        layer = self.layers[number]
-        values = torch.stack([batch.flat(found[each]).cpu() for each in layer.statistics])
-        sees = (batch.flat(call.attended.logsumexp) != -torch.inf).cpu()  # (heads, tokens)
-        rules = {probe.name: probe.counted for probe in probes}
-        place = batch.position, batch.stop - batch.start, lambda: batch.occurred
-        counted = torch.stack([queries_that_count(rules[each], sees, *place) for each in layer.statistics])
-        keys = batch.flat(found[LARGEST_KEY.name]).cpu()
-        if call.request.packed_lengths is not None:
-            keys = torch.where(keys >= 0, keys - batch.start, keys)
-        layer.add(values, counted, batch, keys)
+        def sums(name: str, num_heads: int) -> LayerSums:
+            return LayerSums(num_heads, name=name, examples=examples, reading=reading)
 
-    def _context(self, call: AttentionCall, batch: Batch, layer: nn.Module, name: str) -> ProbeContext:
-        """Return what the probes need besides q and k; of a packed row, or of a padded batch."""
-        shape, needs = call.request.shape, frozenset[str]().union(*(probe.needs for probe in self.probes))
-        ids, distinct = batch.ids.masked_fill(~batch.mask, -1), None
-        if call.request.packed_lengths is not None:
-            ids, distinct = batch.flat_ids[None], batch.distinct_ids[None]  # equal tokens of two texts are different
-        special = weight = None
-        if "special_keys" in needs and self.special_ids:
-            special = torch.isin(ids, torch.tensor(self.special_ids)).to(shape.device)
-        if "output_weight" in needs:
-            width = shape.num_heads * shape.value_dim
-            weight = output_weight(layer, self.model, name.partition("#")[0], width=width)
-        sets = {}
-        for probe in self.probes:
-            for part in probe.parts:
-                if probe.tokens is not None and part[0] == "tokens_mass":
-                    sets[str(part[1])] = torch.isin(ids, torch.tensor(sorted(probe.tokens))).to(shape.device)
-        known = (ids if distinct is None else distinct).to(shape.device) if "ids" in needs else None
-        return ProbeContext(special_keys=special, ids=known, sets=sets, output_weight=weight)
+        measuring = Measuring(model, names_of(model), (*probes, LARGEST_KEY), tuple(special_ids))
+        with recording(Record(), layer_filter, "summary", measuring, sums) as recorder:
+            yield Tally(model, reading, recorder)
+
+    def add(self, batch: Batch) -> None:
+        """Run the model on a batch, for its attention alone, and add its calls."""
+        self.reading.batch = batch
+        run_batch(self.model, batch)
+
+    @property
+    def layers(self) -> dict[int, LayerSums]:
+        """The sums of each layer by its number, counted in the order in which layers run."""
+        found = ((layer.number, layer.running_summary) for layer in self._recorder.record.layers)
+        return {number: sums for number, sums in found if isinstance(sums, LayerSums)}
 
     def check_complete(self) -> None:
-        """Check that the forward passes so far called attention that can be measured.
-
-        Raises:
-            ModelError: no attention call was captured, or a layer that was chosen did not run.
-        """
-        if not self._numbers:
-            raise ModelError(
-                f"No attention call of {type(self.model).__name__} was captured.",
-                "Give a Hugging Face model that uses AttentionInterface; docs/families.md lists those that work.",
-            )
-        missed = [] if self.layer_filter is None else self.layer_filter.missed(list(self._numbers))
-        if missed:
-            names = ", ".join(f"{number}: {name}" for name, number in self._numbers.items())
-            raise ModelError(
-                f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.", f"Choose among {names}."
-            )
-
-
-def _check_reads_texts(call: AttentionCall, batch: Batch, name: str, *, crosses: bool) -> None:
-    """Reject a layer whose queries and keys are not the tokens of the batch."""
-    shape = call.request.shape
-    if call.request.packed_lengths is not None:
-        expected = (1, batch.num_tokens)
-    else:
-        expected = (len(batch.lengths), batch.ids.shape[1])
-    if crosses or (shape.batch, shape.query_length) != expected or shape.key_length != expected[1]:
-        raise ModelError(
-            f"{name} attends from {shape.query_length} queries to {shape.key_length} keys, and the batch has "
-            f"{expected[1]} tokens.",
-            "Give a model whose layers read each token of a text once, or choose others of its layers.",
-        )
-
-
-def _measured(call: AttentionCall, batch: Batch, probes: Sequence[Probe], context: ProbeContext) -> dict[str, Tensor]:
-    """Compute statistics of a call that has run, from parts of its kernel where it measured them.
-
-    Returns:
-        (batch, heads, queries) each.
-    """
-    request, attended = call.request, call.attended
-    logsumexp, parts = attended.logsumexp.detach(), attended.statistics
-    if request.packed_lengths is not None:
-        parts = {**parts, **_of_packed(call, batch, parts_of(probes) - parts.keys(), context)}
-    output = None if request.dropout else attended.output
-    return completed(request, logsumexp, probes, context, parts=parts, output=output)
-
-
-def _of_packed(
-    call: AttentionCall, batch: Batch, missing: frozenset[Part], context: ProbeContext
-) -> dict[Part, Tensor]:
-    """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""
-    found: dict[Part, Tensor] = {}
-    counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
-    if not counts and SPECIAL_KEYS not in missing:
-        return found
-    logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
-    measured = MeasuredCall.of(call.request, logsumexp, context)
-
-    def weights(keys: Tensor) -> Tensor:
-        found = at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
-        return found.masked_fill_(logsumexp.isnan(), torch.nan)
-
-    for part, count in counts.items():
-        found[part] = torch.zeros_like(logsumexp)
-        for place in range(min(count, int(batch.lengths.max()))):
-            found[part] += weights(batch.start + place)  # 0 after the end of the text, whose query does not see it
-    if SPECIAL_KEYS in missing and context.special_keys is not None:
-        first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
-        keys = batch.places_of(context.special_keys[0].cpu())  # (most, tokens)
-        if len(keys) <= FEW_SPECIAL:
-            total = torch.zeros_like(logsumexp)
-            for each in keys:
-                total += first if first is not None and torch.equal(each, batch.start) else weights(each)
-            found[SPECIAL_KEYS] = total
-    return found
+        """Check that the batches so far called attention that can be measured, see `Recorder.check_complete`."""
+        self._recorder.check_complete(self.model)
 
 
 @contextmanager

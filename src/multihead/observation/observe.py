@@ -16,12 +16,14 @@ from multihead.hooks.alignment import alignment_heads
 from multihead.hooks.packed import padded
 from multihead.hooks.pretrained import pretrained_models, recorded_inputs
 from multihead.observation.layer_filter import LayerFilter
+from multihead.observation.measuring import Measuring
 from multihead.observation.record import Record
-from multihead.observation.recorder import Keep, Recorder
+from multihead.observation.recorder import Keep, Recorder, Sums
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, Pool
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, default_probes, resolved
+from multihead.record.running_summary import RunningSummary
 from multihead.tracing import uncompiled
 
 
@@ -77,12 +79,40 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
+    with recorded(
+        model,
+        layers=layers,
+        keep=keep,
+        probes=probes,
+        special_ids=special_ids,
+        tokenizer=tokenizer,
+        map_size=map_size,
+        map_pool=map_pool,
+        sums=(lambda _, num_heads: RunningSummary(num_heads)) if keep == "summary" else None,
+    ) as record:
+        yield record
+
+
+@contextmanager
+def recorded(
+    model: nn.Module,
+    *,
+    layers: Sequence[int | str] | int | str | None = None,
+    keep: Keep = "summary",
+    probes: Wanted | Sequence[Wanted] | None = None,
+    special_ids: Sequence[int] = (),
+    tokenizer: Any = None,
+    map_size: int = MAP_SIZE,
+    map_pool: Pool = "mean",
+    sums: Sums | None = None,
+) -> Iterator[Record]:
+    """Do what `observe` does; `sums` makes the sums of a layer, where no samples are kept."""
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     chosen = default_probes() if probes is None else resolved(probes)
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
-    names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
+    names = names_of(root)
     layer_filter = None
     if layers is not None:
         layer_filter = LayerFilter.of(layers)
@@ -98,20 +128,8 @@ def observe(
             stack.enter_context(huggingface.installed(root, bypassed.append))
             stack.enter_context(padded())
         stack.enter_context(uncompiled())  # a compiled graph does not report its calls
-        inputs = stack.enter_context(recorded_inputs(root))
-        recorder = Recorder(
-            record=record,
-            names=names,
-            inputs=inputs,
-            layer_filter=layer_filter,
-            keep=keep,
-            probes=chosen,
-            special_ids=tuple(special_ids),
-            map_size=map_size,
-            map_pool=map_pool,
-            root=root,
-        )
-        stack.enter_context(listen(recorder))
+        measuring = Measuring(root, names, chosen, tuple(special_ids), map_size, map_pool)
+        recorder = stack.enter_context(recording(record, layer_filter, keep, measuring, sums))
         yield record
     if of_hugging_face:
         aligned = alignment_heads(root)
@@ -125,9 +143,25 @@ def observe(
         warnings.warn(
             f"The record is incomplete. {' '.join(dict.fromkeys(bypassed))} "
             "Let it call the function that transformers' AttentionInterface returns.",
-            stacklevel=3,
+            stacklevel=5,
         )
     recorder.check_complete(root)
+
+
+def names_of(root: nn.Module) -> dict[int, str]:
+    """Return the name of each module of a model by its id; the model itself is named after its class."""
+    return {id(module): name or type(module).__name__ for name, module in root.named_modules()}
+
+
+@contextmanager
+def recording(
+    record: Record, layer_filter: LayerFilter | None, keep: Keep, measuring: Measuring, sums: Sums | None
+) -> Iterator[Recorder]:
+    """Add the attention calls of a model in this context to a record; see `Recorder`."""
+    with recorded_inputs(measuring.root) as inputs:
+        recorder = Recorder(record, inputs, layer_filter, keep, measuring, sums)
+        with listen(recorder):
+            yield recorder
 
 
 def _check_options(model: object, keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:

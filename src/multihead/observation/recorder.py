@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from multihead.kernels.first_keys import first_keys
 from multihead.layer.sharding import HeldHeads, held_heads
 from multihead.masks.place import Span
 from multihead.observation.layer_filter import LayerFilter
-from multihead.observation.output_projection import output_weight
+from multihead.observation.measuring import Measuring
 from multihead.observation.record import Record
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
 from multihead.probes.catalogue import PROBES
-from multihead.probes.context import Pool, ProbeContext
+from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Need, Parts, Probe
 from multihead.probes.statistics import from_kernel, of_call, possible, sink_mass, token_parts, without_positions
 from multihead.probes.tile import tile
@@ -50,6 +50,9 @@ from multihead.scores.bias import values_of, with_values
 from multihead.sequence_split import SequenceSplit
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
+Sums: TypeAlias = Callable[[str, int], RunningSummary]
+"""Returns the empty sums of a layer, of its name and its number of heads."""
+
 OF_TOKENS: frozenset[Part] = frozenset({"duplicate_mass", "induction_mass"})
 
 
@@ -95,15 +98,11 @@ class Recorder:
     """A listener that adds every attention call of a model to a record."""
 
     record: Record
-    names: dict[int, str]
     inputs: Inputs
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
-    probes: tuple[Probe, ...]
-    special_ids: tuple[int, ...]
-    map_size: int
-    map_pool: Pool
-    root: nn.Module
+    measuring: Measuring
+    sums: Sums | None = None  # makes those of a layer, where no samples are kept
     wanted: frozenset[Part] = field(init=False)
     _counted: dict[str, str] = field(init=False)  # which queries count, for statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
@@ -122,6 +121,16 @@ class Recorder:
                 wanted |= probe.parts
         self.wanted = wanted
         self._counted = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Name of each module of the model, by id."""
+        return self.measuring.names
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """The statistics."""
+        return self.measuring.probes
 
     @torch.no_grad()
     def hear(self, call: AttentionCall) -> None:
@@ -143,7 +152,7 @@ class Recorder:
             previous = None
         self._pass_continues |= previous is not None and not crosses
         if name not in self._layers:
-            summary = RunningSummary(request.shape.num_heads) if self.keep == "summary" else None
+            summary = None if self.sums is None else self.sums(name, request.shape.num_heads)
             # Only processes that form a group share a layer.
             split = _split_of(module, request, sequence) if dist.is_available() and dist.is_initialized() else None
             self._layers[name] = LayerRecord(name, running_summary=summary, number=len(self._layers), split=split)
@@ -208,17 +217,18 @@ class Recorder:
         """Measure a call, sample by sample where needed, and add it to the record."""
         request, name = call.request, self.names[id(module)]
         places = self._places(request, name)
-        ids = Ids(None, None, crosses, places.packed, places.request.query_start)
-        if self.inputs.any_ids:
-            ids = self._with_ids(ids, request, name)
+        ids = self._ids(request, name, places, crosses=crosses)
+        if layer.running_summary is not None and layer.running_summary.takes_batches:
+            measured = self.measuring.together(call, places, ids, module)
+            layer.running_summary.add(measured, samples=len(places.found))
+            self.record.add(layer, ())
+            return
         first = state.key_starts is None
         if state.key_starts is None:
             # A cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(places.key_starts, own_offset))
-            new_sample = partial(
-                SampleRecord, layer.name, self.map_size, self.map_pool, crosses=crosses, counted=self._counted
-            )
+            new_sample = partial(self._new_sample, layer.name, crosses=crosses)
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
                 batch = self._batch(call, places, parts, ids, name, new_sample)
@@ -279,7 +289,7 @@ class Recorder:
         samples = []
         for index, span in enumerate(places.found):
             queries, own_keys = (_overlaps(sequence.chunks(length), each) for each in (span.queries, span.keys))
-            sample = SampleRecord(layer.name, self.map_size, self.map_pool, counted=self._counted)
+            sample = self._new_sample(layer.name)
             if sequence.place[1] > 1:
                 sample.split = SampleSplit(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
@@ -390,8 +400,11 @@ class Recorder:
             self._spans = SampleSpans(self._bare(request, request.shape.device), own_packed, real, padding)
         return self._spans
 
-    def _with_ids(self, unknown: Ids, request: AttentionRequest, name: str) -> Ids:
+    def _ids(self, request: AttentionRequest, name: str, places: SampleSpans, *, crosses: bool) -> Ids:
         """Return the ids of a call: inputs that fit its shape and belong to the part of the model with its layer."""
+        unknown = Ids(None, None, crosses, places.packed, places.request.query_start)
+        if not self.inputs.any_ids:
+            return unknown
         shape, continued, packed = request.shape, request.continued, request.packed_lengths
         if (
             continued is not None
@@ -423,7 +436,7 @@ class Recorder:
         if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
-            known |= {"ids", "special_keys"} if self.special_ids else {"ids"}
+            known |= {"ids", "special_keys"} if self.measuring.special_ids else {"ids"}
         wanted = frozenset[Part]()
         for probe in self.probes:
             if probe.needs <= known and not (ids.crosses and probe.parts & OF_TOKENS):
@@ -432,7 +445,7 @@ class Recorder:
             return None
         missing = wanted - measured.keys()
         if missing:
-            more = token_parts(call, missing, ids.marks(call.request, self.special_ids))
+            more = token_parts(call, missing, ids.marks(call.request, self.measuring.special_ids))
             if more is None:
                 return None
             measured = {**measured, **more}
@@ -489,9 +502,7 @@ class Recorder:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
         if layer.running_summary is not None:  # only the token ids are kept until the next call
-            target = SampleRecord(
-                sample.name, self.map_size, crosses=sample.crosses, keys_read=sample.keys_read, counted=sample.counted
-            )
+            target = replace(self._new_sample(sample.name, crosses=sample.crosses), keys_read=sample.keys_read)
         target.add(
             Segment(request, key_start),
             kept(call.attended.logsumexp, device),
@@ -520,29 +531,20 @@ class Recorder:
             origin=None,
         )
 
+    def _new_sample(self, name: str, *, crosses: bool = False) -> SampleRecord:
+        size, pool = self.measuring.map_size, self.measuring.map_pool
+        return SampleRecord(name, size, pool, crosses=crosses, counted=self._counted)
+
     def _context(
         self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
-        shape = call.request.shape
-        read, stop = sample.keys_read.ids, start + shape.key_length
-        needs = frozenset[str]().union(*(probe.needs for probe in self.probes))
-        ids = special = weight = None
-        if read is not None and read.length >= stop and needs & {"ids", "special_keys"}:
-            ids = read.between(start, stop)[None].to(shape.device)
-            special = torch.isin(ids, torch.tensor(self.special_ids, device=shape.device)) if self.special_ids else None
-        if "output_weight" in needs:
-            width = shape.num_heads * shape.value_dim
-            weight = output_weight(module, self.root, self.names[id(module)], width=width)
-        return ProbeContext(
-            special_keys=special,
-            ids=ids,
-            output_weight=weight,
-            # In a later call the first key that its queries see may not be the first of the sample.
-            first_key=None if first else -start,
-            map_size=self.map_size,
-            map_pool=self.map_pool,
-        )
+        shape, read = call.request.shape, sample.keys_read.ids
+        stop = start + shape.key_length
+        known = read is not None and read.length >= stop and self.measuring.needs & {"ids", "special_keys"}
+        ids = read.between(start, stop)[None] if known and read is not None else None
+        # In a later call the first key that its queries see may not be the first of the sample.
+        return self.measuring.context(module, shape, ids, first_key=None if first else -start)
 
     def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
         """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""

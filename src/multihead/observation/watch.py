@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError, check_integer
 from multihead.hooks.trainer import around_steps
-from multihead.observation.observe import observe
+from multihead.observation.observe import recorded
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import Wanted, resolved
 from multihead.record.layer import LayerRecord
+from multihead.record.running_summary import RunningSummary
 
 LARGEST_SCORE = "largest_score"
 PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE)
@@ -104,7 +105,7 @@ class Watch:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
         self._stack = ExitStack()
         if self.due:
-            context = observe(self.model, layers=self.layers, keep="statistics", probes=self.probes)
+            context = recorded(self.model, layers=self.layers, probes=self.probes, sums=_step_sums)
             self._record = self._stack.enter_context(context)
         return self
 
@@ -164,6 +165,11 @@ class Watch:
         elif self.log is not None:
             for name, number in self.numbers.items():
                 self.log.add_scalar(name, number, step)
+
+
+def _step_sums(_: str, num_heads: int) -> RunningSummary:
+    """Return the sums of a layer in one step."""
+    return RunningSummary(num_heads, maxima=(LARGEST_SCORE,))
 
 
 def _summary(layer: LayerRecord) -> dict[str, Tensor]:

@@ -537,8 +537,8 @@ def moved(part: Part, value: Tensor, span: Span) -> Tensor:
     return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
 
 
-def moved_together(parts: Mapping[Part, Tensor], places: SampleSpans) -> Mapping[Part, Tensor]:
-    """Shift the key indices among the parts of a whole call so that the first key of each sample is 0."""
+def moved_together(parts: Mapping[Any, Tensor], places: SampleSpans) -> Mapping[Any, Tensor]:
+    """Shift the key indices of a whole call, a part or a statistic, so that the first key of each sample is 0."""
     keys = parts.get("largest_key")
     if keys is None or not bool(places.ends[3].any()):
         return parts

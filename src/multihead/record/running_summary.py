@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.kernels.native import library
 from multihead.record.summaries import SHARES, Measured, Of, check_summary
@@ -34,6 +35,7 @@ class Sketch:
         total: (heads,) float64, the sum.
         count: (heads,) float64, how many queries counted.
         bins: (heads, bins) int64, how many values lie in each bin; the first is for values below LEAST.
+        maximum: (heads,) float64, the exact maximum, -inf of none; None if only its bin is known.
 
     Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
     """
@@ -41,6 +43,7 @@ class Sketch:
     total: Tensor
     count: Tensor
     bins: Tensor
+    maximum: Tensor | None = None
 
     @staticmethod
     def zero(heads: int) -> Sketch:
@@ -62,6 +65,9 @@ class Sketch:
             values: ([batch,] heads, queries), floating-point.
             counted: the same shape, bool: which of them count.
         """
+        if self.maximum is not None:
+            largest = values.double().masked_fill(~counted, -torch.inf).transpose(0, -2).flatten(1)
+            self.maximum = torch.maximum(self.maximum, nn.functional.pad(largest, (1, 0), value=-torch.inf).amax(1))
         if values.dtype == torch.float32 and values.is_cpu and library.absence() is None:
             first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
             library.summarise(values, counted, first_bin, self.total, self.count, self.bins)
@@ -79,6 +85,8 @@ class Sketch:
 
     def quantile(self, share: float) -> Tensor:
         """Return the value below which a share of the queries lies: (heads,) float64, within 1 %; 0 of none."""
+        if share == 1 and self.maximum is not None:
+            return torch.where(self.count == 0, 0.0, self.maximum)
         wanted = share * (self.count - 1).clamp(min=0)
         place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=BINS - 1)  # (heads,)
         value = torch.where(self.count == 0, 0.0, value_of_bin(place))
@@ -93,11 +101,15 @@ class RunningSummary:
         num_heads: number of query heads.
         num_samples: number of texts.
         statistics: name -> its sketch.
+        maxima: the statistics whose exact maximum is kept too.
+        takes_batches: whether it takes all texts of a call at once, and never a part of a text.
     """
 
     num_heads: int
     num_samples: int = 0
     statistics: dict[str, Sketch] = field(default_factory=dict)
+    maxima: Collection[str] = ()
+    takes_batches: ClassVar[bool] = False
 
     def add(self, measured: Mapping[str, Measured], *, samples: int) -> None:
         """Add the statistics of one text, or of all texts of a batch at once.
@@ -109,6 +121,9 @@ class RunningSummary:
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
         self.statistics.update(zip(new, Sketch.zeros(len(new), self.num_heads), strict=True))
+        for name in self.maxima:
+            if name in new:
+                self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
         for name, each in measured.items():
             self.statistics[name].add(*each)
 

@@ -31,18 +31,22 @@ class Ids:
     packed: bool
     query_start: int | Tensor
 
+    def of_keys(self, request: AttentionRequest) -> Tensor | None:
+        """Return the token id of each key of the call, (batch, keys) int64; None if that is unknown."""
+        ids = self.keys if self.crosses else self.queries
+        if self.crosses or ids is None:
+            return ids
+        shape, lengths = request.shape, request.packed_lengths
+        if isinstance(request.query_start, Tensor) or request.query_start or shape.query_length != shape.key_length:
+            return None
+        if lengths is None:
+            return ids
+        return torch.cat([row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)])[None]
+
     def marks(self, request: AttentionRequest, special_ids: Sequence[int]) -> Tensor | None:
         """Return which keys of the call are special tokens, (batch, keys) bool; None if that is unknown."""
-        ids = self.keys if self.crosses else self.queries
-        if ids is None or not special_ids:
-            return None
-        if not self.crosses:
-            shape, lengths = request.shape, request.packed_lengths
-            if isinstance(request.query_start, Tensor) or request.query_start or shape.query_length != shape.key_length:
-                return None
-            if lengths is not None:
-                ids = torch.cat([row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)])[None]
-        return torch.isin(ids, torch.tensor(special_ids)).to(request.shape.device)
+        ids = self.of_keys(request) if special_ids else None
+        return None if ids is None else among(ids, special_ids).to(request.shape.device)
 
     def add_to(self, sample: SampleRecord, span: Span, index: int, offset: int) -> None:
         """Append the ids of one sample to its record.
@@ -65,6 +69,11 @@ class Ids:
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
         sample.keys_read.grow(_row(self.queries, span.sample, (first, stop)), start=origin + first)
+
+
+def among(ids: Tensor, wanted: Sequence[int]) -> Tensor:
+    """Return which token ids are among some: bool, of the same shape."""
+    return torch.isin(ids, torch.tensor(wanted, device=ids.device))
 
 
 def _row(ids: Tensor | None, row: int, ends: tuple[int, int]) -> Tensor | None:

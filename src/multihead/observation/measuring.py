@@ -1,0 +1,176 @@
+"""What probes need besides q and k, and the statistics of all texts of a call at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from multihead.call import AttentionCall
+from multihead.errors import ModelError
+from multihead.kernels.native.statistics import FIRST_KEY, SPECIAL_KEYS
+from multihead.observation.output_projection import output_weight
+from multihead.parts import Part
+from multihead.probes.context import MAP_SIZE, Pool, ProbeContext
+from multihead.probes.lookups import at_keys
+from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.probe import Probe
+from multihead.probes.statistics import completed, parts_of, possible
+from multihead.record.batch import SampleSpans, moved_together
+from multihead.record.summaries import Measured, occurred_before, queries_that_count
+from multihead.record.token_ids import Ids, among
+from multihead.shapes import AttentionShape
+
+FEW_SPECIAL = 4  # with more special tokens per text, another pass over all keys takes less time than looking them up
+
+
+@dataclass(frozen=True, eq=False)
+class Measuring:
+    """The statistics of the layers of a model, and what they need besides q and k.
+
+    Attributes:
+        root: the model.
+        names: name of each of its modules, by id.
+        probes: the statistics.
+        special_ids: the token ids that `special_mass` counts.
+        map_size: largest number of rows and columns of the pooled map.
+        map_pool: what a block of it holds.
+    """
+
+    root: nn.Module
+    names: dict[int, str]
+    probes: tuple[Probe, ...]
+    special_ids: tuple[int, ...] = ()
+    map_size: int = MAP_SIZE
+    map_pool: Pool = "mean"
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What the probes need besides q and k."""
+        return frozenset[str]().union(*(probe.needs for probe in self.probes))
+
+    def context(
+        self,
+        layer: nn.Module,
+        shape: AttentionShape,
+        ids: Tensor | None,
+        *,
+        distinct: Tensor | None = None,
+        first_key: int | None = None,
+    ) -> ProbeContext:
+        """Return the inputs of probes besides q and k.
+
+        Args:
+            layer: the module that makes the call.
+            shape: the sizes of the call.
+            ids: (batch, keys) int64, the token id of each key, or None.
+            distinct: the same shape, numbers that differ between texts where one row holds several; None: the ids.
+            first_key: which key is the first of the sample, where that is not the first that its queries see.
+        """
+        compared = special = weight = None
+        sets = {}
+        if ids is not None:
+            if "special_keys" in self.needs and self.special_ids:
+                special = among(ids, self.special_ids).to(shape.device)
+            if "ids" in self.needs:
+                compared = (ids if distinct is None else distinct).to(shape.device)
+            for probe in self.probes:
+                for part in probe.parts:
+                    if probe.tokens is not None and part[0] == "tokens_mass":
+                        sets[str(part[1])] = among(ids, sorted(probe.tokens)).to(shape.device)
+        if "output_weight" in self.needs:
+            width = shape.num_heads * shape.value_dim
+            weight = output_weight(layer, self.root, self.names[id(layer)], width=width)
+        return ProbeContext(special, compared, sets, weight, first_key, self.map_size, self.map_pool)
+
+    def together(self, call: AttentionCall, places: SampleSpans, ids: Ids, layer: nn.Module) -> dict[str, Measured]:
+        """Measure all texts of a call at once: statistic -> its values, and which count, (batch, heads, queries) each.
+
+        Args:
+            call: a call whose queries and keys are the tokens of whole texts, one per row or packed.
+            places: where they are.
+            ids: their token ids.
+            layer: the module that made the call.
+        """
+        request, shape, logsumexp = call.request, call.request.shape, call.attended.logsumexp.detach()
+        read = ids.of_keys(request)
+        if ids.crosses or read is None:
+            raise ModelError(
+                f"{self.names[id(layer)]} attends from {shape.query_length} queries to {shape.key_length} keys, which "
+                "are not the tokens of the texts.",
+                "Give a model whose layers read each token of a text once, or choose others of its layers.",
+            )
+        real, positions, num_keys = places.queries
+        read = read.masked_fill(~real[:, 0], -1)
+        text = torch.arange(shape.batch)[:, None]  # of each token
+        if places.packed:
+            text = torch.arange(len(places.found)).repeat_interleave(places.ends[2] - places.ends[1])[None]
+        distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts are different
+        context = self.context(layer, shape, read, distinct=distinct)
+        probes, parts = possible(self.probes, request, context), call.attended.statistics
+        if places.packed:
+            parts = {**parts, **_of_packed(call, places, text[0], parts_of(probes) - parts.keys(), context)}
+        output = None if request.dropout else call.attended.output
+        found = moved_together(completed(request, logsumexp, probes, context, parts=parts, output=output), places)
+        sees = real & (logsumexp.cpu() != -torch.inf)
+
+        def occurred() -> Tensor:
+            flat = distinct.flatten()
+            return occurred_before(torch.arange(len(flat)), flat).view(real.shape)
+
+        where = sees, positions, num_keys, occurred
+        return {
+            probe.name: Measured(found[probe.name].cpu(), queries_that_count(probe.counted, *where)) for probe in probes
+        }
+
+
+def _of_packed(
+    call: AttentionCall, places: SampleSpans, text: Tensor, missing: frozenset[Part], context: ProbeContext
+) -> dict[Part, Tensor]:
+    """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""
+    found: dict[Part, Tensor] = {}
+    counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
+    if not counts and SPECIAL_KEYS not in missing:
+        return found
+    logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
+    measured = MeasuredCall.of(call.request, logsumexp, context)
+    start = places.first_keys[0, 0]  # (tokens,)
+
+    def weights(keys: Tensor) -> Tensor:
+        found = at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
+        return found.masked_fill_(logsumexp.isnan(), torch.nan)
+
+    for part, count in counts.items():
+        found[part] = torch.zeros_like(logsumexp)
+        for place in range(min(count, int(text.bincount().max()))):
+            found[part] += weights(start + place)  # 0 after the end of the text, whose query does not see it
+    if SPECIAL_KEYS in missing and context.special_keys is not None:
+        first = found.get(FIRST_KEY, call.attended.statistics.get(FIRST_KEY))
+        keys = places_of(context.special_keys[0].cpu(), text)  # (most, tokens)
+        if len(keys) <= FEW_SPECIAL:
+            total = torch.zeros_like(logsumexp)
+            for each in keys:
+                total += first if first is not None and torch.equal(each, start) else weights(each)
+            found[SPECIAL_KEYS] = total
+    return found
+
+
+def places_of(flags: Tensor, text: Tensor) -> Tensor:
+    """Find some tokens of each token's text, in a row of packed texts.
+
+    Args:
+        flags: (tokens,) bool, the tokens to find.
+        text: (tokens,) int64, the number of each token's text, ascending from 0.
+
+    Returns:
+        (most, tokens) int64: the index of the first of them in the same text, of the second and so on; -1 for none.
+    """
+    place, texts = flags.nonzero().flatten(), int(text[-1]) + 1
+    row = text[place]
+    count = row.bincount(minlength=texts)
+    rank = torch.arange(len(place)) - (count.cumsum(0) - count)[row]
+    table = torch.full((int(count.max()), texts), -1)
+    table[rank, row] = place
+    return table[:, text]
