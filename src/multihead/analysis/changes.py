@@ -132,7 +132,7 @@ def changes(
     pairs = _pairs(before, after, sample)
     rows = {number: spaced(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()}
     counts = {number: len(range(*rows[number].indices(one.num_queries))) for number, (one, _) in pairs.items()}
-    first, second = _profiles(before, sample, pairs), _profiles(after, sample, pairs)
+    first, second = (_profiles(run, sample, pairs, statistics) for run in (before, after))
     done, total = 0, sum(counts.values())
 
     def advance(more: int) -> None:
@@ -167,8 +167,11 @@ def _means(profile: LayerProfile, head: int) -> dict[str, float]:
     return {name: float(values[head]) for name, values in profile.means.items()}
 
 
-def _profiles(run: Sequence[LayerRecord], sample: int, numbers: Mapping[int, object]) -> dict[int, LayerProfile]:
-    read = layer_profiles([layer for layer in run if layer.number in numbers], sample=sample)
+def _profiles(
+    run: Sequence[LayerRecord], sample: int, numbers: Mapping[int, object], statistics: Mapping[str, Statistic] | None
+) -> dict[int, LayerProfile]:
+    layers = [layer for layer in run if layer.number in numbers]
+    read = layer_profiles(layers, sample=sample, statistics=statistics)
     return {each.number: each for each in read}
 
 

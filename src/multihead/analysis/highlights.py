@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from multihead.analysis.chance import NEAR, chance, evidence, standard_error, stands_out
-from multihead.analysis.visibility import Visibility, near_mass, visibility_of
+from multihead.analysis.chance import Known, Progress, chance, evidence, standard_error, stands_out
+from multihead.analysis.visibility import NEAR, Visibility, near_mass, visibility_of
 from multihead.escaping import visible
 from multihead.locale.texts import section
-from multihead.probes.catalogue import REPEATED, SEPARATOR
+from multihead.probes.catalogue import REPEATED, SEPARATOR, statistic
+from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.layer import LayerRecord
 from multihead.record.sample import SampleRecord
@@ -167,14 +170,14 @@ def kinds(
     places = {kind: PLACES[kind] for kind in (("first", "separator") if crosses else PLACES)}
     places |= {kind: kind for kind in REPEATED_KINDS}
     if not crosses:
-        places["local"] = NEAR
+        places["local"] = NEAR.name
     reached = {
         kind: stands_out(means[name] - chances[name], errors[name], MASS_SHARE)
         for kind, name in places.items()
         if name in means and name in chances
     }
     if "local" in reached:
-        reached["local"] &= means[NEAR] >= LOCAL_SHARE
+        reached["local"] &= means[NEAR.name] >= LOCAL_SHARE
     if "entropy" in means and "entropy" in chances:
         reached["broad"] = (chances["entropy"] > 0) & (means["entropy"] >= BROAD_SHARE * chances["entropy"])
 
@@ -197,6 +200,8 @@ def layer_profiles(
     *,
     sample: int | None = 0,
     special: Sequence[bool] | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
+    progress: Progress | None = None,
 ) -> list[LayerProfile]:
     """Read the means, their chance, the kinds and the masks of every layer of a record.
 
@@ -205,18 +210,23 @@ def layer_profiles(
         sample: index of the text; None reads all texts together.
         special: one flag per token, True for special tokens ([CLS], [SEP], <s>); with it, attention on special
             tokens after the first is listed as "separator_mass". None takes the flags of the recorded text.
+        statistics: the statistics of the record that are not built in; those that are probes have a chance too.
+        progress: called with the queries done and all queries of a text, while the chance of its mask is computed.
     """
     profiles = []
+    known: Known = {}
+    shown = statistics or {}
     for layer in layers:
         texts = range(layer.num_samples) if sample is None else [sample]
-        profiles.append(_profile(layer, [layer.sample(each) for each in texts], special))
+        levels = partial(_measured, special=special, shown=shown, known=known, progress=progress)
+        profiles.append(_profile(layer, [layer.sample(each) for each in texts], levels))
     return profiles
 
 
-def _profile(layer: LayerRecord, samples: Sequence[SampleRecord], special: Sequence[bool] | None) -> LayerProfile:
+def _profile(layer: LayerRecord, samples: Sequence[SampleRecord], measured_of: Callable[..., Any]) -> LayerProfile:
     crosses = any(one.crosses or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
-    measured = [_measured(*each, special, crosses=crosses) for each in zip(samples, seen, strict=True)]
+    measured = [measured_of(*each, crosses=crosses) for each in zip(samples, seen, strict=True)]
     means = summaries.summary([values for values, _ in measured], "mean")
     found = {
         name: evidence(
@@ -234,18 +244,27 @@ def _profile(layer: LayerRecord, samples: Sequence[SampleRecord], special: Seque
         chances |= layer.repeated.chance
         errors |= {name: standard_error(shares) for name, shares in layer.repeated.shares.items()}
     named = kinds(means, chances, errors, heads=layer.num_heads, crosses=crosses)
-    near, *_ = (each.pop(NEAR, None) for each in (means, chances, errors))  # it is no statistic of the record
+    near, *_ = (each.pop(NEAR.name, None) for each in (means, chances, errors))  # it is no statistic of the record
     return LayerProfile(layer.number, layer.name, means, chances, errors, named, near, seen[0], crosses)
 
 
 def _measured(
-    one: SampleRecord, visibility: Visibility, special: Sequence[bool] | None, *, crosses: bool
+    one: SampleRecord,
+    visibility: Visibility,
+    *,
+    crosses: bool,
+    special: Sequence[bool] | None,
+    shown: Mapping[str, Statistic],
+    known: Known,
+    progress: Progress | None,
 ) -> tuple[dict[str, Measured], dict[str, Tensor]]:
     """Return the statistics of a sample per query, with those that are derived here, and the chance of each."""
     found = dict(one.measured())
     marks = one.text.special if special is None else special
     marks = marks if marks is not None and len(marks) == one.num_keys else None
-    levels = chance(one, (*found, NEAR), special=marks)
+    levels = chance(
+        one, [*(statistic(name, shown) for name in found), NEAR], special=marks, known=known, progress=progress
+    )
     if marks is not None and any(marks[1:]) and "special_mass" in found:
         # special_mass counts the first token too if that is a special token itself.
         both = marks[0] and "first_mass" in found
@@ -257,7 +276,7 @@ def _measured(
             level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
             levels[SEPARATOR.name] = level.clamp(min=0)
     if not crosses:
-        found[NEAR] = Measured(near_mass(one, visibility), one.sees)
+        found[NEAR.name] = Measured(near_mass(one, visibility), one.sees)
     return found, levels
 
 

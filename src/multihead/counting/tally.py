@@ -199,12 +199,14 @@ def _measured(call: AttentionCall, batch: Batch, probes: Sequence[Probe], contex
 def _of_packed(
     call: AttentionCall, batch: Batch, missing: frozenset[Part], context: ProbeContext
 ) -> dict[Part, Tensor]:
-    """Measure the weights on the first keys, and on the few special keys, of each query's own text in a packed row."""
+    """Measure what depends on each query's own text in a packed row: its position, and the first and special keys."""
     found: dict[Part, Tensor] = {}
     counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
+    logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
+    if "position" in missing:
+        found["position"] = batch.position.to(logsumexp).expand_as(logsumexp)
     if not counts and SPECIAL_KEYS not in missing:
         return found
-    logsumexp, device = call.attended.logsumexp.detach(), call.request.shape.device
     measured = MeasuredCall.of(call.request, logsumexp, context)
 
     def weights(keys: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def observe(
         layer_filter.check_modules(list(names.values()))
     record = Record(
         title=type(root).__name__,
-        statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
+        statistics={probe.name: probe for probe in chosen if probe.name not in PROBES},
     )
     of_hugging_face = bool(pretrained_models(root))
     bypassed: list[str] = []

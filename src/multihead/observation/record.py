@@ -13,7 +13,7 @@ import torch
 
 from multihead.analysis.changes import ChangedHead, changes
 from multihead.analysis.find import FoundHead, Range, find
-from multihead.analysis.highlights import Finding, findings, layer_profiles
+from multihead.analysis.highlights import Finding, LayerProfile, findings, layer_profiles
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.escaping import visible
@@ -43,7 +43,7 @@ class Record:
         layers: one per attention layer, in the order they first ran.
         title: what was recorded, such as the name of the model's class.
         id: a random name that the record keeps when it is saved.
-        statistics: label, unit and number format of the statistics that are not built in, by name.
+        statistics: the statistics that are not built in, by name; those of a file lack the functions of a script.
 
     >>> import torch
     >>> import multihead as mh
@@ -250,10 +250,33 @@ class Record:
         >>> seen.findings()
         []
         """
-        profiles = layer_profiles(self.layers, sample=sample)
+        profiles = self.profiles(sample=sample)
         texts = self.texts
         text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
         return findings(self.layers, tokens=text.tokens, special=text.special, lang=lang, profiles=profiles)
+
+    def profiles(
+        self,
+        *,
+        sample: int | None = None,
+        special: Sequence[bool] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[LayerProfile]:
+        """Return the means, their chance, the kinds and the masks of every layer, as pages and tables show them.
+
+        Args:
+            sample: which text; None takes all of them together.
+            special: one flag per token, True for special tokens; None takes the flags of the recorded text.
+            progress: called with (queries done, queries of a text) while the chance of its mask is computed, which
+                takes seconds for 100,000 tokens.
+
+        Raises:
+            ProbeError: only a summary was kept.
+            ArgumentError: there is no such sample.
+        """
+        return layer_profiles(
+            self.layers, sample=sample, special=special, statistics=self.statistics, progress=progress
+        )
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -510,7 +533,8 @@ class Record:
         """
         from multihead.parallel.exchange import Ranks, gather_objects
 
-        found = gather_objects(self._parts, Ranks.of(group), to=to)
+        portable = self._parts._replace(statistics={name: each.shown() for name, each in self.statistics.items()})
+        found = gather_objects(portable, Ranks.of(group), to=to)
         return None if found is None else Record(*merging.merged(found))
 
     @property

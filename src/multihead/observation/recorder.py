@@ -540,6 +540,7 @@ class Recorder:
             output_weight=weight,
             # In a later call the first key that its queries see may not be the first of the sample.
             first_key=None if first else -start,
+            key_start=start,
             map_size=self.map_size,
             map_pool=self.map_pool,
         )

@@ -12,7 +12,7 @@ from multihead.analysis.chance import chance, evidence
 from multihead.errors import InputError
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.catalogue import PROBES, REPEATED
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
@@ -66,7 +66,7 @@ def _repeated(samples: Sequence[SampleRecord], length: int, times: int, *, start
         if all(of in one.per_query for one in samples)
     }
     one = samples[0]
-    levels, measured = chance(one, REPEATED.values()), one.measured()
+    levels, measured = chance(one, [PROBES[of] for of in REPEATED.values()]), one.measured()
     even = {
         name: evidence([measured[of].values], [levels[of]], [measured[of].counted]).chance
         for name, of in REPEATED.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multihead.analysis import visibility
-from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, findings, layer_profiles
+from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, findings
 from multihead.analysis.roles import marked, roles
 from multihead.analysis.similar import affordable
 from multihead.escaping import visible
@@ -83,7 +83,7 @@ def _opening(record: Record, sample: int) -> str:
 def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_sample(run.record, sample).text
-    profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
+    profiles = run.record.profiles(sample=sample, special=main.special)
     texts: list[Text] = [main]
     named = roles(run.record.layers, sample=sample)
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
@@ -125,7 +125,7 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
 
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kinds, and the mean and the chance of each statistic."""
-    profiles = layer_profiles(run.record.layers, sample=sample, special=main_sample(run.record, sample).text.special)
+    profiles = run.record.profiles(sample=sample, special=main_sample(run.record, sample).text.special)
     rows = [
         {"layer": one.number, "head": head, "name": one.name, "kind": ""}
         | {name: float(values[head]) for name, values in one.means.items()}
