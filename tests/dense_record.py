@@ -13,6 +13,7 @@ from torch import Tensor
 from multihead.analysis.highlights import LayerProfile, layer_profiles
 from multihead.call import AttentionRequest
 from multihead.errors import ProbeError
+from multihead.kinds import KINDS
 from multihead.masks import Keep, Mask
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
@@ -150,6 +151,8 @@ class DenseLayer:
 @dataclass
 class DenseRecord:
     layers: list[DenseLayer]
+
+    all_kinds = KINDS
 
     def profiles(self, **options: Any) -> list[LayerProfile]:
         return layer_profiles(self.layers, **options)

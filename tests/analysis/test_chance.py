@@ -15,8 +15,8 @@ import multihead as mh
 from multihead import masks
 from multihead.analysis import chance as module
 from multihead.analysis.chance import Evidence, Known, chance, evidence, standard_error, stands_out
-from multihead.analysis.visibility import NEAR
 from multihead.cache import KeyValueCache
+from multihead.kinds import NEAR
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
 from multihead.record.sample import SampleRecord

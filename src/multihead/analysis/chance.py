@@ -60,11 +60,13 @@ class Evidence:
         mean: (heads,) float64, the mean over the queries that count.
         chance: (heads,) float64, what an even spread over the visible keys gives, the mean over the same queries.
         error: (heads,) float64, the standard error of mean - chance; inf where there is too little to estimate it.
+        count: (heads,) float64, how many queries count, or texts of repeated random tokens.
     """
 
     mean: Tensor
     chance: Tensor
     error: Tensor
+    count: Tensor
 
 
 def chance(
@@ -133,9 +135,10 @@ def evidence(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequ
         sizes = known.new_zeros(len(value), blocks).scatter_add_(1, place, counts.double())
         units.append(sums / sizes.clamp(min=1))
         full.append(sizes > 0)
-    number = torch.stack(numbers).sum(0).clamp(min=1)
+    count = torch.stack(numbers).sum(0)
+    number = count.clamp(min=1)
     mean, level = torch.stack(totals).sum(0) / number, torch.stack(levels).sum(0) / number
-    return Evidence(mean, level, _standard_error(torch.cat(units, 1), torch.cat(full, 1)))
+    return Evidence(mean, level, _standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double())
 
 
 def standard_error(units: Tensor) -> Tensor:

@@ -9,30 +9,9 @@ import torch
 from torch import Tensor
 
 from multihead.errors import MaskError, ProbeError
-from multihead.parts import Part
+from multihead.kinds import LOCAL_REACH
 from multihead.probes.catalogue import offset_mass
-from multihead.probes.probe import SHARE, Parts, Probe
 from multihead.record.sample import SampleRecord
-
-LOCAL_REACH = 3
-"""How many tokens before and after the query count as near by."""
-
-_NEAR_PARTS: tuple[Part, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
-
-
-def _near(parts: Parts) -> Tensor:
-    return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
-
-
-NEAR = Probe(
-    "near_mass",
-    _near,
-    frozenset(_NEAR_PARTS),
-    label="near",
-    number_format=SHARE,
-    about=f"Σ p_ij over the keys at most {LOCAL_REACH} tokens from the query",
-)
-"""The share of attention near the query. A record does not hold it: `near_mass` computes or bounds it."""
 
 TILE_CELLS = 1 << 20
 """Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""

@@ -158,7 +158,7 @@ def look(
             lang=lang,
             progress=lambda done, total: steps.show(storing, done, total),
         )
-    table = record.table(sort=sort, top=top)
+    table = record.table(sort=sort, top=top, kinds=False)
     read = {profile.number: profile for profile in profiles}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)

@@ -15,6 +15,7 @@ from multihead.hooks import huggingface
 from multihead.hooks.alignment import alignment_heads
 from multihead.hooks.packed import padded
 from multihead.hooks.pretrained import pretrained_models, recorded_inputs
+from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
@@ -36,6 +37,7 @@ def observe(
     tokenizer: Any = None,
     map_size: int = MAP_SIZE,
     map_pool: Pool = "mean",
+    kinds: Sequence[Kind] = (),
 ) -> Iterator[Record]:
     """Record every attention head of a model while it runs.
 
@@ -60,6 +62,7 @@ def observe(
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
         map_size: largest number of rows and columns of the pooled map.
         map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
+        kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
 
     Returns:
         a record that fills while the model runs.
@@ -79,7 +82,11 @@ def observe(
     """
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
+    check_kinds((*KINDS, *kinds))
     chosen = default_probes() if probes is None else resolved(probes)
+    if kinds:
+        of_kinds = [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
+        chosen = resolved((*chosen, *of_kinds))
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
@@ -91,6 +98,7 @@ def observe(
         title=type(root).__name__,
         statistics={probe.name: probe for probe in chosen if probe.name not in PROBES},
     )
+    record.add_kinds(*kinds)
     of_hugging_face = bool(pretrained_models(root))
     bypassed: list[str] = []
     with ExitStack() as stack:

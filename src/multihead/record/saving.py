@@ -13,6 +13,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.files import check_writable, writing
 from multihead.optional import require
+from multihead.probes.catalogue import REPEATED
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordParts
 from multihead.record.repeated import RepeatedTokens
@@ -154,12 +155,17 @@ def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, laye
 def _written_repeated(repeated: RepeatedTokens | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
     if repeated is None:
         return None
+    known = [name for name in repeated.shares if name in REPEATED]  # the kinds of a script are not stored
     return {
         "length": repeated.length,
         "times": repeated.times,
         "start": repeated.start,
-        "shares": {name: tensors.put(f"{layer}.{name}.shares", each) for name, each in repeated.shares.items()},
-        "chance": {name: tensors.put(f"{layer}.{name}.chance", each) for name, each in repeated.chance.items()},
+        "shares": {name: tensors.put(f"{layer}.{name}.shares", repeated.shares[name]) for name in known},
+        "chance": {
+            name: tensors.put(f"{layer}.{name}.chance", repeated.chance[name])
+            for name in known
+            if name in repeated.chance
+        },
     }
 
 

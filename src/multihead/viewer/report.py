@@ -154,7 +154,9 @@ def write_report(
         lang=lang,
     )
     named = tokens if other is None else None  # of two texts, a first token has no name
-    found = findings(record.layers, sample=sample, tokens=named, special=special, lang=lang, profiles=read)
+    found = findings(
+        record.layers, sample=sample, tokens=named, special=special, lang=lang, profiles=read, among=record.all_kinds
+    )
     data |= {"findings": [asdict(one) for one in found], "title": title}
     shell = {
         "title": title,
