@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from multihead.analysis.highlights import LayerProfile, layer_profiles
+from multihead.call import AttentionRequest
 from multihead.errors import ProbeError
+from multihead.kinds import KINDS
+from multihead.masks import Keep, Mask
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.repeated import RepeatedTokens
+from multihead.record.segments import Segment
 from multihead.record.summaries import Measured, occurred_before, queries_that_count
 from multihead.record.texts import Text
+from multihead.shapes import AttentionShape
 
 
 @dataclass
@@ -59,6 +66,17 @@ class DenseSample:
     num_keys = property(lambda self: self.dense.shape[2])
     query_text = Text()
     crosses = False
+
+    @property
+    def mask(self) -> Mask:
+        return Keep(self.seen, "queries keys")
+
+    @property
+    def segments(self) -> list[Segment]:
+        sizes = (1, self.num_heads, self.num_heads, self.num_queries, self.num_keys, 1, 1)
+        shape = AttentionShape(*sizes, torch.float32, torch.device("cpu"))
+        nothing = torch.empty(0)
+        return [Segment(AttentionRequest(nothing, nothing, nothing, shape, self.mask, 1.0, self.query_start))]
 
     @property
     def positions(self) -> Tensor:
@@ -133,6 +151,11 @@ class DenseLayer:
 @dataclass
 class DenseRecord:
     layers: list[DenseLayer]
+
+    all_kinds = KINDS
+
+    def profiles(self, **options: Any) -> list[LayerProfile]:
+        return layer_profiles(self.layers, **options)
 
     def statistic(self, name: str) -> Statistic:
         return statistic(name)

@@ -21,6 +21,7 @@ MODULES = (
     "multihead.scores",
     "multihead.rotary",
     "multihead.probes",
+    "multihead.kinds",
     "multihead.parallel",
     "multihead.errors",
     "multihead.viewer",

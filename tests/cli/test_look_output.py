@@ -8,9 +8,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from multihead.analysis.chance import Evidence
 from multihead.analysis.highlights import LayerProfile, kinds
 from multihead.analysis.visibility import Visibility
 from multihead.cli.look_output import COLUMNS, _drawn, print_files, print_textbook_heads
+from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
 from multihead.record.memory_use import Memory
 from multihead.viewer.report import ReportSummary
@@ -21,9 +23,11 @@ def profile(number: int, **shares: list[float]) -> LayerProfile:
     means = {f"repeated_{name}": torch.tensor(values) for name, values in shares.items()}
     levels = {name: torch.full_like(values, 0.011) for name, values in means.items()}
     heads = len(next(iter(means.values())))
-    named = kinds(means, levels, {name: torch.full_like(values, 0.01) for name, values in means.items()}, heads=heads)
+    sure, texts = torch.full((heads,), 0.01), torch.full((heads,), 8.0)
+    found = {name: Evidence(values, levels[name], sure, texts) for name, values in means.items()}
+    named = kinds(found, heads=heads)
     nothing = Visibility("causal", 0, 0, True, 0, torch.zeros(heads), torch.zeros(heads))
-    return LayerProfile(number, "layer", means, levels, {}, named, None, nothing, False)
+    return LayerProfile(number, "layer", means, levels, found, named, nothing, False)
 
 
 HEADS = [
@@ -71,7 +75,7 @@ def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
     rows = [{**row, "kind": "repeated_induction+previous+local"}, {**other, "kind": "mixed"}]
     console = Console(width=80, no_color=True)
     with console.capture() as captured:
-        console.print(_drawn(rows, 80, "en"))
+        console.print(_drawn(rows, 80, KINDS, "en"))
     lines = [line.split() for line in captured.get().splitlines()]
     assert lines[3:5] == [["L0", "H1", "induction*", "+2", "0.50", "90"], ["L0", "H2", "mixed", "2.50", "10"]]
     assert lines[-1] == ["chance", "5.0"]

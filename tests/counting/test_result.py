@@ -41,7 +41,7 @@ def test_the_table_has_a_row_per_head(counted: mh.Census) -> None:
 
 def test_heads_are_found_by_their_numbers(counted: mh.Census) -> None:
     best = counted.table(sort="previous_mass").rows[0]
-    found = counted.find(previous_token=(best["previous_mass"], None))
+    found = counted.find(previous=(best["previous_mass"], None))
     assert [(each.layer, each.head) for each in found] == [(best["layer"], best["head"])]
     with pytest.raises(ProbeError, match=r"^There is no statistic 'nothing' in the record\. "):
         counted.find(nothing=(0, 1))

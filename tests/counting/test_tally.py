@@ -24,7 +24,8 @@ from tests.families import DECODER, TEXT, family
 LENGTHS = 5, 1, 9, 3
 CHOSEN = (*probes.DEFAULT[:10], "duplicate_mass", "induction_mass", "contribution", "largest_score")
 OWN = probes.Probe("own", lambda parts: parts["offset_mass", 2], {("offset_mass", 2)}, counted="offset +2")
-MADE = probes.tokens_mass("few", ids=(5, 6)), probes.offset_mass(-2), probes.first_keys_mass(3), OWN
+PLACE = probes.Probe("place", lambda parts: parts["position"], {"position"})
+MADE = probes.tokens_mass("few", ids=(5, 6)), probes.offset_mass(-2), probes.first_keys_mass(3), OWN, PLACE
 PROBES = counted_probes([*CHOSEN, *MADE])
 SPECIAL = (1, 2)
 

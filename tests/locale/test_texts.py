@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from multihead.analysis.highlights import KINDS
 from multihead.errors import ArgumentError
+from multihead.kinds import KINDS, MIXED
 from multihead.lab.chapters import CHAPTERS
 from multihead.lab.walk import walk
 from multihead.locale import texts
@@ -117,7 +117,7 @@ def test_a_script_sets_no_text_of_its_own(path: Path) -> None:
 
 def test_chinese_is_nowhere_but_in_its_file() -> None:
     # An example of a prompt, and the label of an axis in an example.
-    allowed = {"cli/look.py"}
+    allowed = {"cli/look.py", "kinds.py"}
     found = {str(path.relative_to(SOURCE)) for path in files(["**/*.py", "**/*.js", "**/*.html"]) if _has_chinese(path)}
     assert found <= allowed
 
@@ -139,10 +139,17 @@ def test_one_chinese_term_is_used_for_each_concept() -> None:
     assert everything.count("汇聚点") == everything.count("注意力汇聚点") > 1
 
 
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_every_kind_has_a_name_and_a_definition(lang: str) -> None:
-    here = section(lang, "common", "page")
-    assert {f"kind.{kind}" for kind in KINDS} | {f"kind definition.{kind}" for kind in KINDS} <= set(here)
+def test_every_kind_has_its_texts_in_each_language_with_the_same_placeholders() -> None:
+    for kind in (*KINDS, MIXED):
+        for words in (kind.labels, kind.about, kind.bound, kind.sentence, kind.brief):
+            assert tuple(words) in (LANGUAGES, ())
+            if words:
+                english, chinese = (words[lang] for lang in LANGUAGES)
+                assert HAN.search(chinese)
+                assert not HAN.search(english)
+                assert sorted(re.findall(r"{\w+}", english)) == sorted(re.findall(r"{\w+}", chinese))
+        assert kind.labels
+        assert kind.about
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)

@@ -10,6 +10,7 @@ import torch
 
 import multihead as mh
 from multihead import masks
+from multihead.cache import KeyValueCache
 from multihead.parts import Part
 from multihead.probes import Probe, Statistic
 from tests.kernel_names import needs_native
@@ -68,9 +69,10 @@ def test_the_kernel_measures_its_parts_on_the_way(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tables_show_its_label_unit_and_format() -> None:
-    head, first, _ = str(seen().table(sort="other_mass")).splitlines()
+    head, first, _, *chance = str(seen().table(sort="other_mass")).splitlines()
     assert "other keys (%)  position of the largest (tokens)  name" in head
     assert first.split()[-3:] == ["44", "0.0", "layer"]
+    assert [line.split()[-2:] for line in chance] == [["44", "0.0"]]  # all weights are even
 
 
 def test_a_notebook_shows_its_label_and_unit() -> None:
@@ -89,7 +91,7 @@ def test_a_file_stores_how_it_is_shown(tmp_path: Path) -> None:
     assert again.statistic("other_mass") == Statistic("other_mass", label="other keys", number_format="share")
     assert again.statistic("other_mass").unit == "%"
     assert again.statistic("largest_position").heading == "position of the largest (tokens)"
-    assert str(again.table()) == str(record.table())
+    assert str(again.table(kinds=False)) == str(record.table(kinds=False))
     assert set(again.statistics) == {"other_mass", "largest_position"}
 
 
@@ -102,3 +104,57 @@ def test_packed_texts_count_keys_from_their_own_first_one() -> None:
         position = sample.statistics["largest_position"]
         assert torch.equal(position.long(), sample.statistics["largest_key"])
         assert bool((position <= torch.arange(sample.num_queries)).all())
+
+
+POSITION = Probe("place", lambda parts: parts["position"], {"position"})
+NEAR_THREE = Probe(
+    "three_mass",
+    lambda parts: sum(torch.where(parts["position"] > -each, parts["offset_mass", each], 0) for each in (-1, -2, -3)),  # type: ignore[arg-type, return-value]
+    {"position", *(("offset_mass", -each) for each in (1, 2, 3))},
+)
+
+
+def sharp(batch: int, length: int) -> tuple[mh.MultiHeadAttention, torch.Tensor]:
+    layer = mh.MultiHeadAttention(8, 2, dtype=torch.float64).eval()
+    return layer, 9 * torch.randn(batch, length, 8, dtype=torch.float64)
+
+
+def three_before(sample: Any) -> torch.Tensor:
+    """The weight on the three keys before each query, without the first key of the text: (heads, queries)."""
+    key, position = torch.arange(sample.num_keys), sample.positions[:, None]
+    return (sample.weights() * ((key < position) & (key >= position - 3) & (key > 0))).sum(-1)
+
+
+@pytest.mark.parametrize("options", [{"lengths": (9, 5, 2)}, {"lengths": (9, 5, 2), "padding_side": "left"}, {}])
+def test_a_probe_knows_the_position_of_a_query_in_its_own_text(options: dict[str, Any]) -> None:
+    layer, x = sharp(3, 9)
+    with torch.no_grad(), mh.observe(layer, probes=(POSITION, NEAR_THREE)) as record:
+        layer(x, mask=masks.Causal(), **options)
+    for sample in record.layers[0].samples:
+        assert torch.equal(sample.statistics["place"][0].long(), sample.positions)
+        torch.testing.assert_close(sample.statistics["three_mass"], three_before(sample), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_position_counts_the_keys_that_a_cache_has_dropped(window: int | None) -> None:
+    layer, x = sharp(1, 12)
+    cache = KeyValueCache(window=window)
+    with torch.no_grad(), mh.observe(layer, probes=(POSITION, NEAR_THREE)) as record:
+        for step in x.split([5, 1, 1, 3, 1, 1], 1):
+            layer(step, mask=masks.Causal() & masks.Window(4), cache=cache)
+    sample = record.layers[0].sample()
+    assert sample.statistics["place"].tolist() == [list(range(12))] * 2
+    torch.testing.assert_close(sample.statistics["three_mass"], three_before(sample), rtol=0, atol=1e-9)
+
+
+def test_a_probe_of_a_script_has_a_chance_and_one_of_a_file_if_it_is_a_part(tmp_path: Path) -> None:
+    model = Tiny().eval()
+    with torch.no_grad(), mh.observe(model, probes=(*PROBES, mh.probes.offset_mass(-2))) as record:
+        model(4)
+    (profile,) = record.profiles()
+    for name in ("other_mass", "offset_minus_2_mass"):  # all weights are even
+        torch.testing.assert_close(profile.chance[name], profile.means[name])
+    record.save(tmp_path / "run.safetensors")
+    (again,) = mh.Record.load(tmp_path / "run.safetensors").profiles()
+    assert "other_mass" not in again.chance
+    assert torch.equal(again.chance["offset_minus_2_mass"], profile.chance["offset_minus_2_mass"])

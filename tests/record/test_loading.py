@@ -412,6 +412,22 @@ def test_queries_that_count_by_an_unknown_rule_are_refused(good: Path, tmp_path:
     assert refusal(file) == "FILE is damaged: The queries counted for late are 'some'. Save the record again."
 
 
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        (["offset_mass", -4, None], "the part of offset_minus_5_mass is that of offset_minus_4_mass"),
+        (["offset_mass", "a", None], "There is no part ('offset_mass', 'a')"),
+        (["entropy", 1, None], "There is no part ('entropy', 1)"),
+        (["offset_mass"], "its parts do not fit together"),
+        ({}, "the part of a statistic should be a list, and is an object"),
+    ],
+)
+def test_a_part_of_a_statistic_that_is_none_is_refused(good: Path, tmp_path: Path, part: object, what: str) -> None:
+    name = "offset_minus_5_mass"
+    file = changed(good, tmp_path, lambda said, _: said.update(statistics={name: {}}, parts={name: part}))
+    assert refusal(file) == f"FILE is damaged: {what}. Save the record again."
+
+
 def test_a_file_cannot_relabel_a_built_in_statistic(good: Path, tmp_path: Path) -> None:
     file = changed(good, tmp_path, lambda said, _: said.update(statistics={"entropy": {"label": "certainty"}}))
     assert Record.load(file).statistic("entropy").heading == "entropy (nats)"

@@ -25,16 +25,20 @@ def test_a_record_shows_a_row_a_head_and_says_what_it_saw() -> None:
     shown = record._repr_html_()
     assert "Reader</strong>: 2 layers, 8 heads, 2 texts of up to 6 tokens." in shown
     table = rows(shown)
-    assert table[0][:5] == ["layer", "head", "name", "entropy (nats)", "effective keys"]
-    assert [row[:3] for row in table[1:]] == [[str(i), str(j), f"layers.{i}"] for i in range(2) for j in range(4)]
-    assert table[1][3] == f"{record.table().rows[0]['entropy']:.2f}"
+    assert table[0][:6] == ["layer", "head", "name", "kind", "entropy (nats)", "effective keys"]
+    assert [row[:3] for row in table[1:9]] == [[str(i), str(j), f"layers.{i}"] for i in range(2) for j in range(4)]
+    assert [row[3] for row in table[1:5]] == ["+".join(each) for each in record.layers[0].kinds]
+    assert table[9][0] == "chance"
+    (profile, _) = record.profiles()
+    assert table[9][1] == f"{float(profile.chance['entropy'][0]):.2f}"
+    assert table[1][4] == f"{record.table().rows[0]['entropy']:.2f}"
 
 
 def test_many_heads_are_cut_and_counted() -> None:
     with mh.observe(layer := mh.MultiHeadAttention(128, 64)) as seen:
         layer(torch.randn(1, 3, 128))
     shown = seen._repr_html_()
-    assert len(rows(shown)) == 1 + notebook.ROWS
+    assert len(rows(shown)) == 1 + notebook.ROWS + 1  # the names, the heads, and chance
     assert "40 heads more: print(record.table())." in shown
 
 
@@ -60,7 +64,7 @@ def test_an_empty_record_and_statistics_alone_say_so() -> None:
 def test_a_number_that_is_none_is_a_dash() -> None:
     record = asked()
     record.layers[0].samples[0]._per_query["entropy"].whole().fill_(float("nan"))
-    assert rows(record._repr_html_())[1][3] == "–"
+    assert rows(record._repr_html_())[1][4] == "–"
 
 
 def test_a_record_a_layer_and_a_sample_print_as_one_line() -> None:

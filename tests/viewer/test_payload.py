@@ -11,6 +11,7 @@ import torch
 from multihead import masks
 from multihead.analysis import similar
 from multihead.analysis.highlights import findings
+from multihead.kinds import KINDS, MIXED
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from multihead.viewer.payload import Run, changed, described, listed, rows_of
@@ -96,7 +97,15 @@ def test_a_sample_is_described_head_by_head() -> None:
     means = record.layers[1].sample().means
     assert body["metrics"]["entropy"][3] == pytest.approx(float(means["entropy"][1]))
     assert {each["id"]: each["unit"] for each in body["columns"]}["mean_distance"] == "tokens"
-    assert set(body["thresholds"]) >= {"mass", "local", "broad", "reach"}
+    legend = {each["id"]: each for each in body["legend"]}
+    assert list(legend) == [kind.name for kind in (*KINDS, MIXED)]
+    assert {each for each in legend if legend[each]["measured"]} == {
+        *("previous", "next", "self", "first", "local", "broad", "mixed")
+    }
+    assert legend["previous"]["label"] == "previous"
+    assert (
+        legend["previous"]["about"] == "At least 35\u00a0% of the attention, beyond chance, is on the previous token."
+    )
 
 
 def test_a_layer_that_reads_another_text_says_so() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from multihead.analysis.highlights import layer_profiles
 from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
+from multihead.masks import Full
 from multihead.record.texts import Text
 from multihead.viewer import write_report
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
@@ -127,7 +128,7 @@ def test_readings_at_hand_are_not_made_again(tmp_path: Path, monkeypatch: pytest
     record = a_record(special=SPECIAL)
     read = layer_profiles(record.layers, special=SPECIAL)
     first = write(record, tmp_path / "first.html").path.read_bytes()
-    monkeypatch.delattr("multihead.viewer.report.layer_profiles")
+    monkeypatch.delattr("tests.dense_record.DenseRecord.profiles")
     assert write(record, tmp_path / "second.html", profiles=read).path.read_bytes() == first
 
 
@@ -177,6 +178,7 @@ class LazySample(DenseSample):
             "received": even,
         }
 
+    mask = property(lambda self: Full())
     num_heads = property(lambda self: self.heads)
     num_queries = num_keys = property(lambda self: self.length)
     sees = property(lambda self: torch.ones(self.heads, self.length, dtype=torch.bool))

@@ -1,22 +1,34 @@
 """Chance: what a head that spreads its attention evenly over its visible keys scores, and how sure a difference is.
 
-Chance is computed exactly from the mask and the positions, per query, so that a mean over queries compares like with
-like: under a causal mask the second query puts 50 % on the previous token by chance, and the hundredth 1 %.
+Chance is the probe itself, measured on the sample's own request with q k = 0: under a causal mask the second query puts
+50 % on the previous token by chance, and the hundredth 1 %. So a mean over queries compares like with like, and every
+probe of one's own has a chance too. Biases, and the weight of learned sinks, are left out.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from multihead.analysis.visibility import LOCAL_REACH, query_blocks
+from multihead.call import AttentionRequest
 from multihead.errors import MaskError
+from multihead.functional import measured
+from multihead.kernels.dense_tile import seen
+from multihead.kernels.first_keys import first_keys
+from multihead.masks import Documents, Mask
+from multihead.plan.bounds import bounds_of
+from multihead.probes.context import ProbeContext
+from multihead.probes.probe import Probe, Statistic
+from multihead.probes.statistics import possible
 from multihead.record.sample import SampleRecord
+from multihead.record.segments import Segment
+from multihead.scores.bias import values_of, with_values
 
 BLOCKS = 8
 """Blocks of consecutive queries into which one text is divided to estimate a standard error."""
@@ -27,13 +39,17 @@ ERRORS = 3
 FEWEST = 4
 """Fewer texts, or fewer blocks, give no standard error: it would be infinite."""
 
-NEAR = "near_mass"
-"""The share of attention within `visibility.LOCAL_REACH` tokens of the query; it is no statistic of a record."""
+EXACT_KEYS = 4096
+"""With fewer keys chance is computed in float64; with more, in float32 and by the native kernel."""
 
-_OFFSETS = {"self_mass": 0, "previous_mass": -1, "next_mass": 1}
-_SHIFTS = {"duplicate_mass": 0, "induction_mass": 1}
-_OFFSET = re.compile(r"offset_(minus|plus)_([0-9]{1,9})_mass", re.ASCII)
-_FIRST = re.compile(r"first_([0-9]{1,9})_mass", re.ASCII)
+ROWS = 4096
+"""Queries between two calls of `progress`."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the number of queries done, and of all."""
+
+Known: TypeAlias = dict[object, Tensor]
+"""What was computed, by its probe, mask, positions and ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,28 +60,52 @@ class Evidence:
         mean: (heads,) float64, the mean over the queries that count.
         chance: (heads,) float64, what an even spread over the visible keys gives, the mean over the same queries.
         error: (heads,) float64, the standard error of mean - chance; inf where there is too little to estimate it.
+        count: (heads,) float64, how many queries count, or texts of repeated random tokens.
     """
 
     mean: Tensor
     chance: Tensor
     error: Tensor
+    count: Tensor
 
 
-def chance(sample: SampleRecord, names: Iterable[str], *, special: Sequence[bool] | None = None) -> dict[str, Tensor]:
-    """Compute what an even spread over the visible keys gives, for the statistics that have such a number.
+def chance(
+    sample: SampleRecord,
+    probes: Iterable[Statistic],
+    *,
+    special: Sequence[bool] | None = None,
+    known: Known | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Compute what an even spread over the visible keys gives, for the probes that have such a number.
 
     Args:
         sample: one text in one layer.
-        names: statistics; those without a level of chance, such as norms, are left out.
-        special: one flag per key, True for special tokens; without it "special_mass" is left out.
+        probes: statistics; those without a function or without a chance are left out, and so are those that lack an
+            input, such as token ids.
+        special: one flag per key, True for special tokens.
+        known: what was computed for other samples of the same record; it is added to.
+        progress: called after each block of queries.
 
     Returns:
         statistic -> (heads or 1, queries) float64; 0 where a query sees no key. Nothing if the mask is unknown.
     """
+    known = {} if known is None else known
+    marks = (
+        None if special is None or len(special) != sample.num_keys else torch.tensor(list(special), dtype=torch.bool)
+    )
+    wanted = [each for each in probes if isinstance(each, Probe) and each.chance and each.axes == "queries"]
     try:
-        return _chance(sample, tuple(names), special)
+        places = _seen_keys(sample)
     except MaskError:  # the class of the mask is not defined here
         return {}
+    inputs = {"ids": _content(sample.text.ids), "special_keys": _content(marks)}
+    keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
+    missing = [each for each in wanted if keys[each] not in known]
+    if missing:
+        found = _measured(sample, missing, marks, progress)
+        known |= {keys[each]: found[each.name] for each in missing if each.name in found}
+    return {each.name: known[keys[each]] for each in wanted if keys[each] in known}
 
 
 def evidence(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequence[Tensor]) -> Evidence:
@@ -95,9 +135,10 @@ def evidence(values: Sequence[Tensor], expected: Sequence[Tensor], counted: Sequ
         sizes = known.new_zeros(len(value), blocks).scatter_add_(1, place, counts.double())
         units.append(sums / sizes.clamp(min=1))
         full.append(sizes > 0)
-    number = torch.stack(numbers).sum(0).clamp(min=1)
+    count = torch.stack(numbers).sum(0)
+    number = count.clamp(min=1)
     mean, level = torch.stack(totals).sum(0) / number, torch.stack(levels).sum(0) / number
-    return Evidence(mean, level, _standard_error(torch.cat(units, 1), torch.cat(full, 1)))
+    return Evidence(mean, level, _standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double())
 
 
 def standard_error(units: Tensor) -> Tensor:
@@ -127,171 +168,87 @@ def _standard_error(units: Tensor, full: Tensor) -> Tensor:
     return error.masked_fill(count < FEWEST, torch.inf)
 
 
-def _chance(sample: SampleRecord, names: tuple[str, ...], special: Sequence[bool] | None) -> dict[str, Tensor]:
-    intervals = sample.intervals()
-    ids = sample.text.ids
-    flags = None if special is None or len(special) != sample.num_keys else torch.tensor(list(special))
-    if intervals is not None:
-        start, stop = intervals
-        return _of_part(_Intervals(sample.positions, start, stop, ids, flags), _first_key(start, stop), names)
-    parts = []
-    heads = sample.num_heads
-    blocks = list(query_blocks(sample.num_queries, heads * sample.num_keys))
-    shown = (_cells(sample.visible(queries=block)).any(-2).any(0) for block in blocks)
-    first = torch.stack(list(shown)).any(0).int().argmax() if blocks else torch.zeros((), dtype=torch.int64)
-    for block in blocks:
-        seen = _cells(sample.visible(queries=block))
-        parts.append(_of_part(_Cells(sample.positions[block], seen, ids, flags), first, names))
-    return {name: torch.cat([part[name] for part in parts], -1) for name in (parts[0] if parts else ())}
-
-
-def _cells(seen: Tensor) -> Tensor:
-    return seen[None] if seen.dim() == 2 else seen  # (heads or 1, rows, keys)
-
-
-def _first_key(start: Tensor, stop: Tensor) -> Tensor:
-    """Return the first key that any query may see, see `probes.catalogue.first_keys_mass`."""
-    seeing = start[stop > start]
-    return seeing.min() if seeing.numel() else torch.zeros((), dtype=torch.int64)
-
-
-class _Keys(Protocol):
-    """What some queries see: how many keys in all, (heads or 1, rows), and how many of each sort."""
-
-    positions: Tensor
-    total: Tensor
-
-    def within(self, begin: Tensor, end: Tensor) -> Tensor:
-        """Count the keys from `begin` up to `end`, (rows,) each."""
-
-    def special(self) -> Tensor | None:
-        """Count the special ones; None if they are not known."""
-
-    def copies(self, shift: int) -> Tensor | None:
-        """Count those `shift` places after an earlier copy of the query's token; None without token ids."""
-
-    def distance(self) -> Tensor:
-        """Sum the distances between the query and its keys."""
-
-
-def _of_part(keys: _Keys, first: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the chance of each statistic, for some queries: (heads or 1, rows)."""
-    found: dict[str, Tensor] = {}
-    for name in names:
-        count = _counted(keys, first, name)
-        if count is not None:
-            found[name] = count.double() / keys.total.clamp(min=1)
-    total = keys.total.double()
-    of_all = {"effective_keys": total, "entropy": total.clamp(min=1).log()}
-    return found | {name: level for name, level in of_all.items() if name in names}
-
-
-def _counted(keys: _Keys, first: Tensor, name: str) -> Tensor | None:
-    """Return how many of the visible keys a share counts: (heads or 1, rows); None if it has no level of chance."""
-    here = keys.positions
-    offset, first_keys = _offset_of(name), _first_keys_of(name)
-    if offset is not None:
-        return keys.within(here + offset, here + offset + 1)
-    if first_keys is not None:
-        begin = first.expand_as(here)
-        return keys.within(begin, begin + first_keys)
-    if name == NEAR:
-        return keys.within(here - LOCAL_REACH, here + LOCAL_REACH + 1)
-    if name == "special_mass":
-        return keys.special()
-    if name in _SHIFTS:
-        return keys.copies(_SHIFTS[name])
-    if name == "largest_weight":
-        return keys.total.clamp(max=1)
-    if name == "mean_distance":
-        return keys.distance()
-    return None
-
-
-def _offset_of(name: str) -> int | None:
-    """Return the offset whose weight a statistic measures, see `probes.catalogue.offset_mass`."""
-    made = _OFFSET.fullmatch(name)
-    if made is None:
-        return _OFFSETS.get(name)
-    return int(made[2]) if made[1] == "plus" else -int(made[2])
-
-
-def _first_keys_of(name: str) -> int | None:
-    """Return how many first keys a statistic counts, see `probes.catalogue.first_keys_mass`."""
-    made = _FIRST.fullmatch(name)
-    if made is None:
-        return 1 if name == "first_mass" else None
-    return int(made[1])
-
-
-class _Intervals:
-    """Queries that see one interval of keys each: counted without looking at the cells."""
-
-    def __init__(
-        self, positions: Tensor, start: Tensor, stop: Tensor, ids: Tensor | None, special: Tensor | None
-    ) -> None:
-        self.positions, self.start, self.stop = positions, start, torch.maximum(start, stop)
-        self.total = (self.stop - self.start)[None]
-        self.ids, self.flags = ids, special
-
-    def within(self, begin: Tensor, end: Tensor) -> Tensor:
-        return (torch.minimum(end, self.stop) - torch.maximum(begin, self.start)).clamp(min=0)[None]
-
-    def special(self) -> Tensor | None:
-        if self.flags is None:
-            return None
-        sums = torch.nn.functional.pad(self.flags.long().cumsum(0), (1, 0))
-        return (sums[self.stop] - sums[self.start])[None]
-
-    def copies(self, shift: int) -> Tensor | None:
-        if self.ids is None:
-            return None
-        length = len(self.ids)
-        inside = (self.positions >= 0) & (self.positions < length)
-        _, token = self.ids.unique(return_inverse=True)
-        # Token t at position p is the number t * length + p: its copies in a range of keys lie between two of them.
-        places = (token * length + torch.arange(length)).sort().values
-        base = token[self.positions.clamp(0, max(length - 1, 0))] * length if length else self.positions
-        begin = (self.start - shift).clamp(0, length)
-        end = torch.minimum(self.stop - shift, self.positions).clamp(0, length)
-        count = torch.searchsorted(places, base + torch.maximum(begin, end)) - torch.searchsorted(places, base + begin)
-        return count.masked_fill(~inside, 0)[None]
-
-    def distance(self) -> Tensor:
-        def up_to(end: Tensor) -> Tensor:  # 1 + 2 + ... + end
-            return end * (end + 1) // 2
-
-        before = up_to((self.positions - self.start).clamp(min=0)) - up_to((self.positions - self.stop).clamp(min=0))
-        # Keys from the query's own position on: their distances are 0, 1, 2, ...
-        after = up_to((self.stop - 1 - self.positions).clamp(min=0)) - up_to(
-            (self.start - 1 - self.positions).clamp(min=0)
+def _measured(
+    sample: SampleRecord, probes: Sequence[Probe], special: Tensor | None, progress: Progress | None
+) -> dict[str, Tensor]:
+    """Measure an even spread: (heads or 1, queries) float64 each; probes that lack an input are left out."""
+    requests = [_even(segment, exact=sample.num_keys < EXACT_KEYS) for segment in sample.segments]
+    first = [int(each) for request in requests for each in first_keys(request, bounds_of(request)) if each >= 0]
+    ids, parts, done = sample.text.ids, [], 0
+    for request in requests:
+        shape = request.shape
+        context = ProbeContext(
+            special_keys=None if special is None else special[None, : shape.key_length].to(shape.device),
+            ids=None if ids is None else ids[None, : shape.key_length].to(shape.device),
+            first_key=min(first, default=0),
         )
-        return (before + after)[None]
+        chosen = possible(probes, request, context, has_values=False)
+        for part in _in_blocks(request):
+            found = measured(part, chosen, context)
+            parts.append({name: value[0].double().cpu() for name, value in found.items()})
+            done += part.shape.query_length
+            if progress is not None:
+                progress(done, sample.num_queries)
+    heads = max(request.shape.num_heads for request in requests)
+    return {name: torch.cat([each[name].expand(heads, -1) for each in parts], -1) for name in parts[0]}
 
 
-class _Cells:
-    """Queries that see any keys: (heads or 1, rows, keys) bool."""
+def _even(segment: Segment, *, exact: bool) -> AttentionRequest:
+    """Return a call whose scores are all 0 where it sees a key, with all keys of the sample up to its last one.
 
-    def __init__(self, positions: Tensor, seen: Tensor, ids: Tensor | None, special: Tensor | None) -> None:
-        self.positions, self.seen, self.ids, self.flags = positions, seen, ids, special
-        self.total = seen.sum(-1)
-        self.keys = torch.arange(seen.shape[-1])
+    It has one head, unless heads see different keys.
+    """
+    request, before = segment.request, segment.key_start
+    mask, shape = request.mask, request.shape
+    if before:  # the keys that a cache has dropped come back, and are hidden
+        mask = mask.after_dropping(-before) & Documents((before, shape.key_length))
+    dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
+    bias = None
+    if request.bias is not None and bool((hides := values_of(request.bias) == -torch.inf).any()):
+        hidden = torch.zeros(hides.shape, dtype=dtype, device=hides.device).masked_fill_(hides, -torch.inf)
+        bias = with_values(request.bias, pad(hidden, (before if hides.shape[-1] > 1 else 0, 0)))
+    shape = shape._replace(key_length=before + shape.key_length, num_kv_heads=1, head_dim=1, value_dim=1, dtype=dtype)
+    request = replace(request, mask=mask, shape=shape, query_start=segment.query_start, bias=bias)
+    shape = shape._replace(num_heads=seen(request, slice(0, 1), slice(0, 1)).shape[1])
+    q = torch.zeros(1, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
+    k = torch.zeros(1, 1, shape.key_length, 1, dtype=dtype, device=shape.device)
+    return AttentionRequest(q, k, k, shape, mask, 1.0, segment.query_start, bias)
 
-    def within(self, begin: Tensor, end: Tensor) -> Tensor:
-        chosen = (self.keys >= begin[:, None]) & (self.keys < end[:, None])
-        return (self.seen & chosen).sum(-1)
 
-    def special(self) -> Tensor | None:
-        return None if self.flags is None else (self.seen & self.flags).sum(-1)
+def _in_blocks(request: AttentionRequest) -> Iterator[AttentionRequest]:
+    """Cut a call into blocks of queries, where no tensor of it has a row per query."""
+    queries = request.shape.query_length
+    if queries <= ROWS or request.bias is not None or request.mask.holds_tensors:
+        yield request
+        return
+    for first in range(0, queries, ROWS):
+        q = request.q[:, :, first : first + ROWS]
+        shape = request.shape._replace(query_length=q.shape[2])
+        yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + first)
 
-    def copies(self, shift: int) -> Tensor | None:
-        if self.ids is None:
-            return None
-        inside = (self.positions >= 0) & (self.positions < len(self.ids))
-        own = self.ids[self.positions.clamp(0, max(len(self.ids) - 1, 0))]
-        alike = (self.ids == own[:, None]) & (self.keys < self.positions[:, None]) & inside[:, None]
-        moved = torch.nn.functional.pad(alike, (shift, 0))[:, : len(self.keys)]
-        return (self.seen & moved).sum(-1)
 
-    def distance(self) -> Tensor:
-        return (self.seen * (self.keys - self.positions[:, None]).abs()).sum(-1)
+def _seen_keys(sample: SampleRecord) -> tuple[object, ...]:
+    """Return what identifies the keys that each query sees, and its position."""
+    intervals = sample.intervals()
+    if intervals is not None:
+        return sample.num_keys, *map(_content, (*intervals, sample.positions))
+    return tuple(
+        (each.key_start, each.query_start, each.num_queries, each.key_stop, _content(each.request.mask), _hidden(each))
+        for each in sample.segments
+    )
+
+
+def _hidden(segment: Segment) -> object:
+    """Return what identifies the keys that a bias hides."""
+    bias = segment.request.bias
+    return None if bias is None else (type(bias), _content(values_of(bias) == -torch.inf))
+
+
+def _content(value: object) -> object:
+    """Return what identifies a value, equal for tensors of equal elements."""
+    if isinstance(value, Tensor):
+        numbers = value.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+        return tuple(value.shape), value.dtype, hashlib.blake2b(numbers.data).digest()
+    if isinstance(value, Mask):
+        return type(value), *map(_content, value.values().values())
+    return tuple(map(_content, value)) if isinstance(value, (tuple, list)) else value

@@ -13,6 +13,7 @@ from multihead.analysis.highlights import LayerProfile, layer_profiles
 from multihead.analysis.similar import are_alike, divergence, spaced
 from multihead.errors import ArgumentError, check_integer
 from multihead.escaping import visible
+from multihead.kinds import KINDS, Kind
 from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
@@ -122,6 +123,7 @@ def changes(
     top: int | None = None,
     queries: int | None = None,
     statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
     progress: Progress | None = None,
 ) -> list[ChangedHead]:
     """Compare the heads of two runs; see `Record.changed`."""
@@ -132,7 +134,7 @@ def changes(
     pairs = _pairs(before, after, sample)
     rows = {number: spaced(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()}
     counts = {number: len(range(*rows[number].indices(one.num_queries))) for number, (one, _) in pairs.items()}
-    first, second = _profiles(before, sample, pairs), _profiles(after, sample, pairs)
+    first, second = (_profiles(run, sample, pairs, statistics, among) for run in (before, after))
     done, total = 0, sum(counts.values())
 
     def advance(more: int) -> None:
@@ -167,8 +169,15 @@ def _means(profile: LayerProfile, head: int) -> dict[str, float]:
     return {name: float(values[head]) for name, values in profile.means.items()}
 
 
-def _profiles(run: Sequence[LayerRecord], sample: int, numbers: Mapping[int, object]) -> dict[int, LayerProfile]:
-    read = layer_profiles([layer for layer in run if layer.number in numbers], sample=sample)
+def _profiles(
+    run: Sequence[LayerRecord],
+    sample: int,
+    numbers: Mapping[int, object],
+    statistics: Mapping[str, Statistic] | None,
+    among: Sequence[Kind],
+) -> dict[int, LayerProfile]:
+    layers = [layer for layer in run if layer.number in numbers]
+    read = layer_profiles(layers, sample=sample, statistics=statistics, among=among)
     return {each.number: each for each in read}
 
 

@@ -1,40 +1,29 @@
-"""Find heads by the range of a statistic, or of a textbook kind such as previous_token or induction."""
+"""Find heads by the range of a statistic, or of a kind such as previous or induction."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from multihead.analysis.highlights import layer_profiles
-from multihead.errors import ArgumentError, ProbeError
+from multihead.analysis.highlights import layer_profiles, of_kind
+from multihead.errors import ArgumentError, MultiheadError, ProbeError
 from multihead.escaping import visible
-from multihead.probes.catalogue import REPEATED, statistic
+from multihead.kinds import KINDS, Kind
+from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE, Statistic
 from multihead.record.layer import LayerRecord
 from multihead.record.summaries import Of
 
-SCORES = {
-    "previous_token": "previous_mass",
-    "next_token": "next_mass",
-    "self_token": "self_mass",
-    "first_token": "first_mass",
-    "separator": "separator_mass",
-    "duplicate_token": "duplicate_mass",
-    "induction": "induction_mass",
-    "broad": "evenness",
-    "local": "near_mass",
+RENAMED = {
+    "previous_token": "previous",
+    "next_token": "next",
+    "self_token": "self",
+    "first_token": "first",
+    "duplicate_token": "duplicate",
 }
-"""Textbook kind -> the statistic that measures it, a share from 0 to 1 each."""
-
-ABOUT = {
-    "separator": "special tokens after the first: give `tokenizer` or `special_ids` to observe",
-    "duplicate_token": 'the statistic "duplicate_mass": observe(probes=[..., "duplicate_mass"])',
-    "induction": 'the statistic "induction_mass": observe(probes=[..., "induction_mass"])',
-    "broad": 'the statistic "entropy": observe(probes=[..., "entropy"])',
-}
+"""Names of kinds in earlier versions -> those that tables show."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ class FoundHead:
     statistics: Mapping[str, Statistic] = field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
-        """The head in a line: "L16 H0: previous token 88 %, entropy 0.52 nats"."""
+        """The head in a line: "L16 H0: previous 88 %, entropy 0.52 nats"."""
         shown = (statistic(name, self.statistics) for name in self.values)
         return f"L{self.layer} H{self.head}: " + ", ".join(
             visible(f"{each.label} {each.text(self.values[each.name])}") for each in shown
@@ -73,18 +62,20 @@ def find(
     *,
     of: Of = "mean",
     statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
 ) -> list[FoundHead]:
-    """Find heads; see `Record.find`. `statistics` has the labels of statistics that are not built in."""
-    shown = {**{kind: Statistic(kind, number_format=SHARE) for kind in SCORES}, **(statistics or {})}
+    """Find heads; see `Record.find`. `statistics` has those that are not built in, and `among` the kinds."""
+    by_name = {kind.name: kind for kind in among}
+    shown = {**{name: _shown(kind) for name, kind in by_name.items()}, **(statistics or {})}
     if not wanted:
         raise ArgumentError(
-            "find has no condition.", "Give the range of a statistic, for example find(previous_token=(0.8, 1))."
+            "find has no condition.", "Give the range of a statistic, for example find(previous=(0.8, 1))."
         )
     ranges = {name: _checked_range(name, limits) for name, limits in wanted.items()}
-    numbers = [_numbers(layer, tuple(wanted), of) for layer in layers]
+    numbers = [_numbers(layer, tuple(wanted), of, by_name, statistics or {}) for layer in layers]
     for name in wanted:
         if layers and not any(name in each for each in numbers):
-            raise _unknown(layers, name)
+            raise _unknown(layers, name, by_name)
     found = []
     for layer, each in zip(layers, numbers, strict=True):
         if not all(name in each for name in wanted):
@@ -103,59 +94,55 @@ def _is_within(value: float, limits: Range) -> bool:
     return (lowest is None or value >= lowest) and (highest is None or value <= highest)
 
 
-def _numbers(layer: LayerRecord, wanted: tuple[str, ...], of: Of) -> dict[str, Tensor]:
+def _shown(kind: Kind) -> Statistic:
+    """Return how the number of a kind is shown."""
+    number_format = SHARE if kind.probe is None or kind.of_largest is not None else kind.probe.number_format
+    return Statistic(kind.name, label=kind.label("en"), number_format=number_format)
+
+
+def _numbers(
+    layer: LayerRecord,
+    wanted: tuple[str, ...],
+    of: Of,
+    by_name: Mapping[str, Kind],
+    statistics: Mapping[str, Statistic],
+) -> dict[str, Tensor]:
     """Return the wanted statistics that a layer has: (heads,) each."""
     summary = layer.summary(of)
     found = {}
     for name in wanted:
+        kind = by_name.get(name)
         if name in summary:
             found[name] = summary[name]
-        elif name in ("broad", "local", "separator"):
-            score = _score(layer, name)
-            if score is not None:
-                found[name] = score
-        elif SCORES.get(name) in summary:
-            found[name] = summary[SCORES[name]]
+        elif kind is not None and kind.of_largest is None and kind.statistic in summary:
+            found[name] = summary[kind.statistic]
+        elif kind is not None and kind.texts == "given" and layer.samples:
+            (profile,) = layer_profiles([layer], sample=None, statistics=statistics, among=(kind,))
+            if (measured := of_kind(kind, profile.evidence)) is not None:
+                found[name] = measured.mean
     return found
 
 
-def _score(layer: LayerRecord, kind: str) -> Tensor | None:
-    """Score a layer's heads by what is no statistic of its own, the mean over its samples: (heads,), or None."""
-    if not layer.samples:
-        return None
-    total, count = torch.zeros(layer.num_heads, dtype=torch.float64), 0
-    for number, one in enumerate(layer.samples):
-        read = layer_profiles([layer], sample=number)[0]
-        if kind == "separator":
-            value = read.means.get("separator_mass")
-        elif kind == "broad":
-            entropy = read.means.get("entropy")
-            value = None if entropy is None else entropy / read.visibility.largest_entropy.clamp(min=1e-12)
-        else:
-            value = read.near
-        if value is None:
-            return None
-        total += value * one.num_queries
-        count += one.num_queries
-    return total / max(count, 1)
-
-
-def _unknown(layers: Sequence[LayerRecord], name: str) -> ProbeError:
+def _unknown(layers: Sequence[LayerRecord], name: str, by_name: Mapping[str, Kind]) -> MultiheadError:
     """Say that no layer has a number."""
     statistics = list(dict.fromkeys(each for layer in layers for each in layer.summary()))
-    if name in REPEATED:
+    kind = by_name.get(name)
+    if name in RENAMED:
+        new = RENAMED[name]
+        return ArgumentError(f"{name} is called {new}, as in tables.", f"Give a range of it: find({new}=(0.8, None)).")
+    if kind is not None and kind.texts == "repeats":
         if any(layer.repeated is not None for layer in layers):
             return ProbeError(f"{name} is known per text, not per query, so it has only a mean.", 'Give of="mean".')
         return ProbeError(
             f"The record has no numbers for {name!r}.",
             "It needs texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook.",
         )
-    if name in SCORES:
-        needs = ABOUT.get(name, f'the statistic "{SCORES[name]}": observe(probes=[..., "{SCORES[name]}"])')
+    if kind is not None:
+        needs = kind.needs or f'the statistic "{kind.statistic}": observe(probes=[..., "{kind.statistic}"])'
         return ProbeError(f"The record has no numbers for {name!r}.", f"It needs {needs}.")
     return ProbeError(
         f"There is no statistic {name!r} in the record.",
-        f"Give one of {', '.join(statistics)}, or a kind: {', '.join(SCORES)}.",
+        f"Give one of {', '.join(statistics)}, or a kind: {', '.join(by_name)}.",
     )
 
 

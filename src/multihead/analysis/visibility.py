@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from multihead.errors import MaskError, ProbeError
+from multihead.kinds import LOCAL_REACH
 from multihead.probes.catalogue import offset_mass
 from multihead.record.sample import SampleRecord
-
-LOCAL_REACH = 3
-"""How many tokens before and after the query count as near by."""
 
 TILE_CELLS = 1 << 20
 """Heads x queries x keys that are read at once: 8 MB in float64, so that a tile stays near the processor."""

@@ -110,7 +110,9 @@ def _print(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, 
     from rich.console import Console
     from rich.table import Table
 
-    words = section(lang, "common", "compare")
+    from multihead.kinds import KINDS, named
+
+    words, by_name = section(lang, "common", "compare"), named(KINDS)
     console = Console(highlight=False)
     names = {"before": visible(Path(files[0]).name), "after": visible(Path(files[1]).name)}
     known = [one.divergence for one in changed if one.divergence == one.divergence]
@@ -121,7 +123,7 @@ def _print(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, 
     for name in ("head", "divergence", "change", "kinds"):
         table.add_column(words[name], justify="right" if name == "divergence" else "left")
     for one in changed[:top]:
-        kinds = [", ".join(words[f"kind.{kind}"] for kind in each) for each in (one.kinds_before, one.kinds_after)]
+        kinds = [", ".join(by_name[kind].label(lang) for kind in each) for each in (one.kinds_before, one.kinds_after)]
         both = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
         change = one.change(lang)
         share = "" if change is None else f"{change.label} {change.before} → {change.after}"

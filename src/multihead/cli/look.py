@@ -114,7 +114,6 @@ def look(
         require("safetensors", purpose="Saving a record", extra="view")
 
     # Imported here, so that --help does not load torch.
-    from multihead.analysis.highlights import layer_profiles
     from multihead.analysis.roles import marked
     from multihead.looking import check_layers, measured_repeats, prepared, recorded, written_page
     from multihead.models import check_text, encode, load
@@ -145,8 +144,9 @@ def look(
         if record_file is not None:
             steps.show(locale("look.doing.saving", lang, file=visible(record_file)))
             record.save(record_file)
-        steps.show(locale("look.doing.reading", lang))
-        profiles = layer_profiles(record.layers)
+        reading = locale("look.doing.reading", lang)
+        steps.show(reading)
+        profiles = record.profiles(sample=0, progress=lambda done, total: steps.show(reading, done, total))
         storing = locale("look.doing.storing", lang)
         steps.show(storing)
         page = written_page(
@@ -158,7 +158,7 @@ def look(
             lang=lang,
             progress=lambda done, total: steps.show(storing, done, total),
         )
-    table = record.table(sort=sort, top=top)
+    table = record.table(sort=sort, top=top, kinds=False)
     read = {profile.number: profile for profile in profiles}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in marked(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)

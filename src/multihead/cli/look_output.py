@@ -14,6 +14,7 @@ from multihead.locale.texts import section, short_statistic_label, text, unit_la
 
 if TYPE_CHECKING:
     from multihead.analysis.highlights import LayerProfile
+    from multihead.kinds import Kind
     from multihead.looking import Run
     from multihead.models import Encoded
     from multihead.observation.record import Record
@@ -55,12 +56,15 @@ def print_heads(
 
     console = Console(highlight=False)
     console.print(_read(record, run, lang) + "\n", markup=False)
-    console.print(_drawn(rows, console.width, lang))
-    if any("repeated_" in row["kind"] for row in rows):
+    console.print(_drawn(rows, console.width, record.all_kinds, lang))
+    repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
+    if any(repeats.intersection(row["kind"].split("+")) for row in rows):
         console.print(text("look.on repeats", lang), markup=False)
     # A first token has no name where there are two texts.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
-    found = findings(record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles)
+    found = findings(
+        record.layers, tokens=tokens, special=run.texts[0].special, lang=lang, profiles=profiles, among=record.all_kinds
+    )
     click.echo("\n" + text("look.highlights" if found else "look.no highlights", lang))
     for finding in found:
         console.print(f"  {finding}", markup=False, soft_wrap=True)
@@ -85,16 +89,17 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
     """Print the strongest heads of each kind that was measured on repeated random tokens."""
     from rich.cells import cell_len
 
-    from multihead.analysis.highlights import REPEATED_KINDS, percent
+    from multihead.kinds import KINDS, percent
     from multihead.observation.textbook import DRAWS, LENGTH, TIMES
 
     click.echo("\n" + text("look.textbook.title", lang, draws=DRAWS, times=TIMES, length=LENGTH))
-    measured = [kind for kind in REPEATED_KINDS if any(kind in one.means for one in profiles)]
+    repeats = [kind.name for kind in KINDS if kind.texts == "repeats"]
+    measured = [kind for kind in repeats if any(kind in one.evidence for one in profiles)]
     names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
     width = max((cell_len(name) for name in names.values()), default=0)  # a Chinese character is two columns wide
     for kind, name in names.items():
         heads = sorted(
-            (-float(one.means[kind][head]), float(one.chance[kind][head]), one.number, head)
+            (-float(one.evidence[kind].mean[head]), float(one.evidence[kind].chance[head]), one.number, head)
             for one in profiles
             for head, kinds in enumerate(one.kinds)
             if kind in kinds
@@ -134,7 +139,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
+def _drawn(rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str) -> Any:
     """Lay out the table: one row per head, with its kind and its means."""
     from rich import box
     from rich.table import Table
@@ -154,11 +159,11 @@ def _drawn(rows: Sequence[Mapping[str, Any]], width: int, lang: str) -> Any:
         drawn.add_column(_heading(each, lang), justify="right", no_wrap=True)
     for row in rows:
         numbers = [each.number(row[each.name]) if each.name in row else "" for each in shown]
-        kinds = _kinds(row["kind"], lang)
+        named = _kinds(row["kind"].split("+"), kinds, lang)
         if row.get("alignment"):
-            kinds = text("look.and alignment", lang, kind=kinds, alignment=text("common.alignment", lang))
+            named = text("look.and alignment", lang, kind=named, alignment=text("common.alignment", lang))
         role = [_role(row["role"], lang)] if has_roles else []
-        drawn.add_row(f"L{row['layer']} H{row['head']}", *role, kinds, *numbers)
+        drawn.add_row(f"L{row['layer']} H{row['head']}", *role, named, *numbers)
     chances: dict[tuple[str, ...], set[str]] = {}  # layers with different masks have different levels of chance
     for row in rows:
         numbers = [each.number(row.get(f"{each.name}_chance")) for each in shown]
@@ -175,11 +180,15 @@ def _role(role: str, lang: str) -> str:
     return text("look.cross", lang) if role == "cross" else text(f"common.role.{role}", lang) if role else ""
 
 
-def _kinds(kinds: str, lang: str) -> str:
+def _kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
     """Name the first kind of a head, "*" if it was measured on repeated random tokens, and count the others."""
-    first, *others = kinds.split("+")
-    name = text(f"common.kind.{first.removeprefix('repeated_')}", lang)
-    return name + ("*" if first.startswith("repeated_") else "") + (f" +{len(others)}" if others else "")
+    from multihead.kinds import named
+
+    first = named(kinds)[names[0]]
+    name = visible(first.label(lang))
+    if first.texts == "repeats" and first.probe is not None:
+        name = short_statistic_label(first.probe.name, lang, first.probe.label) + "*"
+    return name + (f" +{len(names) - 1}" if len(names) > 1 else "")
 
 
 def _heading(shown: Statistic, lang: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from multihead.counting.corpus import Shard
 from multihead.errors import ArgumentError, InputError
 from multihead.files import write_whole
 from multihead.models import LoadedModel
-from multihead.probes.catalogue import PROBES, first_keys_mass, offset_mass
+from multihead.probes.catalogue import PROBES, probe_of_part
 from multihead.probes.probe import Probe, Statistic
 
 VERSION = 1
@@ -102,7 +101,7 @@ class Plan:
         """
         found = []
         for each in self.probes:
-            probe = _probe_named(each["name"])
+            probe = _probe_of(each)
             if probe is None or identity(probe) != each:
                 raise ArgumentError(
                     f"The probe {each['name']} is defined in a script, and other processes cannot load it.",
@@ -206,15 +205,13 @@ def identity(probe: Probe) -> dict[str, Any]:
     return {"name": probe.name, "shown": probe.display(), "parts": parts, "tokens": tokens}
 
 
-def _probe_named(name: str) -> Probe | None:
-    """Return a built-in probe by its name, or one that `offset_mass` or `first_keys_mass` makes."""
-    if name in PROBES:
-        return PROBES[name]
-    if found := re.fullmatch(r"offset_(minus|plus)_(\d+)_mass", name):
-        return offset_mass(int(found[2]) * (-1 if found[1] == "minus" else 1))
-    if found := re.fullmatch(r"first_(\d+)_mass", name):
-        return first_keys_mass(int(found[1]))
-    return None
+def _probe_of(described: Mapping[str, Any]) -> Probe | None:
+    """Return a built-in probe by its name, or one that is a part with an argument; None for another."""
+    if described["name"] in PROBES:
+        return PROBES[described["name"]]
+    parts = [json.loads(part) for part in described["parts"]]
+    is_one = len(parts) == 1 and isinstance(parts[0], list)
+    return probe_of_part((parts[0][0], parts[0][1]), described["tokens"]) if is_one else None
 
 
 def model_id(loaded: LoadedModel) -> str:

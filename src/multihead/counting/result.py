@@ -289,7 +289,7 @@ class Census:
         Args:
             of: how queries are summarised: "mean", "median", "p95" or "max".
             ranges: the lowest and the highest value, None for no limit, by the name of a statistic of the census or of
-                a textbook kind that is one, such as `previous_token`.
+                a textbook kind that is one, such as `previous`.
 
         Raises:
             ProbeError: there is no such statistic.

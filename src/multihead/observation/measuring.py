@@ -59,6 +59,7 @@ class Measuring:
         *,
         distinct: Tensor | None = None,
         first_key: int | None = None,
+        key_start: int = 0,
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k.
 
@@ -68,6 +69,7 @@ class Measuring:
             ids: (batch, keys) int64, the token id of each key, or None.
             distinct: the same shape, numbers that differ between texts where one row holds several; None: the ids.
             first_key: which key is the first of the sample, where that is not the first that its queries see.
+            key_start: how many keys of the sample lie before those of the call.
         """
         compared = special = weight = None
         sets = {}
@@ -83,7 +85,7 @@ class Measuring:
         if "output_weight" in self.needs:
             width = shape.num_heads * shape.value_dim
             weight = output_weight(layer, self.root, self.names[id(layer)], width=width)
-        return ProbeContext(special, compared, sets, weight, first_key, self.map_size, self.map_pool)
+        return ProbeContext(special, compared, sets, weight, first_key, key_start, self.map_size, self.map_pool)
 
     def together(self, call: AttentionCall, places: SampleSpans, ids: Ids, layer: nn.Module) -> dict[str, Measured]:
         """Measure all texts of a call at once: statistic -> its values, and which count, (batch, heads, queries) each.
@@ -111,7 +113,10 @@ class Measuring:
         context = self.context(layer, shape, read, distinct=distinct)
         probes, parts = possible(self.probes, request, context), call.attended.statistics
         if places.packed:
-            parts = {**parts, **_of_packed(call, places, text[0], parts_of(probes) - parts.keys(), context)}
+            missing = parts_of(probes) - parts.keys()
+            parts = {**parts, **_of_packed(call, places, text[0], missing, context)}
+            if "position" in missing:
+                parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
         output = None if request.dropout else call.attended.output
         found = moved_together(completed(request, logsumexp, probes, context, parts=parts, output=output), places)
         sees = real & (logsumexp.cpu() != -torch.inf)

@@ -15,6 +15,7 @@ from multihead.hooks import huggingface
 from multihead.hooks.alignment import alignment_heads
 from multihead.hooks.packed import padded
 from multihead.hooks.pretrained import pretrained_models, recorded_inputs
+from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import Measuring
 from multihead.observation.record import Record
@@ -38,6 +39,7 @@ def observe(
     tokenizer: Any = None,
     map_size: int = MAP_SIZE,
     map_pool: Pool = "mean",
+    kinds: Sequence[Kind] = (),
 ) -> Iterator[Record]:
     """Record every attention head of a model while it runs.
 
@@ -62,6 +64,7 @@ def observe(
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
         map_size: largest number of rows and columns of the pooled map.
         map_pool: whether a block of the pooled map holds the "mean" or the "max" of its weights.
+        kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
 
     Returns:
         a record that fills while the model runs.
@@ -88,6 +91,7 @@ def observe(
         tokenizer=tokenizer,
         map_size=map_size,
         map_pool=map_pool,
+        kinds=kinds,
         sums=(lambda _, num_heads: RunningSummary(num_heads)) if keep == "summary" else None,
     ) as record:
         yield record
@@ -104,12 +108,17 @@ def recorded(
     tokenizer: Any = None,
     map_size: int = MAP_SIZE,
     map_pool: Pool = "mean",
+    kinds: Sequence[Kind] = (),
     sums: Sums | None = None,
 ) -> Iterator[Record]:
     """Do what `observe` does; `sums` makes the sums of a layer, where no samples are kept."""
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
+    check_kinds((*KINDS, *kinds))
     chosen = default_probes() if probes is None else resolved(probes)
+    if kinds:
+        of_kinds = [kind.probe for kind in kinds if isinstance(kind.probe, Probe) and kind.texts == "given"]
+        chosen = resolved((*chosen, *of_kinds))
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     names = names_of(root)
@@ -119,8 +128,9 @@ def recorded(
         layer_filter.check_modules(list(names.values()))
     record = Record(
         title=type(root).__name__,
-        statistics={probe.name: probe.shown() for probe in chosen if probe.name not in PROBES},
+        statistics={probe.name: probe for probe in chosen if probe.name not in PROBES},
     )
+    record.add_kinds(*kinds)
     of_hugging_face = bool(pretrained_models(root))
     bypassed: list[str] = []
     with ExitStack() as stack:

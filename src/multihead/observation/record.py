@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -13,13 +14,14 @@ import torch
 
 from multihead.analysis.changes import ChangedHead, changes
 from multihead.analysis.find import FoundHead, Range, find
-from multihead.analysis.highlights import Finding, findings, layer_profiles
+from multihead.analysis.highlights import Finding, HeadKind, LayerProfile, findings, heads_of_kinds, layer_profiles
 from multihead.analysis.similar import NearHead, nearest
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.escaping import visible
+from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.observation.presentation import presenter
 from multihead.optional import require
-from multihead.probes.catalogue import statistic
+from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, merging, notebook, plots, saving
 from multihead.record.batch import CUTTING, RecordedBatch
@@ -43,7 +45,8 @@ class Record:
         layers: one per attention layer, in the order they first ran.
         title: what was recorded, such as the name of the model's class.
         id: a random name that the record keeps when it is saved.
-        statistics: label, unit and number format of the statistics that are not built in, by name.
+        statistics: the statistics that are not built in, by name; those of a file lack the functions of a script.
+        own_kinds: the kinds of heads that are not built in, see `add_kinds`. A file does not store them.
 
     >>> import torch
     >>> import multihead as mh
@@ -59,6 +62,7 @@ class Record:
     id: str = field(default_factory=partial(secrets.token_hex, 16))
     _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
+    own_kinds: tuple[Kind, ...] = ()
     _batches: list[RecordedBatch] = field(default_factory=list)  # later calls, whose samples are not yet cut out
 
     @property
@@ -172,22 +176,34 @@ class Record:
                         known[key] = Text(ids, tokens_of(tokenizer, key, special), special, word_pieces(tokenizer, key))
                     reading.named = known[key]
 
-    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean") -> HeadTable:
+    def table(self, *, sort: str = "layer", top: int | None = None, of: Of = "mean", kinds: bool = True) -> HeadTable:
         """Return a table with one row per head, each statistic summarised over all queries.
 
         Args:
             sort: "layer", or a statistic, whose largest values come first.
             top: how many rows to keep; None keeps all.
             of: "mean", "median", "p95" (the 95th percentile) or "max".
+            kinds: whether each row has the `kind` of its head, such as "first+local", and for each statistic its
+                chance, such as `previous_mass_chance`. They are computed text by text, which takes longer than the
+                rest; a record that kept only a summary, or some tokens of one of several ranks, has none.
 
         Raises:
             ArgumentError: there is no such column, top is less than 1, or `of` is something else.
         """
         check_summary(of)
         rows = []
-        for layer in self.layers:
-            rows += head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+        read = self.profiles() if kinds and self._has_kinds else [None] * len(self.layers)
+        for layer, profile in zip(self.layers, read, strict=True):
+            more = [{}] * layer.num_heads if profile is None else list(map(profile.row, range(layer.num_heads)))
+            of_layer = head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+            rows += [row | each for row, each in zip(of_layer, more, strict=True)]
         return HeadTable.of(rows, sort=sort, top=top, statistics=self.statistics)
+
+    @property
+    def _has_kinds(self) -> bool:
+        """Whether single texts are kept, each with all its tokens."""
+        single = all(layer.running_summary is None for layer in self.layers)
+        return single and all(one.split is None for layer in self.layers for one in layer.samples)
 
     def statistic(self, name: str) -> Statistic:
         """Return the label, unit and number format of a statistic.
@@ -203,11 +219,10 @@ class Record:
         Args:
             of: how queries are summarised: "mean", "median", "p95" or "max".
             ranges: the lowest and the highest value, (lowest, highest), None for no limit, by the name of any statistic
-                in the record or of a textbook kind: `previous_token`, `next_token`, `self_token`, `first_token`,
-                `separator`, `duplicate_token`, `induction` (the share of attention there, the mean over the queries
-                that have such a key), `broad` (entropy as a share of the largest that the mask allows) and `local`
-                (share within 3 tokens). `repeated_induction`, `repeated_duplicate`, `repeated_previous` and
-                `repeated_first` are the shares on repeated random tokens, if they were measured.
+                in the record or of a kind of head, as tables show it: `previous`, `next`, `self`, `first`, `separator`,
+                `duplicate`, `induction` (the share of attention there, the mean over the queries that have such a
+                key), `local` (share within 3 tokens), `broad` (entropy as a share of the largest that the mask
+                allows), those on repeated random tokens such as `repeated_induction`, and kinds of your own.
 
         Returns:
             the heads within all ranges, ordered by the first one: from the largest value if it has a lowest limit,
@@ -225,7 +240,7 @@ class Record:
         >>> [(one.layer, one.head) for one in seen.find(broad=(0.9, None), entropy=(None, 2))]
         [(0, 0), (0, 1)]
         """
-        return find(self.layers, ranges, of=of, statistics=self.statistics)
+        return find(self.layers, ranges, of=of, statistics=self.statistics, among=self.all_kinds)
 
     def findings(self, *, sample: int | None = None, lang: str = "en") -> list[Finding]:
         """Find the most notable heads, at most six, and describe what each does.
@@ -250,10 +265,91 @@ class Record:
         >>> seen.findings()
         []
         """
-        profiles = layer_profiles(self.layers, sample=sample)
+        profiles = self.profiles(sample=sample)
         texts = self.texts
         text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
-        return findings(self.layers, tokens=text.tokens, special=text.special, lang=lang, profiles=profiles)
+        return findings(
+            self.layers, tokens=text.tokens, special=text.special, lang=lang, profiles=profiles, among=self.all_kinds
+        )
+
+    def profiles(
+        self,
+        *,
+        sample: int | None = None,
+        special: Sequence[bool] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[LayerProfile]:
+        """Return the means, their chance, the kinds and the masks of every layer, as pages and tables show them.
+
+        Args:
+            sample: which text; None takes all of them together.
+            special: one flag per token, True for special tokens; None takes the flags of the recorded text.
+            progress: called with (queries done, queries of a text) while the chance of its mask is computed, which
+                takes seconds for 100,000 tokens.
+
+        Raises:
+            ProbeError: only a summary was kept.
+            ArgumentError: there is no such sample.
+        """
+        return layer_profiles(
+            self.layers,
+            sample=sample,
+            special=special,
+            statistics=self.statistics,
+            among=self.all_kinds,
+            progress=progress,
+        )
+
+    @property
+    def all_kinds(self) -> tuple[Kind, ...]:
+        """The kinds that a head may have: the built-in ones, `multihead.kinds.KINDS`, and `own_kinds`."""
+        return (*KINDS, *self.own_kinds)
+
+    def add_kinds(self, *kinds: Kind) -> None:
+        """Add kinds of heads, which tables, findings, `find` and pages show like the built-in ones.
+
+        `observe(model, kinds=...)` does this and measures their probes too. A file does not store them, so a record
+        that was loaded gets them here.
+
+        Raises:
+            ArgumentError: one of them is no kind, or two have one name.
+        """
+        check_kinds((*self.all_kinds, *kinds))
+        self.own_kinds += kinds
+        for layer in self.layers:
+            layer.own_kinds = self.own_kinds
+        made = [kind.probe for kind in kinds if kind.probe is not None and kind.probe.name not in PROBES]
+        self.statistics |= {each.name: each for each in made}
+
+    def kinds(self, *names: str, sample: int | None = None) -> list[HeadKind]:
+        """List the kinds of the heads with the numbers that decide about them, the largest share first.
+
+        Args:
+            names: only these kinds; none takes all.
+            sample: which text; None takes all of them together.
+
+        Returns:
+            one per head and kind: its share, chance, standard error and number of queries.
+
+        Raises:
+            ProbeError: only a summary was kept.
+            ArgumentError: there is no such kind or sample.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+        >>> _ = torch.nn.init.zeros_(layer.q_proj.weight)
+        >>> with mh.observe(layer) as seen:
+        ...     y = layer(torch.randn(1, 40, 8))
+        >>> [str(each) for each in seen.kinds("broad")]
+        ['L0 H0: broad 100 % (chance 100 %)', 'L0 H1: broad 100 % (chance 100 %)']
+        """
+        known = {kind.name for kind in self.all_kinds}
+        for name in names:
+            if name not in known:
+                raise ArgumentError(f"There is no kind {name!r}.", f"Give some of {', '.join(sorted(known))}.")
+        found = heads_of_kinds(self.profiles(sample=sample), self.all_kinds)
+        return [each for each in found if not names or each.kind in names]
 
     def nearest(
         self, layer: int, head: int, *, top: int = 5, sample: int = 0, queries: int | None = None
@@ -326,11 +422,12 @@ class Record:
             top=top,
             queries=queries,
             statistics=shown,
+            among=self.all_kinds,
             progress=progress,
         )
 
-    def to_pandas(self, *, of: Of = "mean") -> Any:
-        """Return the table as a pandas DataFrame, one row per head.
+    def to_pandas(self, *, of: Of = "mean", kinds: bool = True) -> Any:
+        """Return the table as a pandas DataFrame, one row per head; the arguments are those of `table`.
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -338,7 +435,7 @@ class Record:
         require("pandas", purpose="A DataFrame", extra=None)
         import pandas as pd
 
-        return pd.DataFrame(self.table(of=of).rows)
+        return pd.DataFrame(self.table(of=of, kinds=kinds).rows)
 
     def __repr__(self) -> str:
         """Return one line: what was recorded, and how much of it."""
@@ -366,17 +463,20 @@ class Record:
 
     def add(self, layer: LayerRecord, samples: Iterable[SampleRecord]) -> None:
         """Add the newest call of each of some samples of a layer."""
-        if layer not in self.layers:
-            self.layers.append(layer)
+        self._append(layer)
         if layer.running_summary is None:
             self.calls.extend((sample, len(sample.calls) - 1) for sample in samples)
 
     def add_batch(self, layer: LayerRecord, batch: RecordedBatch) -> None:
         """Add a call with which all its samples begin."""
-        if layer not in self.layers:
-            self.layers.append(layer)
+        self._append(layer)
         layer.batches.append(batch)
         self._batches.append(batch)
+
+    def _append(self, layer: LayerRecord) -> None:
+        if layer not in self.layers:
+            layer.own_kinds = self.own_kinds
+            self.layers.append(layer)
 
     def plot(
         self,
@@ -510,8 +610,17 @@ class Record:
         """
         from multihead.parallel.exchange import Ranks, gather_objects
 
-        found = gather_objects(self._parts, Ranks.of(group), to=to)
-        return None if found is None else Record(*merging.merged(found))
+        layers = [copy(layer) for layer in self.layers]
+        for layer in layers:
+            layer.own_kinds = ()  # another process may not have the functions of a script
+        shown = {name: each.shown() for name, each in self.statistics.items()}
+        found = gather_objects(self._parts._replace(layers=layers, statistics=shown), Ranks.of(group), to=to)
+        if found is None:
+            return None
+        record = Record(*merging.merged(found))
+        record.statistics |= self.statistics
+        record.add_kinds(*self.own_kinds)
+        return record
 
     @property
     def is_part(self) -> bool:

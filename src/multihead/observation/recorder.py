@@ -228,7 +228,7 @@ class Recorder:
             # A cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(places.key_starts, own_offset))
-            new_sample = partial(self._new_sample, layer.name, crosses=crosses)
+            new_sample = self._new_sample(layer.name, crosses=crosses)
             parts = self._parts_of_batch(call, places, ids)
             if parts is not None:
                 batch = self._batch(call, places, parts, ids, name, new_sample)
@@ -289,7 +289,7 @@ class Recorder:
         samples = []
         for index, span in enumerate(places.found):
             queries, own_keys = (_overlaps(sequence.chunks(length), each) for each in (span.queries, span.keys))
-            sample = self._new_sample(layer.name)
+            sample = self._new_sample(layer.name)()
             if sequence.place[1] > 1:
                 sample.split = SampleSplit(
                     tuple(each.moved for each in queries), tuple(each.moved for each in own_keys)
@@ -502,7 +502,7 @@ class Recorder:
             grow_keys(sample.k, call.request.k, start=key_start, device=device)
         target = sample
         if layer.running_summary is not None:  # only the token ids are kept until the next call
-            target = replace(self._new_sample(sample.name, crosses=sample.crosses), keys_read=sample.keys_read)
+            target = replace(self._new_sample(sample.name, crosses=sample.crosses)(), keys_read=sample.keys_read)
         target.add(
             Segment(request, key_start),
             kept(call.attended.logsumexp, device),
@@ -531,9 +531,10 @@ class Recorder:
             origin=None,
         )
 
-    def _new_sample(self, name: str, *, crosses: bool = False) -> SampleRecord:
+    def _new_sample(self, name: str, *, crosses: bool = False) -> Callable[[], SampleRecord]:
+        """Return what makes an empty sample; a batch keeps it until it is cut, and must not keep the recorder."""
         size, pool = self.measuring.map_size, self.measuring.map_pool
-        return SampleRecord(name, size, pool, crosses=crosses, counted=self._counted)
+        return partial(SampleRecord, name, size, pool, crosses=crosses, counted=self._counted)
 
     def _context(
         self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
@@ -544,7 +545,7 @@ class Recorder:
         known = read is not None and read.length >= stop and self.measuring.needs & {"ids", "special_keys"}
         ids = read.between(start, stop)[None] if known and read is not None else None
         # In a later call the first key that its queries see may not be the first of the sample.
-        return self.measuring.context(module, shape, ids, first_key=None if first else -start)
+        return self.measuring.context(module, shape, ids, first_key=None if first else -start, key_start=start)
 
     def _real_queries(self, request: AttentionRequest, name: str, offset: int) -> Tensor | None:
         """Return which queries of a Hugging Face model's call are not padding: (batch, queries) bool, or None."""

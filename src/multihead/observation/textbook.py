@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from multihead.analysis.chance import chance, evidence
 from multihead.errors import InputError
+from multihead.kinds import KINDS, Kind
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.probe import Probe
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
@@ -28,6 +29,7 @@ def measure_repeated(
     length: int = LENGTH,
     times: int = TIMES,
     draws: int = DRAWS,
+    kinds: Sequence[Kind] = KINDS,
 ) -> dict[str, RepeatedTokens]:
     """Run a model on texts of a start token and repeated random tokens, and measure where each head looks.
 
@@ -42,6 +44,7 @@ def measure_repeated(
         length: how many random tokens.
         times: how often they come.
         draws: how many such texts are read; a standard error needs four.
+        kinds: kinds of heads; those whose `texts` are "repeats" are measured.
 
     Returns:
         the name of each layer -> its heads on these texts. `add_repeated` adds them to a record.
@@ -53,24 +56,29 @@ def measure_repeated(
     """
     ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws)
     device = next(model.parameters()).device
-    with torch.no_grad(), observe(model, keep="statistics", probes=tuple(REPEATED.values())) as seen:
+    measured = {kind.name: kind.probe for kind in kinds if kind.texts == "repeats" and isinstance(kind.probe, Probe)}
+    with torch.no_grad(), observe(model, keep="statistics", probes=tuple(measured.values())) as seen:
         model(input_ids=ids.to(device))
-    return {layer.name: _repeated(layer.samples, length, times, start=start is not None) for layer in seen.layers}
+    return {
+        layer.name: _repeated(layer.samples, measured, length, times, start=start is not None) for layer in seen.layers
+    }
 
 
-def _repeated(samples: Sequence[SampleRecord], length: int, times: int, *, start: bool) -> RepeatedTokens:
+def _repeated(
+    samples: Sequence[SampleRecord], probes: Mapping[str, Probe], length: int, times: int, *, start: bool
+) -> RepeatedTokens:
     """Collect the shares of a layer's heads, and their chance, which is the same in all texts."""
     shares = {
-        name: torch.stack([one.means[of] for one in samples])
-        for name, of in REPEATED.items()
-        if all(of in one.per_query for one in samples)
+        name: torch.stack([one.means[probe.name] for one in samples])
+        for name, probe in probes.items()
+        if all(probe.name in one.per_query for one in samples)
     }
     one = samples[0]
-    levels, measured = chance(one, REPEATED.values()), one.measured()
+    levels, measured = chance(one, probes.values()), one.measured()
     even = {
-        name: evidence([measured[of].values], [levels[of]], [measured[of].counted]).chance
-        for name, of in REPEATED.items()
-        if name in shares and of in levels
+        name: evidence([measured[of.name].values], [levels[of.name]], [measured[of.name].counted]).chance
+        for name, of in probes.items()
+        if name in shares and of.name in levels
     }
     return RepeatedTokens(length, times, start, shares, even)
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.parts import Part
+from multihead.parts import PART_FAMILIES, Part, check_part
 from multihead.probes.probe import SHARE, Parts, Probe, Statistic
 
 
@@ -149,6 +149,7 @@ _LISTED = (
         number_format=".0f",
         default=True,
         about="the index of the first key that has it; -1 where a query sees no key",
+        chance=False,
     ),
     Probe(
         "sink_mass",
@@ -160,6 +161,7 @@ _LISTED = (
         source="GPT-OSS, arXiv:2508.10925",
         default=True,
         about="exp(sink - L_i) = 1 - Σ_j p_ij: the weight that a learned sink takes from the keys",
+        chance=False,
     ),
     Probe(
         "largest_score",
@@ -168,6 +170,7 @@ _LISTED = (
         number_format=".1f",
         source="QK-clip, arXiv:2507.20534",
         about="max_j s_ij = L_i + ln max_j p_ij: the largest score before the softmax",
+        chance=False,
     ),
     Probe(
         "duplicate_mass",
@@ -195,6 +198,7 @@ _LISTED = (
         {"contribution"},
         source="arXiv:2004.10102",
         about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
+        chance=False,
     ),
     Probe(
         "output_norm",
@@ -202,6 +206,7 @@ _LISTED = (
         {"output_norm"},
         source="arXiv:2004.10102",
         about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
+        chance=False,
     ),
     Probe(
         "received",
@@ -210,6 +215,7 @@ _LISTED = (
         unit="queries",
         source="column sums",
         about="Σ_i p_ij; 1 is as much as one query has to give",
+        chance=False,
     ),
     Probe(
         "coverage",
@@ -218,6 +224,7 @@ _LISTED = (
         number_format=SHARE,
         source="arXiv:1609.08144, equation 14",
         about="min(1, Σ_i p_ij): whether a key was attended to at all",
+        chance=False,
     ),
     Probe(
         "pooled_map",
@@ -226,6 +233,7 @@ _LISTED = (
         label="map",
         number_format=SHARE,
         about="the mean of each block over its visible cells, or the largest weight; NaN where no cell is visible",
+        chance=False,
     ),
 )
 PROBES: dict[str, Probe] = {probe.name: probe for probe in _LISTED}
@@ -296,6 +304,23 @@ def first_keys_mass(count: int) -> Probe:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ProbeError(f"first_keys_mass was given {count!r}.", "Give an integer of at least 1.")
     return PROBES["first_mass"] if count == 1 else _first(count, f"first_{count}_mass", f"first {count}")
+
+
+def probe_of_part(part: Part, tokens: Iterable[int] | None = None) -> Probe:
+    """Return the probe that is one part with an argument as it is, such as ("offset_mass", -5).
+
+    >>> probe_of_part(("first_keys_mass", 4)), probe_of_part(("tokens_mass", "digits"), (3, 4))
+    (Probe(name='first_4_mass'), Probe(name='digits_mass'))
+    """
+    check_part(part)
+    match part:
+        case ("offset_mass", int(offset)):
+            return offset_mass(offset)
+        case ("first_keys_mass", int(count)):
+            return first_keys_mass(count)
+        case ("tokens_mass", str(name)):
+            return PROBES["special_mass"] if part in PROBES["special_mass"].parts else tokens_mass(name, tokens)
+    raise ProbeError(f"{part!r} is a part without an argument.", f"Give one of a family: {', '.join(PART_FAMILIES)}.")
 
 
 def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:

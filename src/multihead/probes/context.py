@@ -27,6 +27,7 @@ class ProbeContext:
         output_weight: (embed_dim, heads * value_dim), the output projection, as `nn.Linear` stores it.
         first_key: which key is the sample's first, an int or (batch,); it may lie before those of the call. None is
             the first that some query sees.
+        key_start: how many keys of the sample lie before those of the call, such as keys that a cache has dropped.
         map_size: the most rows and columns of `pooled_map`.
         map_pool: what a block of `pooled_map` holds, the "mean" or the "max" of its weights.
 
@@ -39,6 +40,7 @@ class ProbeContext:
     sets: Mapping[str, Tensor] = field(default_factory=dict)
     output_weight: Tensor | None = None
     first_key: int | Tensor | None = None
+    key_start: int = 0
     map_size: int = MAP_SIZE
     map_pool: Pool = "mean"
 

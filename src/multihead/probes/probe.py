@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -93,6 +94,10 @@ class Statistic:
         object.__setattr__(self, "label", self.label or self.name.replace("_", " ").strip())
         object.__setattr__(self, "short_label", self.short_label or self.label)
 
+    def shown(self) -> Statistic:
+        """Return it as another process can have it."""
+        return self
+
     @property
     def heading(self) -> str:
         """The label with the unit: "entropy (nats)"."""
@@ -138,6 +143,8 @@ class Probe(Statistic):
         tokens: the token ids of its `tokens_mass` part; None if the context has the set, or nothing is counted.
         source: the paper and equation.
         default: whether it is computed if no probes are chosen.
+        chance: whether what an even spread over the visible keys gives is shown next to it, if it has a number per
+            query: False for what is no matter of where a query looks, such as the norm of an output.
         about: the definition in a line.
 
     Raises:
@@ -155,6 +162,7 @@ class Probe(Statistic):
     tokens: frozenset[int] | None = field(default=None, kw_only=True, repr=False)
     source: str = field(default="", kw_only=True, repr=False)
     default: bool = field(default=False, kw_only=True, repr=False)
+    chance: bool = field(default=True, kw_only=True, repr=False)
     about: str = field(default="", kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,8 +202,15 @@ class Probe(Statistic):
                 found.update(_NEEDS.get(part, ()))
         return frozenset(found)
 
+    @property
+    def only_part(self) -> Part | None:
+        """The part that it is as it is; None where it is computed from parts."""
+        return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
+
     def shown(self) -> Statistic:
-        """Return the statistic without its function, as a record keeps it."""
+        """Return the statistic as another process can have it: without its function, unless it is one part."""
+        if self.only_part is not None:
+            return self
         return Statistic(self.name, **self.display(), counted=self.counted)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -37,9 +36,7 @@ OF_POSITIONS: frozenset[Part] = frozenset(
 
 NOTHING = ProbeContext()
 
-_ONE_PART: dict[str, Part] = {
-    name: next(iter(probe.parts)) for name, probe in PROBES.items() if isinstance(probe.of, itemgetter)
-}
+_ONE_PART: dict[str, Part] = {name: probe.only_part for name, probe in PROBES.items() if probe.only_part is not None}
 """Name of each built-in statistic that is a part as it is -> that part."""
 
 _MISSING: dict[Need, tuple[str, str]] = {
@@ -394,6 +391,10 @@ def measured_parts(
         found["sink_mass"] = sink_mass(call.whole_logsumexp, call.request.sinks)
     if "logsumexp" in parts:
         found["logsumexp"] = call.whole_logsumexp
+    if "position" in parts:
+        found["position"] = (
+            (call.positions[:, None] + call.context.key_start).to(call.logsumexp).expand_as(call.logsumexp)
+        )
     if "output_norm" in parts and call.context.output_weight is not None:
         found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}

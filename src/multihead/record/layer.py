@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import NamedTuple
 
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.escaping import visible
+from multihead.kinds import KINDS, Kind
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.batch import CUTTING, RecordedBatch
@@ -36,6 +38,7 @@ class LayerRecord:
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
         repeated: what its heads do on repeated random tokens, if that was measured.
         split: which heads and tokens these are, where it was observed on one of several ranks.
+        own_kinds: the kinds of heads that are not built in, see `Record.add_kinds`.
     """
 
     name: str
@@ -46,6 +49,7 @@ class LayerRecord:
     alignment_heads: tuple[int, ...] = ()
     repeated: RepeatedTokens | None = None
     split: LayerSplit | None = None
+    own_kinds: tuple[Kind, ...] = ()
 
     def __repr__(self) -> str:
         """Return one line: the layer's number and name, its heads and texts."""
@@ -79,6 +83,19 @@ class LayerRecord:
         if self.running_summary is not None:
             return self.running_summary.num_samples
         return sum((len(batch.places.found) for batch in self.batches), len(self._samples))
+
+    @property
+    def kinds(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the kinds of each head over all samples, the most specific first.
+
+        Raises:
+            ProbeError: only a summary was kept.
+        """
+        read = import_module("multihead.analysis.highlights").layer_profiles  # in a layer above
+        made = {kind.probe.name: kind.probe for kind in self.own_kinds if kind.probe is not None}
+        (profile,) = read([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
+        found: tuple[tuple[str, ...], ...] = profile.kinds
+        return found
 
     def means(self) -> dict[str, Tensor]:
         """Mean of each statistic over the queries that count, over all samples: (heads,) float64 each."""

@@ -19,7 +19,7 @@ from multihead.errors import InputError, MultiheadError
 from multihead.files import Parts, check_name, is_folder
 from multihead.functional import request_of
 from multihead.optional import require
-from multihead.probes.catalogue import REPEATED
+from multihead.probes.catalogue import REPEATED, probe_of_part
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordParts
 from multihead.record.repeated import RepeatedTokens
@@ -285,6 +285,7 @@ def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
     """Read how the statistics that are not built in are shown; files without any have no such entry."""
     found = {}
     counted = _of(data.get("counted", {}), dict, "the queries that count")
+    parts = _of(data.get("parts", {}), dict, "the parts of statistics")
     for name, fields in _of(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
             key: _of(value, str, f"the {key} of a statistic")
@@ -292,7 +293,14 @@ def _statistics(data: dict[str, Any]) -> dict[str, Statistic]:
         }
         if any(len(text) > MOST_LABEL for text in shown.values()):
             raise _WrongError(f"a label of a statistic has more than {MOST_LABEL} characters")
-        found[name] = Statistic(name, **shown, counted=_of(counted.get(name, "all"), str, "the queries that count"))
+        shown["counted"] = _of(counted.get(name, "all"), str, "the queries that count")
+        found[name] = Statistic(name, **shown)
+        if name in parts:
+            family, argument, tokens = _of(parts[name], list, "the part of a statistic")
+            probe = probe_of_part((family, argument), tokens)
+            if probe.name != name:
+                raise _WrongError(f"the part of {name} is that of {probe.name}")
+            found[name] = replace(probe, **shown)
     return found
 
 

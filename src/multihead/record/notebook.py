@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -12,6 +12,31 @@ from multihead.probes.probe import Statistic
 
 ROWS = 24
 """Heads that a notebook shows; `print(record.table())` shows all."""
+
+
+PLACES = ("layer", "head", "name")
+"""The columns of a table that say which head it is."""
+
+WORDS = (*PLACES, "kind")
+"""The columns that are no statistic."""
+
+CHANCE = "_chance"
+"""What follows the name of a statistic in the name of the column with its chance."""
+
+MOST_LEVELS = 4
+"""Lines of a table that list chance: layers with different masks have different levels."""
+
+
+def shown_columns(names: Iterable[str], statistics: Mapping[str, Statistic] | None) -> list[Statistic]:
+    """Return the statistics among the columns of a table, without those of chance."""
+    return [statistic(name, statistics) for name in names if name not in WORDS and not name.endswith(CHANCE)]
+
+
+def levels(rows: Sequence[Mapping[str, Any]], columns: Sequence[Statistic]) -> list[list[str]]:
+    """Return the different levels of chance of some rows, as a table shows them: a number per column, "" for none."""
+    found = dict.fromkeys(tuple(each.number(row.get(each.name + CHANCE)) for each in columns) for row in rows)
+    shown = [["" if number == "-" else number for number in level] for level in found]
+    return [level for level in shown if any(level)][:MOST_LEVELS]
 
 
 def table(
@@ -27,7 +52,7 @@ def table(
         title: shown in bold; "" shows neither title nor caption.
         caption: one sentence without its full stop.
         rows: one dict per head: "layer", "head", "name", and its statistics.
-        places: which of "layer", "head" and "name" are columns.
+        places: which of "layer", "head" and "name" are columns; "kind" is one if the rows have it.
         statistics: label, unit and number format of the statistics that are not built in.
 
     >>> table("<b>", "nothing was recorded yet", [], [])
@@ -48,8 +73,9 @@ def many(number: int, noun: str) -> str:
 
 
 def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Mapping[str, Statistic] | None) -> str:
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("layer", "head", "name"))
-    columns = [statistic(name, statistics) for name in names]
+    names = dict.fromkeys(name for row in rows for name in row)
+    places = [*places, *(["kind"] if "kind" in names else [])]
+    columns = shown_columns(names, statistics)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in [*places, *(each.heading for each in columns)])
     body = "".join(
         "<tr>"
@@ -58,6 +84,9 @@ def _rows(rows: Sequence[dict[str, Any]], places: Sequence[str], statistics: Map
         + "</tr>"
         for row in rows[:ROWS]
     )
+    for level in levels(rows, columns):
+        cells = "".join(f"<td>{number}</td>" for number in level)
+        body += f'<tr><th colspan="{len(places)}">chance</th>{cells}</tr>'
     more = len(rows) - ROWS
     rest = f"<p>{many(more, 'head')} more: print(record.table()).</p>" if more > 0 else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"

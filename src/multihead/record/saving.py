@@ -13,6 +13,8 @@ from torch import Tensor
 from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.files import check_writable, writing
 from multihead.optional import require
+from multihead.probes.catalogue import REPEATED
+from multihead.probes.probe import Probe
 from multihead.record.layer import RecordParts
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
@@ -127,6 +129,14 @@ def written(record: RecordParts, *, keep: str) -> tuple[str, dict[str, Tensor]]:
     counted = {name: each.counted for name, each in record.statistics.items() if each.counted != "all"}
     if counted:
         data["counted"] = counted
+    probes = [each for each in record.statistics.values() if isinstance(each, Probe)]
+    parts = {
+        each.name: [*each.only_part, None if each.tokens is None else sorted(each.tokens)]
+        for each in probes
+        if each.only_part is not None and not isinstance(each.only_part, str)
+    }
+    if parts:  # from which the file's reader makes the probe again; a function of a script is not stored
+        data["parts"] = parts
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # UTF-8 cannot encode half of a surrogate pair, which a token may be; JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.named
@@ -145,12 +155,17 @@ def _written_sums(running_summary: RunningSummary | None, tensors: Tensors, laye
 def _written_repeated(repeated: RepeatedTokens | None, tensors: Tensors, layer: int) -> dict[str, Any] | None:
     if repeated is None:
         return None
+    known = [name for name in repeated.shares if name in REPEATED]  # the kinds of a script are not stored
     return {
         "length": repeated.length,
         "times": repeated.times,
         "start": repeated.start,
-        "shares": {name: tensors.put(f"{layer}.{name}.shares", each) for name, each in repeated.shares.items()},
-        "chance": {name: tensors.put(f"{layer}.{name}.chance", each) for name, each in repeated.chance.items()},
+        "shares": {name: tensors.put(f"{layer}.{name}.shares", repeated.shares[name]) for name in known},
+        "chance": {
+            name: tensors.put(f"{layer}.{name}.chance", repeated.chance[name])
+            for name in known
+            if name in repeated.chance
+        },
     }
 
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.escaping import visible
-from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
-
-PLACES = ("layer", "head", "name")  # sorted ascending; statistics are sorted descending
+from multihead.record.notebook import PLACES, WORDS, levels, shown_columns
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +23,8 @@ class HeadTable:
     """One row per head; `str()` is the table in aligned columns.
 
     Attributes:
-        rows: one dict per head: layer, head, name, and the mean of each statistic.
+        rows: one dict per head: layer, head, name, and the mean of each statistic; with kinds also `kind`, the kinds of
+            the head joined by "+", and `NAME_chance` of each statistic that has a chance.
         statistics: label, unit and number format of the statistics that are not built in.
 
     >>> print(HeadTable.of([{"layer": 0, "head": 1, "name": "attention", "entropy": 1.25}]))
@@ -48,7 +47,7 @@ class HeadTable:
 
         Args:
             rows: one dict per head.
-            sort: the column: "layer", "head" and "name" in ascending order, a statistic from its largest value.
+            sort: the column: "layer", "head", "name" and "kind" in ascending order, a statistic from its largest value.
             top: how many rows to keep; None keeps all.
             statistics: label, unit and number format of the statistics that are not built in.
 
@@ -61,7 +60,7 @@ class HeadTable:
         if sort not in columns:
             raise ArgumentError(f"There is no column {sort!r}.", f"Sort by one of {', '.join(columns)}.")
         ordered = sorted(rows, key=itemgetter("layer", "head"))
-        if sort in ("head", "name"):
+        if sort in WORDS[1:]:
             ordered.sort(key=itemgetter(sort))
         elif sort != "layer":
             ordered.sort(key=lambda row: _falling(row.get(sort)))
@@ -76,15 +75,18 @@ class HeadTable:
         return notebook.table("", "", self.rows, PLACES, self.statistics)
 
     def __str__(self) -> str:
-        names = dict.fromkeys(chain.from_iterable(self.rows))
-        columns = [statistic(name, self.statistics) for name in names if name not in PLACES]
-        lines = [["layer", "head", *[visible(each.heading) for each in columns], "name"]]
+        names = list(dict.fromkeys(chain.from_iterable(self.rows)))
+        columns = shown_columns(names, self.statistics)
+        kind = ["kind"] if "kind" in names else []
+        lines = [["layer", "head", *kind, *[visible(each.heading) for each in columns], "name"]]
         for row in self.rows:
             numbers = [each.number(row.get(each.name)) for each in columns]
-            lines.append([str(row["layer"]), str(row["head"]), *numbers, visible(row["name"])])
+            words = [visible(row[each]) for each in kind]
+            lines.append([str(row["layer"]), str(row["head"]), *words, *numbers, visible(row["name"])])
+        lines += [["chance", "", *[""] * len(kind), *level, ""] for level in levels(self.rows, columns)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         widths[-1] = 0  # names are aligned on the left, and end the line
-        return "\n".join(["  ".join(map(str.rjust, line, widths)) for line in lines])
+        return "\n".join(["  ".join(map(str.rjust, line, widths)).rstrip() for line in lines])
 
 
 def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tensor]) -> list[dict[str, Any]]:

@@ -82,5 +82,5 @@ class Reading:
             self.ids = Rows(0)
         if start > self.ids.length:
             self.ids = None
-        elif start + len(ids) > self.ids.length:
+        elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # an empty text has ids too
             self.ids.add(ids[self.ids.length - start :])

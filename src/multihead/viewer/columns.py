@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from multihead.analysis.highlights import LayerProfile
+from multihead.analysis.highlights import LayerProfile, of_kind
 from multihead.escaping import visible
+from multihead.kinds import MIXED, Kind
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEATED, SEPARATOR, statistic
 from multihead.probes.probe import Statistic
@@ -48,6 +49,36 @@ def unrecorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
     built_in = [probe.shown() for probe in PROBES.values() if probe.axes == "queries"]
     missing = (each for each in (*built_in, *map(statistic, REPEATED)) if each.name not in known)
     return [{"id": each["id"], "label": each["label"]} for each in (column(one, lang) for one in missing)]
+
+
+class KindOfPage(TypedDict):
+    """One kind of head in the legend of a page; see `multihead.kinds.Kind`."""
+
+    id: str
+    label: str
+    about: str
+    glyph: str
+    colour: tuple[str, str]
+    repeats: bool
+    measured: bool
+
+
+def legend(
+    kinds: Iterable[Kind], profiles: Sequence[LayerProfile], lang: str, *, bound: bool = False
+) -> list[KindOfPage]:
+    """Describe the kinds of a page, in the order of its legend; `bound` if q and k were not kept."""
+    return [
+        KindOfPage(
+            id=kind.name,
+            label=visible(kind.label(lang)),
+            about=visible(kind.definition(lang, bound=bound)),
+            glyph=kind.glyph,
+            colour=kind.colour,
+            repeats=kind.texts == "repeats",
+            measured=kind is MIXED or any(of_kind(kind, one.evidence) is not None for one in profiles),
+        )
+        for kind in (*kinds, MIXED)
+    ]
 
 
 def names_of(profiles: Iterable[LayerProfile]) -> list[str]:

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multihead.analysis import visibility
-from multihead.analysis.highlights import BROAD_SHARE, LOCAL_SHARE, MASS_SHARE, LayerProfile, findings, layer_profiles
+from multihead.analysis.highlights import LayerProfile, findings
 from multihead.analysis.roles import marked, roles
 from multihead.analysis.similar import affordable
 from multihead.escaping import visible
 from multihead.record.texts import Text
-from multihead.viewer.columns import column, names_of, unrecorded
+from multihead.viewer.columns import column, legend, names_of, unrecorded
 from multihead.viewer.levels import SIDE, count
 from multihead.viewer.tokens import SPECIAL, reading
 
@@ -83,7 +82,7 @@ def _opening(record: Record, sample: int) -> str:
 def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     """Describe a sample except for its maps: texts, layers, and the numbers and the kind of every head."""
     main = main_sample(run.record, sample).text
-    profiles = layer_profiles(run.record.layers, sample=sample, special=main.special)
+    profiles = run.record.profiles(sample=sample, special=main.special)
     texts: list[Text] = [main]
     named = roles(run.record.layers, sample=sample)
     layers = [_layer(run, index, sample, profiles[index], texts) for index in range(len(profiles))]
@@ -93,7 +92,13 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
     # Of two texts, a first token has no name.
     tokens = None if main.tokens is None or other_text(run.record, sample, main.tokens) else main.tokens
     found = findings(
-        run.record.layers, sample=sample, tokens=tokens, special=main.special, lang=lang, profiles=profiles
+        run.record.layers,
+        sample=sample,
+        tokens=tokens,
+        special=main.special,
+        lang=lang,
+        profiles=profiles,
+        among=run.record.all_kinds,
     )
     heads = [len(one.kinds) for one in profiles]
     return {
@@ -114,18 +119,13 @@ def described(run: Run, sample: int, lang: str = "en") -> dict[str, Any]:
         "findings": [asdict(one) for one in found],
         # The largest possible entropy of each head; None where its mask is not defined here.
         "full": _numbers([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
-        "thresholds": {
-            "mass": MASS_SHARE,
-            "local": LOCAL_SHARE,
-            "broad": BROAD_SHARE,
-            "reach": visibility.LOCAL_REACH,
-        },
+        "legend": legend(run.record.all_kinds, profiles, lang),
     }
 
 
 def rows_of(run: Run, sample: int) -> list[dict[str, Any]]:
     """List the numbers of every head: layer, head, name, kinds, and the mean and the chance of each statistic."""
-    profiles = layer_profiles(run.record.layers, sample=sample, special=main_sample(run.record, sample).text.special)
+    profiles = run.record.profiles(sample=sample, special=main_sample(run.record, sample).text.special)
     rows = [
         {"layer": one.number, "head": head, "name": one.name, "kind": ""}
         | {name: float(values[head]) for name, values in one.means.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from multihead.analysis.highlights import LayerProfile, findings, layer_profiles
+from multihead.analysis.highlights import LayerProfile, findings
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.escaping import visible
 from multihead.files import check_writable, is_folder, write_whole
@@ -134,7 +134,7 @@ def write_report(
         gaps = main.text.gaps
     _check_tokens(record, tokens, sample)
     title = visible(title or record.title)
-    read = profiles if profiles is not None else layer_profiles(record.layers, sample=sample, special=special)
+    read = profiles if profiles is not None else record.profiles(sample=sample, special=special)
     texts = {"main": reading(tokens, special=special, unknown=unknown, text=text, offsets=offsets, gaps=gaps)}
     other = None
     if key_tokens is not None:
@@ -154,7 +154,9 @@ def write_report(
         lang=lang,
     )
     named = tokens if other is None else None  # of two texts, a first token has no name
-    found = findings(record.layers, sample=sample, tokens=named, special=special, lang=lang, profiles=read)
+    found = findings(
+        record.layers, sample=sample, tokens=named, special=special, lang=lang, profiles=read, among=record.all_kinds
+    )
     data |= {"findings": [asdict(one) for one in found], "title": title}
     shell = {
         "title": title,

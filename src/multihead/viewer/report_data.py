@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multihead.analysis import visibility
-from multihead.analysis.highlights import BROAD_SHARE, KINDS, LOCAL_SHARE, MASS_SHARE, REPEATED_KINDS, LayerProfile
+from multihead.analysis.highlights import LayerProfile
 from multihead.analysis.roles import roles
 from multihead.escaping import visible
 from multihead.locale.texts import section, text
 from multihead.probes.catalogue import SEPARATOR
-from multihead.viewer.columns import column, names_of, unrecorded
+from multihead.viewer.columns import column, legend, names_of, unrecorded
 from multihead.viewer.page_budget import Store, keeps_weights
 
 if TYPE_CHECKING:
@@ -70,13 +69,7 @@ def page_data(
             "blind": sum(one.visibility.blind_queries > 0 for one in profiles),
         },
         "received": _received(record, layers, sample, len(tokens)),
-        "bound": not keeps_weights(record, sample),
-        "thresholds": {
-            "mass": MASS_SHARE,
-            "local": LOCAL_SHARE,
-            "broad": BROAD_SHARE,
-            "reach": visibility.LOCAL_REACH,
-        },
+        "legend": legend(record.all_kinds, profiles, lang, bound=not keeps_weights(record, sample)),
     }
 
 
@@ -97,9 +90,7 @@ def facts(
         found.append((words["fact.decoder tokens"], f"{len(texts['other']['shown']):,}"))
     found.append((words["fact.attention"], _attention(profiles, lang)))
     kinds = {kind for one in profiles for named in one.kinds for kind in named}
-    # Separator heads need special tokens after the first, duplicate and induction heads token ids.
-    missing = ("separator_mass", "duplicate_mass", "induction_mass", *REPEATED_KINDS)
-    possible = len(KINDS) - sum(all(name not in one.means for one in profiles) for name in missing)
+    possible = sum(each["measured"] for each in legend(record.all_kinds, profiles, lang))
     found.append((words["fact.kinds"], words["kinds present"].format(kinds=len(kinds), all=possible)))
     return found
 

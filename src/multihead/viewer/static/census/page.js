@@ -132,7 +132,7 @@ addEventListener('beforeprint', () => { showRows(true); headsTable(); });
 addEventListener('afterprint', () => { showRows(false); headsTable(); });
 
 palette();
-definitions($('defs'), D.columns.map(one => [one.id, one.label]), [], {});
+definitions($('defs'), D.columns.map(one => [one.id, one.label]), []);
 const press = (names, key) => [names, translate('press.' + key)];
 $('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'neighbour'), press(['Enter'], 'open'), press(['Esc'], 'back'), press(['?'], 'help')], [[translate('shows.divergence'), translate('divergence words')]]));
 overview();

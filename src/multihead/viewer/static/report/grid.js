@@ -2,7 +2,7 @@
 import { bitmap } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { alignmentTag, glyph, KINDS, kindChips, kindNames, kindTags, pathLine, roleName } from '../shared/kinds.js';
+import { alignmentTag, glyph, kindChips, kindNames, kindTags, pathLine, roleName } from '../shared/kinds.js';
 import { applied, fitted } from '../shared/layout.js';
 import { blockNote, cellNote, isSingle, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { definitions, numberRows } from '../shared/statistics.js';
@@ -125,5 +125,5 @@ export function headsTable() {
 export function defined() {
   const listed = STATISTICS.map(one => [one.id, one.label]);
   if (D.received) listed.push(['received', D.labels.received]);
-  definitions($('defs'), listed, KINDS.filter(kind => !/^(separator|duplicate|induction|repeated_.*)$/.test(kind) || Object.hasOwn(D.metrics, kind) || Object.hasOwn(D.metrics, kind + '_mass')), D.thresholds, D.bound);
+  definitions($('defs'), listed, D.legend);
 }

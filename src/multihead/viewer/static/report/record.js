@@ -1,8 +1,10 @@
 // The record that the page shows: its heads, layers, texts and statistics.
 import { NBSP, translate } from '../shared/dom.js';
+import { addLegend } from '../shared/kindlist.js';
 import { statistic } from '../shared/statistics.js';
 
 export const D = JSON.parse(document.getElementById('data').textContent);
+addLegend(D.legend);
 
 // Every head of every layer in one list; layers may have different numbers of heads. The code identifies a layer by its
 // index l in the list; the page shows its number in the model, which differs if only some layers were recorded.

@@ -1,7 +1,8 @@
 // The filter of heads: words separated by spaces, all of which must match, such as L2, H7, L2H7, prev>40, entropy<2,
 // a kind, encoder, decoder, cross, alignment, or a part of the module path.
 import { translate } from './dom.js';
-import { KINDS, kindName, roleName } from './kinds.js';
+import { kindName, roleName } from './kinds.js';
+import { LEGEND } from './kindlist.js';
 import { known } from './numbers.js';
 
 const lower = text => text.toLocaleLowerCase();
@@ -42,11 +43,11 @@ export function fits(filter, statistics, i, head) {
 // Explain in a sentence why a word of a filter matches no head, whatever the numbers are: it is unknown, or names a
 // statistic that was not recorded; '' if there is no such word. `heads` are described as for `fits`.
 export function unmatched(filter, statistics, unrecorded, heads) {
-  const missing = one => translate(one.id.startsWith('repeated_') ? 'filter.unmeasured' : 'filter.unrecorded', { label: one.label, name: one.id });
+  const missing = one => translate(LEGEND.some(kind => kind.repeats && kind.id === one.id) ? 'filter.unmeasured' : 'filter.unrecorded', { label: one.label, name: one.id });
   for (const word of words(filter)) {
     const bound = boundIn(word), name = bound ? bound[1] : word.replace(/[<>=].*/, '');
     if (placeIn(word) || (bound && statisticNamed(statistics, name)) || heads.some(head => names(word, head))) continue;
-    const kind = KINDS.find(each => names(word, { kinds: [each], path: '' }));
+    const kind = LEGEND.map(each => each.id).find(each => names(word, { kinds: [each], path: '' }));
     const absent = bound ? statisticNamed(unrecorded, name) : unrecorded.find(one => kind ? [kind + '_mass', kind].includes(one.id) : [lower(one.label), one.id].includes(name));
     if (absent) return missing(absent);
     if (bound) return translate('filter.statistic', { word: name, known: statistics.map(each => each.label).join(translate('join.comma')) });

@@ -1,25 +1,17 @@
-// The kinds of heads: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
+// How kinds of heads are shown: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
 // kind or more, the most specific first; the first one is its colour.
-import { el, knows, translate } from './dom.js';
+import { el, translate } from './dom.js';
+import { glyphOf, isOutline, labelOf, LEGEND } from './kindlist.js';
 
-const GLYPHS = {
-  previous: 'M0 4h4v4h4v4h-4v-4h-4z', next: 'M4 0h4v4h4v4h-4v-4h-4z', self: 'M0 0h4v4h4v4h4v4h-4v-4h-4v-4h-4z',
-  first: 'M0 0h4v12h-4z', separator: 'M8 0h4v12h-4z', duplicate: 'M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z',
-  induction: 'M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z', local: 'M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z',
-  broad: 'M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z',
-};
-// Kinds that were measured on repeated random tokens are the outlines of those of the text.
-for (const kind of ['induction', 'duplicate', 'previous', 'first']) GLYPHS['repeated_' + kind] = GLYPHS[kind];
-GLYPHS.mixed = 'M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z';
-export const KINDS = Object.keys(GLYPHS);
-export const kindName = kind => knows('kind.' + kind) ? translate('kind.' + kind) : kind;
+export const kindName = labelOf;
 
 export function glyph(kind) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), path = document.createElementNS(svg.namespaceURI, 'path');
   svg.setAttribute('viewBox', '0 0 12 12');
   svg.setAttribute('aria-hidden', 'true');
-  path.setAttribute('d', Object.hasOwn(GLYPHS, kind) ? GLYPHS[kind] : GLYPHS.mixed);
-  if (kind.startsWith('repeated_')) Object.entries({ fill: 'none', stroke: 'currentColor', 'stroke-width': 1.4, transform: 'translate(.8 .8) scale(.87)' }).forEach(([name, value]) => path.setAttribute(name, value));
+  path.setAttribute('d', glyphOf(kind));
+  // Kinds that were measured on repeated random tokens are the outlines of those of the text.
+  if (isOutline(kind)) Object.entries({ fill: 'none', stroke: 'currentColor', 'stroke-width': 1.4, transform: 'translate(.8 .8) scale(.87)' }).forEach(([name, value]) => path.setAttribute(name, value));
   else path.setAttribute('fill', 'currentColor');
   svg.append(path);
   return svg;
@@ -41,7 +33,7 @@ export const pathLine = (role, path) => el('p', { className: 'path' }, ...(role 
 // Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one.
 export function kindChips(box, kinds, chosen, choose) {
   box.setAttribute('aria-label', translate('show kind'));
-  const counts = KINDS.map(kind => [kind, kinds.filter(each => each.includes(kind)).length]).filter(([, number]) => number);
+  const counts = LEGEND.map(({ id }) => [id, kinds.filter(each => each.includes(id)).length]).filter(([, number]) => number);
   box.replaceChildren(...counts.map(([kind, number]) => {
     const chip = el('button', { className: 'chip', k: kind, 'aria-pressed': String(chosen === kind), onclick: () => {
       choose(chosen === kind ? '' : kind);

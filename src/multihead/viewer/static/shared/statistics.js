@@ -1,6 +1,6 @@
 // The statistics of every head: their labels, units and number formats, and the definitions of statistics and kinds.
 import { el, knows, NBSP, translate } from './dom.js';
-import { glyph, KINDS, kindName } from './kinds.js';
+import { glyph } from './kinds.js';
 import { known, share } from './numbers.js';
 
 // Return a function that formats numbers: "share", ".2f" (decimals) or ".3g" (significant digits, no exponent).
@@ -38,11 +38,10 @@ export const numberRows = (statistics, i) => [
     el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) }), el('td', { className: 'level', textContent: one.chance[i] ?? '' }))),
 ];
 
-// Fill a box with the definitions of the statistics [name, label] and of the kinds, where there is a text.
-export function definitions(box, statistics, kinds, thresholds, bound = false) {
+// Fill a box with the definitions of the statistics [name, label], where there is a text, and of the kinds of a legend that were measured.
+export function definitions(box, statistics, legend) {
   const entry = (title, words, kind) => el('div', kind ? { k: kind } : {}, el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)), el('dd', { textContent: words }));
-  const percents = Object.fromEntries(Object.entries(thresholds).map(([name, value]) => [name, name === 'reach' ? value : share(value) + NBSP + '%']));
   box.replaceChildren(
     ...statistics.filter(([name]) => knows('definition.' + name)).map(([name, label]) => entry(label, translate('definition.' + name))),
-    ...KINDS.filter(kind => kinds.includes(kind)).map(kind => entry(kindName(kind), translate(bound && kind === 'local' ? 'local bound' : 'kind definition.' + kind, percents), kind)));
+    ...legend.filter(kind => kind.measured).map(kind => entry(kind.label, kind.about, kind.id)));
 }

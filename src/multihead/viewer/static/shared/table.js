@@ -1,6 +1,7 @@
 // The table of all heads: sorted by its column buttons, filtered like the grid, twelve rows at first.
 import { $, el, translate } from './dom.js';
-import { KINDS, kindCell } from './kinds.js';
+import { kindCell } from './kinds.js';
+import { LEGEND } from './kindlist.js';
 import { count } from './numbers.js';
 import { chanceOf, withUnit } from './statistics.js';
 
@@ -29,7 +30,7 @@ export function table({ kinds, statistics, link, path, passes, order, reorder, w
   const named = kinds.some(each => each.length);
   $('cols').replaceChildren(heading('head', translate('head column'), true), ...(named ? [heading('kind', translate('kind column'), true)] : []), ...statistics.map(one => heading(one.id, withUnit(one), false, chanceOf(one))));
 
-  const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? KINDS.indexOf(kinds[i][0]) : i;
+  const sorted = statistics.find(one => one.id === by), value = i => sorted ? sorted.values[i] ?? -Infinity : by === 'kind' ? LEGEND.findIndex(kind => kind.id === kinds[i][0]) : i;
   const found = kinds.map((_, i) => i).filter(passes).sort((a, b) => (value(a) - value(b)) * (falling ? -1 : 1) || a - b);
   $('rows').replaceChildren(...found.slice(0, shown).map(i => el('tr', {}, el('th', { scope: 'row', title: path(i) }, link(i)), ...(named ? [el('td', { className: 't' }, kindCell(kinds[i]), ...marks(i))] : []),
     ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i), title: one.level(i) }))))));

@@ -2,7 +2,8 @@
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { frame } from '../shared/host.js';
-import { alignmentTag, kindChips, KINDS, kindTags, pathLine } from '../shared/kinds.js';
+import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
+import { colourOf } from '../shared/kindlist.js';
 import { cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { definitions, numberRows } from '../shared/statistics.js';
@@ -24,7 +25,7 @@ const statisticsTable = () => table({ kinds: record.allKinds, statistics: record
 export function overview(shown, openHead) {
   record = shown;
   goTo = openHead;
-  if (!KINDS.includes(state.kind)) state.kind = '';
+  if (!record.legend.some(kind => kind.id === state.kind)) state.kind = '';
   $('title').textContent = record.title;
   $('lead').textContent = translate(record.heads.length === 1 ? 'lead one' : 'lead', { heads: count(record.heads.length), layers: count(record.layers.length), tokens: count(record.keys), pattern: patternOf(record) });
   $('filter').value = state.filter;
@@ -45,7 +46,7 @@ export function overview(shown, openHead) {
   statisticsTable();
   links();
   changed(record);
-  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), KINDS.filter(kind => !/^(separator|repeated_.*)$/.test(kind) || record.metrics.some(one => one.id === kind || one.id === kind + '_mass')), record.thresholds);
+  definitions($('defs'), record.metrics.map(one => [one.id, one.label]), record.legend);
   $('foot').textContent = translate('foot', { version: view.version });
 }
 
@@ -112,7 +113,7 @@ function inspect(i) {
   const { picture, block, top } = inspected(record, i, 300), note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
   const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
-  link.style.setProperty('--k', `var(--${record.kinds[i]})`);
+  link.style.setProperty('--k', colourOf(record.kinds[i]));
   $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTags(record.allKinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name),
     el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
 }

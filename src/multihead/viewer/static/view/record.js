@@ -1,6 +1,7 @@
 // One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
 import { NBSP, translate } from '../shared/dom.js';
 import { kindNames, roleName } from '../shared/kinds.js';
+import { addLegend } from '../shared/kindlist.js';
 import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
@@ -8,8 +9,9 @@ const BUILT = 6;
 export const view = { version: '', lang: 'en', runs: [] };
 
 class Sample {
-  constructor(run, sample, { layers, kinds, thresholds, columns, unrecorded, metrics, chance, findings, full, texts }) {
-    Object.assign(this, { run, sample, layers, thresholds, unrecorded, findings, texts });
+  constructor(run, sample, { layers, kinds, legend, columns, unrecorded, metrics, chance, findings, full, texts }) {
+    Object.assign(this, { run, sample, layers, legend, unrecorded, findings, texts });
+    addLegend(legend);
     this.allKinds = kinds;
     this.kinds = kinds.map(([first]) => first);  // the colour of each head
     this.name = view.runs[run].name;

@@ -1,0 +1,507 @@
+"""Kinds of heads: what measures each, from when on a head has it, and how pages name and draw it.
+
+The built-in kinds are the values of `KINDS`. Tables, findings, `find`, pages and legends read all they show of a kind
+from its value, so a kind of your own is shown everywhere: `mh.observe(model, kinds=(mine,))`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from multihead.errors import ArgumentError
+from multihead.parts import Part
+from multihead.probes.catalogue import PROBES, SEPARATOR
+from multihead.probes.probe import SHARE, TEN_PERCENT, Parts, Probe, Statistic
+
+__all__ = ["KINDS", "Kind"]
+
+Texts = Literal["given", "repeats"]
+Words = Mapping[str, str]
+"""Language -> text; English is taken where a language is missing."""
+
+LOCAL_REACH = 3
+"""How many tokens before and after the query count as near by."""
+
+_GLYPH = re.compile(r"[MmLlHhVvZzCcSsQqTtAa0-9 .,-]*", re.ASCII)
+_COLOUR = re.compile(r"#[0-9A-Fa-f]{6}", re.ASCII)
+_SENTENCE = {
+    "en": "is a head of the kind “{label}”: {share}, where chance is {chance}.",
+    "zh": "属于“{label}”：{share}，随机水平为 {chance}。",
+}
+_BRIEF = {"en": "{label}, {share} (chance {chance})", "zh": "{label}，{share}（随机水平 {chance}）"}
+_ABOUT = {
+    "en": "{rules} (“{statistic}”).",
+    "zh": "{rules}（“{statistic}”）。",
+}
+_RULES = {
+    "above_chance": {"en": "At least {0} beyond chance", "zh": "比随机水平高出至少 {0}"},
+    "at_least": {"en": "at least {0}", "zh": "不低于 {0}"},
+    "of_largest": {"en": "at least {0} of what an even spread gives", "zh": "不低于均匀分布时的 {0}"},
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head.
+
+    A head has the kind if the mean of the probe reaches every threshold that is given.
+
+    Attributes:
+        name: its name in tables, files and `Record.find`: an identifier.
+        probe: the probe that measures it, with a number per query and a chance.
+        above_chance: by how much the mean must exceed chance, besides three standard errors; None for no such rule.
+        at_least: the lowest mean; None for no such rule.
+        of_largest: the lowest mean as a share of what an even spread gives; None for no such rule.
+        texts: "given" for the texts of the record, or "repeats" for texts of repeated random tokens.
+        self_attention_only: whether it means nothing in cross-attention.
+        hides: the names of kinds that say nothing new about a head that has this one.
+        rank: the order of the kinds of one head, the smallest first; equal ones from the largest share on. The first
+            kind gives a head its colour.
+        finding: the order of findings, the smallest first; None for a kind that is no finding.
+        labels: language -> its name on pages; by default the name with spaces.
+        about: language -> its definition, with {above_chance}, {at_least}, {of_largest} and {reach} where they are
+            given; by default made of the thresholds.
+        bound: language -> its definition where q and k were not kept and the mean is only a lower bound.
+        sentence: language -> a finding; its subject is the head. It may have {share}, {chance}, {label}, {first} and
+            {separator}.
+        brief: language -> the same in a few words.
+        glyph: the path of a picture of its pattern on 12 x 12 units, as in the `d` of an SVG path.
+        colour: its colour on light and on dark pages, "#rrggbb" each.
+        needs: what must be given to `observe` so that it is measured; by default its statistic.
+
+    Raises:
+        ArgumentError: a field is not as described, or there is no threshold.
+
+    >>> import torch
+    >>> import multihead as mh
+    >>> spread = mh.kinds.Kind("far", mh.probes.PROBES["mean_distance"], above_chance=5.0, labels={"en": "far away"})
+    >>> spread.label("en"), spread.definition("en")
+    ('far away', 'At least 5.0 tokens beyond chance (“distance”).')
+    """
+
+    name: str
+    probe: Statistic | None
+    above_chance: float | None = field(default=0.35, kw_only=True)
+    at_least: float | None = field(default=None, kw_only=True)
+    of_largest: float | None = field(default=None, kw_only=True)
+    texts: Texts = field(default="given", kw_only=True)
+    self_attention_only: bool = field(default=False, kw_only=True)
+    hides: tuple[str, ...] = field(default=(), kw_only=True)
+    rank: int = field(default=2, kw_only=True, repr=False)
+    finding: int | None = field(default=0, kw_only=True, repr=False)
+    labels: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    about: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    bound: Words = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    sentence: Words = field(default_factory=lambda: _SENTENCE, kw_only=True, repr=False, hash=False)
+    brief: Words = field(default_factory=lambda: _BRIEF, kw_only=True, repr=False, hash=False)
+    glyph: str = field(default="M1 1h10v10h-10z", kw_only=True, repr=False)
+    colour: tuple[str, str] = field(default=("#55565E", "#AEB1B7"), kw_only=True, repr=False)
+    needs: str = field(default="", kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ArgumentError(f"A kind is called {self.name!r}.", 'Give a Python identifier, such as "verbs".')
+        if self.probe is None:
+            return  # what a head without any kind has
+        if not isinstance(self.probe, Statistic) or (
+            isinstance(self.probe, Probe) and not (self.probe.chance and self.probe.axes == "queries")
+        ):
+            raise ArgumentError(
+                f"The kind {self.name} is measured by {self.probe!r}.",
+                "Give a probe with a number per query and a chance, such as probes.offset_mass(-2).",
+            )
+        rules = (self.above_chance, self.at_least, self.of_largest)
+        if rules == (None, None, None) or not all(isinstance(each, int | float | None) for each in rules):
+            raise ArgumentError(
+                f"The thresholds of the kind {self.name} are {rules}.",
+                "Give a number for one of above_chance, at_least and of_largest, and None for the others.",
+            )
+        if self.texts not in get_args(Texts):
+            raise ArgumentError(f"The texts of {self.name} are {self.texts!r}.", 'Give "given" or "repeats".')
+        if not _GLYPH.fullmatch(self.glyph):
+            raise ArgumentError(f"The glyph of {self.name} is {self.glyph!r}.", "Give the path of an SVG.")
+        if len(self.colour) != 2 or not all(_COLOUR.fullmatch(each) for each in self.colour):
+            raise ArgumentError(
+                f"The colour of {self.name} is {self.colour!r}.", 'Give two, such as ("#C8501E", "#FF8A57").'
+            )
+
+    @property
+    def statistic(self) -> str:
+        """The name of the statistic with its mean: its own on repeated random tokens, else that of the probe."""
+        return self.name if self.texts == "repeats" or self.probe is None else self.probe.name
+
+    def label(self, lang: str) -> str:
+        """Return its name on pages in a language."""
+        return _in(self.labels, lang) or self.name.replace("_", " ")
+
+    def definition(self, lang: str, *, bound: bool = False) -> str:
+        """Return its definition in a language; the one of a lower bound if `bound`, where there is one."""
+        rules = {name: self.written(value) for name in _RULES if (value := getattr(self, name)) is not None}
+        about = (bound and _in(self.bound, lang)) or _in(self.about, lang)
+        if about or self.probe is None:
+            return about.format(**rules, reach=LOCAL_REACH)
+        joined = ", ".join(_in(_RULES[name], lang).format(value) for name, value in rules.items())
+        return _in(_ABOUT, lang).format(rules=joined[:1].upper() + joined[1:], statistic=self.probe.label)
+
+    def written(self, value: float) -> str:
+        """Write a number of it with its unit: "91 %"."""
+        if self.probe is None or self.of_largest is not None or self.probe.number_format == SHARE:
+            return percent(value)
+        return self.probe.text(value)
+
+    def said(self, texts: Words, lang: str, share: float, chance: float, **names: str) -> str:
+        """Fill in its sentence, or its brief one, in a language."""
+        values = {"share": self.written(share), "chance": self.written(chance), "label": self.label(lang)}
+        return _in(texts, lang).format(**values, **names)
+
+
+def check_kinds(kinds: Sequence[object]) -> None:
+    """Reject what is no kind, and two kinds of one name."""
+    names: set[str] = {MIXED.name}
+    for kind in kinds:
+        if not isinstance(kind, Kind):
+            raise ArgumentError(f"{kind!r} is no kind of head.", "Give values of multihead.kinds.Kind.")
+        if kind.name in names:
+            raise ArgumentError(f"Two kinds are called {kind.name}.", "Give one of them another name.")
+        names.add(kind.name)
+
+
+def named(kinds: Sequence[Kind]) -> dict[str, Kind]:
+    """Return some kinds, and that of a head without any, by name."""
+    return {kind.name: kind for kind in (*kinds, MIXED)}
+
+
+def percent(share: float) -> str:
+    r"""A share as a percentage, with a decimal below ten; the space before the sign does not break.
+
+    >>> percent(0.673), percent(0.0132)
+    ('67\xa0%', '1.3\xa0%')
+    """
+    return f"{share * 100:.{1 if share < TEN_PERCENT else 0}f}\u00a0%"
+
+
+def _in(words: Words, lang: str) -> str:
+    return words.get(lang) or words.get("en", "")
+
+
+_NEAR_PARTS: tuple[Part, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
+
+
+def _near(parts: Parts) -> Tensor:
+    return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
+
+
+NEAR = Probe(
+    "near_mass",
+    _near,
+    frozenset(_NEAR_PARTS),
+    label="near",
+    number_format=SHARE,
+    about=f"Σ p_ij over the keys at most {LOCAL_REACH} tokens from the query",
+)
+"""The share of attention near the query. A record does not hold it: `analysis.visibility` computes or bounds it."""
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "previous",
+        PROBES["previous_mass"],
+        self_attention_only=True,
+        hides=("local",),
+        rank=2,
+        finding=20,
+        labels={"en": "previous", "zh": "前一个"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on the previous token.",
+            "zh": "前一个词元的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "looks one token back: {share} of its attention is on the previous token, where chance is {chance}.",
+            "zh": "回看一个词元：前一个词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on the previous token (chance {chance})",
+            "zh": "{share} 落在前一个词元上（随机水平 {chance}）",
+        },
+        glyph="M0 4h4v4h4v4h-4v-4h-4z",
+        colour=("#C8501E", "#FF8A57"),
+    ),
+    Kind(
+        "next",
+        PROBES["next_mass"],
+        self_attention_only=True,
+        hides=("local",),
+        rank=2,
+        finding=30,
+        labels={"en": "next", "zh": "后一个"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on the next token.",
+            "zh": "后一个词元的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "looks one token ahead: {share} of its attention is on the next token, where chance is {chance}.",
+            "zh": "前看一个词元：后一个词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on the next token (chance {chance})",
+            "zh": "{share} 落在后一个词元上（随机水平 {chance}）",
+        },
+        glyph="M4 0h4v4h4v4h-4v-4h-4z",
+        colour=("#A06F00", "#E9B646"),
+    ),
+    Kind(
+        "self",
+        PROBES["self_mass"],
+        self_attention_only=True,
+        hides=("local",),
+        rank=2,
+        finding=60,
+        labels={"en": "self", "zh": "自身"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on the query’s own token.",
+            "zh": "查询自身词元的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "looks at itself: {share} of its attention is on the query’s own token, where chance is {chance}.",
+            "zh": "看自己：查询自身词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on the query’s own token (chance {chance})",
+            "zh": "{share} 落在自身上（随机水平 {chance}）",
+        },
+        glyph="M0 0h4v4h4v4h4v4h-4v-4h-4v-4h-4z",
+        colour=("#B0407E", "#F08CC0"),
+    ),
+    Kind(
+        "first",
+        PROBES["first_mass"],
+        rank=2,
+        finding=40,
+        labels={"en": "first token", "zh": "首词元"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on the first token, often called an attention sink.",
+            "zh": "首词元的权重占比比随机水平高出至少 {above_chance}；这样的词元常称为注意力汇聚点。",
+        },
+        sentence={
+            "en": "rests on {first}: {share} of its attention is on the first token, where chance is {chance}.",
+            "zh": "停在 {first} 上：首词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on the first token (chance {chance})",
+            "zh": "{share} 落在首词元上（随机水平 {chance}）",
+        },
+        glyph="M0 0h4v12h-4z",
+        colour=("#0072B2", "#5BB8F5"),
+    ),
+    Kind(
+        "separator",
+        SEPARATOR,
+        rank=2,
+        finding=100,
+        needs="special tokens after the first: give `tokenizer` or `special_ids` to observe",
+        labels={"en": "separator", "zh": "分隔符"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on special tokens after the first token, such as [SEP].",
+            "zh": "首词元之后的特殊词元（例如 [SEP]）的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "rests on {separator}: {share} of its attention is there, where chance is {chance}.",
+            "zh": "停在 {separator} 上：权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on {separator} (chance {chance})",
+            "zh": "{share} 落在 {separator} 上（随机水平 {chance}）",
+        },
+        glyph="M8 0h4v12h-4z",
+        colour=("#5B4FB0", "#AC9FFF"),
+    ),
+    Kind(
+        "duplicate",
+        PROBES["duplicate_mass"],
+        self_attention_only=True,
+        rank=2,
+        finding=80,
+        labels={"en": "duplicate", "zh": "重复"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on earlier copies of the query’s token, averaged over the queries that have one.",
+            "zh": "在先前出现过相同词元的查询中，这些相同词元的平均权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "looks at earlier copies of the same token: {share} of its attention is on them, where chance is {chance}.",
+            "zh": "找到相同的词元：与查询相同的先前词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on earlier copies of the query’s token (chance {chance})",
+            "zh": "{share} 落在先前的相同词元上（随机水平 {chance}）",
+        },
+        glyph="M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z",
+        colour=("#3A7D8C", "#6FC3D3"),
+    ),
+    Kind(
+        "induction",
+        PROBES["induction_mass"],
+        self_attention_only=True,
+        rank=2,
+        finding=70,
+        labels={"en": "induction", "zh": "归纳"},
+        about={
+            "en": "At least {above_chance} of the attention, beyond chance, is on the tokens that followed earlier copies of the query’s token, averaged over the queries that have one (arXiv:2209.11895).",
+            "zh": "在先前出现过相同词元的查询中，这些相同词元的后一个词元的平均权重占比比随机水平高出至少 {above_chance}（arXiv:2209.11895）。",
+        },
+        sentence={
+            "en": "looks at what came next last time: {share} of its attention is on the tokens that followed earlier copies of the query’s token, where chance is {chance}.",
+            "zh": "看上一次的下文：与查询相同的先前词元的后一个词元，权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "{share} on what followed the same token before (chance {chance})",
+            "zh": "{share} 落在相同词元先前的后一个上（随机水平 {chance}）",
+        },
+        glyph="M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z",
+        colour=("#8A4FA8", "#CF9BEF"),
+    ),
+    Kind(
+        "local",
+        NEAR,
+        needs="single texts, not sums, and masks whose classes are defined here",
+        at_least=0.5,
+        self_attention_only=True,
+        rank=3,
+        finding=None,
+        labels={"en": "local", "zh": "局部"},
+        about={
+            "en": "At least {at_least} of the attention is within {reach} tokens of the query, and {above_chance} beyond chance.",
+            "zh": "距查询 {reach} 个词元以内的权重占比不低于 {at_least}，且比随机水平高出至少 {above_chance}。",
+        },
+        bound={
+            "en": "At least {at_least} of the attention is within {reach} tokens of the query, and {above_chance} beyond chance. Without q and k only a lower bound is known: self + previous + next, or 1 − distance / 4.",
+            "zh": "距查询 {reach} 个词元以内的权重占比不低于 {at_least}，且比随机水平高出至少 {above_chance}。没有 q 与 k 时只知道它的下界：自身 + 前一个 + 后一个，或 1 − 距离 / 4。",
+        },
+        glyph="M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z",
+        colour=("#00805F", "#4FD1A5"),
+    ),
+    Kind(
+        "broad",
+        PROBES["entropy"],
+        above_chance=None,
+        of_largest=0.85,
+        rank=4,
+        finding=None,
+        labels={"en": "broad", "zh": "分散"},
+        about={
+            "en": "The entropy is at least {of_largest} of its largest possible value, the mean of ln(number of keys that a query sees).",
+            "zh": "熵不低于可能最大值的 {of_largest}；最大值是 ln(查询可见的键数) 的平均。",
+        },
+        glyph="M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z",
+        colour=("#6A7682", "#9AA7B4"),
+    ),
+    Kind(
+        "repeated_induction",
+        PROBES["induction_mass"],
+        texts="repeats",
+        rank=0,
+        finding=10,
+        labels={"en": "induction on random repeats", "zh": "归纳（随机重复词元）"},
+        about={
+            "en": "On texts of random tokens that repeat (look --textbook), at least {above_chance} of the attention, beyond chance, is on the tokens that followed earlier copies of the query’s token (arXiv:2209.11895).",
+            "zh": "在重复的随机词元文本上（look --textbook），与查询相同的先前词元的后一个词元的权重占比比随机水平高出至少 {above_chance}（arXiv:2209.11895）。",
+        },
+        sentence={
+            "en": "is an induction head: on repeated random tokens {share} of its attention is on the tokens that followed earlier copies of the query’s token, where chance is {chance}.",
+            "zh": "是归纳头：在重复的随机词元上，与查询相同的先前词元的后一个词元，权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "induction, {share} on repeated random tokens (chance {chance})",
+            "zh": "归纳，在重复的随机词元上为 {share}（随机水平 {chance}）",
+        },
+        glyph="M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z",
+        colour=("#8A4FA8", "#CF9BEF"),
+    ),
+    Kind(
+        "repeated_duplicate",
+        PROBES["duplicate_mass"],
+        texts="repeats",
+        rank=1,
+        finding=50,
+        labels={"en": "duplicate on random repeats", "zh": "重复（随机重复词元）"},
+        about={
+            "en": "On texts of random tokens that repeat (look --textbook), at least {above_chance} of the attention, beyond chance, is on earlier copies of the query’s token.",
+            "zh": "在重复的随机词元文本上（look --textbook），与查询相同的先前词元的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "finds copies: on repeated random tokens {share} of its attention is on earlier copies of the query’s token, where chance is {chance}.",
+            "zh": "找到副本：在重复的随机词元上，与查询相同的先前词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "duplicate tokens, {share} on repeated random tokens (chance {chance})",
+            "zh": "重复词元，在重复的随机词元上为 {share}（随机水平 {chance}）",
+        },
+        glyph="M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z",
+        colour=("#3A7D8C", "#6FC3D3"),
+    ),
+    Kind(
+        "repeated_previous",
+        PROBES["previous_mass"],
+        texts="repeats",
+        rank=5,
+        finding=110,
+        labels={"en": "previous on random repeats", "zh": "前一个（随机重复词元）"},
+        about={
+            "en": "On texts of random tokens that repeat (look --textbook), at least {above_chance} of the attention, beyond chance, is on the previous token.",
+            "zh": "在重复的随机词元文本上（look --textbook），前一个词元的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "looks one token back whatever the text: on repeated random tokens {share} of its attention is on the previous token, where chance is {chance}.",
+            "zh": "无论什么文本都回看一个词元：在重复的随机词元上，前一个词元的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "previous token, {share} on repeated random tokens (chance {chance})",
+            "zh": "前一个词元，在重复的随机词元上为 {share}（随机水平 {chance}）",
+        },
+        glyph="M0 4h4v4h4v4h-4v-4h-4z",
+        colour=("#C8501E", "#FF8A57"),
+    ),
+    Kind(
+        "repeated_first",
+        PROBES["first_mass"],
+        texts="repeats",
+        rank=6,
+        finding=120,
+        labels={"en": "first token on random repeats", "zh": "首词元（随机重复词元）"},
+        about={
+            "en": "On texts of random tokens that repeat (look --textbook), at least {above_chance} of the attention, beyond chance, is on the first token.",
+            "zh": "在重复的随机词元文本上（look --textbook），首词元的权重占比比随机水平高出至少 {above_chance}。",
+        },
+        sentence={
+            "en": "rests on the first token whatever the text: on repeated random tokens {share} of its attention is there, where chance is {chance}.",
+            "zh": "无论什么文本都停在首词元上：在重复的随机词元上，它的权重占比为 {share}，随机水平为 {chance}。",
+        },
+        brief={
+            "en": "first token, {share} on repeated random tokens (chance {chance})",
+            "zh": "首词元，在重复的随机词元上为 {share}（随机水平 {chance}）",
+        },
+        glyph="M0 0h4v12h-4z",
+        colour=("#0072B2", "#5BB8F5"),
+    ),
+)
+"""The built-in kinds, in the order in which they are listed."""
+
+MIXED = Kind(
+    "mixed",
+    None,
+    above_chance=None,
+    rank=7,
+    finding=None,
+    labels={"en": "mixed", "zh": "混合"},
+    about={
+        "en": "None of these thresholds is reached.",
+        "zh": "以上阈值都未达到。",
+    },
+    glyph="M0 0h4v4h-4zM8 3h4v4h-4zM3 8h4v4h-4z",
+    colour=("#B9B5AA", "#4A515B"),
+)
+"""What a head without any kind is called."""

@@ -1,0 +1,13 @@
+// The kinds of heads that a page knows, in the order of its legend: id, label, about, glyph, colour, repeats, measured.
+// They come with the data of a record; those of a second record are added.
+export const LEGEND = [];
+
+export const addLegend = kinds => LEGEND.push(...kinds.filter(kind => !LEGEND.some(each => each.id === kind.id)));
+
+const known = id => LEGEND.find(kind => kind.id === id);
+export const labelOf = id => known(id)?.label ?? id;
+export const glyphOf = id => known(id)?.glyph ?? '';
+export const isOutline = id => !!known(id)?.repeats;
+
+// One of a kind’s two colours: on a light page --light has no value and --dark is empty, on a dark page the reverse.
+export const colourOf = id => known(id) ? `var(--light, ${known(id).colour[0]}) var(--dark, ${known(id).colour[1]})` : 'var(--line2)';
