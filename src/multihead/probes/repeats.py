@@ -55,6 +55,9 @@ def repeated(call: MeasuredCall, parts: Collection[Part]) -> dict[Part, Tensor]:
         sample = call.sample(index)
         for alike in _alike(ids[index].to(shape.device), call.positions[index]):
             for chunk in _chunks(alike, shape.num_heads):
+                if not bool((chunk.queries >= 0).any()):
+                    continue  # the padding of tokens with fewer queries
+                chunk = _reached(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
                     sums = _sums(call, sample, index, chunk, SHIFTS[part]).flatten(1)  # (heads, tokens * n)
@@ -101,6 +104,16 @@ def _chunks(alike: _Alike, heads: int) -> Iterator[_Alike]:
         some = slice(first, first + tokens)
         for row in range(0, alike.queries.shape[1], rows):
             yield _Alike(alike.queries[some, row : row + rows], alike.keys[some])
+
+
+def _reached(call: MeasuredCall, index: int, alike: _Alike) -> _Alike:
+    """Leave out the keys at or after all queries, and those before all intervals: half of a causal map."""
+    queries, row = alike.queries[alike.queries >= 0], 0 if call.bounds.shared else index
+    last, first = int(call.positions[index, queries].max()), int(call.bounds.start[row, queries].min())
+    keys = alike.keys  # in ascending order, -1 at the end
+    stop = int(((keys >= 0) & (keys < last)).sum(-1).max())
+    before = int(((keys >= 0) & (keys + 1 < first)).sum(-1).min())
+    return _Alike(alike.queries, keys[:, min(before, stop) : stop])
 
 
 def _sums(call: MeasuredCall, sample: AttentionRequest, index: int, alike: _Alike, shift: int) -> Tensor:

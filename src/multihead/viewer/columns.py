@@ -57,6 +57,7 @@ class KindOfPage(TypedDict):
     id: str
     label: str
     about: str
+    statistic: str
     glyph: str
     colour: tuple[str, str]
     repeats: bool
@@ -72,6 +73,7 @@ def legend(
             id=kind.name,
             label=visible(kind.label(lang)),
             about=visible(kind.definition(lang, bound=bound)),
+            statistic=kind.statistic,
             glyph=kind.glyph,
             colour=kind.colour,
             repeats=kind.texts == "repeats",

@@ -2,7 +2,7 @@
 // a kind, encoder, decoder, cross, alignment, or a part of the module path.
 import { translate } from './dom.js';
 import { kindName, roleName } from './kinds.js';
-import { LEGEND } from './kindlist.js';
+import { LEGEND, statisticOf } from './kindlist.js';
 import { known } from './numbers.js';
 
 const lower = text => text.toLocaleLowerCase();
@@ -48,7 +48,7 @@ export function unmatched(filter, statistics, unrecorded, heads) {
     const bound = boundIn(word), name = bound ? bound[1] : word.replace(/[<>=].*/, '');
     if (placeIn(word) || (bound && statisticNamed(statistics, name)) || heads.some(head => names(word, head))) continue;
     const kind = LEGEND.map(each => each.id).find(each => names(word, { kinds: [each], path: '' }));
-    const absent = bound ? statisticNamed(unrecorded, name) : unrecorded.find(one => kind ? [kind + '_mass', kind].includes(one.id) : [lower(one.label), one.id].includes(name));
+    const absent = bound ? statisticNamed(unrecorded, name) : unrecorded.find(one => kind ? one.id === statisticOf(kind) : [lower(one.label), one.id].includes(name));
     if (absent) return missing(absent);
     if (bound) return translate('filter.statistic', { word: name, known: statistics.map(each => each.label).join(translate('join.comma')) });
     if (kind) return translate('filter.kind', { kind: kindName(kind) });

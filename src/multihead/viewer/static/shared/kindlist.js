@@ -1,4 +1,5 @@
-// The kinds of heads that a page knows, in the order of its legend: id, label, about, glyph, colour, repeats, measured.
+// The kinds of heads that a page knows, in the order of its legend: id, label, about, statistic, glyph, colour,
+// repeats, measured.
 // They come with the data of a record; those of a second record are added.
 export const LEGEND = [];
 
@@ -7,6 +8,7 @@ export const addLegend = kinds => LEGEND.push(...kinds.filter(kind => !LEGEND.so
 const known = id => LEGEND.find(kind => kind.id === id);
 export const labelOf = id => known(id)?.label ?? id;
 export const glyphOf = id => known(id)?.glyph ?? '';
+export const statisticOf = id => known(id)?.statistic;
 export const isOutline = id => !!known(id)?.repeats;
 
 // One of a kind’s two colours: on a light page --light has no value and --dark is empty, on a dark page the reverse.
