@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multihead import sequence_split
-from multihead.call import AttentionRequest, active
+from multihead.call import AttentionArguments, AttentionRequest, active
 from multihead.kernels.native import library
 from multihead.kernels.native.call import Job
 from multihead.kernels.native.kernel import gradients
@@ -24,7 +24,6 @@ from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.parts import Part
 from multihead.plan.bounds import bounds_of
-from multihead.scores.bias import Bias
 from multihead.shapes import FURTHEST, AttentionShape
 from multihead.tracing import intercepted
 
@@ -37,18 +36,7 @@ MEASURED = measured(ONE_PASS - {SPECIAL_KEYS})
 """The parts of `statistics`: all that need nothing but q and k."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    query_start: int | Tensor | str | None,
-) -> tuple[Tensor, ...] | None:
+def attend(q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> tuple[Tensor, ...] | None:
     """Compute a call, or return None where it needs a plan, an observer or an error.
 
     The arguments are those of `functional.attention`, and nothing about them has been checked.
@@ -56,9 +44,10 @@ def attend(
     Returns:
         the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries) in nats, and perhaps more.
     """
-    band = _band(q, k, v, mask, bias, softcap, sinks, scale, dropout, query_start)
+    band = _band(q, k, v, terms)
     if band is None:
         return None
+    _, _, softcap, _, scale, _, _ = terms
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Differentiable.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
@@ -67,16 +56,7 @@ def attend(
         return None
 
 
-def statistics(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    query_start: int | Tensor | str | None,
-) -> tuple[Tensor, dict[Part, Tensor]] | None:
+def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor, dict[Part, Tensor]] | None:
     """Measure `MEASURED` by a forward pass without values, or return None where that needs a plan or an error.
 
     The arguments are those of `functional.statistics`, and nothing about them has been checked.
@@ -84,9 +64,10 @@ def statistics(
     Returns:
         the logsumexp and the parts, (batch, heads, queries) each, without gradients.
     """
-    band = _band(q, k, k, mask, bias, softcap, sinks, scale, 0.0, query_start)
+    band = _band(q, k, k, terms)
     if band is None:
         return None
+    _, _, softcap, _, scale, _, _ = terms
     if _grad_enabled() and (q.requires_grad or k.requires_grad):
         q, k = q.detach(), k.detach()
     try:
@@ -96,23 +77,13 @@ def statistics(
     return logsumexp, MEASURED.results(*results)
 
 
-def _band(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    query_start: int | Tensor | str | None,
-) -> tuple[Tensor | None, int, int, int] | None:
+def _band(q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> tuple[Tensor | None, int, int, int] | None:
     """Return the keys that each query of a call sees, as the operators take them, or None if they do not take the call.
 
     Returns:
         lengths, keys before and after the position of a query, and the position of the first query; see `Mask.band`.
     """
+    mask, bias, softcap, sinks, scale, dropout, query_start = terms
     if (
         bias is not None
         or sinks is not None
